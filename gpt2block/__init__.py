@@ -1,0 +1,39 @@
+"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, with a NumPy meaning of each.
+
+`import gpt2block` touches neither CuPy nor a GPU; `gpt2block.ops` does, when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gpt2block import reference
+from gpt2block.block import Block, Comparison, solve
+from gpt2block.config import SIZES, GPT2Config
+from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+from gpt2block.weights import BlockWeights, GPT2Weights, random_input
+
+if TYPE_CHECKING:
+    from gpt2block import ops
+
+__all__ = [
+    "SIZES",
+    "Block",
+    "BlockWeights",
+    "CheckpointError",
+    "Comparison",
+    "DeviceError",
+    "GPT2Config",
+    "GPT2Weights",
+    "InputError",
+    "KernelError",
+    "ops",
+    "random_input",
+    "reference",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("gpt2block.ops")
+    raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""The shape of a GPT-2 model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2block.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
+    """
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_ctx: int = 1024
+    vocab_size: int = 50257
+    eps: float = 1e-5
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name}: expected a positive integer, got {value!r}")
+        if self.n_embd % self.n_head:
+            raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> GPT2Config:
+        """The fields of a Hugging Face `config.json`; absent ones keep GPT-2 small's value.
+
+        Raises CheckpointError for another architecture or for variants GPT-2 itself never used.
+        """
+        kind = config.get("model_type", "gpt2")
+        if kind != "gpt2":
+            raise CheckpointError(f"config.json: expected model_type 'gpt2', got {kind!r}")
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise CheckpointError(
+                f"config.json: expected the tanh GELU (gelu_new), got {activation!r}"
+            )
+        n_embd = config.get("n_embd", cls.n_embd)
+        if config.get("n_inner") not in (None, 4 * n_embd):
+            raise CheckpointError(
+                f"config.json: expected n_inner {4 * n_embd}, got {config['n_inner']}"
+            )
+        unsupported = [
+            f"{name}={config[name]}"
+            for name, usual in (
+                ("scale_attn_weights", True),
+                ("scale_attn_by_inverse_layer_idx", False),
+                ("add_cross_attention", False),
+            )
+            if config.get(name, usual) != usual
+        ]
+        if unsupported:
+            raise CheckpointError(f"config.json: not GPT-2's own attention: {unsupported[0]}")
+        return cls(
+            n_layer=config.get("n_layer", cls.n_layer),
+            n_head=config.get("n_head", cls.n_head),
+            n_embd=n_embd,
+            n_ctx=config.get("n_positions", config.get("n_ctx", cls.n_ctx)),
+            vocab_size=config.get("vocab_size", cls.vocab_size),
+            eps=config.get("layer_norm_epsilon", cls.eps),
+            tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),
+        )
+
+
+SIZES: Mapping[str, GPT2Config] = {
+    "gpt2": GPT2Config(),
+    "gpt2-medium": GPT2Config(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPT2Config(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+def size(name: str) -> GPT2Config:
+    """The config of a GPT-2 size by name; InputError lists the known names."""
+    if name not in SIZES:
+        raise InputError(f"unknown size {name!r}: expected one of {', '.join(SIZES)}")
+    return SIZES[name]

@@ -1,0 +1,100 @@
+"""A forward pass as data: a list of steps, each with a meaning in NumPy and one in CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpt2block.errors import InputError
+
+Shape = tuple[int, ...]
+
+# Op → shape of its output from the shapes of its inputs; leading axes are rows.
+OUTPUT_SHAPES: Mapping[str, Callable[..., Shape]] = {
+    "layernorm": lambda x, gamma, beta: x,
+    "matmul_bias": lambda a, w, bias: (*a[:-1], w[1]),
+    "attention": lambda qkv: (*qkv[:-1], qkv[-1] // 3),
+    "add": lambda a, b: a,
+    "gelu": lambda x: x,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: `name` is its tensor's name in a trace, `op` its function on every backend."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps in order, from `input` to the last step's tensor.
+
+    `in_place` maps a step to the tensor whose storage it overwrites. Raises InputError when a step
+    reads what was never made or is already overwritten, or when a name is made twice.
+    """
+
+    steps: tuple[Step, ...]
+    weights: tuple[str, ...]
+    in_place: Mapping[str, str] = field(default_factory=dict)
+    input: str = "x"
+
+    def __post_init__(self) -> None:
+        alive = {self.input, *self.weights}
+        seen = set(alive)
+        for step in self.steps:
+            if step.op not in OUTPUT_SHAPES:
+                raise InputError(f"step {step.name}: unknown op {step.op!r}")
+            for name in step.inputs:
+                if name not in alive:
+                    why = "already overwritten" if name in seen else "not made yet"
+                    raise InputError(f"step {step.name}: reads {name!r}, which is {why}")
+            if step.name in seen:
+                raise InputError(f"step {step.name}: the name is already taken")
+            alive.add(step.name)
+            seen.add(step.name)
+            target = self.in_place.get(step.name)
+            if target is not None:
+                if target not in step.inputs or target in (self.input, *self.weights):
+                    raise InputError(f"step {step.name}: cannot overwrite {target!r}")
+                alive.discard(target)
+
+    @property
+    def output(self) -> str:
+        return self.steps[-1].name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(step.name for step in self.steps)
+
+    def shapes(self, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Tensor name → shape, for an input of shape `x`."""
+        known = {self.input: x, **weights}
+        for step in self.steps:
+            known[step.name] = OUTPUT_SHAPES[step.op](*(known[name] for name in step.inputs))
+        return {name: known[name] for name in self.names}
+
+
+def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
+    """The Pre-LN GPT-2 block as ten steps; gelu overwrites ff1."""
+    norm, heads = {"eps": eps}, {"n_head": n_head, "causal": causal}
+    return Plan(
+        steps=(
+            Step("ln1", "layernorm", ("x", "gamma1", "beta1"), norm),
+            Step("qkv", "matmul_bias", ("ln1", "w_qkv", "b_qkv")),
+            Step("attn", "attention", ("qkv",), heads),
+            Step("proj", "matmul_bias", ("attn", "w_attn", "b_attn")),
+            Step("x1", "add", ("x", "proj")),
+            Step("ln2", "layernorm", ("x1", "gamma2", "beta2"), norm),
+            Step("ff1", "matmul_bias", ("ln2", "w_fc", "b_fc")),
+            Step("gelu", "gelu", ("ff1",)),
+            Step("ff2", "matmul_bias", ("gelu", "w_proj", "b_proj")),
+            Step("output", "add", ("x1", "ff2")),
+        ),
+        weights=tuple(weights),
+        in_place={"gelu": "ff1"},
+    )

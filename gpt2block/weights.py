@@ -1,0 +1,179 @@
+"""The weights of one block and of a whole GPT-2, as NumPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from gpt2block.config import SIZES, GPT2Config
+from gpt2block.errors import InputError
+
+Array = NDArray[np.floating[Any]]
+
+
+def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
+    """Name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
+    C = n_embd
+    return {
+        "gamma1": (C,),
+        "beta1": (C,),
+        "w_qkv": (C, 3 * C),
+        "b_qkv": (3 * C,),
+        "w_attn": (C, C),
+        "b_attn": (C,),
+        "gamma2": (C,),
+        "beta2": (C,),
+        "w_fc": (C, 4 * C),
+        "b_fc": (4 * C,),
+        "w_proj": (4 * C, C),
+        "b_proj": (C,),
+    }
+
+
+def packed_offsets(n_embd: int = 768) -> dict[str, int]:
+    """Name → offset in floats inside the packed buffer, plus `"end"`: 7,087,872 for C = 768."""
+    offsets, end = {}, 0
+    for name, shape in block_shapes(n_embd).items():
+        offsets[name] = end
+        end += int(np.prod(shape))
+    return {**offsets, "end": end}
+
+
+def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
+    """Views of the twelve tensors inside a packed 1-D buffer, NumPy or CuPy alike.
+
+    Raises InputError when the buffer is not 1-D of exactly the packed length.
+    """
+    offsets = packed_offsets(n_embd)
+    if packed.shape != (offsets["end"],):
+        raise InputError(
+            f"packed weights: expected a 1-D array of {offsets['end']:,} floats "
+            f"(C = {n_embd}), got shape {packed.shape}"
+        )
+    return {
+        name: packed[offsets[name] : offsets[name] + int(np.prod(shape))].reshape(shape)
+        for name, shape in block_shapes(n_embd).items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeights:
+    """One block's tensors: C = n_embd, matrices (in, out) row-major, all of one float dtype.
+
+    Raises InputError for a wrong shape, a dtype that is not float32 or float64, or an n_head that
+    does not divide C.
+    """
+
+    gamma1: Array  # (C,)
+    beta1: Array  # (C,)
+    w_qkv: Array  # (C, 3C), columns [Q | K | V]
+    b_qkv: Array  # (3C,)
+    w_attn: Array  # (C, C)
+    b_attn: Array  # (C,)
+    gamma2: Array  # (C,)
+    beta2: Array  # (C,)
+    w_fc: Array  # (C, 4C)
+    b_fc: Array  # (4C,)
+    w_proj: Array  # (4C, C)
+    b_proj: Array  # (C,)
+    n_head: int = 12
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.gamma1) != 1:
+            raise InputError(f"gamma1: expected shape (C,), got {np.shape(self.gamma1)}")
+        for name, shape in block_shapes(self.n_embd).items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray):
+                raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
+            if array.shape != shape:
+                raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+            if array.dtype not in (np.float32, np.float64) or array.dtype != self.gamma1.dtype:
+                raise InputError(
+                    f"{name}: expected float32 or float64, the same for all, got {array.dtype}"
+                )
+        if self.n_head < 1 or self.n_embd % self.n_head:
+            raise InputError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
+
+    @property
+    def n_embd(self) -> int:
+        return len(self.gamma1)
+
+    def tensors(self) -> dict[str, Array]:
+        """Name → array of the twelve tensors, in packed order."""
+        return {name: getattr(self, name) for name in block_shapes(self.n_embd)}
+
+    def astype(self, dtype: DTypeLike) -> BlockWeights:
+        """The same weights in another float dtype; self when nothing changes."""
+        if self.gamma1.dtype == dtype:
+            return self
+        tensors: dict[str, Any] = {name: a.astype(dtype) for name, a in self.tensors().items()}
+        return replace(self, **tensors)
+
+    @classmethod
+    def from_packed(
+        cls, packed: Array, n_embd: int = 768, n_head: int = 12, eps: float = 1e-5
+    ) -> BlockWeights:
+        """Views into one packed buffer, 12C² + 13C floats: 7,087,872 for GPT-2 small."""
+        packed = np.asarray(packed)
+        return cls(**unpack(packed, n_embd), n_head=n_head, eps=eps)
+
+    def to_packed(self) -> Array:
+        """One 1-D buffer with the twelve tensors at `packed_offsets(n_embd)`."""
+        return np.concatenate([array.ravel() for array in self.tensors().values()])
+
+    @classmethod
+    def random(cls, seed: int = 0, config: GPT2Config = SIZES["gpt2"]) -> BlockWeights:
+        """float32 weights: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), W and linear biases ~ N(0, 0.02).
+
+        The LeetGPU challenge's distribution, but for the biases, which it sets to zero.
+        """
+        rng = np.random.default_rng(seed)
+        tensors: dict[str, Array] = {}
+        for name, shape in block_shapes(config.n_embd).items():
+            if name.startswith("gamma"):
+                tensors[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
+            elif name.startswith("beta"):
+                tensors[name] = rng.uniform(-0.1, 0.1, shape).astype(np.float32)
+            else:
+                tensors[name] = np.float32(0.02) * rng.standard_normal(shape, dtype=np.float32)
+        return cls(**tensors, n_head=config.n_head, eps=config.eps)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, layer: int = 0) -> BlockWeights:
+        """Block `layer` of a checkpoint, as float32; only that block's tensors are read.
+
+        `name_or_path`: a Hugging Face directory, a `.safetensors` file, a hub id such as "gpt2",
+        or "shakespeare", the model in the package. Raises CheckpointError.
+        """
+        from gpt2block.checkpoints import Checkpoint  # noqa: PLC0415  (it imports this module)
+
+        return Checkpoint.open(name_or_path).block(layer)
+
+
+@dataclass(frozen=True, eq=False)
+class GPT2Weights:
+    """All tensors of a GPT-2 model, float32."""
+
+    config: GPT2Config
+    wte: Array  # (vocab_size, C) token embedding
+    wpe: Array  # (n_ctx, C) position embedding
+    blocks: tuple[BlockWeights, ...]
+    gamma_f: Array  # (C,) the final LayerNorm
+    beta_f: Array  # (C,)
+    lm_head: Array  # (vocab_size, C); the very array wte when tied
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str) -> GPT2Weights:
+        """A whole checkpoint; see `BlockWeights.from_pretrained` for the names."""
+        from gpt2block.checkpoints import Checkpoint  # noqa: PLC0415
+
+        return Checkpoint.open(name_or_path).model()
+
+
+def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """float32 activations x ~ U(-1, 1), the challenge's input. shape (T, C) or (B, T, C)."""
+    return np.random.default_rng(seed).uniform(-1, 1, shape).astype(np.float32)
