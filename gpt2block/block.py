@@ -1,0 +1,181 @@
+"""The ten-step Pre-LN GPT-2 block: `Block(weights)(x)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import doctor
+from gpt2block.engines import Engine
+from gpt2block.engines.cpu import NumpyEngine
+from gpt2block.errors import DeviceError, InputError
+from gpt2block.plan import Plan, ten_step_plan
+from gpt2block.weights import BlockWeights, block_shapes, unpack
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step held against float64.
+
+    `max_abs`, `max_rel`: the step's own error, when it is fed the float64 run's inputs (rounded to
+    float32); `total_abs`, `total_rel`: the error accumulated from x up to here. Relative errors are
+    relative to the largest value of the tensor.
+    """
+
+    name: str
+    kernel: str
+    shape: tuple[int, ...]
+    ms: float
+    max_abs: float
+    max_rel: float
+    total_abs: float
+    total_rel: float
+
+
+class Block:
+    """A Pre-LN transformer block on a GPU, or with NumPy where there is none.
+
+    weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2) or all (the LeetGPU
+    challenge). device: "cuda", "cuda:1", "cpu", or None for the best there is. dtype: "float32".
+    kernels: "skeleton", the documents' kernels, or "auto", the fastest there are. graph: replay a
+    CUDA graph when a call comes again (same bits as direct launches).
+
+    Raises InputError for wrong arguments, DeviceError when the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        weights: BlockWeights,
+        causal: bool = False,
+        device: str | None = None,
+        dtype: str = "float32",
+        kernels: str = "auto",
+        graph: bool = True,
+    ) -> None:
+        if not isinstance(weights, BlockWeights):
+            raise InputError(
+                f"weights: expected a BlockWeights, got {type(weights).__name__}: see "
+                "BlockWeights.from_packed, .random and .from_pretrained"
+            )
+        if dtype != "float32":
+            raise InputError(f"dtype: expected 'float32', got {dtype!r}")
+        if kernels not in ("auto", "skeleton"):
+            raise InputError(f"kernels: expected 'auto' or 'skeleton', got {kernels!r}")
+        self.weights = weights.astype(np.float32)
+        self.causal = causal
+        self.plan = _plan(weights, causal)
+        self._engine = self._make_engine(device, graph)
+
+    def _make_engine(self, device: str | None, graph: bool) -> Engine:
+        tensors, width = self.weights.tensors(), self.weights.n_embd
+        index = resolve_device(device)
+        if index is None:
+            return NumpyEngine(self.plan, tensors, width)
+        from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415  (it imports CuPy)
+
+        return CudaEngine(self.plan, tensors, width, index, graph)
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        return self._engine.describe()
+
+    def __call__(self, x: Any, out: Any | None = None) -> Any:
+        """The block's output. x (T, C) or (B, T, C), float32 → the same shape.
+
+        NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
+        array out, on CuPy's current stream. The result is a new array, the caller's to keep, or
+        `out`. An x that is not C-contiguous is copied first; such an `out` is refused. NaN passes
+        through. Raises InputError.
+        """
+        return self._engine.forward(x, out)
+
+    def trace(self, x: Any) -> dict[str, Any]:
+        """Step name → a copy of its tensor, for the ten steps ln1 … output."""
+        return self._engine.trace(x)
+
+    def compare(self, x: Any) -> list[Comparison]:
+        """Every step held against float64 NumPy, in order. x: a NumPy array, as for a call."""
+        exact = NumpyEngine(
+            self.plan, self.weights.astype(np.float64).tensors(), self.weights.n_embd
+        )
+        traced = self._engine.trace(x)
+        truth = {"x": np.asarray(x, np.float64)}
+        rows = []
+        for step in self.plan.steps:
+            truth[step.name] = exact.apply(step, truth)
+            rounded = {
+                name: truth[name].astype(np.float32) for name in step.inputs if name in truth
+            }
+            own = self._engine.step(step, rounded)
+            expected = exact.apply(step, {n: a.astype(np.float64) for n, a in rounded.items()})
+            rows.append(
+                Comparison(
+                    step.name,
+                    own.kernel,
+                    own.out.shape,
+                    own.ms,
+                    *errors(own.out, expected),
+                    *errors(traced[step.name], truth[step.name]),
+                )
+            )
+        return rows
+
+
+def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
+    """Largest absolute difference, and the same relative to the largest value of `truth`."""
+    largest = float(np.abs(got - truth).max())
+    return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
+
+
+def resolve_device(device: str | None) -> int | None:
+    """The CUDA device index a name stands for; None for the CPU.
+
+    None means the best there is. Raises DeviceError naming what is missing for CUDA, InputError
+    for an unknown name.
+    """
+    if device == "cpu":
+        return None
+    problem = doctor.cuda_problem()
+    if device is None:
+        return None if problem else 0
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index.isdigit() or index == ""):
+        raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")
+    if problem:
+        raise DeviceError(f"device {device!r} cannot be used: {problem}")
+    import cupy  # noqa: PLC0415
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    if int(index or 0) >= count:
+        raise DeviceError(f"device {device!r}: this machine has {count}, cuda:0…cuda:{count - 1}")
+    return int(index or cupy.cuda.Device().id)
+
+
+def _plan(weights: BlockWeights, causal: bool) -> Plan:
+    return ten_step_plan(weights.n_head, causal, weights.eps, weights.tensors())
+
+
+def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
+    """The challenge's entry point, on float32 CuPy arrays: the block without a mask, into `output`.
+
+    x, output: seq_len · 768 floats of any shape; weights: the packed 7,087,872 floats. Intermediate
+    tensors are allocated for the call. Runs on the current stream; the same bits as
+    `Block(BlockWeights.from_packed(weights), causal=False)(x)`. Raises InputError.
+    """
+    from gpt2block.engines.cuda import run_once  # noqa: PLC0415
+    from gpt2block.ops._arrays import check  # noqa: PLC0415
+
+    shape = (seq_len, 768)
+    for name, array in (("x", x), ("output", output), ("weights", weights)):
+        check(name, array)
+    for name, array in (("x", x), ("output", output)):
+        if array.size != seq_len * 768:
+            raise InputError(
+                f"{name}: expected seq_len · 768 = {seq_len * 768:,} floats, got {array.size:,}"
+            )
+    plan = ten_step_plan(n_head=12, causal=False, eps=1e-5, weights=block_shapes(768))
+    run_once(plan, unpack(weights.ravel()), x.reshape(shape), output.reshape(shape))

@@ -1,0 +1,77 @@
+"""The two ways to walk a plan: with NumPy on the CPU, with CUDA kernels on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.errors import InputError
+from gpt2block.plan import Plan, Step
+
+DLPACK_CPU = 1  # DLDeviceType kDLCPU
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step run by itself: its tensor, the kernel that made it, and how long it took."""
+
+    out: NDArray[Any]
+    kernel: str
+    ms: float
+
+
+class Engine(Protocol):
+    """What a Block asks of a backend. Each checks what it is given; NumPy in, NumPy out."""
+
+    plan: Plan
+
+    def forward(self, x: Any, out: Any | None) -> Any:
+        """The plan's output for `x`, into `out` if given, else into a new array."""
+
+    def trace(self, x: Any) -> dict[str, Any]:
+        """Step name → a copy of its tensor."""
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        """One step on NumPy inputs (activations by name), timed."""
+
+    def describe(self) -> str:
+        """The device in words."""
+
+
+def host_array(x: Any) -> NDArray[Any] | None:
+    """`x` as a NumPy array without a copy when it lives in host memory, else None."""
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] == DLPACK_CPU:
+        return np.from_dlpack(x)
+    return None
+
+
+def check_array(name: str, array: Any, n_embd: int) -> None:
+    """Raise InputError unless `array` is float32, (T, C) or (B, T, C), and not empty."""
+    if array.ndim not in (2, 3) or array.shape[-1] != n_embd:
+        raise InputError(
+            f"{name}: expected shape (T, {n_embd}) or (B, T, {n_embd}), got {array.shape}"
+        )
+    if array.size == 0:
+        raise InputError(f"{name}: expected at least one token, got shape {array.shape}")
+    if array.dtype != np.float32:
+        raise InputError(f"{name}: expected float32, got {array.dtype}: use .astype('float32')")
+
+
+def check_out(out: Any, shape: tuple[int, ...], kind: Any) -> None:
+    """Raise InputError unless `out` can take a result: a `kind` array, float32, C-contiguous."""
+    if not isinstance(out, kind):
+        raise InputError(
+            f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
+        )
+    if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        layout = "" if out.flags.c_contiguous else ", not C-contiguous"
+        raise InputError(
+            f"out: expected a C-contiguous float32 array of shape {shape}, "
+            f"got {out.dtype} {out.shape}{layout}"
+        )

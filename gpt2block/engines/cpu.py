@@ -1,0 +1,72 @@
+"""The NumPy engine: every step is its function in `gpt2block.reference`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.engines import StepResult, check_array, check_out, host_array
+from gpt2block.errors import InputError
+from gpt2block.plan import Plan, Step
+
+
+class NumpyEngine:
+    """Walks a plan with NumPy, in the dtype of the weights (float32, or float64 for the truth)."""
+
+    def __init__(self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int) -> None:
+        self.plan = plan
+        self._width = width
+        self._weights = dict(weights)
+
+    def describe(self) -> str:
+        return f"CPU ({platform.machine()}), NumPy {np.__version__}"
+
+    def forward(self, x: Any, out: Any | None) -> NDArray[Any]:
+        host = self._accept(x)
+        if out is None:
+            return self._walk(host)[self.plan.output]
+        check_out(out, host.shape, np.ndarray)
+        out[...] = self._walk(host)[self.plan.output]
+        result: NDArray[Any] = out
+        return result
+
+    def trace(self, x: Any) -> dict[str, NDArray[Any]]:
+        return self._walk(self._accept(x))
+
+    def _accept(self, x: Any) -> NDArray[Any]:
+        host = host_array(x)
+        if host is None:
+            raise InputError(
+                f"x: expected a NumPy array for a Block on the CPU, got {type(x).__name__}: "
+                "copy it to the host, or make the Block with device='cuda'"
+            )
+        check_array("x", host, self._width)
+        return host
+
+    def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        tensors = {self.plan.input: x}
+        for step in self.plan.steps:
+            tensors[step.name] = self.apply(step, tensors)
+        return {name: tensors[name] for name in self.plan.names}
+
+    def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        """The step's NumPy function on its inputs, taken from `tensors` and the weights."""
+        known = {**self._weights, **tensors}
+        function = getattr(reference, step.op)
+        result: NDArray[Any] = function(*(known[name] for name in step.inputs), **step.attrs)
+        return result
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            out = self.apply(step, tensors)
+            times.append(perf_counter() - start)
+        return StepResult(out, f"reference.{step.op}", 1e3 * median(times))

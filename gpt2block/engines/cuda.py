@@ -1,0 +1,215 @@
+"""The CUDA engine: buffers allocated once a shape; a call that comes again replays a graph."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import bench, doctor
+from gpt2block.engines import StepResult, check_array, check_out, host_array
+from gpt2block.errors import InputError
+from gpt2block.kernels import Launch
+from gpt2block.ops import BINDERS
+from gpt2block.plan import Plan, Shape, Step
+
+CudaArray = Any  # cupy.ndarray, which has no type stubs
+MAX_SHAPES = 8  # buffers kept
+MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
+
+
+@dataclass
+class _Workspace:
+    """What one input shape needs: a buffer for every step but the last, and their launches."""
+
+    buffers: dict[str, CudaArray]
+    launches: dict[str, tuple[Launch, ...]]
+
+
+@dataclass
+class _Call:
+    """The launches for one x and one out; the graph is captured when the same call comes again."""
+
+    launches: tuple[Launch, ...]
+    graph: Any = None
+
+
+class CudaEngine:
+    """Walks a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
+
+    Thread-safe; calls from different streams wait for each other, since they share the buffers.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int, device: int, graph: bool
+    ) -> None:
+        self.plan = plan
+        self._width = width
+        self.device = device
+        self._use_graph = graph
+        with cupy.cuda.Device(device):
+            self._weights = {name: cupy.asarray(w, dtype="float32") for name, w in weights.items()}
+            self._done = cupy.cuda.Event(disable_timing=True)
+            self._private = cupy.cuda.Stream(non_blocking=True)
+        self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
+        self._calls: OrderedDict[tuple[Shape, int, int], _Call] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def describe(self) -> str:
+        return doctor.describe_device(self.device)
+
+    def forward(self, x: Any, out: Any | None) -> Any:
+        with self._lock, cupy.cuda.Device(self.device):
+            array, on_host = self._accept(x)
+            if on_host:
+                target = cupy.empty(array.shape, dtype="float32")
+                if out is not None:
+                    check_out(out, array.shape, np.ndarray)
+                self._run(array, target)
+                return target.get(out=out)
+            target = cupy.empty(array.shape, dtype="float32") if out is None else self._adopt(out)
+            check_out(target, array.shape, cupy.ndarray)
+            self._run(array, target)
+            return target if out is None else out
+
+    def trace(self, x: Any) -> dict[str, Any]:
+        with self._lock, cupy.cuda.Device(self.device):
+            array, on_host = self._accept(x)
+            tensors = self._tensors(array, cupy.empty(array.shape, dtype="float32"))
+            self._enter()
+            copies = {}
+            for step in self.plan.steps:
+                for launch in self._bind(step, tensors):
+                    launch.run()
+                copies[step.name] = tensors[step.name].copy()
+            self._done.record()
+            return {n: copy.get() for n, copy in copies.items()} if on_host else copies
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        with cupy.cuda.Device(self.device):
+            known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
+            bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), **step.attrs)
+            out = bound.run().get()  # before timing, which runs in-place kernels again and again
+            names = ", ".join(launch.name for launch in bound.launches)
+            return StepResult(out, names, bench.gpu_ms(bound.launches))
+
+    def _accept(self, x: Any) -> tuple[CudaArray, bool]:
+        """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host."""
+        host = None if isinstance(x, cupy.ndarray) else host_array(x)
+        if host is not None:
+            check_array("x", host, self._width)
+            return cupy.asarray(host, order="C"), True
+        array = self._adopt(x)
+        check_array("x", array, self._width)
+        return cupy.ascontiguousarray(array), False
+
+    def _adopt(self, array: Any) -> CudaArray:
+        """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
+        if not isinstance(array, cupy.ndarray):
+            if hasattr(array, "__dlpack__") and host_array(array) is None:
+                array = cupy.from_dlpack(array)  # rather than the other way: it orders streams
+            elif hasattr(array, "__cuda_array_interface__"):
+                array = cupy.asarray(array)
+            else:
+                raise InputError(
+                    "expected x and out as NumPy arrays, or both as CUDA arrays (CuPy, DLPack or "
+                    f"__cuda_array_interface__), got {type(array).__name__}"
+                )
+        if array.device.id != self.device:
+            raise InputError(
+                f"expected an array on cuda:{self.device}, where this Block is, "
+                f"got one on cuda:{array.device.id}"
+            )
+        return array
+
+    def _run(self, x: CudaArray, out: CudaArray) -> None:
+        key = (x.shape, x.data.ptr, out.data.ptr)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Call(self._launches(x, out))
+            if len(self._calls) > MAX_CALLS:
+                self._calls.popitem(last=False)
+            repeated = False
+        else:
+            self._calls.move_to_end(key)
+            repeated = True
+        stream = self._enter()
+        if repeated and self._use_graph:
+            if call.graph is None:
+                call.graph = self._capture(call.launches)
+            call.graph.launch(stream)
+        else:
+            for launch in call.launches:
+                launch.run()
+        self._done.record(stream)
+
+    def _enter(self) -> Any:
+        """The caller's stream, made to wait for the last call, which may be on another stream."""
+        stream = cupy.cuda.get_current_stream()
+        stream.wait_event(self._done)
+        return stream
+
+    def _capture(self, launches: tuple[Launch, ...]) -> Any:
+        with self._private:
+            self._private.begin_capture()
+            try:
+                for launch in launches:
+                    launch.run()
+            finally:
+                graph = self._private.end_capture()
+        return graph
+
+    def _launches(self, x: CudaArray, out: CudaArray) -> tuple[Launch, ...]:
+        """Every step's launches: bound anew where x or out is touched, else the shape's own."""
+        known = self._workspace(x.shape).launches
+        tensors = self._tensors(x, out)
+        for step in self.plan.steps:
+            touched = step.name == self.plan.output or self.plan.input in step.inputs
+            if touched or step.name not in known:
+                known[step.name] = self._bind(step, tensors)
+        return tuple(launch for step in self.plan.steps for launch in known[step.name])
+
+    def _bind(self, step: Step, tensors: Mapping[str, CudaArray]) -> tuple[Launch, ...]:
+        inputs = tuple(tensors[name] for name in step.inputs)
+        return BINDERS[step.op](inputs, tensors[step.name], **step.attrs).launches
+
+    def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, CudaArray]:
+        buffers = self._workspace(x.shape).buffers
+        return {**self._weights, **buffers, self.plan.input: x, self.plan.output: out}
+
+    def _workspace(self, shape: Shape) -> _Workspace:
+        if shape in self._workspaces:
+            self._workspaces.move_to_end(shape)
+            return self._workspaces[shape]
+        if len(self._workspaces) == MAX_SHAPES:
+            self._done.synchronize()  # the oldest buffers may still be in use
+            oldest, _ = self._workspaces.popitem(last=False)
+            for key in [key for key in self._calls if key[0] == oldest]:
+                del self._calls[key]
+        weight_shapes = {name: w.shape for name, w in self._weights.items()}
+        buffers = allocate(self.plan, self.plan.shapes(shape, weight_shapes))
+        return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
+
+
+def allocate(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, CudaArray]:
+    """A float32 buffer for every step but the last; steps in place share their target's."""
+    buffers: dict[str, CudaArray] = {}
+    for name in plan.names[:-1]:
+        target = plan.in_place.get(name)
+        buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype="float32")
+    return buffers
+
+
+def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
+    """The plan on the current device and stream, with buffers that live for this call only."""
+    shapes = plan.shapes(x.shape, {name: w.shape for name, w in weights.items()})
+    tensors = {**weights, **allocate(plan, shapes), plan.input: x, plan.output: out}
+    for step in plan.steps:
+        inputs = tuple(tensors[name] for name in step.inputs)
+        BINDERS[step.op](inputs, tensors[step.name], **step.attrs).run()

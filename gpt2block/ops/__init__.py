@@ -1,0 +1,25 @@
+"""The CUDA meaning of every operation: names and signatures of `gpt2block.reference`.
+
+Each function takes float32 CuPy arrays, checks them, launches on the current stream and returns a
+new array. `BINDERS` holds the layer below: `bind(inputs, out, **attrs)` checks once and returns the
+launches, which a Block walks again and again.
+"""
+
+from collections.abc import Callable, Mapping
+
+from gpt2block.ops import _attention, _elementwise, _layernorm, _matmul
+from gpt2block.ops._arrays import Bound
+from gpt2block.ops._attention import attention
+from gpt2block.ops._elementwise import add, gelu
+from gpt2block.ops._layernorm import layernorm
+from gpt2block.ops._matmul import matmul_bias
+
+BINDERS: Mapping[str, Callable[..., Bound]] = {
+    "layernorm": _layernorm.bind,
+    "matmul_bias": _matmul.bind,
+    "attention": _attention.bind,
+    "add": _elementwise.bind_add,
+    "gelu": _elementwise.bind_gelu,
+}
+
+__all__ = ["BINDERS", "Bound", "add", "attention", "gelu", "layernorm", "matmul_bias"]

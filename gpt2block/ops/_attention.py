@@ -1,0 +1,64 @@
+"""Attention on CUDA: kernels_cu/attention.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch, load
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+FILE = "attention.cu"
+BLOCK = 256
+
+
+def bind(
+    inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int, causal: bool
+) -> Bound:
+    """inputs (qkv (T, 3C) or (B, T, 3C),), out (T, C) or (B, T, C)."""
+    (qkv,) = inputs
+    check("qkv", qkv)
+    if qkv.ndim not in (2, 3) or qkv.shape[-1] % (3 * n_head):
+        raise InputError(
+            f"qkv: expected (T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}, "
+            f"got {qkv.shape}"
+        )
+    *batch, T, three_c = qkv.shape
+    head_size = three_c // 3 // n_head
+    if head_size > BLOCK:
+        raise InputError(f"head size {head_size}: the kernel takes at most {BLOCK}")
+    if qkv.data.ptr % 16:
+        raise InputError("qkv: expected data aligned to 16 bytes: pass a copy, qkv.copy()")
+    out = output(out, (*batch, T, three_c // 3))
+
+    name = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
+    defines = (("NH", n_head), ("HS", head_size))
+    _check_score_row(T, load(FILE, name, defines).shared_size_bytes)
+    grid = (T, n_head, batch[0] if batch else 1)
+    scores = 4 * T
+    return Bound(
+        out,
+        (launch(FILE, name, grid, (BLOCK,), (qkv, out, T), shared=scores, defines=defines),),
+    )
+
+
+def _check_score_row(T: int, static: int) -> None:
+    """The row of T scores must fit in the GPU's opt-in shared memory beside the static part."""
+    limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] - static
+    if limit < 4 * T:
+        raise InputError(
+            f"T {T:,}: a row of scores takes {4 * T:,} bytes of shared memory, this GPU has "
+            f"{limit:,} for it: T can be at most {limit // 4:,}"
+        )
+
+
+def attention(qkv: CudaArray, n_head: int, causal: bool = False) -> CudaArray:
+    """`reference.attention` on a float32 CuPy array; raises InputError.
+
+    T is limited by the GPU's opt-in shared memory: about 57,000 on an H200.
+    """
+    if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
+        qkv = qkv.copy()
+    return bind(contiguous(qkv), n_head=n_head, causal=causal).run()

@@ -1,0 +1,43 @@
+"""GELU and the residual addition on CUDA: kernels_cu/gelu.cu and kernels_cu/residual.cu."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+BLOCK = 256
+
+
+def bind_add(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (a, b), out; all of one shape."""
+    a, b = inputs
+    check("a", a)
+    check("b", b, a.shape)
+    out = output(out, a.shape)
+    grid = (ceil(a.size / BLOCK),)
+    return Bound(out, (launch("residual.cu", "add_kernel", grid, (BLOCK,), (a, b, out, a.size)),))
+
+
+def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (x,); the kernel works in place, so `out` is x itself."""
+    (x,) = inputs
+    check("x", x)
+    if out is not None and out.data.ptr != x.data.ptr:
+        raise InputError("out: gelu_kernel works in place, expected x itself")
+    grid = (ceil(x.size / BLOCK),)
+    return Bound(x, (launch("gelu.cu", "gelu_kernel", grid, (BLOCK,), (x, x.size)),))
+
+
+def add(a: CudaArray, b: CudaArray) -> CudaArray:
+    """`reference.add` on float32 CuPy arrays of one shape; raises InputError."""
+    return bind_add(contiguous(a, b)).run()
+
+
+def gelu(x: CudaArray) -> CudaArray:
+    """`reference.gelu` on a float32 CuPy array, into a new one; raises InputError."""
+    check("x", *contiguous(x))
+    return bind_gelu((x.copy(order="C"),)).run()

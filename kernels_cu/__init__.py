@@ -1,0 +1,1 @@
+"""The CUDA sources of gpt2block, one operation a file, as package data."""

@@ -1,0 +1,51 @@
+// Pieces shared by the kernels.
+//
+// block_reduce_sum, block_reduce_max: a tree over shared memory. Strides halve, a barrier follows every
+// level, and every thread of the block gets the result:
+//
+//   scratch   [a b c d e f g h]
+//   stride 4  [a+e b+f c+g d+h ...]
+//   stride 2  [a+e+c+g b+f+d+h ...]
+//   stride 1  [sum ...]
+//
+// BLOCK is blockDim.x and must be a power of two (with 96 threads the tree would drop elements), so any
+// other value does not compile. The order of the additions is fixed: the same input gives the same bits.
+#pragma once
+
+#ifndef INFINITY  // NVRTC brings no <math.h>
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+struct Sum {
+    static __device__ float combine(float a, float b) { return a + b; }
+};
+
+struct Max {
+    static __device__ float combine(float a, float b) { return fmaxf(a, b); }
+};
+
+template <typename Op, int BLOCK>
+__device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK floats of shared memory
+    static_assert(BLOCK > 0 && (BLOCK & (BLOCK - 1)) == 0, "the block size must be a power of two");
+    scratch[threadIdx.x] = value;
+    __syncthreads();
+    for (int stride = BLOCK / 2; stride > 0; stride /= 2) {
+        if (threadIdx.x < stride) {
+            scratch[threadIdx.x] = Op::combine(scratch[threadIdx.x], scratch[threadIdx.x + stride]);
+        }
+        __syncthreads();
+    }
+    const float result = scratch[0];
+    __syncthreads();  // without it, a second call could overwrite scratch[0] before a slow thread has read it
+    return result;
+}
+
+template <int BLOCK>
+__device__ float block_reduce_sum(float value, float* scratch) {
+    return block_reduce<Sum, BLOCK>(value, scratch);
+}
+
+template <int BLOCK>
+__device__ float block_reduce_max(float value, float* scratch) {
+    return block_reduce<Max, BLOCK>(value, scratch);
+}

@@ -1,0 +1,11 @@
+// The residual connection: y = a + b.
+//
+// grid (ceil(n / 256)), block (256), a thread an element.
+
+extern "C" __global__ void add_kernel(const float* __restrict__ a,  // (n)
+                                      const float* __restrict__ b,  // (n)
+                                      float* __restrict__ y,        // (n)
+                                      long long n) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a[i] + b[i];
+}
