@@ -1,0 +1,6 @@
+"""`python -m gpt2block` is the command `gpt2block`."""
+
+from gpt2block.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The command line: `gpt2block block`, `gpt2block check`, `gpt2block bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from gpt2block import bench as timing
+from gpt2block import doctor, walkthrough
+from gpt2block.checkpoints import ON_BOARD
+from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+
+WIDTH_WHEN_PIPED = 100
+DEFAULT_SEQ_LEN = 128
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="GPT-2 from readable CUDA kernels, each held against its NumPy meaning.",
+)
+# Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Device = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="cuda, cuda:N or cpu; the best there is by default."),
+]
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal; wide enough for the tables when piped."""
+    width = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+@app.command(epilog="Example: gpt2block block --text 'To be, or not to be' --layer 2")
+def block(
+    weights: Annotated[
+        str, typer.Option(help="A Hugging Face directory, .safetensors file or hub id.")
+    ] = ON_BOARD,
+    size: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Random weights instead: gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
+    ] = None,
+    layer: Annotated[int, typer.Option(help="The block whose steps are shown.")] = 0,
+    text: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The input, instead of a passage of Shakespeare."),
+    ] = None,
+    seq_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Tokens a row; all of the text by default."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
+    causal: Annotated[bool, typer.Option(help="Whether a token sees only those before it.")] = True,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Run the ten-step GPT-2 block and hold every step against float64 NumPy."""
+    if size is None:
+        result = walkthrough.with_trained_weights(
+            weights, layer, text, seq_len, batch, causal, device, _progress
+        )
+    elif text is not None or weights != ON_BOARD or layer != 0:
+        raise InputError("--size means random weights: leave out --weights, --layer and --text")
+    else:
+        length = DEFAULT_SEQ_LEN if seq_len is None else seq_len
+        result = walkthrough.with_random_weights(size, length, batch, causal, device)
+    if as_json:
+        keys = ("name", "kernel", "shape", "ms", "max_abs", "max_rel")
+        steps = [{key: getattr(row, key) for key in keys} for row in result.steps]
+        print(json.dumps({"device": result.device, "weights": result.weights, "steps": steps}))
+    else:
+        _print_walkthrough(result)
+
+
+def _progress(indices: Iterable[int]) -> Iterable[int]:
+    """A bar on stderr, gone when the work is done."""
+    return track(list(indices), "blocks", console=console(stderr=True), transient=True)
+
+
+def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
+    out = console()
+    out.print(f"device   {escape(result.device)}")
+    out.print(f"weights  {escape(result.weights)}, mask: {result.mask}")
+    if result.device.startswith("CPU"):
+        out.print("kernels  none run: float32 NumPy held against the same in float64")
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("step", "kernel", "shape"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ms", "max abs", "max rel", "total abs", "total rel"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.steps:
+        values = (row.max_abs, row.max_rel, row.total_abs, row.total_rel)
+        table.add_row(
+            row.name,
+            row.kernel,
+            "x".join(map(str, row.shape)),
+            f"{row.ms:.4f}",
+            *(f"{value:.1e}" for value in values),
+        )
+    out.print(table)
+    out.print(
+        "errors against float64: max, the step fed exact inputs; total, accumulated from x on; "
+        "rel, by the tensor's largest value"
+    )
+    if result.stream:
+        marks = ", ".join(f"{error:.1e}" for error in result.stream)
+        out.print(f"residual stream after each block, rel: {marks}")
+        words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
+        out.print(f"likeliest next tokens: {escape(words)}")
+
+
+@app.command(epilog="Example: gpt2block check --json")
+def check(as_json: Json = False) -> None:
+    """Examine Python, CuPy, driver, device and compiler; each ok, or with the line that mends it.
+
+    The exit code is 0 when kernels can run on a GPU here, else 1.
+    """
+    checks = doctor.examine()
+    ok = all(found.ok for found in checks)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [asdict(found) for found in checks]}))
+    else:
+        _print_checks(checks)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _print_checks(checks: list[doctor.Check]) -> None:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for found in checks:
+        mark = "[green]ok[/]" if found.ok else "[red]no[/]"
+        table.add_row(mark, found.name, escape(found.detail))
+        if found.fix:
+            table.add_row("", "", f"[bold]→ {escape(found.fix)}[/]")
+    console().print(table)
+
+
+@app.command(epilog="Example: gpt2block bench --device cuda:0 --json")
+def bench(device: Device = None, as_json: Json = False) -> None:
+    """Time the block against the source document's figures, as graph and as called from Python."""
+    rows = timing.block_against_document(device)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("T", "mask", "ours ms", "document ms", "times faster", "call from Python µs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
+        table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, f"{row.python_us:.1f}")
+    out = console()
+    out.print(escape(rows[0].device))
+    out.print("GPT-2 small, float32, B = 1; medians of graph replays; the document's figures are")
+    out.print("of its own `solve` on an H200, device memory allocated in every call")
+    out.print(table)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; our own errors become one line on stderr and exit code 2."""
+    try:
+        return app(arguments)
+    except (CheckpointError, DeviceError, InputError, KernelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,399 @@
+"""What this machine offers for running on a CUDA device, and the line that mends what it lacks.
+
+CuPy reports most failures as the same "driver version is insufficient". So the facts are gathered
+at their sources, which are package metadata, the driver's own library (through ctypes) and NVRTC,
+by functions of their own; the `check_` functions only judge them, and can be tried on any facts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2block.errors import DeviceError
+
+TOOLKIT = {12: "cuda-toolkit[nvrtc,cudart]==12.*", 13: "cuda-toolkit[nvrtc,cudart,crt]==13.0.*"}
+DRIVER_LIBRARY = {"win32": "nvcuda.dll", "darwin": "libcuda.dylib"}  # elsewhere: libcuda.so.1
+HEADER = "cuda_fp16.h"
+PROGRAM = f'#include <{HEADER}>\nextern "C" __global__ void f(__half* x) {{ *x = __half(1); }}\n'
+
+PIP_NUMPY = "pip install 'numpy>=2.0'"
+PIP_CUDA12 = "pip install 'gpt2block[cuda12]'"
+SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
+NO_DEVICE = 100
+DRIVER_FIX = {  # by the code of the driver's error
+    34: "take the toolkit's 'stubs' directory out of LD_LIBRARY_PATH",
+    802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
+    803: "restart the machine, so that the kernel module and the driver's library match",
+    804: "take the cuda-compat directory out of LD_LIBRARY_PATH",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, whether it will do, what was found, what mends it."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A visible device, as the driver describes it."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    memory: int
+
+    def __str__(self) -> str:
+        size = f"{self.memory / 2**30:.1f} GiB"
+        return f"{self.name} (compute capability {_dotted(self.capability)}, {size})"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the driver's library answered; `missing` says why it could not be asked at all."""
+
+    library: str
+    missing: str = ""
+    cuda: tuple[int, int] = (0, 0)  # the newest CUDA it runs
+    code: int = 0  # of the first call that failed, told in `error`
+    error: str = ""
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class CuPy:
+    """An imported CuPy: its distribution, the CUDA major it is built for, the NVRTC it loads."""
+
+    name: str
+    version: str
+    module: Any
+    major: int
+    nvrtc: tuple[int, int] | None
+    nvrtc_error: str = ""
+
+
+def installed_cupy() -> dict[str, str]:
+    """Every installed distribution of CuPy with its version; all of them own `cupy/`."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):  # half-removed packages have no metadata to read
+            about = distribution.metadata
+            name = about["Name"].lower().replace("_", "-") if "Name" in about else ""
+            if re.fullmatch(r"cupy|cupy-(cuda|rocm).*|amd-cupy", name):
+                found.setdefault(name, about["Version"])
+    return found
+
+
+def import_cupy() -> Any:
+    """The cupy module. It imports without a driver, but not without its compile cache."""
+    return importlib.import_module("cupy")
+
+
+def probe_cupy(name: str, version: str) -> CuPy:
+    """Import the one installed CuPy and ask for its NVRTC, which it loads on first use."""
+    module = import_cupy()
+    major = int(module.cuda.driver.get_build_version()) // 1000
+    if module.cuda.runtime.is_hip or major not in TOOLKIT:
+        raise ImportError("it is not built for CUDA 12 or 13")
+    try:
+        return CuPy(name, version, module, major, tuple(module.cuda.nvrtc.getVersion()))
+    except Exception as error:
+        return CuPy(name, version, module, major, None, _line(error))
+
+
+def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
+    """Ask the driver's library for its version and devices, without creating a context."""
+    library = DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")
+    version, count = ctypes.c_int(), ctypes.c_int()
+    missing, code, error = "", 0, ""
+    devices: tuple[Device, ...] = ()
+    try:
+        cuda = load(library)
+        _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
+        _call(cuda, "cuInit", 0)
+        _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
+        devices = tuple(_probe_device(cuda, index) for index in range(count.value))
+    except _CallError as failed:
+        code, error = failed.args
+    except (OSError, AttributeError) as absent:  # no such library, or no such function in it
+        reason = str(absent).partition("\n")[0]
+        missing = f"{library} not found" if "No such file" in reason else reason
+    newest = version.value // 1000, version.value % 1000 // 10  # 12040 is CUDA 12.4
+    return Driver(library, missing, newest, code, error, devices)
+
+
+class _CallError(Exception):
+    """A call of the driver failed: its code, and a line that tells it."""
+
+
+def _call(cuda: Any, function: str, *arguments: Any) -> None:
+    code, name = int(getattr(cuda, function)(*arguments)), ctypes.c_char_p()
+    if code:
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        known = (name.value or b"an error without a name").decode()
+        raise _CallError(code, f"{function} returned {code}, {known}")
+
+
+def _probe_device(cuda: Any, index: int) -> Device:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    major, minor, multiprocessors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
+    _call(cuda, "cuDeviceGetName", name, len(name), device)
+    _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+    for value, attribute in ((major, 75), (minor, 76), (multiprocessors, 16)):  # as cuda.h numbers
+        _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
+    text, capability = name.value.decode(errors="replace"), (major.value, minor.value)
+    return Device(text, capability, multiprocessors.value, memory.value)
+
+
+def compiler_options(module: Any) -> tuple[str, ...]:
+    """The options, include directories above all, with which CuPy calls NVRTC."""
+    return tuple(module._core.core.assemble_cupy_compiler_options(()))
+
+
+def compile_log(module: Any, options: tuple[str, ...]) -> str:
+    """What NVRTC says against a program that includes HEADER; nothing when it compiles."""
+    nvrtc = module.cuda.nvrtc
+    program = nvrtc.createProgram(PROGRAM, "probe.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options, "-arch=sm_75"))
+        return ""
+    except Exception as error:
+        return str(nvrtc.getProgramLog(program)).strip("\0 \n") or _line(error)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cache_directory() -> str:
+    """Where CuPy keeps compiled kernels; it makes this directory when it is imported."""
+    return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+def cache_problem() -> str:
+    """Why the compile cache cannot be made and written, found out by doing so."""
+    try:
+        os.makedirs(cache_directory(), exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_directory()):
+            return ""
+    except OSError as error:
+        return f"CuPy's compile cache cannot be written: {_line(error)}"
+
+
+def check_package() -> Check:
+    """The version of gpt2block itself; a source tree will do."""
+    try:
+        return Check("gpt2block", True, importlib.metadata.version("gpt2block"))
+    except Exception:  # no metadata, or damaged ones
+        return Check("gpt2block", True, "not installed (source tree)")
+
+
+def check_python(version: tuple[int, int, int] = sys.version_info[:3]) -> Check:
+    """Python 3.10 or newer."""
+    ok = version >= (3, 10)
+    return Check("Python", ok, _dotted(version), "" if ok else "install Python 3.10 or newer")
+
+
+def check_numpy() -> Check:
+    """NumPy 2.0 or newer."""
+    try:
+        version = str(importlib.import_module("numpy").__version__)
+    except Exception as error:
+        return Check("NumPy", False, f"NumPy cannot be imported: {_line(error)}", PIP_NUMPY)
+    ok = _major(version) >= 2
+    return Check("NumPy", ok, version, "" if ok else PIP_NUMPY)
+
+
+def check_cupy(installed: Mapping[str, str]) -> tuple[Check, CuPy | None]:
+    """Exactly one CuPy, built for CUDA 12 or 13, of version 14 or newer, that imports."""
+    if not installed:
+        return Check("CuPy", False, "CuPy is not installed", PIP_CUDA12), None
+    names = sorted(installed)
+    what = " and ".join(f"{name} {installed[name]}" for name in names)
+    fix = f"pip uninstall -y {' '.join(names)} && {PIP_CUDA12}"
+    if len(names) > 1:
+        problem = f"{what} are both installed, and overwrite each other's files"
+    elif names[0] not in ("cupy", "cupy-cuda12x", "cupy-cuda13x"):
+        problem = f"{what} is not built for CUDA 12 or 13"
+    elif _major(installed[names[0]]) < 14:
+        problem = f"{what} is older than CuPy 14"
+    else:
+        try:
+            cupy = probe_cupy(names[0], installed[names[0]])
+            return Check("CuPy", True, f"{what}, built for CUDA {cupy.major}"), cupy
+        except Exception as error:
+            problem = f"{what} is installed but cannot be imported: {_line(error)}"
+            fix = SET_CACHE if cache_problem() else fix
+    return Check("CuPy", False, problem, fix), None
+
+
+def check_driver(driver: Driver, cupy: CuPy | None) -> Check:
+    """A driver that loads, starts, and is not older than the CUDA of CuPy."""
+    if driver.missing:
+        fix = "install the NVIDIA driver (in a container: start it with --gpus all)"
+        fix = "nothing: there is no CUDA on macOS" if sys.platform == "darwin" else fix
+        return Check("driver", False, f"no working NVIDIA driver ({driver.missing})", fix)
+    if driver.code not in (0, NO_DEVICE):
+        fix = DRIVER_FIX.get(driver.code, "see what nvidia-smi says; restart the machine")
+        return Check("driver", False, f"the NVIDIA driver does not start: {driver.error}", fix)
+    needed = cupy.major if cupy else min(TOOLKIT)
+    if driver.cuda[0] < needed:
+        who = f"{cupy.name} {cupy.version}" if cupy else "gpt2block"
+        detail = f"the driver is too old: it runs CUDA {_dotted(driver.cuda)}, {who} is for"
+        return Check("driver", False, f"{detail} CUDA {needed}", _suit_older(driver, cupy))
+    return Check("driver", True, f"CUDA {_dotted(driver.cuda)} ({driver.library})")
+
+
+def check_device(driver: Driver, cupy: CuPy | None) -> Check:
+    """A device; and the first one, which CuPy takes, is new enough for what NVRTC compiles."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not driver.devices and hidden is not None:
+        detail = f"CUDA_VISIBLE_DEVICES={hidden!r} leaves no device visible"
+        return Check("device", False, detail, "unset CUDA_VISIBLE_DEVICES")
+    if not driver.devices:
+        fix = "see whether nvidia-smi lists a GPU (in a container: start it with --gpus all)"
+        return Check("device", False, "the driver finds no CUDA device", fix)
+    found = "; ".join(f"{index}: {device}" for index, device in enumerate(driver.devices))
+    toolkit = (cupy.nvrtc[0] if cupy.nvrtc else cupy.major) if cupy else min(TOOLKIT)
+    least = (7, 5) if toolkit >= 13 else (7, 0)
+    able = [index for index, device in enumerate(driver.devices) if device.capability >= least]
+    if 0 in able:
+        return Check("device", True, found)
+    if able:
+        fix = f"put device {able[0]} first in CUDA_VISIBLE_DEVICES"
+    elif driver.devices[0].capability >= (7, 0):
+        fix = _suit_older(driver, cupy)
+    else:
+        fix = "nothing: this GPU is too old, run on NumPy"
+    detail = f"with CUDA {toolkit} device 0 must have compute capability {_dotted(least)} or more"
+    return Check("device", False, f"{detail}; found {found}", fix)
+
+
+def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
+    """NVRTC, the compiler, loads; and the driver, where there is one, runs what it compiles."""
+    if cupy.nvrtc is None:
+        detail = f"NVRTC, CUDA's run-time compiler, cannot be loaded: {cupy.nvrtc_error}"
+        return Check("NVRTC", False, detail, f"pip install '{TOOLKIT[cupy.major]}'")
+    version = _dotted(cupy.nvrtc)
+    if driver.cuda > (0, 0) and driver.cuda[0] < cupy.nvrtc[0]:
+        detail = f"NVRTC {version} is newer than the driver's CUDA {_dotted(driver.cuda)}"
+        return Check("NVRTC", False, detail, _suit_older(driver, cupy))
+    return Check("NVRTC", True, version)
+
+
+def check_headers(cupy: CuPy, thorough: bool) -> Check:
+    """CUDA's headers are found; when thorough or in doubt, a program that includes one compiles."""
+    fix = f"pip install '{TOOLKIT[cupy.major]}'"
+    options = compiler_options(cupy.module)
+    paths = [option[2:] for option in options if option.startswith("-I")]
+    homes = [path for path in paths if os.path.isfile(os.path.join(path, HEADER))]
+    log = compile_log(cupy.module, options) if thorough or not homes else ""
+    absent = re.search(r'(?:could not|cannot) open source file "([^"]+)"', log)
+    if absent:
+        detail = f"CUDA's header {absent[1]} is in none of the directories where CuPy looks"
+        return Check("headers", False, detail, fix)
+    if log:
+        complaint = next((line for line in log.splitlines() if "error" in line), log)
+        detail = f"a program that includes {HEADER} does not compile: {complaint}"
+        return Check("headers", False, detail, fix)
+    return Check("headers", True, f"{HEADER} from {homes[0] if homes else 'NVRTC'}")
+
+
+def check_cache(thorough: bool) -> Check:
+    """The compile cache can be written; when thorough, how much is in it."""
+    problem, held = cache_problem(), ""
+    if problem:
+        return Check("compile cache", False, problem, SET_CACHE)
+    if thorough:
+        with contextlib.suppress(OSError):  # files come and go while another process compiles
+            sizes = [entry.stat().st_size for entry in os.scandir(cache_directory())]
+            held = f" ({len(sizes)} files, {sum(sizes):,} bytes)"
+    return Check("compile cache", True, cache_directory() + held)
+
+
+def examine() -> list[Check]:
+    """Every check, each after those it depends on. Never raises."""
+    return [check_package(), check_python(), check_numpy(), *_cuda_checks(thorough=True)]
+
+
+@functools.cache
+def cuda_problem() -> str | None:
+    """Why our kernels cannot run on CUDA device 0 now, as a clause; None when they can.
+
+    Nothing is compiled and no context created: that a device is full shows only later.
+    """
+    return next((check.detail for check in _cuda_checks(thorough=False) if not check.ok), None)
+
+
+def describe_device(index: int) -> str:
+    """One line on a device and the software that drives it."""
+    driver = probe_driver()
+    if not 0 <= index < len(driver.devices):
+        raise DeviceError(f"there is no CUDA device {index}: {len(driver.devices)} visible")
+    device = driver.devices[index]
+    cupy = " and ".join(installed_cupy().values()) or "not installed"
+    hardware = f"compute capability {_dotted(device.capability)}, {device.multiprocessors} SMs"
+    return f"{device.name} ({hardware}, driver CUDA {_dotted(driver.cuda)}, CuPy {cupy})"
+
+
+def _cuda_checks(thorough: bool) -> Iterator[Check]:
+    """One check at a time, so that who wants the first problem only stops there."""
+    try:
+        installed = installed_cupy()
+        found, cupy = check_cupy(installed)
+        yield found
+        driver = probe_driver()
+        usable = check_driver(driver, cupy)
+        yield usable
+        yield check_device(driver, cupy) if usable.ok else _waits("device", "driver")
+        nvrtc = check_nvrtc(driver, cupy) if cupy else _waits("NVRTC", "CuPy")
+        yield nvrtc
+        ready = cupy and nvrtc.ok
+        yield check_headers(cupy, thorough) if cupy and ready else _waits("headers", "NVRTC")
+        yield check_cache(thorough) if installed else _waits("compile cache", "CuPy")
+    except Exception as error:  # what no check foresaw is a finding too
+        yield Check("CUDA", False, f"it cannot be examined: {_line(error)}", "report this line")
+
+
+def _waits(name: str, prerequisite: str) -> Check:
+    return Check(name, False, f"not examined: needs {prerequisite}", f"mend {prerequisite} first")
+
+
+def _suit_older(driver: Driver, cupy: CuPy | None) -> str:
+    """What suits an older driver or device: CUDA 12, if the driver runs it.
+
+    CUDA 13's NVRTC and headers must go as well: CuPy prefers them to those of CUDA 12.
+    """
+    if driver.cuda[0] < 12:
+        return "update the NVIDIA driver: CUDA 12 needs 525 or newer"
+    name = f"{cupy.name} " if cupy else ""
+    return f"pip uninstall -y {name}nvidia-cuda-nvrtc nvidia-cuda-runtime && {PIP_CUDA12}"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _major(version: str) -> int:
+    number = re.match(r"\d+", version)
+    return int(number[0]) if number else 0
+
+
+def _line(error: BaseException) -> str:
+    """An exception's first line, or that of its cause: CuPy's ImportError wraps the real one."""
+    error = error.__cause__ or error
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

@@ -1,0 +1,131 @@
+"""What `gpt2block block` shows: real or random input through the blocks, every step compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import doctor, reference, tokenizer
+from gpt2block.block import Block, Comparison, errors
+from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.config import size
+from gpt2block.errors import InputError
+from gpt2block.weights import BlockWeights, random_input
+
+Array = NDArray[np.floating[Any]]
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Walkthrough:
+    """One block's ten steps, and for a trained model what became of the residual stream."""
+
+    device: str
+    weights: str
+    mask: str  # "causal" or "none"
+    steps: list[Comparison]
+    stream: list[float]  # largest relative error of the residual stream after each block
+    next_tokens: list[tuple[str, float]]  # the likeliest continuations of the first row
+
+
+def with_random_weights(
+    size_name: str, seq_len: int, batch: int, causal: bool, device: str | None
+) -> Walkthrough:
+    """A block of a GPT-2 size with random weights on x ~ U(-1, 1) of shape (B, T, C)."""
+    config = size(size_name)
+    block = Block(BlockWeights.random(0, config), causal=causal, device=device)
+    x = random_input(1, _shape(batch, seq_len, config.n_embd))
+    rows = block.compare(x)
+    return Walkthrough(
+        _device(block, device), f"random, the shape of {size_name}", _mask(causal), rows, [], []
+    )
+
+
+def with_trained_weights(
+    name: str,
+    layer: int,
+    text: str | None,
+    seq_len: int | None,
+    batch: int,
+    causal: bool,
+    device: str | None,
+    progress: Progress = iter,
+) -> Walkthrough:
+    """A text through every block of a checkpoint; `layer`'s steps are compared one by one.
+
+    The other blocks are compared as wholes: the residual stream in float32 on the device, block
+    after block, against float64 NumPy. Row b of a batch is the text rotated by b tokens.
+    """
+    checkpoint = Checkpoint.open(name)
+    ends = checkpoint.model(layers=())
+    encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
+    ids = _rows(tokenizer.encode(encoding, _passage() if text is None else text), seq_len, batch)
+    if ids.shape[-1] > checkpoint.config.n_ctx:
+        raise InputError(
+            f"{ids.shape[-1]} tokens: {name} has positions for n_ctx = {checkpoint.config.n_ctx}: "
+            "give --seq-len or a shorter text"
+        )
+    checkpoint.block(layer)  # an error before the work, not in its middle
+    x = reference.encoder(ids, ends.wte, ends.wpe)
+    truth: Array = x.astype(np.float64)
+    steps: list[Comparison] = []
+    stream, where = [], ""
+    for index in progress(range(checkpoint.config.n_layer)):
+        weights = checkpoint.block(index)
+        block = Block(weights, causal=causal, device=device)
+        where = where or _device(block, device)
+        if index == layer:
+            steps = block.compare(x)
+        x = block(x)
+        truth = reference.block_forward(truth, weights, causal)
+        stream.append(errors(x, truth)[1])
+    last = reference.layernorm(x, ends.gamma_f, ends.beta_f, checkpoint.config.eps)
+    logits = last.reshape(-1, *last.shape[-2:])[0, -1] @ ends.lm_head.T
+    return Walkthrough(
+        where,
+        f"{name}, block {layer} of {checkpoint.config.n_layer}",
+        _mask(causal),
+        steps,
+        stream,
+        [(encoding.decode([token]), p) for token, p in likeliest(logits)],
+    )
+
+
+def likeliest(logits: Array, count: int = 5) -> list[tuple[int, float]]:
+    """The `count` likeliest tokens of logits (V,) with their probabilities, best first."""
+    p = reference.softmax(logits.astype(np.float64))
+    return [(int(token), float(p[token])) for token in np.argsort(-p)[:count]]
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "none"
+
+
+def _passage() -> str:
+    return (Checkpoint.open(ON_BOARD).directory / "passage.txt").read_text(encoding="utf-8")
+
+
+def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
+    """(T,) for one row, (B, T) for more."""
+    T = len(tokens) if seq_len is None else seq_len
+    _shape(batch, T, 1)
+    if len(tokens) < T:
+        raise InputError(f"--seq-len {T}: the text has {len(tokens)} tokens")
+    rows = np.stack([np.roll(tokens, -b)[:T] for b in range(batch)])
+    return rows[0] if batch == 1 else rows
+
+
+def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
+    if batch < 1 or seq_len < 1:
+        raise InputError(f"expected --batch and --seq-len of at least 1, got {batch}, {seq_len}")
+    return (seq_len, n_embd) if batch == 1 else (batch, seq_len, n_embd)
+
+
+def _device(block: Block, asked: str | None) -> str:
+    """The device in words, and why it is the CPU when nobody asked for that."""
+    problem = doctor.cuda_problem() if asked is None else None
+    return f"{block.device}, because {problem}" if problem else block.device
