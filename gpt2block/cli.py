@@ -37,10 +37,9 @@ Device = Annotated[
 ]
 
 
-def console(stderr: bool = False) -> Console:
+def console() -> Console:
     """A console as wide as the terminal; wide enough for the tables when piped."""
-    width = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
-    return Console(stderr=stderr, width=width, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WHEN_PIPED, highlight=False)
 
 
 @app.command(epilog="Example: gpt2block block --text 'To be, or not to be' --layer 2")
@@ -85,8 +84,10 @@ def block(
 
 
 def _progress(indices: Iterable[int]) -> Iterable[int]:
-    """A bar on stderr, gone when the work is done."""
-    return track(list(indices), "blocks", console=console(stderr=True), transient=True)
+    """A bar on stderr, gone when the work is done; nothing where nobody looks."""
+    hidden = not sys.stderr.isatty()
+    bar = Console(stderr=True)
+    return track(list(indices), "blocks", console=bar, transient=True, disable=hidden)
 
 
 def _print_walkthrough(result: walkthrough.Walkthrough) -> None:

@@ -28,8 +28,7 @@ _KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_POINTERS = {"float*": np.dtype(np.float32)}
-_SCALARS: Mapping[str, type[np.generic]] = {
+SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
     "float": np.float32,
@@ -42,6 +41,7 @@ class Parameter:
 
     ctype: str
     name: str
+    const: bool = False  # a pointer the kernel only reads through
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,21 @@ def read_source(file: str) -> str:
 @cache
 def signatures(file: str) -> dict[str, Signature]:
     """Kernel name → signature, for every kernel of a file, in the file's order."""
-    text = _COMMENT.sub("", read_source(file))
+    return parse(read_source(file), file)
+
+
+def parse(text: str, file: str) -> dict[str, Signature]:
+    """Kernel name → signature, from the text of a source."""
     return {
         name: Signature(file, name, tuple(_parameter(p) for p in params.split(",")))
-        for name, params in _KERNEL.findall(text)
+        for name, params in _KERNEL.findall(_COMMENT.sub("", text))
     }
 
 
 def _parameter(text: str) -> Parameter:
     words = re.sub(r"\bconst\b|__restrict__", " ", text.replace("*", "* ")).split()
-    return Parameter(" ".join(words[:-1]).replace(" *", "*"), words[-1])
+    ctype = " ".join(words[:-1]).replace(" *", "*")
+    return Parameter(ctype, words[-1], const=bool(re.search(r"\bconst\b", text)))
 
 
 def launch(
@@ -134,22 +139,36 @@ def typed_arguments(signature: Signature, args: tuple[Any, ...]) -> tuple[Scalar
 
 
 def _typed(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
-    where = f"{kernel}: {parameter.ctype} {parameter.name}"
-    if parameter.ctype in _POINTERS:
-        if arg is None:
-            return np.uintp(0)
-        if getattr(arg, "dtype", None) != _POINTERS[parameter.ctype]:
-            raise KernelError(f"{where}: got {getattr(arg, 'dtype', type(arg).__name__)}")
-        return np.uintp(arg.data.ptr)
-    scalar = _SCALARS.get(parameter.ctype)
-    if scalar is None:
-        raise KernelError(f"{where}: the loader does not know this type")
-    if isinstance(arg, bool) or not isinstance(arg, (int, float, np.number)):
-        raise KernelError(f"{where}: expected a number, got {type(arg).__name__}")
+    if not parameter.ctype.endswith("*"):
+        return typed_scalar(kernel, parameter, arg)
+    expected, where = _dtype(kernel, parameter)
+    if arg is None:
+        return np.uintp(0)
+    if getattr(arg, "dtype", None) != expected:
+        raise KernelError(f"{where}: got {getattr(arg, 'dtype', type(arg).__name__)}")
+    return np.uintp(arg.data.ptr)
+
+
+def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
+    """A Python number as the NumPy scalar of the prototype's type, unchanged in value."""
+    scalar, where = _dtype(kernel, parameter)
+    integral = issubclass(scalar, np.integer)
+    if isinstance(arg, bool) or not isinstance(arg, int if integral else (int, float)):
+        kind = "an integer" if integral else "a number"
+        raise KernelError(f"{where}: expected {kind}, got {type(arg).__name__}")
     try:
         return scalar(arg)
     except OverflowError as error:
         raise KernelError(f"{where}: {arg} does not fit") from error
+
+
+def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
+    """The NumPy type of an argument, or of what it points to, and words to name it."""
+    where = f"{kernel}: {parameter.ctype} {parameter.name}"
+    dtype = SCALARS.get(parameter.ctype.removesuffix("*"))
+    if dtype is None:
+        raise KernelError(f"{where}: the loader does not know this type")
+    return dtype, where
 
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:

@@ -48,7 +48,7 @@ class NumpyEngine:
                 "copy it to the host, or make the Block with device='cuda'"
             )
         check_array("x", host, self._width)
-        return host
+        return np.ascontiguousarray(host)
 
     def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
         tensors = {self.plan.input: x}

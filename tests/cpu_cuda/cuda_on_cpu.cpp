@@ -1,0 +1,338 @@
+// Runs one kernel: a process a launch. The launch comes as command-line words, the arguments on standard
+// input; the arrays go back on standard output. Any failure is told on standard error.
+//
+// Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier
+// or returns, then the next one in the order. When all have stopped, the barrier opens: a phase is over.
+// This file is compiled without AddressSanitizer, and the kernels with it.
+#include "cuda_on_cpu.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <sanitizer/asan_interface.h>
+#include <string>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <vector>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+// The shared variables of the kernels' translation unit; the linker names the ends of their section.
+extern "C" {
+extern char __start_cuda_shared[] __attribute__((weak));
+extern char __stop_cuda_shared[] __attribute__((weak));
+// abort_on_error: SIGABRT is the one way in which both sanitizers end the process.
+const char* __asan_default_options() {
+    return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
+}
+const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+}
+
+namespace {
+
+constexpr std::size_t STACK = 256 << 10;  // reports of AddressSanitizer are written on a fiber's stack, too
+constexpr int WARP = 32;
+
+enum class State { ready, at_barrier, at_exchange, returned };
+
+struct Thread {
+    uint3 index;
+    State state;
+    const char* file;  // the barrier or exchange where it waits
+    int line;
+    int passed;  // barriers and exchanges
+    unsigned mask;  // of the exchange
+    int source;
+    std::uint64_t value;
+    char* stack;
+    bool started;
+    void* resume_point[5];
+    void* fake_stack;
+};
+
+struct Array {  // an argument; without data for numbers, null pointers and the same array again
+    const char* name;
+    char* data;
+    std::size_t bytes, margin;  // poisoned bytes on both sides
+};
+
+const cuda_on_cpu::Entry* kernel;
+std::vector<std::uint64_t> slots;
+std::vector<Array> arrays;
+std::vector<Thread> threads;
+Thread* current;  // null while the scheduler runs
+void* dynamic;    // the dynamic shared memory of the block
+std::size_t dynamic_bytes;
+void* scheduler_point[5];
+void* scheduler_fake_stack;
+const void* scheduler_stack;
+std::size_t scheduler_stack_bytes;
+
+std::string at(uint3 i) {
+    return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+}
+
+[[noreturn]] void fail(const std::string& message) {
+    std::fprintf(stderr, "cuda_on_cpu: %s\n", message.c_str());
+    _exit(3);
+}
+
+std::string describe(const Thread& thread) {
+    const std::string name = "thread " + at(thread.index), line = std::to_string(thread.line);
+    const std::string passed = " after " + std::to_string(thread.passed) + " barriers";
+    if (thread.state == State::returned) return name + " has returned" + passed;
+    char mask[32] = "";
+    if (thread.state == State::at_exchange) std::snprintf(mask, sizeof mask, " with mask 0x%08x", thread.mask);
+    return name + " waits at " + thread.file + ":" + line + mask + passed;
+}
+
+[[noreturn]] void divergent(const Thread& a, const Thread& b) {
+    fail(std::string("divergent barrier in ") + kernel->name + ", block " + at(blockIdx) + ": " + describe(a) +
+         ", " + describe(b));
+}
+
+// After a sanitizer's report: which thread it was, and which argument the address belongs to or is next to.
+void on_abort(int) {
+    if (!current) _exit(4);
+    const char* address = __asan_report_present() ? (const char*)__asan_get_report_address() : nullptr;
+    for (const Array& array : arrays) {
+        const char *first = array.data - array.margin, *last = array.data + array.bytes + array.margin;
+        if (!array.data || address < first || address >= last) continue;
+        const char* access = __asan_get_report_access_type() ? "WRITE" : "READ";
+        std::fprintf(stderr, "cuda_on_cpu: %s out of bounds: byte %td of %s, which has %zu bytes\n", access,
+                     address - array.data, array.name, array.bytes);
+    }
+    std::fprintf(stderr, "cuda_on_cpu: in %s, block %s, thread %s\n", kernel->name, at(blockIdx).c_str(),
+                 at(threadIdx).c_str());
+    _exit(4);
+}
+
+// GCC's own setjmp: it saves no signal mask, which would cost two system calls a switch, and is not
+// intercepted by AddressSanitizer, which would take the jump for the end of all frames. The two halves are
+// functions of their own, never inlined: GCC does not support both in one.
+[[noreturn]] __attribute__((noipa)) void jump_to(void** point) { __builtin_longjmp(point, 1); }
+
+__attribute__((noipa)) void jump(void** from, void** to) {
+    if (__builtin_setjmp(from) == 0) jump_to(to);
+}
+
+void stop_in(State state) {  // on the fiber: back to the scheduler, until it resumes this thread
+    Thread& self = *current;
+    self.state = state;
+    __sanitizer_start_switch_fiber(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
+    jump(self.resume_point, scheduler_point);
+    __sanitizer_finish_switch_fiber(self.fake_stack, nullptr, nullptr);
+}
+
+void fiber() {
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+    for (;;) {  // a turn a block
+        kernel->call(slots.data());
+        stop_in(State::returned);
+    }
+}
+
+__attribute__((noipa)) void start(Thread& thread) {  // ucontext makes the new stack, and is not used again
+    thread.started = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = thread.stack;
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, fiber, 0);
+    if (__builtin_setjmp(scheduler_point) == 0) setcontext(&context);
+}
+
+void resume(Thread& thread) {
+    current = &thread;
+    threadIdx = thread.index;
+    __sanitizer_start_switch_fiber(&scheduler_fake_stack, thread.stack, STACK);
+    if (thread.started) {
+        jump(scheduler_point, thread.resume_point);
+    } else {
+        start(thread);
+    }
+    __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+    current = nullptr;
+}
+
+bool same_place(const Thread& a, const Thread& b) {
+    if (a.state != b.state || a.state == State::returned) return a.state == b.state;
+    return a.line == b.line && !std::strcmp(a.file, b.file);
+}
+
+void open(Thread& thread) {
+    thread.state = State::ready;
+    ++thread.passed;
+}
+
+// Lets the lanes of `first`'s mask exchange values once all of them wait; lanes that have returned are not
+// waited for. False while one is elsewhere.
+bool exchange_group(Thread* warp, int lanes, const Thread& first) {
+    const unsigned mask = first.mask;
+    for (int i = 0; i < lanes; ++i) {
+        if (!(mask >> i & 1) || warp[i].state == State::returned) continue;
+        if (warp[i].state != State::at_exchange) return false;
+        if (warp[i].mask != mask || !same_place(warp[i], first)) divergent(first, warp[i]);
+    }
+    std::uint64_t values[WARP];
+    std::memset(values, 0xFF, sizeof values);
+    for (int i = 0; i < lanes; ++i) {
+        if (mask >> i & 1 && warp[i].state == State::at_exchange) values[i] = warp[i].value;
+    }
+    for (int i = 0; i < lanes; ++i) {
+        if (!(mask >> i & 1) || warp[i].state != State::at_exchange) continue;
+        warp[i].value = values[warp[i].source % WARP];
+        open(warp[i]);
+    }
+    return true;
+}
+
+// All threads have stopped: makes those ready that may go on. False when all have returned.
+bool open_barriers() {
+    bool any = false;
+    for (std::size_t w = 0; w < threads.size(); w += WARP) {
+        const int lanes = threads.size() - w < WARP ? threads.size() - w : WARP;
+        for (int i = 0; i < lanes; ++i) {
+            const Thread& thread = threads[w + i];
+            if (thread.state == State::at_exchange) any |= exchange_group(&threads[w], lanes, thread);
+        }
+    }
+    if (any) return true;
+    for (const Thread& thread : threads) {
+        if (!same_place(threads[0], thread)) divergent(threads[0], thread);
+    }
+    if (threads[0].state == State::returned) return false;
+    for (Thread& thread : threads) open(thread);
+    return true;
+}
+
+struct Order {
+    std::string kind;
+    std::uint64_t seed;
+
+    std::vector<std::size_t> next(std::size_t n) {
+        std::vector<std::size_t> order(n);
+        for (std::size_t i = 0; i < n; ++i) order[i] = kind == "reverse" ? n - 1 - i : i;
+        for (std::size_t i = n; kind == "shuffled" && i > 1; --i) {
+            seed = seed * 6364136223846793005u + 1442695040888963407u;
+            std::swap(order[i - 1], order[(seed >> 33) % i]);
+        }
+        return order;
+    }
+};
+
+void run_block(Order& order) {
+    // Byte by byte through volatile: memset is intercepted, and would stumble over the redzones.
+    for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)0xFF;
+    dynamic = std::memset(std::malloc(dynamic_bytes), 0xFF, dynamic_bytes);
+    for (Thread& thread : threads) {
+        thread.state = State::ready;
+        thread.passed = 0;
+    }
+    do {
+        for (std::size_t i : order.next(threads.size())) {
+            if (threads[i].state == State::ready) resume(threads[i]);
+        }
+    } while (open_barriers());
+    std::free(dynamic);
+    dynamic = nullptr;
+}
+
+void make_threads() {
+    threads.resize(blockDim.x * blockDim.y * blockDim.z);
+    for (std::size_t i = 0; i < threads.size(); ++i) {
+        const unsigned n = i;
+        threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
+        // Pages are used when touched; the first one, never accessible, ends a stack that grows too far.
+        constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
+        if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) fail("no memory for the stacks");
+        threads[i].stack = static_cast<char*>(stack);
+    }
+}
+
+template <typename T>
+T read_value() {
+    T value;
+    if (std::fread(&value, sizeof value, 1, stdin) != 1) fail("standard input ends too early");
+    return value;
+}
+
+// The margins are as large as the array: the usual step too far is a row or a tile, not an element.
+Array read_array(const char* name, std::size_t bytes) {
+    const std::size_t margin = std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256;
+    char* data = static_cast<char*>(std::malloc(bytes + 2 * margin)) + margin;
+    if (std::fread(data, 1, bytes, stdin) != bytes) fail("standard input ends too early");
+    __asan_poison_memory_region(data - margin, margin);
+    __asan_poison_memory_region(data + bytes, margin);
+    return {name, data, bytes, margin};
+}
+
+// An argument is a size in bytes and that many bytes, or one of: -1 and a slot (a number, a null pointer),
+// -2 and the index of an earlier argument, the same array.
+void read_argument(const char* name) {
+    const auto size = read_value<std::int64_t>();
+    arrays.push_back(size < 0 ? Array{name, nullptr, 0, 0} : read_array(name, size));
+    if (size == -1) {
+        slots.push_back(read_value<std::uint64_t>());
+    } else if (size == -2) {
+        slots.push_back(slots.at(read_value<std::uint64_t>()));
+    } else {
+        slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.back().data));
+    }
+}
+
+}  // namespace
+
+void cuda_on_cpu::barrier(const char* file, int line) {
+    current->file = file;
+    current->line = line;
+    stop_in(State::at_barrier);
+}
+
+std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int source, const char* file, int line) {
+    Thread& self = *current;
+    self.state = State::at_exchange;
+    self.file = file;
+    self.line = line;
+    self.mask = mask;
+    self.value = value;
+    self.source = source;
+    if (!(mask >> lane() & 1)) fail(describe(self) + ": its mask does not name its own lane");
+    stop_in(State::at_exchange);
+    return self.value;
+}
+
+int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }
+
+void* cuda_on_cpu::dynamic_shared() {
+    if (!dynamic) fail("`extern __shared__` outside a function: declare it in the kernel");
+    return dynamic;
+}
+
+// name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
+int main(int argc, char** argv) {
+    if (argc < 11) fail("expected at least 10 words");
+    auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(argv[i], nullptr, 10)); };
+    for (kernel = cuda_on_cpu::entries; kernel->name && std::strcmp(kernel->name, argv[1]); ++kernel) {}
+    if (!kernel->name) fail(std::string("no kernel ") + argv[1]);
+    gridDim = {number(2), number(3), number(4)};
+    blockDim = {number(5), number(6), number(7)};
+    dynamic_bytes = number(8);
+    Order order = {argv[9], std::strtoull(argv[10], nullptr, 10)};
+    for (int i = 11; i < argc; ++i) read_argument(argv[i]);
+    std::signal(SIGABRT, on_abort);
+    make_threads();
+    for (std::size_t b : order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z)) {
+        const unsigned n = b;
+        blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
+        run_block(order);
+    }
+    for (const Array& array : arrays) {
+        if (array.data) std::fwrite(array.data, 1, array.bytes, stdout);
+    }
+    return std::fflush(stdout) == 0 ? 0 : 5;
+}

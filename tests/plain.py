@@ -1,0 +1,89 @@
+"""The plain float32 evaluation that every kernel's error is measured against.
+
+Each sum is one sequential chain of multiply and add, rounded to float32 at every step: the textbook
+loop, not BLAS, whose blocked sums are several times more accurate. A kernel may err twice as much
+as this, plus a rounding term (the rule of flash-attention's tests). `xp` is NumPy or CuPy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = Any  # a NumPy or CuPy array, float32
+
+
+def running_sum(terms: Array, xp: Any = np) -> Array:
+    """Sum over the last axis, one term after the other. (..., n) → (..., 1)."""
+    total = xp.zeros((*terms.shape[:-1], 1), dtype=xp.float32)
+    for i in range(terms.shape[-1]):
+        total = total + terms[..., i : i + 1]
+    return total
+
+
+def product(a: Array, b: Array, xp: Any = np) -> Array:
+    """a · b, (..., M, K) · (..., K, N), adding along K in order."""
+    total = xp.zeros((*a.shape[:-1], b.shape[-1]), dtype=xp.float32)
+    for k in range(a.shape[-1]):
+        total = total + a[..., k : k + 1] * b[..., k : k + 1, :]
+    return total
+
+
+def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5, xp: Any = np) -> Array:
+    C = xp.float32(x.shape[-1])
+    mean = running_sum(x, xp) / C
+    var = running_sum((x - mean) * (x - mean), xp) / C
+    return (x - mean) / xp.sqrt(var + xp.float32(eps)) * gamma + beta
+
+
+def matmul_bias(a: Array, w: Array, bias: Array | None = None, xp: Any = np) -> Array:
+    total = product(a, w, xp)
+    return total if bias is None else total + bias
+
+
+def attention(qkv: Array, n_head: int, causal: bool = False, xp: Any = np) -> Array:
+    *batch, T, three_c = qkv.shape
+    heads = qkv.reshape(*batch, T, 3, n_head, -1)
+    q, k, v = (xp.swapaxes(heads[..., i, :, :], -2, -3) for i in range(3))  # (..., NH, T, HS)
+    scores = product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(math.sqrt(q.shape[-1]))
+    if causal:
+        scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
+    p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = product(p, v, xp) / running_sum(p, xp)
+    return xp.ascontiguousarray(xp.swapaxes(out, -2, -3)).reshape(*batch, T, three_c // 3)
+
+
+def add(a: Array, b: Array, xp: Any = np) -> Array:
+    return a + b
+
+
+def gelu(x: Array, xp: Any = np) -> Array:
+    inner = xp.float32(math.sqrt(2 / math.pi)) * (x + xp.float32(0.044715) * x * x * x)
+    return xp.float32(0.5) * x * (xp.float32(1) + xp.tanh(inner))
+
+
+def block_forward(x: Array, w: dict[str, Array], n_head: int, causal: bool, xp: Any = np) -> Array:
+    """The ten steps; `w` maps the twelve names to arrays of `xp`."""
+    ln1 = layernorm(x, w["gamma1"], w["beta1"], xp=xp)
+    attn = attention(matmul_bias(ln1, w["w_qkv"], w["b_qkv"], xp), n_head, causal, xp)
+    x1 = x + matmul_bias(attn, w["w_attn"], w["b_attn"], xp)
+    ff1 = matmul_bias(layernorm(x1, w["gamma2"], w["beta2"], xp=xp), w["w_fc"], w["b_fc"], xp)
+    return x1 + matmul_bias(gelu(ff1, xp), w["w_proj"], w["b_proj"], xp)
+
+
+def rounding(truth: Array) -> float:
+    """What adding and taking off 0.3 in float32 costs, twice: flash-attention's rounding term."""
+    values = np.asarray(truth, dtype=np.float32)
+    return 2 * float(np.abs(values + np.float32(0.3) - np.float32(0.3) - values).max())
+
+
+def assert_as_accurate(got: Array, truth: Array, plain: Array) -> None:
+    """`got` errs at most twice as much as the plain evaluation, against float64 `truth`."""
+    assert got.shape == truth.shape
+    assert got.dtype == np.float32
+    assert np.isfinite(got).all(), "an element was not written"
+    error = float(np.abs(got - truth).max())
+    limit = 2 * float(np.abs(plain - truth).max()) + rounding(truth)
+    assert error <= limit, f"error {error:.3g} is over {limit:.3g}"

@@ -1,0 +1,219 @@
+"""Block on the CPU, and everything about it that needs no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import (
+    Block,
+    BlockWeights,
+    DeviceError,
+    GPT2Config,
+    InputError,
+    doctor,
+    random_input,
+    reference,
+)
+from gpt2block.block import errors
+
+SMALL = GPT2Config(n_head=3, n_embd=48)
+TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
+
+
+@pytest.fixture
+def weights() -> BlockWeights:
+    return BlockWeights.random(0, SMALL)
+
+
+@pytest.fixture
+def block(weights: BlockWeights) -> Block:
+    return Block(weights, causal=True, device="cpu")
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (11, 48), (2, 5, 48)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_is_the_reference(
+    weights: BlockWeights, shape: tuple[int, ...], causal: bool
+) -> None:
+    x = random_input(0, shape)
+    y = Block(weights, causal=causal, device="cpu")(x)
+    assert y.dtype == np.float32
+    np.testing.assert_array_equal(y, reference.block_forward(x, weights, causal))
+
+
+def test_the_result_is_the_callers(block: Block) -> None:
+    first = block(random_input(0, (5, 48)))
+    kept = first.copy()
+    block(random_input(1, (5, 48)))
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_out(block: Block) -> None:
+    x = random_input(0, (5, 48))
+    out = np.full((5, 48), np.nan, np.float32)
+    assert block(x, out=out) is out
+    np.testing.assert_array_equal(out, block(x))
+
+
+def test_trace_has_the_ten_steps(block: Block) -> None:
+    x = random_input(0, (2, 5, 48))
+    trace = block.trace(x)
+    assert list(trace) == TEN
+    assert trace["qkv"].shape == (2, 5, 144)
+    np.testing.assert_array_equal(trace["gelu"], reference.gelu(trace["ff1"]))
+    np.testing.assert_array_equal(trace["output"], block(x))
+
+
+def test_compare(block: Block) -> None:
+    rows = block.compare(random_input(0, (5, 48)))
+    assert [row.name for row in rows] == TEN
+    assert rows[2].kernel == "reference.attention"
+    assert rows[6].shape == (5, 192)
+    for row in rows:
+        assert 0 < row.max_rel < 1e-6
+        assert 0 < row.total_rel < 1e-5
+        assert row.ms > 0
+
+
+def test_compare_sees_a_step_that_is_wrong(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = reference.add
+
+    def wrong(a: Any, b: Any) -> Any:
+        return honest(a, b) if a.dtype == np.float64 else a
+
+    monkeypatch.setattr(reference, "add", wrong)
+    rows = {row.name: row for row in block.compare(random_input(0, (5, 48)))}
+    assert rows["x1"].max_rel > 1e-3
+    assert rows["ln2"].max_rel < 1e-6
+    assert rows["ln2"].total_rel > 1e-3
+
+
+def test_errors_are_relative_to_the_largest_value() -> None:
+    assert errors(np.array([1.0, 4.5]), np.array([1.25, 4.0])) == (0.5, 0.125)
+    assert errors(np.zeros(2), np.zeros(2)) == (0.0, 0.0)
+
+
+def test_nan_stays_in_the_rows_that_see_it(block: Block) -> None:
+    x = random_input(0, (2, 6, 48))
+    clean = block(x)
+    x[1, 4] = np.nan
+    got = block(x)
+    np.testing.assert_array_equal(got[0], clean[0])
+    np.testing.assert_allclose(got[1, :4], clean[1, :4], rtol=1e-5)
+    assert np.isnan(got[1, 4:]).all()
+
+
+def test_not_contiguous_input_is_copied(block: Block) -> None:
+    x = random_input(0, (48, 10)).T[::2]
+    np.testing.assert_array_equal(block(x), block(np.ascontiguousarray(x)))
+
+
+class HostTensor:
+    """An array of another library, in host memory."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_a_host_tensor_of_another_library(block: Block) -> None:
+    x = random_input(0, (5, 48))
+    np.testing.assert_array_equal(block(HostTensor(x)), block(x))
+
+
+class CudaTensor:
+    """What a CUDA array looks like to a Block without a GPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.zeros((5, 48)), "x: expected float32, got float64"),
+        (np.zeros((5, 48), np.float16), "x: expected float32, got float16"),
+        (np.zeros((5, 47), np.float32), r"x: expected shape \(T, 48\) or \(B, T, 48\), got \(5, 4"),
+        (np.zeros(48, np.float32), r"got \(48,\)"),
+        (np.zeros((1, 1, 5, 48), np.float32), r"got \(1, 1, 5, 48\)"),
+        (np.zeros((0, 48), np.float32), r"x: expected at least one token, got shape \(0, 48\)"),
+        (np.zeros((2, 0, 48), np.float32), "at least one token"),
+        ([[0.0] * 48], "x: expected a NumPy array for a Block on the CPU, got list"),
+        (CudaTensor(), "got CudaTensor: copy it to the host, or make the Block with device='cuda'"),
+    ],
+)
+def test_wrong_x_is_refused(block: Block, x: Any, message: str) -> None:
+    for call in (block, block.trace, block.compare):
+        with pytest.raises(InputError, match=message):
+            call(x)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (np.zeros((5, 47), np.float32), r"of shape \(5, 48\), got float32 \(5, 47\)"),
+        (np.zeros((5, 48)), "got float64"),
+        (np.zeros((48, 5), np.float32).T, "not C-contiguous"),
+        ([0.0], "out: expected a numpy array, got list"),
+    ],
+)
+def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: str) -> None:
+    before = np.array(out)
+    with pytest.raises(InputError, match=message):
+        block(random_input(0, (5, 48)), out=out)
+    np.testing.assert_array_equal(np.array(out), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype: expected 'float32', got 'bfloat16'"),
+        ({"kernels": "fast"}, "kernels: expected 'auto' or 'skeleton', got 'fast'"),
+        ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
+        ({"device": "cuda:x"}, "device: expected"),
+    ],
+)
+def test_wrong_options_are_refused(
+    weights: BlockWeights, options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Block(weights, **options)  # type: ignore[arg-type]
+
+
+def test_wrong_weights_are_refused() -> None:
+    with pytest.raises(InputError, match=r"expected a BlockWeights, got str: see .*from_packed"):
+        Block("gpt2")  # type: ignore[arg-type]
+
+
+def test_without_a_gpu_the_reason_is_told(
+    weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
+    with pytest.raises(DeviceError, match="'cuda' cannot be used: no driver today"):
+        Block(weights, device="cuda")
+    assert Block(weights).device.startswith("CPU")
+
+
+def test_import_touches_no_gpu_and_is_quick() -> None:
+    code = (
+        "import numpy, sys, time; start = time.perf_counter(); import gpt2block\n"
+        "slow = {'cupy', 'typer', 'rich', 'huggingface_hub', 'tiktoken'} & set(sys.modules)\n"
+        "print(time.perf_counter() - start, *slow)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    seconds, *modules = min(run.stdout for run in runs).split()
+    assert modules == []
+    assert float(seconds) < 0.3

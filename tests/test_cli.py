@@ -1,0 +1,176 @@
+"""The command line: what is printed, the exit codes, one line for every error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2block import Block, doctor, walkthrough
+from gpt2block.walkthrough import with_trained_weights
+
+TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
+
+
+def gpt2block(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpt2block", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        encoding="utf-8",
+    )
+
+
+def printed(*arguments: str) -> str:
+    done = gpt2block(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> None:
+    start = time.perf_counter()
+    out = printed("block", "--device", "cpu")
+    assert time.perf_counter() - start < 10
+    rows = [line.split() for line in out.splitlines()]
+    steps = [row for row in rows if row and row[0] in TEN]
+    assert [row[0] for row in steps] == TEN
+    assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
+    assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
+    assert "weights  shakespeare, block 0 of 6, mask: causal" in out
+    assert "kernels  none run: float32 NumPy held against the same in float64" in out
+    assert "likeliest next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
+
+
+def test_json_has_exactly_the_documented_keys() -> None:
+    out = json.loads(printed("block", "--json", "--device", "cpu", "--layer", "3"))
+    assert list(out) == ["device", "weights", "steps"]
+    assert out["weights"] == "shakespeare, block 3 of 6"
+    assert [step["name"] for step in out["steps"]] == TEN
+    for step in out["steps"]:
+        assert list(step) == ["name", "kernel", "shape", "ms", "max_abs", "max_rel"]
+        assert step["shape"][0] == 256
+        assert 0 < step["max_rel"] < 1e-5
+
+
+@pytest.mark.parametrize(("size", "width"), [("gpt2", 768), ("gpt2-xl", 1600)])
+def test_random_weights_of_a_size(size: str, width: int) -> None:
+    out = json.loads(
+        printed("block", "--size", size, "--seq-len", "5", "--batch", "2", "--device", "cpu",
+                "--no-causal", "--json")
+    )  # fmt: skip
+    assert out["steps"][0]["shape"] == [2, 5, width]
+    assert out["weights"] == f"random, the shape of {size}"
+
+
+def test_text_batch_and_length() -> None:
+    out = json.loads(
+        printed("block", "--text", "To be, or not to be", "--seq-len", "7", "--batch", "3",
+                "--device", "cpu", "--json")
+    )  # fmt: skip
+    assert out["steps"][9]["shape"] == [3, 7, 256]
+
+
+def test_rows_of_a_batch_are_rotations_of_the_text() -> None:
+    rows = walkthrough._rows([1, 2, 3, 4], 3, 2)
+    assert rows.tolist() == [[1, 2, 3], [2, 3, 4]]
+    assert walkthrough._rows([1, 2], None, 1).tolist() == [1, 2]
+
+
+def test_a_trained_directory(data: Path) -> None:
+    done = gpt2block("block", "--weights", str(data / "gpt-nano-sort"))
+    assert done.returncode == 2
+    assert "expected tokenizer.json for a vocabulary of 3 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "6"], "layer 6 is out of range: it has 6 layers, 0…5"),
+        (["--size", "gpt3"], "unknown size 'gpt3': expected one of gpt2, gpt2-medium"),
+        (["--size", "gpt2", "--text", "x"], "--size means random weights: leave out --weights"),
+        (["--text", ""], "expected at least one character, got none"),
+        (["--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
+        (["--text", "x" * 257], "257 tokens: shakespeare has positions for n_ctx = 256"),
+        (["--seq-len", "0"], "expected --batch and --seq-len of at least 1, got 1, 0"),
+        (["--batch", "0"], "expected --batch and --seq-len of at least 1"),
+        (["--weights", "no/such/dir"], "no such file or directory"),
+        (["--weights", "model.bin"], "a pickle (.bin) runs code when it is read"),
+        (["--device", "gpu"], "expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = gpt2block("block", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_check_prints_every_finding_and_its_mend() -> None:
+    done = gpt2block("check", "--json")
+    found = json.loads(done.stdout)
+    assert found["ok"] == all(check["ok"] for check in found["checks"])
+    assert done.returncode == (0 if found["ok"] else 1)
+    assert [check["name"] for check in found["checks"]][1:4] == ["Python", "NumPy", "CuPy"]
+    assert all(check["ok"] or check["fix"] for check in found["checks"])
+    table = gpt2block("check")
+    assert table.returncode == done.returncode
+    for check in found["checks"]:
+        assert check["name"] in table.stdout
+
+
+def test_without_a_gpu_block_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
+    result = with_trained_weights("shakespeare", 0, None, 5, 1, True, None)
+    assert result.device.startswith("CPU")
+    assert result.device.endswith(", because no driver today")
+    asked = with_trained_weights("shakespeare", 0, None, 5, 1, True, "cpu")
+    assert "because" not in asked.device
+
+
+def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = with_trained_weights("shakespeare", 2, "KING", None, 1, True, "cpu")
+    assert len(result.stream) == 6
+    assert all(0 < error < 1e-5 for error in result.stream)
+    honest = Block.__call__
+    monkeypatch.setattr(Block, "__call__", lambda self, x: honest(self, x) * 1.01)
+    wrong = with_trained_weights("shakespeare", 2, "KING", None, 1, True, "cpu")
+    assert min(wrong.stream) > 5e-3
+
+
+@pytest.mark.parametrize("command", ["block", "check", "bench"])
+def test_help_shows_an_example(command: str) -> None:
+    assert f"Example: gpt2block {command}" in printed(command, "--help")
+
+
+def test_bench_without_a_gpu_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if doctor.cuda_problem() is None:
+        assert "times faster" in printed("bench")
+    else:
+        done = gpt2block("bench")
+        assert done.returncode == 2
+        assert "error: device 'cuda' cannot be used: " in done.stderr
+
+
+@pytest.mark.gpu
+def test_block_on_the_gpu_names_its_kernels() -> None:
+    out = json.loads(printed("block", "--json"))
+    assert "compute capability" in out["device"]
+    assert [step["kernel"] for step in out["steps"]][:3] == [
+        "layernorm_kernel",
+        "matmul_bias_tiled",
+        "mha_causal_kernel",
+    ]
+    assert all(0 < step["max_rel"] < 2e-6 for step in out["steps"])
+
+
+@pytest.mark.gpu
+def test_check_is_content_with_this_machine() -> None:
+    assert gpt2block("check").returncode == 0

@@ -1,0 +1,250 @@
+"""The loader: prototypes, typed arguments, compilation for every architecture without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import KernelError, kernels
+from gpt2block.kernels import Parameter, Signature
+
+ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+ODD_CONSTANTS = {"attention.cu": (("NH", 3), ("HS", 16)), "matmul.cu": (("TILE", 32),)}
+
+
+def test_every_kernel_of_the_document_is_there() -> None:
+    names = {name for file in kernels.sources() for name in kernels.signatures(file)}
+    assert names >= {
+        "layernorm768_kernel",
+        "matmul_bias_tiled",
+        "mha_nocausal_kernel",
+        "mha_causal_kernel",
+        "add_kernel",
+        "gelu_kernel",
+    }
+
+
+def test_every_kernel_stands_in_the_table() -> None:
+    table = (kernels.SOURCE_DIR / "README.md").read_text(encoding="utf-8")
+    for file in kernels.sources():
+        assert f"`{file}`" in table
+        for name in kernels.signatures(file):
+            assert f"`{name}`" in table
+
+
+def test_signatures_are_the_prototypes() -> None:
+    assert kernels.signatures("matmul.cu")["matmul_bias_tiled"] == Signature(
+        "matmul.cu",
+        "matmul_bias_tiled",
+        (
+            Parameter("float*", "A", const=True),
+            Parameter("float*", "B", const=True),
+            Parameter("float*", "bias", const=True),
+            Parameter("float*", "C"),
+            Parameter("int", "M"),
+            Parameter("int", "K"),
+            Parameter("int", "N"),
+        ),
+    )
+    assert kernels.signatures("gelu.cu")["gelu_kernel"].parameters[1].ctype == "long long"
+
+
+def test_an_unknown_file_lists_the_known_ones() -> None:
+    with pytest.raises(KernelError, match=r"expected one of attention\.cu, gelu\.cu"):
+        kernels.read_source("flash.cu")
+
+
+class DeviceArray:
+    """As much of a CuPy array as a launch looks at."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.data = type("Memory", (), {"ptr": 4096})()
+
+
+SIGNATURE = Signature(
+    "f.cu",
+    "f",
+    (
+        Parameter("float*", "x"),
+        Parameter("int", "n"),
+        Parameter("float", "eps"),
+        Parameter("long long", "size"),
+    ),
+)
+X = DeviceArray(np.float32)
+
+
+def test_arguments_get_exactly_the_types_of_the_prototype() -> None:
+    typed = kernels.typed_arguments(SIGNATURE, (X, 7, 0.5, 2**40))
+    assert typed == (4096, 7, 0.5, 2**40)
+    assert [type(a) for a in typed] == [np.uintp, np.int32, np.float32, np.int64]
+    assert kernels.typed_arguments(SIGNATURE, (None, 7, 0.5, 1))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((X, 7, 0.5), r"expected \(float\* x, int n, float eps, long long size\), got 3 arguments"),
+        ((DeviceArray(np.float64), 7, 0.5, 1), r"float\* x: got float64"),
+        ((4096, 7, 0.5, 1), r"float\* x: got int"),
+        ((X, 2**31, 0.5, 1), "int n: 2147483648 does not fit"),
+        ((X, X, 0.5, 1), "int n: expected an integer, got DeviceArray"),
+        ((X, 1.5, 0.5, 1), "int n: expected an integer, got float"),
+        ((X, 1, "0.5", 1), "float eps: expected a number, got str"),
+        ((X, True, 0.5, 1), "int n: expected an integer, got bool"),
+    ],
+)
+def test_wrong_arguments_are_refused(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        kernels.typed_arguments(SIGNATURE, args)
+
+
+def test_a_type_the_loader_does_not_know_is_refused() -> None:
+    signature = Signature("f.cu", "f", (Parameter("half*", "x"),))
+    with pytest.raises(KernelError, match="does not know this type"):
+        kernels.typed_arguments(signature, (X,))
+
+
+def test_a_changed_header_changes_the_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kernels_cu"
+    shutil.copytree(kernels.SOURCE_DIR, folder)
+    monkeypatch.setattr(kernels, "SOURCE_DIR", folder)
+    kernels._headers_hash.cache_clear()
+    before = kernels.program("gelu.cu")
+    (folder / "common.cuh").write_text("// another text\n")
+    kernels._headers_hash.cache_clear()
+    after = kernels.program("gelu.cu")
+    kernels._headers_hash.cache_clear()
+    assert before != after
+    assert kernels.program("gelu.cu", (("N", 3),)).splitlines()[1] == "#define N 3"
+
+
+def test_the_hopper_architecture_is_asked_for_only_where_it_applies() -> None:
+    assert kernels.options("gelu.cu", "90") == kernels.options("gelu.cu", "75")
+    assert "-arch=sm_90a" in kernels.options("hopper/gemm.cu", "90")
+    with pytest.raises(KernelError, match=r"expected .* 9\.0 \(Hopper\), got 12\.0"):
+        kernels.options("hopper/gemm.cu", "120")
+
+
+def test_compile_message_without_a_reason() -> None:
+    assert "gave no reason" in kernels.compile_message("f.cu", "")
+    missing = 'f.cu(3): catastrophic error: cannot open source file "cuda_fp16.h"\n'
+    message = kernels.compile_message("f.cu", missing)
+    assert message.splitlines()[1] == 'f.cu:3: cannot open source file "cuda_fp16.h"'
+    assert "gpt2block check" in message
+
+
+# --- with NVRTC, without a GPU -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> tuple[int, int]:
+    """NVRTC's version; the tests that compile skip without CuPy."""
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    from cupy.cuda import nvrtc as compiler  # noqa: PLC0415
+
+    version: tuple[int, int] = compiler.getVersion()
+    return version
+
+
+@pytest.mark.parametrize("file", kernels.sources())
+@pytest.mark.parametrize("arch", ["sm_70", *ARCHITECTURES])
+def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str, arch: str) -> None:
+    if arch == "sm_70" and nvrtc[0] >= 13:
+        pytest.skip("CUDA 13 has no sm_70; CUDA 12 compiles for it")
+    for defines in ((), ODD_CONSTANTS.get(file, ())):
+        compiled = kernels.compile_for(file, arch, defines)
+        for name in kernels.signatures(file):
+            assert name.encode() in compiled.cubin
+        spills = [line for line in compiled.log.splitlines() if "spill" in line]
+        assert len(spills) == len(kernels.signatures(file))
+        assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+        warnings = [line for line in compiled.log.splitlines() if "warning" in line]
+        # CUDA 12.9 announces by itself that sm_70 will go; nothing else may be said.
+        assert all(arch == "sm_70" and "Architectures prior to" in line for line in warnings)
+
+
+@pytest.mark.parametrize("file", kernels.sources())
+def test_compiles_by_itself_with_only_the_include_folder(nvrtc: tuple[int, int], file: str) -> None:
+    """A reader who compiles a file with `-I kernels_cu` alone finds every kernel by its name."""
+    from cupy.cuda import nvrtc as compiler  # noqa: PLC0415
+
+    handle = compiler.createProgram(kernels.read_source(file), file, (), ())
+    compiler.compileProgram(handle, (f"-I{kernels.SOURCE_DIR}", "-arch=sm_80"))
+    cubin = compiler.getCUBIN(handle)
+    compiler.destroyProgram(handle)
+    for name in kernels.signatures(file):
+        assert name.encode() in cubin
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gelu.cu with a mistake in line 7 and a header that is nowhere."""
+    text = kernels.read_source("gelu.cu").splitlines()
+    text[6] = "    undeclared = 3;"
+    monkeypatch.setattr(kernels, "read_source", lambda file: "\n".join(text))
+
+
+@pytest.mark.usefixtures("broken", "nvrtc")
+def test_a_compile_error_names_file_and_line() -> None:
+    with pytest.raises(KernelError) as caught:
+        kernels.compile_for("gelu.cu", "sm_80", (("N", 3), ("M", 4)))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "gelu.cu does not compile:"
+    assert lines[1] == 'gelu.cu:7: identifier "undeclared" is undefined'
+    assert "mend it in" in lines[-1]
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(
+    ("file", "constant", "message"),
+    [("attention.cu", ("HS", 257), "HS <= 256")],
+)
+def test_constants_that_make_no_sense_do_not_compile(
+    file: str, constant: tuple[str, int], message: str
+) -> None:
+    with pytest.raises(KernelError, match=message):
+        kernels.compile_for(file, "sm_80", (constant,))
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("size", "compiles"), [(32, True), (96, False), (0, False)])
+def test_block_reductions_take_powers_of_two_only(
+    monkeypatch: pytest.MonkeyPatch, size: int, compiles: bool
+) -> None:
+    text = (
+        '#include "common.cuh"\n'
+        'extern "C" __global__ void f(float* x) {\n'
+        f"    __shared__ float scratch[{max(size, 1)}];\n"
+        f"    x[threadIdx.x] = block_reduce_sum<{size}>(x[threadIdx.x], scratch);\n}}\n"
+    )
+    monkeypatch.setattr(kernels, "read_source", lambda file: text)
+    if compiles:
+        assert kernels.compile_for("f.cu", "sm_80").cubin
+    else:
+        with pytest.raises(KernelError, match="must be a power of two"):
+            kernels.compile_for("f.cu", "sm_80")
+
+
+def test_kernel_sources_are_readable() -> None:
+    for path in sorted(kernels.SOURCE_DIR.rglob("*.cu*")):
+        lines = path.read_text(encoding="ascii").splitlines()
+        assert lines[0].startswith("// "), f"{path.name} opens with what it computes"
+        assert len(lines) <= 400
+        assert max(map(len, lines)) <= 120, path.name
+
+
+def test_importing_the_loader_does_not_import_cupy() -> None:
+    import subprocess  # noqa: PLC0415
+
+    code = "import sys, gpt2block.kernels; print('cupy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,137 @@
+"""Every operation on every backend, held to twice the error of a plain float32 evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from tests import plain
+from tests.backends import BACKENDS, Backend
+
+Array = NDArray[Any]
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
+few = settings(max_examples=6)
+
+
+def normal(seed: int, *shape: int) -> Array:
+    """Offset normal values, so that a mean or a bias that is left out shows."""
+    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
+
+
+def exact(name: str, *arrays: Array | None, **attrs: Any) -> Array:
+    """The reference in float64."""
+    wide = (None if a is None else a.astype(np.float64) for a in arrays)
+    result: Array = getattr(reference, name)(*wide, **attrs)
+    return result
+
+
+@on_every_backend
+@few
+@given(rows=st.integers(1, 33), C=st.sampled_from([1, 3, 48, 64, 95, 96]))
+@example(rows=2, C=768)
+@example(rows=3, C=769)
+def test_layernorm(backend: Backend, rows: int, C: int) -> None:
+    x, gamma, beta = normal(0, rows, C), normal(1, C), normal(2, C)
+    got = backend.layernorm(x, gamma, beta, 1e-5)
+    expected = plain.layernorm(x, gamma, beta)
+    plain.assert_as_accurate(got, exact("layernorm", x, gamma, beta), expected)
+
+
+@on_every_backend
+def test_layernorm_takes_eps_and_a_large_mean(backend: Backend) -> None:
+    x, gamma, beta = 1e-3 * normal(0, 2, 3, 48) + 100, normal(1, 48), normal(2, 48)
+    x = x.astype(np.float32)
+    got = backend.layernorm(x, gamma, beta, 1e-2)
+    expected = plain.layernorm(x, gamma, beta, 1e-2)
+    plain.assert_as_accurate(got, exact("layernorm", x, gamma, beta, eps=1e-2), expected)
+
+
+@on_every_backend
+@few
+@given(M=st.integers(1, 33), K=st.integers(1, 96), N=st.integers(1, 48), with_bias=st.booleans())
+@example(M=16, K=16, N=16, with_bias=True)
+@example(M=17, K=33, N=31, with_bias=False)
+def test_matmul_bias(backend: Backend, M: int, K: int, N: int, with_bias: bool) -> None:
+    a, w = normal(0, M, K), normal(1, K, N)
+    bias = normal(2, N) if with_bias else None
+    got = backend.matmul_bias(a, w, bias)
+    plain.assert_as_accurate(got, exact("matmul_bias", a, w, bias), plain.matmul_bias(a, w, bias))
+
+
+@on_every_backend
+@few
+@given(
+    B=st.integers(1, 2),
+    T=st.integers(1, 33),
+    heads=st.sampled_from([(1, 1), (3, 16), (2, 7), (2, 20)]),
+    causal=st.booleans(),
+)
+@example(B=2, T=11, heads=(3, 16), causal=True)
+@example(B=1, T=5, heads=(1, 64), causal=False)
+def test_attention(backend: Backend, B: int, T: int, heads: tuple[int, int], causal: bool) -> None:
+    n_head, size = heads
+    qkv = normal(T, B, T, 3 * n_head * size)
+    got = backend.attention(qkv, n_head, causal)
+    expected = plain.attention(qkv, n_head, causal)
+    truth = exact("attention", qkv, n_head=n_head, causal=causal)
+    plain.assert_as_accurate(got, truth, expected)
+
+
+@on_every_backend
+def test_attention_never_reads_what_the_mask_hides(backend: Backend) -> None:
+    qkv = normal(0, 1, 9, 144)
+    clean = backend.attention(qkv, 3, True)
+    qkv[0, 5:, 48:] = np.nan
+    got = backend.attention(qkv, 3, True)
+    np.testing.assert_array_equal(got[0, :5], clean[0, :5])
+    assert np.isnan(got[0, 5:]).all()
+
+
+@on_every_backend
+def test_attention_with_large_scores(backend: Backend) -> None:
+    qkv = 30 * normal(0, 1, 9, 144)  # scores in the thousands: exp of anything but s - max is inf
+    got = backend.attention(qkv, 3, False)
+    truth = exact("attention", qkv, n_head=3, causal=False)
+    plain.assert_as_accurate(got, truth, plain.attention(qkv, 3, False))
+
+
+@on_every_backend
+@few
+@given(n=st.integers(1, 1000))
+@example(n=256)
+@example(n=257)
+def test_add_and_gelu(backend: Backend, n: int) -> None:
+    a, b = 3 * normal(0, n), normal(1, n)
+    np.testing.assert_array_equal(backend.add(a, b), a + b)
+    plain.assert_as_accurate(backend.gelu(a), exact("gelu", a), plain.gelu(a))
+
+
+@on_every_backend
+def test_gelu_far_from_zero(backend: Backend) -> None:
+    x = np.array([-1e4, -20, -5, -0.0, 0.0, 1e-30, 5, 20, 1e4, np.nan], np.float32)
+    got = backend.gelu(x)
+    np.testing.assert_allclose(got, exact("gelu", x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[-3:], [20, 1e4, np.nan])
+
+
+@on_every_backend
+def test_nan_passes_through_as_nan(backend: Backend) -> None:
+    x = normal(0, 3, 48)
+    x[1, 7] = np.nan
+    w = normal(1, 48, 20)
+    rows_with_nan = [
+        np.isnan(result).any(axis=-1).tolist()
+        for result in (
+            backend.layernorm(x, normal(2, 48), normal(3, 48), 1e-5),
+            backend.matmul_bias(x, w, None),
+            backend.add(x, x),
+            backend.gelu(x),
+        )
+    ]
+    assert rows_with_nan == [[False, True, False]] * 4

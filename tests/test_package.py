@@ -1,0 +1,89 @@
+"""The wheel: everything a user needs is in it, and nothing of the tree is needed beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="building the wheel needs hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_has_both_packages_and_the_model(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in (ROOT / "kernels_cu").rglob("*.cu*"):
+        assert path.relative_to(ROOT).as_posix() in names
+    assert "gpt2block/py.typed" in names
+    model = zipfile.ZipFile(wheel).getinfo("gpt2block/models/shakespeare/model.safetensors")
+    assert model.file_size <= 10_000_000
+    assert not any(name.startswith(("tests/", "tools/", "examples/")) for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """A clean environment with the wheel alone; its dependencies come from the present one."""
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    if not python.exists():
+        pytest.skip("the layout of virtual environments is another one here")
+    site = next((home / "lib").glob("python*")) / "site-packages"
+    install = ["install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    # As paths, not as site folders: the .pth file of an editable install is then not read.
+    present = [path for path in sys.path if path.endswith("site-packages")]
+    code = (
+        f"import sys; sys.path += {present!r}\n"
+        "import gpt2block, kernels_cu\n"
+        "from importlib.resources import files\n"
+        "from gpt2block import kernels\n"
+        f"assert gpt2block.__file__.startswith({str(site)!r}), gpt2block.__file__\n"
+        f"assert kernels_cu.__file__.startswith({str(site)!r}), kernels_cu.__file__\n"
+        "for file in kernels.sources():\n"
+        "    assert files('kernels_cu').joinpath(file).is_file()\n"
+        "    print(file, *kernels.signatures(file))\n"
+        "from gpt2block.cli import main\n"
+        "main(['block', '--device', 'cpu', '--text', 'KING'])\n"
+    )
+    done = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "attention.cu mha_nocausal_kernel mha_causal_kernel" in done.stdout
+    assert "likeliest next tokens" in done.stdout
+    if "cupy" in sys.modules or _has_cupy():
+        compiled = subprocess.run(
+            [
+                python,
+                "-c",
+                f"import sys; sys.path += {present!r}\n"
+                "from gpt2block import kernels\n"
+                "print(*[len(kernels.compile_for(f, 'sm_80').cubin) for f in kernels.sources()])",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert all(int(size) > 1000 for size in compiled.stdout.split())
+
+
+def _has_cupy() -> bool:
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    return find_spec("cupy") is not None

@@ -1,0 +1,50 @@
+"""Plans are checked when they are built, and know every shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpt2block import InputError
+from gpt2block.plan import OUTPUT_SHAPES, Plan, Step, ten_step_plan
+from gpt2block.weights import block_shapes
+
+TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
+
+
+def test_ten_steps_and_their_shapes() -> None:
+    plan = ten_step_plan(12, False, 1e-5, block_shapes(768))
+    assert plan.names == TEN
+    assert plan.output == "output"
+    shapes = plan.shapes((2, 30, 768), block_shapes(768))
+    assert tuple(shapes) == TEN
+    assert shapes["qkv"] == (2, 30, 2304)
+    assert shapes["gelu"] == shapes["ff1"] == (2, 30, 3072)
+    assert all(shapes[name] == (2, 30, 768) for name in TEN if name not in ("qkv", "ff1", "gelu"))
+
+
+def test_every_op_has_all_its_meanings() -> None:
+    from gpt2block import reference  # noqa: PLC0415
+
+    for op in OUTPUT_SHAPES:
+        assert callable(getattr(reference, op))
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_place", "message"),
+    [
+        ([Step("a", "relu", ("x",))], {}, "unknown op 'relu'"),
+        ([Step("a", "gelu", ("b",))], {}, "reads 'b', which is not made yet"),
+        ([Step("a", "gelu", ("x",)), Step("a", "gelu", ("x",))], {}, "already taken"),
+        ([Step("w", "gelu", ("x",))], {}, "already taken"),
+        ([Step("a", "gelu", ("x",))], {"a": "x"}, "cannot overwrite 'x'"),
+        ([Step("a", "gelu", ("w",))], {"a": "w"}, "cannot overwrite 'w'"),
+        (
+            [Step("a", "gelu", ("x",)), Step("b", "gelu", ("a",)), Step("c", "gelu", ("a",))],
+            {"b": "a"},
+            "reads 'a', which is already overwritten",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_refused(steps: list[Step], in_place: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Plan(tuple(steps), weights=("w",), in_place=in_place)

@@ -1,0 +1,101 @@
+"""BlockWeights: the packed buffer, the random distribution, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import SIZES, BlockWeights, GPT2Config, InputError, random_input
+from gpt2block.weights import packed_offsets
+
+SMALL = GPT2Config(n_head=3, n_embd=48)
+
+
+def test_the_twelve_offsets_of_the_document() -> None:
+    offsets = packed_offsets()
+    assert list(offsets.values()) == [
+        0, 768, 1536, 1771008, 1773312, 2363136, 2363904, 2364672, 2365440, 4724736, 4727808,
+        7087104, 7087872,
+    ]  # fmt: skip
+
+
+def test_packed_there_and_back() -> None:
+    packed = np.arange(7_087_872, dtype=np.float32)
+    w = BlockWeights.from_packed(packed)
+    assert w.w_qkv.shape == (768, 2304)
+    assert w.w_qkv[1, 2] == 1536 + 2304 + 2
+    assert w.b_proj[-1] == 7_087_871
+    assert np.shares_memory(w.w_fc, packed)
+    np.testing.assert_array_equal(w.to_packed(), packed)
+
+
+def test_packed_at_another_width() -> None:
+    w = BlockWeights.random(0, SMALL)
+    again = BlockWeights.from_packed(w.to_packed(), n_embd=48, n_head=3)
+    for name, array in w.tensors().items():
+        np.testing.assert_array_equal(getattr(again, name), array)
+
+
+@pytest.mark.parametrize("shape", [(7_087_871,), (7_087_873,), (1, 7_087_872), ()])
+def test_a_packed_buffer_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="expected a 1-D array of 7,087,872 floats"):
+        BlockWeights.from_packed(np.zeros(shape, np.float32))
+
+
+def test_random_has_the_challenge_distribution_and_biases() -> None:
+    w = BlockWeights.random(5)
+    assert w.gamma1.min() >= 0.8
+    assert w.gamma1.max() <= 1.2
+    assert np.abs(w.beta2).max() <= 0.1
+    assert np.std(w.w_fc) == pytest.approx(0.02, rel=0.01)
+    assert all(np.count_nonzero(b) == b.size for b in (w.b_qkv, w.b_attn, w.b_fc, w.b_proj))
+    assert all(a.dtype == np.float32 for a in w.tensors().values())
+    np.testing.assert_array_equal(BlockWeights.random(5).w_qkv, w.w_qkv)
+    assert (BlockWeights.random(6).w_qkv != w.w_qkv).any()
+
+
+def test_sizes() -> None:
+    assert [c.n_embd for c in SIZES.values()] == [768, 1024, 1280, 1600]
+    assert all(c.head_size == 64 for c in SIZES.values())
+
+
+def tensors() -> dict[str, Any]:
+    return BlockWeights.random(0, SMALL).tensors()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("w_qkv", np.zeros((144, 48), np.float32), r"w_qkv: expected shape \(48, 144\)"),
+        ("b_fc", np.zeros(193, np.float32), r"b_fc: expected shape \(192,\), got \(193,\)"),
+        ("gamma1", np.float32(1), r"gamma1: expected shape \(C,\)"),
+        ("beta1", np.zeros(48, np.float16), "beta1: expected float32 or float64"),
+        ("beta1", np.zeros(48, np.float64), "the same for all, got float64"),
+        ("beta1", [0.0] * 48, "beta1: expected a NumPy array, got list"),
+    ],
+)
+def test_wrong_tensors_are_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BlockWeights(**{**tensors(), name: value}, n_head=3)
+
+
+@pytest.mark.parametrize("n_head", [0, 5, -3])
+def test_a_head_count_that_does_not_divide_is_refused(n_head: int) -> None:
+    with pytest.raises(InputError, match="does not divide n_embd 48"):
+        BlockWeights(**tensors(), n_head=n_head)
+
+
+@pytest.mark.parametrize(
+    "field", [{"n_layer": 0}, {"n_head": 2.0}, {"n_embd": -768}, {"n_embd": 100}]
+)
+def test_a_wrong_config_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        GPT2Config(**field)
+
+
+def test_random_input() -> None:
+    x = random_input(0, (2, 3, 768))
+    assert x.dtype == np.float32
+    assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1

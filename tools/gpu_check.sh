@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: the GPU tests, compute-sanitizer and the bench in one go, and a short summary.
+#
+#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs]
+#
+# The sanitizer's four tools run over tools/sanitize_block.py, a block at T = 30. Where a tool or the device
+# refuses, the summary says "not run".
+set -uo pipefail
+cd "$(dirname "$0")/.."
+logs=${1:-$(mktemp -d)}
+mkdir -p "$logs"
+summary="$logs/summary.txt"
+: > "$summary"
+say() { echo "$*" | tee -a "$summary"; }
+
+say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
+
+timeout 400 python3 -m pytest --gpu -q -rs tests > "$logs/tests.txt" 2>&1
+tests=$?
+say "tests      $(tail -n 1 "$logs/tests.txt")"
+grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
+
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
+for tool in memcheck racecheck initcheck synccheck; do
+    if [ -z "$sanitizer" ]; then
+        say "$tool  not run: compute-sanitizer is not installed"
+        continue
+    fi
+    timeout 120 "$sanitizer" --tool "$tool" --kernel-name-exclude kernel_substring=cupy \
+        python3 tools/sanitize_block.py > "$logs/$tool.txt" 2>&1
+    result=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$logs/$tool.txt" | tail -n 1)
+    say "$(printf '%-10s' "$tool") ${result:-not run: $(tail -n 1 "$logs/$tool.txt")} ($(grep -c checked "$logs/$tool.txt") of 6 checked)"
+done
+
+timeout 120 python3 -m gpt2block bench > "$logs/bench.txt" 2>&1
+python3 -m gpt2block bench --json > "$logs/bench.json" 2> /dev/null
+tee -a "$summary" < "$logs/bench.txt"
+timeout 60 python3 -m gpt2block block 2>&1 | tee "$logs/block.txt" | tee -a "$summary"
+exit $tests
