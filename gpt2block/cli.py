@@ -111,15 +111,13 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
             *(f"{value:.1e}" for value in values),
         )
     out.print(table)
-    out.print(
-        "errors against float64: max, the step fed exact inputs; total, accumulated from x on; "
-        "rel, by the tensor's largest value"
-    )
+    out.print("Errors against float64, rel by the tensor's largest value. max: of the step alone,")
+    out.print("fed exact inputs; total: accumulated from x on.")
     if result.stream:
         marks = ", ".join(f"{error:.1e}" for error in result.stream)
-        out.print(f"residual stream after each block, rel: {marks}")
+        out.print(f"Residual stream after each block, rel: {marks}")
         words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
-        out.print(f"likeliest next tokens: {escape(words)}")
+        out.print(f"Likeliest next tokens: {escape(words)}")
 
 
 @app.command(epilog="Example: gpt2block check --json")

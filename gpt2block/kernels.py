@@ -252,6 +252,7 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",
+        "--no-cache",  # what comes from NVRTC's own cache comes without a report
     )
     handle = nvrtc.createProgram(program(file, defines), file, (), ())
     try:

@@ -44,7 +44,7 @@ def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> 
     assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
     assert "weights  shakespeare, block 0 of 6, mask: causal" in out
     assert "kernels  none run: float32 NumPy held against the same in float64" in out
-    assert "likeliest next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
+    assert "Likeliest next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
 
 
 def test_json_has_exactly_the_documented_keys() -> None:
@@ -168,7 +168,7 @@ def test_block_on_the_gpu_names_its_kernels() -> None:
         "matmul_bias_tiled",
         "mha_causal_kernel",
     ]
-    assert all(0 < step["max_rel"] < 2e-6 for step in out["steps"])
+    assert all(0 < step["max_rel"] < 1e-5 for step in out["steps"])
 
 
 @pytest.mark.gpu

@@ -248,7 +248,7 @@ def test_trace_and_compare(cp: ModuleType, gpt2: BlockWeights) -> None:
     rows = block.compare(x)
     assert rows[2].kernel == "mha_causal_kernel"
     for row in rows:
-        assert 0 < row.max_rel < 2e-6
+        assert 0 < row.max_rel < 1e-5
         assert 0 < row.total_rel < 1e-5
         assert row.ms > 0
 

@@ -13,24 +13,30 @@ import pytest
 from examples.real_gpt2 import Model
 from gpt2block import GPT2Weights
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
 def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        encoding="utf-8",
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_block_forward() -> None:
-    lines = run("block_forward.py").splitlines()
+    lines = run("block_forward").splitlines()
     assert 0 < float(lines[-1].split(":")[1]) < 1e-5
 
 
 def test_real_gpt2_with_the_model_on_board() -> None:
     text = "GREMIO:\nGood morrow, neighbour Baptist"
-    lines = run("real_gpt2.py", text, "--weights", "shakespeare").splitlines()
+    lines = run("real_gpt2", text, "--weights", "shakespeare").splitlines()
     checks = [line for line in lines if "residual stream" in line]
     assert len(checks) == 6
     assert all(float(line.split()[5]) < 1e-5 for line in checks)

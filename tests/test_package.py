@@ -65,7 +65,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
     )
     assert done.returncode == 0, done.stderr
     assert "attention.cu mha_nocausal_kernel mha_causal_kernel" in done.stdout
-    assert "likeliest next tokens" in done.stdout
+    assert "Likeliest next tokens" in done.stdout
     if "cupy" in sys.modules or _has_cupy():
         compiled = subprocess.run(
             [

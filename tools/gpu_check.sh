@@ -15,19 +15,21 @@ say() { echo "$*" | tee -a "$summary"; }
 
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 
-timeout 400 python3 -m pytest --gpu -q -rs tests > "$logs/tests.txt" 2>&1
+timeout 400 python3 -m pytest --gpu -q -rsP tests > "$logs/tests.txt" 2>&1
 tests=$?
 say "tests      $(tail -n 1 "$logs/tests.txt")"
 grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
+grep -hE '^(first start|validation loss) ' "$logs/tests.txt" | while read -r line; do say "           $line"; done
+
 for tool in memcheck racecheck initcheck synccheck; do
     if [ -z "$sanitizer" ]; then
         say "$tool  not run: compute-sanitizer is not installed"
         continue
     fi
     timeout 120 "$sanitizer" --tool "$tool" --kernel-name-exclude kernel_substring=cupy \
-        python3 tools/sanitize_block.py > "$logs/$tool.txt" 2>&1
+        python3 -m tools.sanitize_block > "$logs/$tool.txt" 2>&1
     result=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$logs/$tool.txt" | tail -n 1)
     say "$(printf '%-10s' "$tool") ${result:-not run: $(tail -n 1 "$logs/$tool.txt")} ($(grep -c checked "$logs/$tool.txt") of 6 checked)"
 done

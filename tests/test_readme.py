@@ -1,0 +1,100 @@
+"""The README is true: its commands, and the shape of the output it shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2block import kernels
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e "
+
+
+def commands() -> list[str]:
+    return [line for line in README.splitlines() if line.startswith(SET_UP)]
+
+
+def shown(name: str) -> list[str]:
+    """The lines of the block of output after the comment of this name."""
+    found = re.search(rf"<!-- output: {name} -->\n```\n(.*?)\n```", README, re.DOTALL)
+    assert found, name
+    return found[1].splitlines()
+
+
+def test_two_commands_of_one_line_that_set_themselves_up() -> None:
+    run, test = commands()
+    assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block block"
+    assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q"
+
+
+def test_ci_takes_the_test_command_from_the_readme() -> None:
+    """The very `sed` of .ci/run, on the README as it stands."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    found = re.search(r"eval \"\$\((sed .*)\)\"", script)
+    assert found
+    done = subprocess.run(
+        ["bash", "-c", found[1]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == commands()[1]
+
+
+def columns(lines: list[str]) -> list[list[str]]:
+    """Step, kernel and shape of every row of the table of steps."""
+    rows = [line.split() for line in lines]
+    return [row[:3] for row in rows if len(row) == 8 and row[0] != "step"]
+
+
+def test_the_output_without_a_gpu_is_what_the_command_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
+    )
+    printed = done.stdout.splitlines()
+    assert columns(printed) == columns(shown("cpu"))
+    assert len(columns(printed)) == 10
+    without_figures = [re.sub(r"[\d.]+(e-\d+)?", "#", line) for line in printed]
+    expected = [re.sub(r"[\d.]+(e-\d+)?", "#", line) for line in shown("cpu")]
+    assert [line.split() for line in without_figures[1:]] == [line.split() for line in expected[1:]]
+
+
+def test_the_output_on_a_gpu_shows_real_kernels() -> None:
+    names = {name for file in kernels.sources() for name in kernels.signatures(file)}
+    rows = columns(shown("gpu"))
+    assert [row[0] for row in rows] == [row[0] for row in columns(shown("cpu"))]
+    assert {row[1] for row in rows} <= names
+    assert "NVIDIA" in shown("gpu")[0]
+
+
+@pytest.mark.gpu
+def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "block"], capture_output=True, text=True, check=True
+    )
+    assert columns(done.stdout.splitlines()) == columns(shown("gpu"))
+
+
+def test_links_and_named_files_are_there() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+    for name in re.findall(r"`((?:tests|tools|examples|gpt2block)/[\w./]+)`", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_python_snippet_runs() -> None:
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found
+    code = found[1].replace("(weights, causal=True) ", "(weights, causal=True, device='cpu') ", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].startswith("attn reference.attention")
