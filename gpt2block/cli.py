@@ -94,6 +94,7 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
     out = console()
     out.print(f"device   {escape(result.device)}")
     out.print(f"weights  {escape(result.weights)}, mask: {result.mask}")
+    out.print(f"input    {escape(result.input)}")
     if result.device.startswith("CPU"):
         out.print("kernels  none run: float32 NumPy held against the same in float64")
     table = Table(box=None, padding=(0, 1), header_style="bold")

@@ -27,6 +27,7 @@ class Walkthrough:
     device: str
     weights: str
     mask: str  # "causal" or "none"
+    input: str  # what x was made from
     steps: list[Comparison]
     stream: list[float]  # largest relative error of the residual stream after each block
     next_tokens: list[tuple[str, float]]  # the likeliest continuations of the first row
@@ -40,9 +41,8 @@ def with_random_weights(
     block = Block(BlockWeights.random(0, config), causal=causal, device=device)
     x = random_input(1, _shape(batch, seq_len, config.n_embd))
     rows = block.compare(x)
-    return Walkthrough(
-        _device(block, device), f"random, the shape of {size_name}", _mask(causal), rows, [], []
-    )
+    weights = f"random, the shape of {size_name}"
+    return Walkthrough(_device(block, device), weights, _mask(causal), "x ~ U(-1, 1)", rows, [], [])
 
 
 def with_trained_weights(
@@ -63,7 +63,8 @@ def with_trained_weights(
     checkpoint = Checkpoint.open(name)
     ends = checkpoint.model(layers=())
     encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
-    ids = _rows(tokenizer.encode(encoding, _passage() if text is None else text), seq_len, batch)
+    text = _passage() if text is None else text
+    ids = _rows(tokenizer.encode(encoding, text), seq_len, batch)
     if ids.shape[-1] > checkpoint.config.n_ctx:
         raise InputError(
             f"{ids.shape[-1]} tokens: {name} has positions for n_ctx = {checkpoint.config.n_ctx}: "
@@ -89,6 +90,7 @@ def with_trained_weights(
         where,
         f"{name}, block {layer} of {checkpoint.config.n_layer}",
         _mask(causal),
+        f"{ids.shape[-1]} tokens of {_excerpt(text)}",
         steps,
         stream,
         [(encoding.decode([token]), p) for token, p in likeliest(logits)],
@@ -99,6 +101,11 @@ def likeliest(logits: Array, count: int = 5) -> list[tuple[int, float]]:
     """The `count` likeliest tokens of logits (V,) with their probabilities, best first."""
     p = reference.softmax(logits.astype(np.float64))
     return [(int(token), float(p[token])) for token in np.argsort(-p)[:count]]
+
+
+def _excerpt(text: str, ends: int = 24) -> str:
+    """The text, or its beginning and end, on one line."""
+    return repr(text) if len(text) <= 2 * ends else f"{text[:ends]!r} … {text[-ends:]!r}"
 
 
 def _mask(causal: bool) -> str:

@@ -49,7 +49,7 @@ _DYNAMIC_SHARED = re.compile(
     r"([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;"
 )
 _TELLING = re.compile(
-    r"cuda_on_cpu: |SUMMARY: |.*runtime error: |.*(READ|WRITE) of size|.* is located \d+ bytes to "
+    r"cuda_on_cpu: |SUMMARY: |.*runtime error: |.*(READ|WRITE) of size|.* is located \d+ bytes "
     r"| +#\d \w+ in (?!.*cuda_on_cpu).*\.cuh?:\d"
 )
 
