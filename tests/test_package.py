@@ -6,9 +6,12 @@ import subprocess
 import sys
 import venv
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+
+from gpt2block import kernels
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,11 +55,14 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         "import gpt2block, kernels_cu\n"
         "from importlib.resources import files\n"
         "from gpt2block import kernels\n"
+        "from hashlib import sha256\n"
+        "def hash_of(text): return sha256(text.encode()).hexdigest()\n"
         f"assert gpt2block.__file__.startswith({str(site)!r}), gpt2block.__file__\n"
         f"assert kernels_cu.__file__.startswith({str(site)!r}), kernels_cu.__file__\n"
         "for file in kernels.sources():\n"
-        "    assert files('kernels_cu').joinpath(file).is_file()\n"
-        "    print(file, *kernels.signatures(file))\n"
+        "    text = files('kernels_cu').joinpath(file).read_text()\n"
+        "    assert text in kernels.program(file)\n"
+        "    print(file, *kernels.signatures(file), hash_of(kernels.program(file)))\n"
         "from gpt2block.cli import main\n"
         "main(['block', '--device', 'cpu', '--text', 'KING'])\n"
     )
@@ -64,26 +70,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "attention.cu mha_nocausal_kernel mha_causal_kernel" in done.stdout
+    for file in kernels.sources():  # the very programs that the other tests compile
+        program = sha256(kernels.program(file).encode()).hexdigest()
+        assert f"{file} {' '.join(kernels.signatures(file))} {program}\n" in done.stdout
     assert "Likeliest next tokens" in done.stdout
-    if "cupy" in sys.modules or _has_cupy():
-        compiled = subprocess.run(
-            [
-                python,
-                "-c",
-                f"import sys; sys.path += {present!r}\n"
-                "from gpt2block import kernels\n"
-                "print(*[len(kernels.compile_for(f, 'sm_80').cubin) for f in kernels.sources()])",
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert all(int(size) > 1000 for size in compiled.stdout.split())
-
-
-def _has_cupy() -> bool:
-    from importlib.util import find_spec  # noqa: PLC0415
-
-    return find_spec("cupy") is not None
