@@ -72,7 +72,7 @@ def main() -> None:
     checkpoint = Checkpoint.open(arguments.weights)
     encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
     ids = np.array(tokenizer.encode(encoding, arguments.text))
-    weights = checkpoint.model()
+    weights = GPT2Weights.from_pretrained(checkpoint)
     model = Model(weights, arguments.device)
     print(f"{len(ids)} tokens on {model.blocks[0].device}")
     logits = model.logits(ids, held_against_numpy(weights, ids))

@@ -6,14 +6,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpt2block import reference
+from gpt2block import doctor, reference
 from gpt2block.block import Block, Comparison, solve
 from gpt2block.config import SIZES, GPT2Config
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
 if TYPE_CHECKING:
-    from gpt2block import ops
+    from gpt2block import ops as ops
 
 __all__ = [
     "SIZES",
@@ -26,7 +26,6 @@ __all__ = [
     "GPT2Weights",
     "InputError",
     "KernelError",
-    "ops",
     "random_input",
     "reference",
     "solve",
@@ -34,6 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
+    if name == "ops":  # not in __all__, so that `import *` needs no CuPy
+        doctor.require_cuda("gpt2block.ops")
         return import_module("gpt2block.ops")
     raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
+from gpt2block.config import block_shapes
 from gpt2block.engines import Engine
 from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.plan import Plan, ten_step_plan
-from gpt2block.weights import BlockWeights, block_shapes, unpack
+from gpt2block.weights import BlockWeights, unpack
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,12 @@ def resolve_device(device: str | None) -> int | None:
     """
     if device == "cpu":
         return None
-    problem = doctor.cuda_problem()
     if device is None:
-        return None if problem else 0
+        return None if doctor.cuda_problem() else 0
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")
-    if problem:
-        raise DeviceError(f"device {device!r} cannot be used: {problem}")
+    doctor.require_cuda(f"device {device!r}")
     import cupy  # noqa: PLC0415
 
     count = cupy.cuda.runtime.getDeviceCount()
@@ -166,6 +165,7 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     tensors are allocated for the call. Runs on the current stream; the same bits as
     `Block(BlockWeights.from_packed(weights), causal=False)(x)`. Raises InputError.
     """
+    doctor.require_cuda("gpt2block.solve")
     from gpt2block.engines.cuda import run_once  # noqa: PLC0415
     from gpt2block.ops._arrays import check  # noqa: PLC0415
 

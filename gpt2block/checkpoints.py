@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from gpt2block.config import SIZES, GPT2Config
+from gpt2block.config import SIZES, GPT2Config, block_shapes
 from gpt2block.errors import CheckpointError
-from gpt2block.weights import BlockWeights, GPT2Weights, block_shapes
 
+Array = NDArray[np.float32]
 ON_BOARD = "shakespeare"  # the trained model that travels in the package
 _MODELS = Path(__file__).parent / "models"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -50,11 +50,13 @@ class Checkpoint:
     names: Mapping[str, str]  # tensor name without the `transformer.` prefix → name in the file
 
     @classmethod
-    def open(cls, name_or_path: str | Path) -> Checkpoint:
+    def open(cls, name_or_path: str | Path | Checkpoint) -> Checkpoint:
         """Find the files, read the header and the config; no tensor data yet.
 
         Raises CheckpointError naming what was expected, what came and what to do.
         """
+        if isinstance(name_or_path, Checkpoint):
+            return name_or_path
         file = _locate(str(name_or_path))
         shapes = _read_header(file)
         names = {name.removeprefix("transformer."): name for name in shapes}
@@ -66,8 +68,8 @@ class Checkpoint:
         """Where config.json and tokenizer.json stand, beside the weights."""
         return self.file.parent
 
-    def block(self, layer: int = 0) -> BlockWeights:
-        """Block `layer`, 0 ≤ layer < n_layer, as float32."""
+    def read_block(self, layer: int) -> dict[str, Array]:
+        """The twelve tensors of block `layer`, 0 ≤ layer < n_layer, by our names, as float32."""
         n_layer = self.config.n_layer
         if not 0 <= layer < n_layer:
             raise CheckpointError(
@@ -75,17 +77,11 @@ class Checkpoint:
                 f"0…{n_layer - 1}"
             )
         shapes = block_shapes(self.config.n_embd)
-        tensors = self._read(
-            {f"h.{layer}.{_BLOCK_NAMES[name]}": shape for name, shape in shapes.items()}
-        )
-        return BlockWeights(
-            **dict(zip(shapes, tensors, strict=True)),
-            n_head=self.config.n_head,
-            eps=self.config.eps,
-        )
+        wanted = {f"h.{layer}.{_BLOCK_NAMES[name]}": shape for name, shape in shapes.items()}
+        return dict(zip(shapes, self._read(wanted), strict=True))
 
-    def model(self, layers: Iterable[int] | None = None) -> GPT2Weights:
-        """The model as float32, with the blocks of `layers`, or all of them.
+    def read_ends(self) -> tuple[Array, Array, Array, Array, Array]:
+        """wte, wpe, the final LayerNorm's γ and β, and lm_head, as float32.
 
         A tied lm_head is the very array wte.
         """
@@ -99,10 +95,9 @@ class Checkpoint:
         if not c.tie_word_embeddings:
             wanted["lm_head.weight"] = (c.vocab_size, c.n_embd)
         wte, wpe, gamma_f, beta_f, *head = self._read(wanted)
-        blocks = tuple(map(self.block, range(c.n_layer) if layers is None else layers))
-        return GPT2Weights(c, wte, wpe, blocks, gamma_f, beta_f, head[0] if head else wte)
+        return wte, wpe, gamma_f, beta_f, head[0] if head else wte
 
-    def _read(self, wanted: Mapping[str, tuple[int, ...]]) -> list[NDArray[np.float32]]:
+    def _read(self, wanted: Mapping[str, tuple[int, ...]]) -> list[Array]:
         missing = [name for name in wanted if name not in self.names]
         if missing:
             raise CheckpointError(f"{self.name}: {len(missing)} tensors missing: {_some(missing)}")

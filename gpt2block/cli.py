@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gpt2block import bench as timing
 from gpt2block import doctor, walkthrough
+from gpt2block.bench import block_against_document
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
 
@@ -152,7 +152,7 @@ def _print_checks(checks: list[doctor.Check]) -> None:
 @app.command(epilog="Example: gpt2block bench --device cuda:0 --json")
 def bench(device: Device = None, as_json: Json = False) -> None:
     """Time the block against the source document's figures, as graph and as called from Python."""
-    rows = timing.block_against_document(device)
+    rows = block_against_document(device)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return

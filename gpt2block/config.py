@@ -90,3 +90,22 @@ def size(name: str) -> GPT2Config:
     if name not in SIZES:
         raise InputError(f"unknown size {name!r}: expected one of {', '.join(SIZES)}")
     return SIZES[name]
+
+
+def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
+    """Name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
+    C = n_embd
+    return {
+        "gamma1": (C,),
+        "beta1": (C,),
+        "w_qkv": (C, 3 * C),
+        "b_qkv": (3 * C,),
+        "w_attn": (C, C),
+        "b_attn": (C,),
+        "gamma2": (C,),
+        "beta2": (C,),
+        "w_fc": (C, 4 * C),
+        "b_fc": (4 * C,),
+        "w_proj": (4 * C, C),
+        "b_proj": (C,),
+    }

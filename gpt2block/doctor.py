@@ -339,6 +339,13 @@ def cuda_problem() -> str | None:
     return next((check.detail for check in _cuda_checks(thorough=False) if not check.ok), None)
 
 
+def require_cuda(what: str) -> None:
+    """Raise DeviceError, saying why `what` cannot be used, unless kernels can run."""
+    problem = cuda_problem()
+    if problem:
+        raise DeviceError(f"{what} cannot be used: {problem}")
+
+
 def describe_device(index: int) -> str:
     """One line on a device and the software that drives it."""
     driver = probe_driver()

@@ -206,12 +206,14 @@ def program(file: str, defines: Defines = ()) -> str:
     CuPy runs the compiler once at start for every new set of options.
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    return f'// headers {_headers_hash()}\n{constants}#line 1 "{file}"\n{read_source(file)}'
+    return (
+        f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{read_source(file)}'
+    )
 
 
 @cache
-def _headers_hash() -> str:
-    headers = sorted(SOURCE_DIR.rglob("*.cuh"))
+def _headers_hash(folder: Path) -> str:
+    headers = sorted(folder.rglob("*.cuh"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in headers)).hexdigest()[:16]
 
 

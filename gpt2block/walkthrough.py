@@ -14,7 +14,7 @@ from gpt2block.block import Block, Comparison, errors
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
 from gpt2block.config import size
 from gpt2block.errors import InputError
-from gpt2block.weights import BlockWeights, random_input
+from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
 Array = NDArray[np.floating[Any]]
 Progress = Callable[[Iterable[int]], Iterable[int]]
@@ -61,7 +61,7 @@ def with_trained_weights(
     after block, against float64 NumPy. Row b of a batch is the text rotated by b tokens.
     """
     checkpoint = Checkpoint.open(name)
-    ends = checkpoint.model(layers=())
+    ends = GPT2Weights.from_pretrained(checkpoint, layers=())
     encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
     text = _passage() if text is None else text
     ids = _rows(tokenizer.encode(encoding, text), seq_len, batch)
@@ -70,13 +70,13 @@ def with_trained_weights(
             f"{ids.shape[-1]} tokens: {name} has positions for n_ctx = {checkpoint.config.n_ctx}: "
             "give --seq-len or a shorter text"
         )
-    checkpoint.block(layer)  # an error before the work, not in its middle
+    BlockWeights.from_pretrained(checkpoint, layer)  # an error before the work, not in its middle
     x = reference.encoder(ids, ends.wte, ends.wpe)
     truth: Array = x.astype(np.float64)
     steps: list[Comparison] = []
     stream, where = [], ""
     for index in progress(range(checkpoint.config.n_layer)):
-        weights = checkpoint.block(index)
+        weights = BlockWeights.from_pretrained(checkpoint, index)
         block = Block(weights, causal=causal, device=device)
         where = where or _device(block, device)
         if index == layer:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from gpt2block.config import SIZES, GPT2Config
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.config import SIZES, GPT2Config, block_shapes
 from gpt2block.errors import InputError
 
 Array = NDArray[np.floating[Any]]
-
-
-def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
-    """Name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
-    C = n_embd
-    return {
-        "gamma1": (C,),
-        "beta1": (C,),
-        "w_qkv": (C, 3 * C),
-        "b_qkv": (3 * C,),
-        "w_attn": (C, C),
-        "b_attn": (C,),
-        "gamma2": (C,),
-        "beta2": (C,),
-        "w_fc": (C, 4 * C),
-        "b_fc": (4 * C,),
-        "w_proj": (4 * C, C),
-        "b_proj": (C,),
-    }
 
 
 def packed_offsets(n_embd: int = 768) -> dict[str, int]:
@@ -143,15 +127,15 @@ class BlockWeights:
         return cls(**tensors, n_head=config.n_head, eps=config.eps)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, layer: int = 0) -> BlockWeights:
+    def from_pretrained(cls, checkpoint: str | Path | Checkpoint, layer: int = 0) -> BlockWeights:
         """Block `layer` of a checkpoint, as float32; only that block's tensors are read.
 
-        `name_or_path`: a Hugging Face directory, a `.safetensors` file, a hub id such as "gpt2",
-        or "shakespeare", the model in the package. Raises CheckpointError.
+        `checkpoint`: a Hugging Face directory, a `.safetensors` file, a hub id such as "gpt2",
+        "shakespeare", the model in the package, or an opened Checkpoint. Raises CheckpointError.
         """
-        from gpt2block.checkpoints import Checkpoint  # noqa: PLC0415  (it imports this module)
-
-        return Checkpoint.open(name_or_path).block(layer)
+        opened = Checkpoint.open(checkpoint)
+        tensors = opened.read_block(layer)
+        return cls(**tensors, n_head=opened.config.n_head, eps=opened.config.eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,11 +151,18 @@ class GPT2Weights:
     lm_head: Array  # (vocab_size, C); the very array wte when tied
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str) -> GPT2Weights:
-        """A whole checkpoint; see `BlockWeights.from_pretrained` for the names."""
-        from gpt2block.checkpoints import Checkpoint  # noqa: PLC0415
+    def from_pretrained(
+        cls, checkpoint: str | Path | Checkpoint, layers: Iterable[int] | None = None
+    ) -> GPT2Weights:
+        """A checkpoint, named as in `BlockWeights.from_pretrained`, with the blocks of `layers`.
 
-        return Checkpoint.open(name_or_path).model()
+        None means all of them. Raises CheckpointError.
+        """
+        opened = Checkpoint.open(checkpoint)
+        wte, wpe, gamma_f, beta_f, lm_head = opened.read_ends()
+        wanted = range(opened.config.n_layer) if layers is None else layers
+        blocks = tuple(BlockWeights.from_pretrained(opened, layer) for layer in wanted)
+        return cls(opened.config, wte, wpe, blocks, gamma_f, beta_f, lm_head)
 
 
 def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:

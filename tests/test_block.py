@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gpt2block
 from gpt2block import (
     Block,
     BlockWeights,
@@ -202,6 +203,16 @@ def test_without_a_gpu_the_reason_is_told(
     with pytest.raises(DeviceError, match="'cuda' cannot be used: no driver today"):
         Block(weights, device="cuda")
     assert Block(weights).device.startswith("CPU")
+
+
+def test_what_needs_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
+    with pytest.raises(DeviceError, match=r"gpt2block\.ops cannot be used: no driver today"):
+        _ = gpt2block.ops
+    with pytest.raises(DeviceError, match=r"gpt2block\.solve cannot be used: no driver today"):
+        gpt2block.solve(None, None, None, 1)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = gpt2block.nothing
 
 
 def test_import_touches_no_gpu_and_is_quick() -> None:

@@ -161,8 +161,9 @@ def test_hub_id_from_an_offline_cache(cache: Path) -> None:
     printed = run_offline(
         cache,
         "from gpt2block import *; from gpt2block.checkpoints import Checkpoint\n"
-        "c = Checkpoint.open('gpt2'); w = BlockWeights.from_pretrained('gpt2', layer=11)\n"
-        "print(c.config, c.model(layers=()).lm_head.shape, float(w.w_fc[3, 5]).hex())",
+        "c = Checkpoint.open('gpt2'); m = GPT2Weights.from_pretrained(c, layers=())\n"
+        "w = BlockWeights.from_pretrained('gpt2', layer=11)\n"
+        "print(c.config, m.lm_head.shape, float(w.w_fc[3, 5]).hex())",
     )
     expected = BlockWeights.random(1, GPT2Config()).w_fc[3, 5]
     assert printed == f"{config} (50257, 768) {float(expected).hex()}"

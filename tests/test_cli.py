@@ -150,13 +150,13 @@ def test_help_shows_an_example(command: str) -> None:
     assert f"Example: gpt2block {command}" in printed(command, "--help")
 
 
-def test_bench_without_a_gpu_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_without_a_gpu_runs_nothing() -> None:
     if doctor.cuda_problem() is None:
         assert "times faster" in printed("bench")
     else:
         done = gpt2block("bench")
         assert done.returncode == 2
-        assert "error: device 'cuda' cannot be used: " in done.stderr
+        assert done.stderr.startswith("error: the bench cannot be used: ")
 
 
 @pytest.mark.gpu

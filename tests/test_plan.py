@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpt2block import InputError
+from gpt2block.config import block_shapes
 from gpt2block.plan import OUTPUT_SHAPES, Plan, Step, ten_step_plan
-from gpt2block.weights import block_shapes
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import bench, doctor
+from gpt2block import doctor, timing
 from gpt2block.engines import StepResult, check_array, check_out, host_array
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
@@ -97,7 +97,7 @@ class CudaEngine:
             bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), **step.attrs)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in bound.launches)
-            return StepResult(out, names, bench.gpu_ms(bound.launches))
+            return StepResult(out, names, timing.gpu_ms(bound.launches))
 
     def _accept(self, x: Any) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host."""
