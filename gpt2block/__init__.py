@@ -34,6 +34,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "ops":  # not in __all__, so that `import *` needs no CuPy
-        doctor.require_cuda("gpt2block.ops")
+        problem = doctor.cuda_problem()
+        if problem:
+            raise AttributeError(f"gpt2block.ops cannot be used: {problem}")
         return import_module("gpt2block.ops")
     raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")

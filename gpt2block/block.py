@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.config import block_shapes
-from gpt2block.engines import Engine
+from gpt2block.engines import Engine, host_array
 from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.plan import Plan, ten_step_plan
@@ -88,7 +88,8 @@ class Block:
         """The block's output. x (T, C) or (B, T, C), float32 → the same shape.
 
         NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
-        array out, on CuPy's current stream. The result is a new array, the caller's to keep, or
+        array out, on CuPy's current stream (what another library does with `out` on a stream of its
+        own is not waited for). The result is a new array, the caller's to keep, or
         `out`. An x that is not C-contiguous is copied first; such an `out` is refused. NaN passes
         through. Raises InputError.
         """
@@ -103,8 +104,11 @@ class Block:
         exact = NumpyEngine(
             self.plan, self.weights.astype(np.float64).tensors(), self.weights.n_embd
         )
-        traced = self._engine.trace(x)
-        truth = {"x": np.asarray(x, np.float64)}
+        host = host_array(x)
+        if host is None:
+            raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
+        traced = self._engine.trace(host)
+        truth = {"x": host.astype(np.float64)}
         rows = []
         for step in self.plan.steps:
             truth[step.name] = exact.apply(step, truth)
@@ -138,10 +142,11 @@ def resolve_device(device: str | None) -> int | None:
     None means the best there is. Raises DeviceError naming what is missing for CUDA, InputError
     for an unknown name.
     """
-    if device == "cpu":
+    if device == "cpu" or (device is None and doctor.cuda_problem()):
         return None
-    if device is None:
-        return None if doctor.cuda_problem() else 0
+    device = "cuda" if device is None else device
+    if not isinstance(device, str):
+        raise InputError(f"device: expected a string such as 'cuda:0', got {device!r}")
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from logging import ERROR, getLogger
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 that safetensors returns)
@@ -61,6 +62,12 @@ class Checkpoint:
         shapes = _read_header(file)
         names = {name.removeprefix("transformer."): name for name in shapes}
         config = _read_config(file, {name: shapes[names[name]] for name in names})
+        present = _layers(names)
+        if present != config.n_layer:
+            raise CheckpointError(
+                f"{name_or_path}: config.json says n_layer {config.n_layer}, the file has blocks "
+                f"for {present}"
+            )
         return cls(str(name_or_path), file, config, names)
 
     @property
@@ -71,6 +78,8 @@ class Checkpoint:
     def read_block(self, layer: int) -> dict[str, Array]:
         """The twelve tensors of block `layer`, 0 ≤ layer < n_layer, by our names, as float32."""
         n_layer = self.config.n_layer
+        if not isinstance(layer, int):
+            raise CheckpointError(f"layer: expected an integer, got {layer!r}")
         if not 0 <= layer < n_layer:
             raise CheckpointError(
                 f"{self.name}: layer {layer} is out of range: it has {n_layer} layers, "
@@ -121,7 +130,17 @@ class Checkpoint:
 
 def _locate(name: str) -> Path:
     """The .safetensors file behind a name: the model on board, a path, or a hub id."""
-    path = Path(name).expanduser()
+    if name == ON_BOARD:  # a folder of this name is "./shakespeare"
+        return _in_directory(_MODELS / ON_BOARD)
+    if not name:
+        raise CheckpointError("weights: expected a name or a path, got an empty string")
+    try:
+        return _locate_path(name, Path(name).expanduser())
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, no such user
+        raise CheckpointError(f"{name[:80]}: cannot be read: {error}") from error
+
+
+def _locate_path(name: str, path: Path) -> Path:
     if path.suffix in _PICKLES:
         raise CheckpointError(
             f"{name}: a pickle ({path.suffix}) runs code when it is read, so it is refused: "
@@ -131,8 +150,6 @@ def _locate(name: str) -> Path:
         return _in_directory(path)
     if path.is_file():
         return path
-    if name == ON_BOARD:
-        return _in_directory(_MODELS / ON_BOARD)
     if _HUB_ID.fullmatch(name) and path.suffix != ".safetensors":
         return _from_hub(name)
     raise CheckpointError(
@@ -158,11 +175,16 @@ def _in_directory(path: Path) -> Path:
 def _from_hub(repo: str) -> Path:
     """Download, or take from the cache; HF_HOME and HF_HUB_OFFLINE are honoured."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    getLogger("huggingface_hub").setLevel(ERROR)  # its retries would be told one by one
+    names = ("config.json", "model.safetensors")
     try:
-        hf_hub_download(repo, "config.json")
-        return Path(hf_hub_download(repo, "model.safetensors"))
+        try:  # what is cached needs no network
+            _, file = (hf_hub_download(repo, name, local_files_only=True) for name in names)
+        except LocalEntryNotFoundError:
+            _, file = (hf_hub_download(repo, name) for name in names)
+        return Path(file)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise CheckpointError(
@@ -174,16 +196,20 @@ def _from_hub(repo: str) -> Path:
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     """Tensor name → shape; CheckpointError for a Git-LFS pointer, a cut or a foreign file."""
-    with file.open("rb") as stream:
-        if stream.read(24).startswith(b"version https://git-lfs"):
-            raise CheckpointError(
-                f"{file}: a Git-LFS pointer of {file.stat().st_size} bytes, not the weights: "
-                "run `git lfs pull` in that repository"
-            )
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(24)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{file}: a Git-LFS pointer of {file.stat().st_size} bytes, not the weights: "
+            "run `git lfs pull` in that repository"
+        )
     try:
         with safe_open(file, "np") as reader:
             return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file, {file.stat().st_size:,} bytes "
             f"({error}): download it again"
@@ -196,16 +222,29 @@ def _read_config(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> GPT2Confi
     if path.is_file():
         try:
             return GPT2Config.from_hugging_face(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:  # JSONDecodeError and our own errors are ValueErrors
+        except (ValueError, OSError) as error:  # JSONDecodeError and our own errors are ValueErrors
             raise CheckpointError(f"{path}: {error}") from error
-    n_embd = shapes.get("h.0.ln_1.weight", (0,))[0]
+    n_embd, vocab_size, n_ctx = (
+        (*shapes.get(name, ()), 0)[0] for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
+    )
     for config in SIZES.values():
         if config.n_embd == n_embd:
-            return config
+            return replace(
+                config,
+                n_layer=_layers(shapes),
+                vocab_size=vocab_size or config.vocab_size,
+                n_ctx=n_ctx or config.n_ctx,
+                tie_word_embeddings="lm_head.weight" not in shapes,
+            )
     raise CheckpointError(
         f"{file}: expected config.json beside it: the number of heads is not in the tensors, and "
         f"width {n_embd} is no GPT-2 size"
     )
+
+
+def _layers(names: Iterable[str]) -> int:
+    """How many blocks there are tensors for."""
+    return len({found[1] for name in names if (found := re.match(r"h\.(\d+)\.", name))})
 
 
 def _some(names: list[str]) -> str:

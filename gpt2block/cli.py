@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from io import TextIOWrapper
+from math import isfinite
 from typing import Annotated, Any, Optional
 
 import typer
@@ -77,10 +79,15 @@ def block(
         result = walkthrough.with_random_weights(size, length, batch, causal, device)
     if as_json:
         keys = ("name", "kernel", "shape", "ms", "max_abs", "max_rel")
-        steps = [{key: getattr(row, key) for key in keys} for row in result.steps]
+        steps = [{key: _for_json(getattr(row, key)) for key in keys} for row in result.steps]
         print(json.dumps({"device": result.device, "weights": result.weights, "steps": steps}))
     else:
         _print_walkthrough(result)
+
+
+def _for_json(value: Any) -> Any:
+    """NaN and infinity, which JSON does not have, as null."""
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _progress(indices: Iterable[int]) -> Iterable[int]:
@@ -157,22 +164,40 @@ def bench(device: Device = None, as_json: Json = False) -> None:
         print(json.dumps([asdict(row) for row in rows]))
         return
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("T", "mask", "ours ms", "document ms", "times faster", "call from Python µs"):
+    columns = (
+        "T",
+        "mask",
+        "GPU ms",
+        "document ms",
+        "times faster",
+        "block(x, out) µs",
+        "block(x) µs",
+    )
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
-        table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, f"{row.python_us:.1f}")
+        host = (f"{row.out_us:.1f}", f"{row.call_us:.1f}")
+        table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, *host)
     out = console()
     out.print(escape(rows[0].device))
-    out.print("GPT-2 small, float32, B = 1; medians of graph replays; the document's figures are")
-    out.print("of its own `solve` on an H200, device memory allocated in every call")
+    out.print(
+        "GPT-2 small, float32, B = 1. GPU: the graph, calls queued one behind the other, median."
+    )
+    out.print("Document: its own solve on an H200, device memory allocated in every call.")
+    out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
     out.print(table)
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; our own errors become one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without Unicode shows "?", not an error
+            stream.reconfigure(errors="replace")
     try:
         return app(arguments)
+    except MemoryError as error:  # CuPy's out of memory is one, too
+        print(f"error: not enough memory for this: {error}", file=sys.stderr)
     except (CheckpointError, DeviceError, InputError, KernelError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(2)

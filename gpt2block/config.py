@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise InputError unless `value` is a positive integer (a bool is none)."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}: expected a positive integer, got {value!r}")
+
+
+def check_eps(value: Any) -> None:
+    """Raise InputError unless `value` will do as LayerNorm's epsilon: finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise InputError(f"eps: expected a finite number of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -26,9 +39,12 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}: expected a positive integer, got {value!r}")
+            check_count(name, getattr(self, name))
+        check_eps(self.eps)
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise InputError(
+                f"tie_word_embeddings: expected true or false, got {self.tie_word_embeddings!r}"
+            )
         if self.n_embd % self.n_head:
             raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
 
@@ -37,11 +53,13 @@ class GPT2Config:
         return self.n_embd // self.n_head
 
     @classmethod
-    def from_hugging_face(cls, config: Mapping[str, Any]) -> GPT2Config:
+    def from_hugging_face(cls, config: Any) -> GPT2Config:
         """The fields of a Hugging Face `config.json`; absent ones keep GPT-2 small's value.
 
         Raises CheckpointError for another architecture or for variants GPT-2 itself never used.
         """
+        if not isinstance(config, dict):
+            raise CheckpointError(f"config.json: expected an object, got {config!r:.40}")
         kind = config.get("model_type", "gpt2")
         if kind != "gpt2":
             raise CheckpointError(f"config.json: expected model_type 'gpt2', got {kind!r}")
@@ -51,9 +69,10 @@ class GPT2Config:
                 f"config.json: expected the tanh GELU (gelu_new), got {activation!r}"
             )
         n_embd = config.get("n_embd", cls.n_embd)
+        check_count("n_embd", n_embd)
         if config.get("n_inner") not in (None, 4 * n_embd):
             raise CheckpointError(
-                f"config.json: expected n_inner {4 * n_embd}, got {config['n_inner']}"
+                f"config.json: expected n_inner {4 * n_embd}, got {config['n_inner']!r}"
             )
         unsupported = [
             f"{name}={config[name]}"
@@ -66,11 +85,12 @@ class GPT2Config:
         ]
         if unsupported:
             raise CheckpointError(f"config.json: not GPT-2's own attention: {unsupported[0]}")
+        n_ctx: Any = config.get("n_ctx", cls.n_ctx)
         return cls(
             n_layer=config.get("n_layer", cls.n_layer),
             n_head=config.get("n_head", cls.n_head),
             n_embd=n_embd,
-            n_ctx=config.get("n_positions", config.get("n_ctx", cls.n_ctx)),
+            n_ctx=config.get("n_positions", n_ctx),
             vocab_size=config.get("vocab_size", cls.vocab_size),
             eps=config.get("layer_norm_epsilon", cls.eps),
             tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),

@@ -28,7 +28,7 @@ HEADER = "cuda_fp16.h"
 PROGRAM = f'#include <{HEADER}>\nextern "C" __global__ void f(__half* x) {{ *x = __half(1); }}\n'
 
 PIP_NUMPY = "pip install 'numpy>=2.0'"
-PIP_CUDA12 = "pip install 'gpt2block[cuda12]'"
+PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 NO_DEVICE = 100
 DRIVER_FIX = {  # by the code of the driver's error

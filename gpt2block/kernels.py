@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ import numpy as np
 import kernels_cu
 from gpt2block.errors import KernelError
 
+_SHARED_LIMIT = threading.Lock()
 SOURCE_DIR = Path(kernels_cu.__file__).parent
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
@@ -123,7 +125,9 @@ def launch(
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
     function = load(file, name, defines)
-    function.max_dynamic_shared_size_bytes = max(function.max_dynamic_shared_size_bytes, shared)
+    with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
+        limit = max(function.max_dynamic_shared_size_bytes, shared)
+        function.max_dynamic_shared_size_bytes = limit
     return Launch(name, function, grid, block, typed, shared)
 
 
@@ -277,5 +281,5 @@ def compile_message(file: str, log: str) -> str:
     if "cannot open source file" in log:
         todo = "a header is missing: `gpt2block check` says which package brings it"
     else:
-        todo = f"mend it in {SOURCE_DIR / file}; the next launch compiles again"
+        todo = f"mend it there (in {SOURCE_DIR}); the next start compiles again"
     return "\n".join([f"{file} does not compile:", *lines, todo])

@@ -23,11 +23,21 @@ def load(directory: Path, vocab_size: int) -> tiktoken.Encoding:
     """
     path = directory / "tokenizer.json"
     if path.is_file():
-        return from_tokenizer_json(path)
-    if vocab_size != 50257:
+        encoding = from_tokenizer_json(path)
+    elif vocab_size != 50257:
         raise CheckpointError(
             f"{directory}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
         )
+    else:
+        encoding = _gpt2()
+    if encoding.max_token_value >= vocab_size:
+        raise CheckpointError(
+            f"{path}: it has token id {encoding.max_token_value}, the model has {vocab_size} tokens"
+        )
+    return encoding
+
+
+def _gpt2() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken raises whatever its HTTP library does
@@ -41,29 +51,45 @@ def load(directory: Path, vocab_size: int) -> tiktoken.Encoding:
 def from_tokenizer_json(path: Path) -> tiktoken.Encoding:
     """A byte-level BPE in the format of Hugging Face `tokenizers` as a tiktoken encoding.
 
-    Raises CheckpointError when the file is of another kind. A token's rank in tiktoken is its id,
-    which holds for byte-level BPEs that number the merges in order, as GPT-2 does.
+    A token's rank in tiktoken is its id, which holds for byte-level BPEs that number their bytes
+    first and then the merges in order, as GPT-2 does. Raises CheckpointError for a damaged file and
+    for what tiktoken does not do: other models, normalizers, a space put before the text.
     """
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
-        vocab, steps = spec["model"]["vocab"], _pre_tokenizers(spec)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a tokenizer.json ({error!r})") from error
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    if spec["model"].get("type") != "BPE" or not byte_level:
-        raise CheckpointError(f"{path}: expected a byte-level BPE, got {spec['model'].get('type')}")
-    special = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
-    to_byte = {char: byte for byte, char in _byte_characters().items()}
+        ranks, special, byte_level = _read_spec(spec)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path}: not a byte-level BPE tokenizer.json ({error!r})") from error
     return tiktoken.Encoding(
         name=path.parent.name,
-        pat_str=_SPLIT_WORDS if byte_level[0].get("use_regex", True) else _SPLIT_NOTHING,
-        mergeable_ranks={
-            bytes(to_byte[char] for char in token): rank
-            for token, rank in vocab.items()
-            if token not in special
-        },
+        pat_str=_SPLIT_WORDS if byte_level.get("use_regex", True) else _SPLIT_NOTHING,
+        mergeable_ranks=ranks,
         special_tokens=special,
     )
+
+
+def _read_spec(spec: dict[str, Any]) -> tuple[dict[bytes, int], dict[str, int], dict[str, Any]]:
+    """Ranks, special tokens and the ByteLevel step; ValueError for what cannot be honoured."""
+    step = spec["pre_tokenizer"]
+    steps = [s for s in [*step.get("pretokenizers", []), step] if s["type"] == "ByteLevel"]
+    if spec["model"]["type"] != "BPE" or not steps or spec.get("normalizer"):
+        raise ValueError("expected a BPE model, a ByteLevel pre-tokenizer and no normalizer")
+    byte_level = steps[0]
+    if byte_level.get("add_prefix_space"):
+        raise ValueError("add_prefix_space is not supported")
+    special = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+    to_byte = {char: byte for byte, char in _byte_characters().items()}
+    ranks = {
+        bytes(to_byte[char] for char in token): rank
+        for token, rank in spec["model"]["vocab"].items()
+        if token not in special
+    }
+    ids = [*ranks.values(), *special.values()]
+    if not all(type(rank) is int and rank >= 0 for rank in ids) or len(set(ids)) != len(ids):
+        raise ValueError("expected ids that are different integers of at least 0")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("expected a token for each of the 256 bytes")
+    return ranks, special, byte_level
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
@@ -71,11 +97,6 @@ def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     if not text:
         raise InputError("text: expected at least one character, got none")
     return encoding.encode_ordinary(text)
-
-
-def _pre_tokenizers(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    step = spec["pre_tokenizer"] or {}
-    return list(step.get("pretokenizers", [step]))
 
 
 def _byte_characters() -> dict[int, str]:

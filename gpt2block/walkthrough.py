@@ -122,7 +122,8 @@ def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int6
     _shape(batch, T, 1)
     if len(tokens) < T:
         raise InputError(f"--seq-len {T}: the text has {len(tokens)} tokens")
-    rows = np.stack([np.roll(tokens, -b)[:T] for b in range(batch)])
+    start, column = np.arange(batch)[:, None], np.arange(T)
+    rows: NDArray[np.int64] = np.array(tokens)[(start + column) % len(tokens)]
     return rows[0] if batch == 1 else rows
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.config import SIZES, GPT2Config, block_shapes
+from gpt2block.config import SIZES, GPT2Config, block_shapes, check_count, check_eps, size
 from gpt2block.errors import InputError
 
 Array = NDArray[np.floating[Any]]
@@ -47,6 +47,7 @@ def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
 class BlockWeights:
     """One block's tensors: C = n_embd, matrices (in, out) row-major, all of one float dtype.
 
+    The arrays are taken as they are, not copied: leave them unchanged while a Block uses them.
     Raises InputError for a wrong shape, a dtype that is not float32 or float64, or an n_head that
     does not divide C.
     """
@@ -79,7 +80,9 @@ class BlockWeights:
                 raise InputError(
                     f"{name}: expected float32 or float64, the same for all, got {array.dtype}"
                 )
-        if self.n_head < 1 or self.n_embd % self.n_head:
+        check_count("n_head", self.n_head)
+        check_eps(self.eps)
+        if self.n_embd % self.n_head:
             raise InputError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
 
     @property
@@ -110,11 +113,13 @@ class BlockWeights:
         return np.concatenate([array.ravel() for array in self.tensors().values()])
 
     @classmethod
-    def random(cls, seed: int = 0, config: GPT2Config = SIZES["gpt2"]) -> BlockWeights:
+    def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> BlockWeights:
         """float32 weights: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), W and linear biases ~ N(0, 0.02).
 
-        The LeetGPU challenge's distribution, but for the biases, which it sets to zero.
+        The LeetGPU challenge's distribution, but for the biases, which it sets to zero. `config`: a
+        GPT2Config or the name of a size, such as "gpt2-xl".
         """
+        config = size(config) if isinstance(config, str) else config
         rng = np.random.default_rng(seed)
         tensors: dict[str, Array] = {}
         for name, shape in block_shapes(config.n_embd).items():

@@ -21,6 +21,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.block import errors
+from gpt2block.engines import host_array
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -132,6 +133,28 @@ def test_a_host_tensor_of_another_library(block: Block) -> None:
     np.testing.assert_array_equal(block(HostTensor(x)), block(x))
 
 
+class Unshared:
+    """A host tensor that its library will not share, such as one that needs gradients."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("requires grad")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class PinnedTensor(HostTensor):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (3, 0)
+
+
+def test_pinned_memory_is_host_memory() -> None:
+    x = random_input(0, (5, 48))
+    shared = host_array(PinnedTensor(x))
+    assert shared is not None
+    np.testing.assert_array_equal(shared, x)
+
+
 class CudaTensor:
     """What a CUDA array looks like to a Block without a GPU."""
 
@@ -149,14 +172,18 @@ class CudaTensor:
         (np.zeros((1, 1, 5, 48), np.float32), r"got \(1, 1, 5, 48\)"),
         (np.zeros((0, 48), np.float32), r"x: expected at least one token, got shape \(0, 48\)"),
         (np.zeros((2, 0, 48), np.float32), "at least one token"),
+        (np.ma.zeros((5, 48), np.float32), "x: expected an array without a mask"),
         ([[0.0] * 48], "x: expected a NumPy array for a Block on the CPU, got list"),
+        (Unshared(), "expected a float32 array that can be shared, got Unshared: requires grad"),
         (CudaTensor(), "got CudaTensor: copy it to the host, or make the Block with device='cuda'"),
     ],
 )
 def test_wrong_x_is_refused(block: Block, x: Any, message: str) -> None:
-    for call in (block, block.trace, block.compare):
+    for call in (block, block.trace):
         with pytest.raises(InputError, match=message):
             call(x)
+    with pytest.raises(InputError, match="expected"):
+        block.compare(x)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +202,13 @@ def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: st
     np.testing.assert_array_equal(np.array(out), before)
 
 
+def test_a_read_only_out_is_refused(block: Block) -> None:
+    out = np.zeros((5, 48), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(InputError, match="got a read-only one"):
+        block(random_input(0, (5, 48)), out=out)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,13 +216,15 @@ def test_wrong_out_is_refused_and_left_alone(block: Block, out: Any, message: st
         ({"kernels": "fast"}, "kernels: expected 'auto' or 'skeleton', got 'fast'"),
         ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
         ({"device": "cuda:x"}, "device: expected"),
+        ({"device": ""}, "device: expected"),
+        ({"device": 0}, "device: expected a string such as 'cuda:0', got 0"),
     ],
 )
 def test_wrong_options_are_refused(
-    weights: BlockWeights, options: dict[str, str], message: str
+    weights: BlockWeights, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        Block(weights, **options)  # type: ignore[arg-type]
+        Block(weights, **options)
 
 
 def test_wrong_weights_are_refused() -> None:
@@ -207,7 +243,7 @@ def test_without_a_gpu_the_reason_is_told(
 
 def test_what_needs_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
-    with pytest.raises(DeviceError, match=r"gpt2block\.ops cannot be used: no driver today"):
+    with pytest.raises(AttributeError, match=r"gpt2block\.ops cannot be used: no driver today"):
         gpt2block.__getattr__("ops")  # once imported, an attribute is found without asking
     with pytest.raises(DeviceError, match=r"gpt2block\.solve cannot be used: no driver today"):
         gpt2block.solve(None, None, None, 1)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from gpt2block import SIZES, BlockWeights, CheckpointError, GPT2Config, GPT2Weights
+from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights
 from gpt2block.checkpoints import Checkpoint
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
@@ -183,7 +183,7 @@ def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
 def test_a_file_alone_takes_the_size_of_its_width(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=16, n_embd=1024, n_ctx=3, vocab_size=4)
     save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
-    assert Checkpoint.open(tmp_path / "weights.safetensors").config == SIZES["gpt2-medium"]
+    assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
 
 
 def refused(path: Path | str, *words: str, layer: int = 0) -> None:
@@ -245,6 +245,33 @@ def test_a_tensor_of_integers(directory: Path) -> None:
     refused(directory, "h.0.ln_1.bias: expected one of F64, F32, F16, BF16, got I32")
 
 
+def test_a_file_with_other_layers_than_the_config_says(directory: Path) -> None:
+    for n_layer in (1, 3):
+        (directory / "config.json").write_text(json.dumps({**CONFIG, "n_layer": n_layer}))
+        refused(directory, f"config.json says n_layer {n_layer}, the file has blocks for 2")
+
+
+def test_a_layer_that_is_no_integer(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match="layer: expected an integer, got '0'"):
+        BlockWeights.from_pretrained(directory, layer="0")  # type: ignore[arg-type]
+
+
+def test_names_that_cannot_be_read() -> None:
+    refused("", "expected a name or a path, got an empty string")
+    refused("x" * 400 + "/y", "cannot be read")
+    refused("~nosuchuser/gpt2", "nosuchuser")
+    refused("/proc/1/mem", "/proc/1/mem")
+
+
+def test_the_model_on_board_is_found_beside_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shakespeare").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Checkpoint.open("shakespeare").config.n_layer == 6
+    refused("./shakespeare", "expected model.safetensors in this directory")
+
+
 @pytest.mark.parametrize("layer", [-1, 2, 100])
 def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     refused(directory, f"layer {layer} is out of range", "2 layers", layer=layer)
@@ -259,6 +286,13 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"scale_attn_weights": False}, "scale_attn_weights=False"),
         ({"n_head": 5}, "not a multiple of n_head 5"),
         ({"n_layer": "two"}, "n_layer: expected a positive integer, got 'two'"),
+        ({"n_embd": "48"}, "n_embd: expected a positive integer, got '48'"),
+        ({"n_embd": None}, "n_embd: expected a positive integer, got None"),
+        ({"n_head": True}, "n_head: expected a positive integer, got True"),
+        ({"n_inner": "192"}, "expected n_inner 192, got '192'"),
+        ({"layer_norm_epsilon": None}, "eps: expected a finite number"),
+        ({"layer_norm_epsilon": -1}, "eps: expected a finite number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false"),
     ],
 )
 def test_a_config_of_something_else(directory: Path, change: dict[str, Any], message: str) -> None:
@@ -266,8 +300,9 @@ def test_a_config_of_something_else(directory: Path, change: dict[str, Any], mes
     refused(directory, "config.json", message)
 
 
-def test_a_config_that_is_not_json(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "null", "3", '"x"', ""])
+def test_a_config_that_is_no_object(directory: Path, text: str) -> None:
+    (directory / "config.json").write_text(text)
     refused(directory, "config.json")
 
 

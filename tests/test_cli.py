@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import Block, doctor, walkthrough
+from gpt2block import Block, cli, doctor, walkthrough
 from gpt2block.walkthrough import with_trained_weights
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -143,6 +143,28 @@ def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Block, "__call__", lambda self, x: honest(self, x) * 1.01)
     wrong = with_trained_weights("shakespeare", 2, "KING", None, 1, True, "cpu")
     assert min(wrong.stream) > 5e-3
+
+
+def test_nan_is_null_in_json() -> None:
+    assert cli._for_json(float("nan")) is None
+    assert cli._for_json(float("inf")) is None
+    assert cli._for_json(0.5) == 0.5
+    assert cli._for_json((1, 2)) == (1, 2)
+
+
+def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert "likeliest" in printed("block", "--device", "cpu").lower()
+    assert "Traceback" not in gpt2block("check").stderr
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq-len"])
+def test_more_than_fits_in_memory(option: str) -> None:
+    for source in (["--size", "gpt2"], ["--text", "KING"]):
+        done = gpt2block("block", *source, option, "1000000000000", "--device", "cpu")
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["block", "check", "bench"])

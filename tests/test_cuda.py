@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +21,14 @@ from gpt2block import (
     GPT2Config,
     InputError,
     KernelError,
+    kernels,
     random_input,
     reference,
 )
 from tests import plain
+
+pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
+from gpt2block.engines.cuda import MAX_CALLS, MAX_SHAPES, CudaEngine
 
 pytestmark = pytest.mark.gpu
 SMALL = GPT2Config(n_head=3, n_embd=48)
@@ -107,23 +111,122 @@ def test_a_replay_gives_the_same_bits_as_direct_launches(
         np.testing.assert_array_equal(replayed, fresh)
 
 
-def test_a_warm_call_with_out_allocates_nothing(cp: ModuleType, gpt2: BlockWeights) -> None:
+def test_the_second_call_captures_a_graph_and_the_third_replays_it(
+    cp: ModuleType, gpt2: BlockWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[int] = []
+    honest = CudaEngine._capture
+
+    def spy(engine: CudaEngine, launches: tuple[kernels.Launch, ...]) -> Any:
+        captures.append(len(launches))
+        return honest(engine, launches)
+
+    monkeypatch.setattr(CudaEngine, "_capture", spy)
+    x, out = cp.asarray(random_input(0, (30, 768))), cp.empty((30, 768), "float32")
+    block = Block(gpt2, device="cuda")
+    for calls, expected in ((1, []), (2, [10]), (3, [10])):
+        block(x, out=out)
+        assert captures == expected, f"after {calls} calls"
+    direct = Block(gpt2, device="cuda", graph=False)
+    for _ in range(3):
+        direct(x, out=out)
+    assert captures == [10]
+
+
+@pytest.fixture
+def allocations(cp: ModuleType) -> Iterator[list[int]]:
+    """The size of every allocation of device memory while the test runs."""
+    sizes: list[int] = []
+    pool = cp.get_default_memory_pool()
+
+    def counting(size: int) -> Any:
+        sizes.append(size)
+        return pool.malloc(size)
+
+    with cp.cuda.using_allocator(counting):
+        yield sizes
+
+
+def test_a_warm_call_with_out_allocates_nothing(
+    cp: ModuleType, gpt2: BlockWeights, allocations: list[int]
+) -> None:
     pool = cp.get_default_memory_pool()
     block = Block(gpt2, device="cuda")
     x, out = cp.asarray(random_input(0, (30, 768))), cp.empty((30, 768), "float32")
     block(x, out=out)
     before = pool.used_bytes(), pool.total_bytes()
+    allocations.clear()
     for _ in range(5):
         assert block(x, out=out) is out
-        assert (pool.used_bytes(), pool.total_bytes()) == before
+    assert allocations == []
+    assert (pool.used_bytes(), pool.total_bytes()) == before
+
+
+def test_a_warm_call_without_out_allocates_its_result_only(
+    cp: ModuleType, gpt2: BlockWeights, allocations: list[int]
+) -> None:
+    block = Block(gpt2, device="cuda")
+    x = cp.asarray(random_input(0, (30, 768)))
+    block(x)
+    allocations.clear()
+    block(x)
+    assert allocations == [x.nbytes]
 
 
 def test_many_shapes_keep_few_buffers(cp: ModuleType) -> None:
     weights = BlockWeights.random(0, SMALL)
     block = Block(weights, device="cuda")
+    engine = block._engine
+    assert isinstance(engine, CudaEngine)
     for T in [*range(1, 30), 3, 2, 1]:
         x = random_input(T, (T, 48))
-        close_to(block(x), reference.block_forward(x.astype(np.float64), weights))
+        for _ in range(2):
+            close_to(block(x), reference.block_forward(x.astype(np.float64), weights))
+        assert len(engine._workspaces) <= MAX_SHAPES
+        assert len(engine._calls) <= MAX_CALLS
+        assert {key[0] for key in engine._calls} <= set(engine._workspaces)
+
+
+def test_the_first_call_on_a_stream_waits_for_the_weights(cp: ModuleType) -> None:
+    weights = BlockWeights.random(0, SIZES["gpt2-xl"])
+    x = cp.asarray(random_input(0, (4, 1600)))
+    expected = Block(weights, device="cuda")(x).get()
+    for _ in range(3):
+        stream = cp.cuda.Stream(non_blocking=True)
+        cp.cuda.Device().synchronize()
+        block = Block(weights, device="cuda")
+        with stream:
+            got = block(x)
+        np.testing.assert_array_equal(got.get(stream=stream), expected)
+
+
+def test_a_block_may_go_while_its_work_is_under_way(cp: ModuleType, gpt2: BlockWeights) -> None:
+    x = cp.asarray(random_input(0, (1024, 768)))
+    expected = Block(gpt2, device="cuda")(x).get()
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    block = Block(gpt2, device="cuda")
+    with stream:
+        got = block(x)
+    del block
+    rubbish = [cp.full(size, np.nan, "float32") for size in (1024 * 3072, 768 * 3072, 768 * 768)]
+    np.testing.assert_array_equal(got.get(stream=stream), expected)
+    assert len(rubbish) == 3
+
+
+def test_a_capturing_stream_is_refused(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda")
+    x, out = cp.zeros((5, 768), "float32"), cp.empty((5, 768), "float32")
+    block(x, out=out)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(InputError, match="the current stream is capturing"):
+                block(x, out=out)
+        finally:
+            stream.end_capture()
+    block(x, out=out)
 
 
 def test_x_and_out_may_be_the_same_array(cp: ModuleType, gpt2: BlockWeights) -> None:
@@ -281,8 +384,12 @@ def test_the_longest_sequence_and_one_more(cp: ModuleType) -> None:
     x1 = x[-3:] + (p @ qkv[:, 16:]) @ w.w_attn + w.b_attn
     ff1 = reference.gelu(reference.layernorm(x1, w.gamma2, w.beta2) @ w.w_fc + w.b_fc)
     close_to(tail, x1 + ff1 @ w.w_proj + w.b_proj)
+    engine = block._engine
+    assert isinstance(engine, CudaEngine)
+    kept = len(engine._workspaces)
     with pytest.raises(InputError, match=f"T {longest + 1:,}: a row of scores takes"):
         block(np.zeros((longest + 1, 8), np.float32))
+    assert len(engine._workspaces) == kept
 
 
 def test_wrong_arrays_are_refused(cp: ModuleType, gpt2: BlockWeights) -> None:
@@ -352,13 +459,23 @@ def test_ops_refuse_wrong_shapes(
         getattr(gpt2block.ops, op)(*arrays, **attrs)
 
 
-def test_too_many_rows_for_the_grid(cp: ModuleType) -> None:
+def test_too_many_rows_or_sequences(cp: ModuleType) -> None:
     a, w = cp.zeros((1_048_561, 1), "float32"), cp.zeros((1, 1), "float32")
-    with pytest.raises(KernelError, match="passes CUDA's limits"):
+    with pytest.raises(InputError, match=r"1,048,561 rows .* takes at most 1,048,560"):
         gpt2block.ops.matmul_bias(a, w)
-    qkv = cp.zeros((65536, 1, 3), "float32")
+    assert gpt2block.ops.matmul_bias(a[1:], w).shape == (1_048_560, 1)
+    with pytest.raises(InputError, match="B 65,536: a batch can have at most 65,535"):
+        gpt2block.ops.attention(cp.zeros((65536, 1, 3), "float32"), 1)
+    assert gpt2block.ops.attention(cp.zeros((65535, 1, 3), "float32"), 1).shape == (65535, 1, 1)
+    block = Block(BlockWeights.random(0, GPT2Config(n_head=1, n_embd=4)), device="cuda")
+    with pytest.raises(InputError, match="1,048,576 rows"):
+        block(cp.zeros((32, 32768, 4), "float32"))
+
+
+def test_a_grid_beyond_the_hardware_is_not_launched(cp: ModuleType) -> None:
+    x = cp.zeros(1, "float32")
     with pytest.raises(KernelError, match="passes CUDA's limits"):
-        gpt2block.ops.attention(qkv, 1)
+        kernels.launch("gelu.cu", "gelu_kernel", (1, 65536), (256,), (x, 1))
 
 
 def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
@@ -373,8 +490,6 @@ def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
 
 def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
     """A reduction called twice in a kernel: without its last barrier the second could race."""
-    from gpt2block import kernels  # noqa: PLC0415
-
     code = kernels.program("residual.cu") + (
         '\n#include "common.cuh"\n'
         'extern "C" __global__ void reduce(const float* x, float* sums, float* maxima) {\n'

@@ -247,7 +247,7 @@ def test_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_cupy() -> None:
-    refused(doctor.check_cupy({})[0], "not installed", fix="pip install 'gpt2block[cuda12]'")
+    refused(doctor.check_cupy({})[0], "not installed", fix="pip install 'cupy-cuda12x==14.*'")
 
 
 def test_two_cupys() -> None:
@@ -267,7 +267,7 @@ def test_cupy_for_something_else(name: str) -> None:
 
 def test_old_cupy() -> None:
     check, _ = doctor.check_cupy({"cupy-cuda12x": "13.6.0"})
-    refused(check, "cupy-cuda12x 13.6.0", "older than CuPy 14", fix="gpt2block[cuda12]")
+    refused(check, "cupy-cuda12x 13.6.0", "older than CuPy 14", fix="cupy-cuda12x==14.*")
 
 
 def test_plain_cupy_is_judged_by_its_build(machine: SimpleNamespace) -> None:
@@ -293,7 +293,7 @@ def test_broken_cupy_names_the_original_error(monkeypatch: pytest.MonkeyPatch) -
     refused(
         check,
         "cannot be imported: ImportError: libfoo.so: undefined symbol: bar",
-        fix="pip uninstall -y cupy-cuda12x && pip install 'gpt2block[cuda12]'",
+        fix="pip uninstall -y cupy-cuda12x && pip install 'cupy-cuda12x==14.*'",
     )
 
 
@@ -370,7 +370,7 @@ def test_driver_too_old() -> None:
     middle = Driver("libcuda.so.1", cuda=(12, 4), devices=(H200,))
     assert doctor.check_driver(middle, CUPY12).ok
     check = doctor.check_driver(middle, CUPY13)
-    refused(check, "CUDA 12.4", "cupy-cuda13x 14.2.0", "CUDA 13", fix="gpt2block[cuda12]")
+    refused(check, "CUDA 12.4", "cupy-cuda13x 14.2.0", "CUDA 13", fix="cupy-cuda12x==14.*")
     assert "uninstall -y cupy-cuda13x nvidia-cuda-nvrtc" in check.fix
 
 
@@ -410,7 +410,7 @@ def test_old_device() -> None:
     assert doctor.check_device(volta, CUPY12).ok
     assert doctor.check_device(volta, None).ok
     check = doctor.check_device(volta, CUPY13)
-    refused(check, "CUDA 13", "7.5 or more", "V100", "7.0", fix="gpt2block[cuda12]")
+    refused(check, "CUDA 13", "7.5 or more", "V100", "7.0", fix="cupy-cuda12x==14.*")
     stray = CuPy("cupy-cuda12x", "14.2.0", None, 12, (13, 0))
     refused(doctor.check_device(volta, stray), "7.5 or more", fix="nvidia-cuda-nvrtc")
 
@@ -647,7 +647,7 @@ def test_library_that_fails(
 def test_library_too_old(probe: Callable[..., Driver]) -> None:
     driver = probe(version=12040)
     assert driver.cuda == (12, 4)
-    refused(doctor.check_driver(driver, CUPY13), "CUDA 12.4", fix="gpt2block[cuda12]")
+    refused(doctor.check_driver(driver, CUPY13), "CUDA 12.4", fix="cupy-cuda12x==14.*")
 
 
 @needs_cc

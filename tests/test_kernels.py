@@ -203,7 +203,7 @@ def test_a_compile_error_names_file_and_line() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "gelu.cu does not compile:"
     assert lines[1] == 'gelu.cu:7: identifier "undeclared" is undefined'
-    assert "mend it in" in lines[-1]
+    assert "mend it there" in lines[-1]
 
 
 @pytest.mark.usefixtures("nvrtc")

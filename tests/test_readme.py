@@ -34,15 +34,19 @@ def test_two_commands_of_one_line_that_set_themselves_up() -> None:
     assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q"
 
 
-def test_ci_takes_the_test_command_from_the_readme() -> None:
-    """The very `sed` of .ci/run, on the README as it stands."""
+def test_ci_takes_both_commands_from_the_readme() -> None:
+    """The very `sed` lines of .ci/run, on the README as it stands."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    found = re.search(r"eval \"\$\((sed .*)\)\"", script)
-    assert found
-    done = subprocess.run(
-        ["bash", "-c", found[1]], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == commands()[1]
+    found = re.findall(r"^(?:run|test)=\$\((sed .*)\)$", script, re.MULTILINE)
+    printed = [
+        subprocess.run(["bash", "-c", sed], cwd=ROOT, capture_output=True, text=True, check=True)
+        for sed in found
+    ]
+    assert [done.stdout.strip() for done in printed] == commands()
+
+
+def test_the_output_of_the_tests_is_a_closing_line() -> None:
+    assert re.fullmatch(r"\d+ passed, \d+ skipped in .*", shown("tests")[-1])
 
 
 def columns(lines: list[str]) -> list[list[str]]:
@@ -93,7 +97,7 @@ def test_links_and_named_files_are_there() -> None:
 def test_the_python_snippet_runs() -> None:
     found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert found
-    code = found[1].replace("(weights, causal=True) ", "(weights, causal=True, device='cpu') ", 1)
+    code = found[1].replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -53,18 +53,53 @@ def test_gpt2_from_the_cache_and_from_tokenizer_json(bpe: Path, tmp_path: Path) 
     assert from_json.eot_token == 50256
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"vocab": {}}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"pre_tokenizer": null, "model": {}}'])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"not a tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"not a byte-level BPE tokenizer\.json"):
         tokenizer.load(tmp_path, 256)
 
 
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
-    spec = {"model": {"type": "WordPiece", "vocab": {}}, "pre_tokenizer": {"type": "Whitespace"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(CheckpointError, match="expected a byte-level BPE, got WordPiece"):
+def on_board() -> dict[str, Any]:
+    folder = Path(tokenizer.__file__).parent / "models" / "shakespeare"
+    spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("model", {"type": "WordPiece"}, "expected a BPE model"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "a ByteLevel pre-tokenizer"),
+        ("pre_tokenizer", {"add_prefix_space": True}, "add_prefix_space is not supported"),
+        ("model", {"vocab": {"a": 0}}, "a token for each of the 256 bytes"),
+        ("model", {"vocab": ["a"]}, "AttributeError"),
+        ("model", {"vocab": {"☃": 0}}, "KeyError"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(
+    tmp_path: Path, part: str, change: dict[str, Any], message: str
+) -> None:
+    spec = on_board()
+    spec[part] |= change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
         tokenizer.load(tmp_path, 256)
+
+
+@pytest.mark.parametrize("token_id", ["7", -1, 8, 1.5, True])
+def test_ids_that_are_no_different_integers_are_refused(tmp_path: Path, token_id: Any) -> None:
+    spec = on_board()
+    spec["model"]["vocab"]["A"] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="ids that are different integers of at least 0"):
+        tokenizer.load(tmp_path, 256)
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(on_board()), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="it has token id 255, the model has 65 tokens"):
+        tokenizer.load(tmp_path, 65)
 
 
 def test_a_vocabulary_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -82,9 +117,6 @@ def test_bpe_files_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(on_board()), encoding="utf-8")
     with pytest.raises(InputError, match="at least one character"):
-        tokenizer.encode(tokenizer.load(_on_board(), 256), "")
-
-
-def _on_board() -> Path:
-    return Path(tokenizer.__file__).parent / "models" / "shakespeare"
+        tokenizer.encode(tokenizer.load(tmp_path, 256), "")

@@ -81,14 +81,28 @@ def test_wrong_tensors_are_refused(name: str, value: object, message: str) -> No
         BlockWeights(**{**tensors(), name: value}, n_head=3)
 
 
-@pytest.mark.parametrize("n_head", [0, 5, -3])
-def test_a_head_count_that_does_not_divide_is_refused(n_head: int) -> None:
-    with pytest.raises(InputError, match="does not divide n_embd 48"):
+@pytest.mark.parametrize("n_head", [0, 5, -3, 3.0, "3", None, True])
+def test_a_wrong_head_count_is_refused(n_head: Any) -> None:
+    with pytest.raises(InputError, match=r"does not divide n_embd 48|expected a positive integer"):
         BlockWeights(**tensors(), n_head=n_head)
 
 
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf"), "1e-5", None, True])
+def test_a_wrong_eps_is_refused(eps: Any) -> None:
+    with pytest.raises(InputError, match="eps: expected a finite number of at least 0"):
+        BlockWeights(**tensors(), n_head=3, eps=eps)
+    with pytest.raises(InputError, match="eps: expected a finite number of at least 0"):
+        GPT2Config(eps=eps)
+
+
+def test_random_takes_the_name_of_a_size() -> None:
+    assert BlockWeights.random(0, "gpt2-medium").n_head == 16
+    with pytest.raises(InputError, match="unknown size 'gpt3'"):
+        BlockWeights.random(0, "gpt3")
+
+
 @pytest.mark.parametrize(
-    "field", [{"n_layer": 0}, {"n_head": 2.0}, {"n_embd": -768}, {"n_embd": 100}]
+    "field", [{"n_layer": 0}, {"n_head": 2.0}, {"n_embd": -768}, {"n_embd": 100}, {"n_head": True}]
 )
 def test_a_wrong_config_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InputError):

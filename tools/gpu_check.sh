@@ -4,7 +4,7 @@
 #   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs]
 #
 # The sanitizer's four tools run over tools/sanitize_block.py, a block at T = 30. Where a tool or the device
-# refuses, the summary says "not run".
+# refuses, the summary says "not run". The exit status is 0 only when everything ran and nothing was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
@@ -16,7 +16,7 @@ say() { echo "$*" | tee -a "$summary"; }
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 
 timeout 400 python3 -m pytest --gpu -q -rsP tests > "$logs/tests.txt" 2>&1
-tests=$?
+status=$?
 say "tests      $(tail -n 1 "$logs/tests.txt")"
 grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
 
@@ -26,16 +26,19 @@ grep -hE '^(first start|validation loss) ' "$logs/tests.txt" | while read -r lin
 for tool in memcheck racecheck initcheck synccheck; do
     if [ -z "$sanitizer" ]; then
         say "$tool  not run: compute-sanitizer is not installed"
+        status=1
         continue
     fi
     timeout 120 "$sanitizer" --tool "$tool" --kernel-name-exclude kernel_substring=cupy \
         python3 -m tools.sanitize_block > "$logs/$tool.txt" 2>&1
     result=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$logs/$tool.txt" | tail -n 1)
+    grep -qE 'ERROR SUMMARY: 0 errors|hazards displayed \(0 errors, 0 warnings\)' <<< "$result" || status=1
     say "$(printf '%-10s' "$tool") ${result:-not run: $(tail -n 1 "$logs/$tool.txt")} ($(grep -c checked "$logs/$tool.txt") of 6 checked)"
 done
 
-timeout 120 python3 -m gpt2block bench > "$logs/bench.txt" 2>&1
-python3 -m gpt2block bench --json > "$logs/bench.json" 2> /dev/null
-tee -a "$summary" < "$logs/bench.txt"
-timeout 60 python3 -m gpt2block block 2>&1 | tee "$logs/block.txt" | tee -a "$summary"
-exit $tests
+for command in bench block; do
+    timeout 120 python3 -m gpt2block $command > "$logs/$command.txt" 2>&1 || status=1
+    tee -a "$summary" < "$logs/$command.txt"
+done
+grep -q 'GPT2BLOCK_DATA names no folder' "$logs/tests.txt" && say "tests were skipped for missing data" && status=1
+exit $status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
 
-DLPACK_CPU = 1  # DLDeviceType kDLCPU
+DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,24 @@ class Engine(Protocol):
 
 def host_array(x: Any) -> NDArray[Any] | None:
     """`x` as a NumPy array without a copy when it lives in host memory, else None."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise InputError("x: expected an array without a mask, got a NumPy masked array")
     if isinstance(x, np.ndarray):
         return x
-    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] == DLPACK_CPU:
-        return np.from_dlpack(x)
+    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
+        shared: NDArray[Any] = imported(np.from_dlpack, x)
+        return shared
     return None
+
+
+def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
+    """A foreign array through `from_library`; what is not shared is an InputError."""
+    try:
+        return from_library(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"expected a float32 array that can be shared, got {type(x).__name__}: {error}"
+        ) from error
 
 
 def check_array(name: str, array: Any, n_embd: int) -> None:
@@ -69,6 +82,8 @@ def check_out(out: Any, shape: tuple[int, ...], kind: Any) -> None:
         raise InputError(
             f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
         )
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise InputError("out: expected an array that can be written, got a read-only one")
     if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
         layout = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise InputError(

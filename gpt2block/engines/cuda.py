@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, timing
-from gpt2block.engines import StepResult, check_array, check_out, host_array
+from gpt2block.engines import StepResult, check_array, check_out, host_array, imported
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
-from gpt2block.ops import BINDERS
+from gpt2block.ops import BINDERS, LIMITS
 from gpt2block.plan import Plan, Shape, Step
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
@@ -56,7 +58,10 @@ class CudaEngine:
         with cupy.cuda.Device(device):
             self._weights = {name: cupy.asarray(w, dtype="float32") for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
+            self._done.record()  # the weights may still be on their way
             self._private = cupy.cuda.Stream(non_blocking=True)
+        # Buffers go back to the pool of the stream that allocated them, not of those that use them.
+        weakref.finalize(self, self._done.synchronize).atexit = False
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
         self._calls: OrderedDict[tuple[Shape, int, int], _Call] = OrderedDict()
         self._lock = threading.RLock()
@@ -82,13 +87,12 @@ class CudaEngine:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
             tensors = self._tensors(array, cupy.empty(array.shape, dtype="float32"))
-            self._enter()
             copies = {}
-            for step in self.plan.steps:
-                for launch in self._bind(step, tensors):
-                    launch.run()
-                copies[step.name] = tensors[step.name].copy()
-            self._done.record()
+            with self._exclusive():
+                for step in self.plan.steps:
+                    for launch in self._bind(step, tensors):
+                        launch.run()
+                    copies[step.name] = tensors[step.name].copy()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
@@ -113,9 +117,10 @@ class CudaEngine:
         """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
         if not isinstance(array, cupy.ndarray):
             if hasattr(array, "__dlpack__") and host_array(array) is None:
-                array = cupy.from_dlpack(array)  # rather than the other way: it orders streams
+                # Rather than the other way: it makes our stream wait for the array's.
+                array = imported(cupy.from_dlpack, array)
             elif hasattr(array, "__cuda_array_interface__"):
-                array = cupy.asarray(array)
+                array = imported(cupy.asarray, array)
             else:
                 raise InputError(
                     "expected x and out as NumPy arrays, or both as CUDA arrays (CuPy, DLPack or "
@@ -139,21 +144,26 @@ class CudaEngine:
         else:
             self._calls.move_to_end(key)
             repeated = True
-        stream = self._enter()
-        if repeated and self._use_graph:
-            if call.graph is None:
-                call.graph = self._capture(call.launches)
-            call.graph.launch(stream)
-        else:
-            for launch in call.launches:
-                launch.run()
-        self._done.record(stream)
+        with self._exclusive() as stream:
+            if repeated and self._use_graph:
+                if call.graph is None:
+                    call.graph = self._capture(call.launches)
+                call.graph.launch(stream)
+            else:
+                for launch in call.launches:
+                    launch.run()
 
-    def _enter(self) -> Any:
-        """The caller's stream, made to wait for the last call, which may be on another stream."""
+    @contextmanager
+    def _exclusive(self) -> Iterator[Any]:
+        """The caller's stream; its work waits for the last call's, which may be on another one."""
         stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            raise InputError("the current stream is capturing a graph: a Block captures its own")
         stream.wait_event(self._done)
-        return stream
+        try:
+            yield stream
+        finally:
+            self._done.record(stream)
 
     def _capture(self, launches: tuple[Launch, ...]) -> Any:
         with self._private:
@@ -192,13 +202,20 @@ class CudaEngine:
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
-        weight_shapes = {name: w.shape for name, w in self._weights.items()}
-        buffers = allocate(self.plan, self.plan.shapes(shape, weight_shapes))
+        buffers = allocate(self.plan, shape, self._weights)
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
 
 
-def allocate(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, CudaArray]:
-    """A float32 buffer for every step but the last; steps in place share their target's."""
+def allocate(plan: Plan, x: Shape, weights: Mapping[str, CudaArray]) -> dict[str, CudaArray]:
+    """A float32 buffer for every step but the last; steps in place share their target's.
+
+    InputError, and nothing is allocated, when an op cannot run at these sizes.
+    """
+    shapes = {name: w.shape for name, w in weights.items()}
+    shapes |= {plan.input: x, **plan.shapes(x, shapes)}
+    for step in plan.steps:
+        if step.op in LIMITS:
+            LIMITS[step.op](*(shapes[name] for name in step.inputs), **step.attrs)
     buffers: dict[str, CudaArray] = {}
     for name in plan.names[:-1]:
         target = plan.in_place.get(name)
@@ -208,8 +225,8 @@ def allocate(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, CudaArray]:
 
 def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
     """The plan on the current device and stream, with buffers that live for this call only."""
-    shapes = plan.shapes(x.shape, {name: w.shape for name, w in weights.items()})
-    tensors = {**weights, **allocate(plan, shapes), plan.input: x, plan.output: out}
+    buffers = allocate(plan, x.shape, weights)
+    tensors = {**weights, **buffers, plan.input: x, plan.output: out}
     for step in plan.steps:
         inputs = tuple(tensors[name] for name in step.inputs)
         BINDERS[step.op](inputs, tensors[step.name], **step.attrs).run()

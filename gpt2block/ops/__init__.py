@@ -22,4 +22,10 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "gelu": _elementwise.bind_gelu,
 }
 
-__all__ = ["BINDERS", "Bound", "add", "attention", "gelu", "layernorm", "matmul_bias"]
+# Op → what checks the shapes of its inputs against the hardware's limits, before any allocation.
+LIMITS: Mapping[str, Callable[..., None]] = {
+    "matmul_bias": _matmul.check_limits,
+    "attention": _attention.check_limits,
+}
+
+__all__ = ["BINDERS", "LIMITS", "Bound", "add", "attention", "gelu", "layernorm", "matmul_bias"]

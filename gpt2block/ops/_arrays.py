@@ -10,6 +10,7 @@ from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
+Shape = tuple[int, ...]
 
 
 class Bound(NamedTuple):

@@ -7,11 +7,12 @@ from typing import Any
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch, load
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.kernels import Defines, launch, load
+from gpt2block.ops._arrays import Bound, CudaArray, Shape, check, contiguous, output
 
 FILE = "attention.cu"
 BLOCK = 256
+MAX_BATCH = 65535
 
 
 def bind(
@@ -31,11 +32,10 @@ def bind(
         raise InputError(f"head size {head_size}: the kernel takes at most {BLOCK}")
     if qkv.data.ptr % 16:
         raise InputError("qkv: expected data aligned to 16 bytes: pass a copy, qkv.copy()")
+    check_limits(qkv.shape, n_head=n_head, causal=causal)
     out = output(out, (*batch, T, three_c // 3))
 
-    name = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
-    defines = (("NH", n_head), ("HS", head_size))
-    _check_score_row(T, load(FILE, name, defines).shared_size_bytes)
+    name, defines = _kernel(n_head, head_size, causal)
     grid = (T, n_head, batch[0] if batch else 1)
     scores = 4 * T
     return Bound(
@@ -44,8 +44,17 @@ def bind(
     )
 
 
-def _check_score_row(T: int, static: int) -> None:
-    """The row of T scores must fit in the GPU's opt-in shared memory beside the static part."""
+def _kernel(n_head: int, head_size: int, causal: bool) -> tuple[str, Defines]:
+    name = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
+    return name, (("NH", n_head), ("HS", head_size))
+
+
+def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
+    """InputError when B passes the grid's third axis, or T a row of scores in shared memory."""
+    *batch, T, three_c = qkv
+    if batch and batch[0] > MAX_BATCH:
+        raise InputError(f"B {batch[0]:,}: a batch can have at most {MAX_BATCH:,} sequences")
+    static = load(FILE, *_kernel(n_head, three_c // 3 // n_head, causal)).shared_size_bytes
     limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] - static
     if limit < 4 * T:
         raise InputError(
