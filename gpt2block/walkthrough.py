@@ -16,6 +16,7 @@ from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
+MAX_TOKENS = 2**17  # every step is held in float64 beside float32: some 10 GB for GPT-2 small
 Array = NDArray[np.floating[Any]]
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
@@ -130,6 +131,10 @@ def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int6
 def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
     if batch < 1 or seq_len < 1:
         raise InputError(f"expected --batch and --seq-len of at least 1, got {batch}, {seq_len}")
+    if batch * seq_len > MAX_TOKENS:
+        raise InputError(
+            f"{batch * seq_len:,} tokens: at most {MAX_TOKENS:,} are compared with float64 at once"
+        )
     return (seq_len, n_embd) if batch == 1 else (batch, seq_len, n_embd)
 
 

@@ -159,11 +159,12 @@ def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("option", ["--batch", "--seq-len"])
-def test_more_than_fits_in_memory(option: str) -> None:
+def test_more_tokens_than_can_be_compared(option: str) -> None:
     for source in (["--size", "gpt2"], ["--text", "KING"]):
         done = gpt2block("block", *source, option, "1000000000000", "--device", "cpu")
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
+        assert "tokens: at most 131,072 are compared" in done.stderr
         assert done.stderr.count("\n") == 1
 
 
