@@ -36,6 +36,13 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "float": np.float32,
 }
 
+# What the type `T` of a source stands for, by its dtype's name, and the constant that says so.
+STORAGE: Mapping[str, Defines] = {
+    "float32": (),
+    "float16": (("STORAGE_FP16", 1),),
+    "bfloat16": (("STORAGE_BF16", 1),),
+}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -115,42 +122,55 @@ def launch(
     *,
     shared: int = 0,
     defines: Defines = (),
+    storage: str = "float32",
 ) -> Launch:
     """A checked launch on the current device; compiles or loads the kernel when it is first used.
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
+    storage: the dtype that the source's `T` stands for, one of `STORAGE`.
     Raises KernelError when they do not fit it, or when the grid passes the hardware's limits.
     """
-    typed = typed_arguments(signatures(file)[name], args)
+    typed = typed_arguments(signatures(file)[name], args, storage)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
-    function = load(file, name, defines)
+    function = load(file, name, (*STORAGE[storage], *defines))
     with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
         limit = max(function.max_dynamic_shared_size_bytes, shared)
         function.max_dynamic_shared_size_bytes = limit
     return Launch(name, function, grid, block, typed, shared)
 
 
-def typed_arguments(signature: Signature, args: tuple[Any, ...]) -> tuple[Scalar, ...]:
+def typed_arguments(
+    signature: Signature, args: tuple[Any, ...], storage: str = "float32"
+) -> tuple[Scalar, ...]:
     """The arguments as NumPy scalars of exactly the prototype's types; KernelError otherwise."""
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
     return tuple(
-        _typed(signature.name, parameter, arg)
+        _typed(signature.name, parameter, arg, storage)
         for parameter, arg in zip(signature.parameters, args, strict=True)
     )
 
 
-def _typed(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
+def _typed(kernel: str, parameter: Parameter, arg: Any, storage: str) -> Scalar:
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
-    expected, where = _dtype(kernel, parameter)
+    expected, where = element(kernel, parameter, storage)
     if arg is None:
         return np.uintp(0)
-    if getattr(arg, "dtype", None) != expected:
-        raise KernelError(f"{where}: got {getattr(arg, 'dtype', type(arg).__name__)}")
+    got = str(getattr(arg, "dtype", type(arg).__name__))
+    if got != expected:
+        raise KernelError(f"{where}: got {got}")
     return np.uintp(arg.data.ptr)
+
+
+def element(kernel: str, parameter: Parameter, storage: str) -> tuple[str, str]:
+    """The name of the dtype that a pointer points to, and words to name the argument."""
+    if parameter.ctype == "T*":
+        return storage, f"{kernel}: T* {parameter.name}, where T is {storage}"
+    scalar, where = _dtype(kernel, parameter)
+    return np.dtype(scalar).name, where
 
 
 def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
@@ -238,6 +258,14 @@ def options(file: str, capability: str) -> tuple[str, ...]:
     return (*common, "-arch=sm_90a")
 
 
+@cache
+def toolkit_includes() -> tuple[str, ...]:
+    """Options for the folders of CUDA's own headers, which CuPy gives NVRTC in every compile."""
+    from cupy._core.core import assemble_cupy_compiler_options  # noqa: PLC0415
+
+    return tuple(flag for flag in assemble_cupy_compiler_options(()) if flag.startswith("-I"))
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A kernel file compiled without a device: machine code, and the compiler's report."""
@@ -255,6 +283,7 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
 
     flags = (
         *options(file, arch.removeprefix("sm_").rstrip("af")),
+        *toolkit_includes(),
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",

@@ -14,10 +14,14 @@ Shape = tuple[int, ...]
 
 
 class Bound(NamedTuple):
-    """An op bound to its arrays: everything is checked, only `run` is left."""
+    """An op bound to its arrays: everything is checked, only `run` is left.
+
+    `extra` holds further outputs, such as a LayerNorm's mean and rstd: launches keep none alive.
+    """
 
     out: CudaArray
     launches: tuple[Launch, ...]
+    extra: tuple[CudaArray, ...] = ()
 
     def run(self) -> CudaArray:
         """Launch on the current stream; returns `out`."""
@@ -26,10 +30,12 @@ class Bound(NamedTuple):
         return self.out
 
 
-def check(name: str, array: Any, shape: tuple[int, ...] | None = None) -> None:
-    """Raise InputError unless `array` is a C-contiguous float32 CuPy array on the current device.
+def check(
+    name: str, array: Any, shape: tuple[int, ...] | None = None, dtype: str = "float32"
+) -> None:
+    """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
 
-    Also unless it has exactly `shape`, when one is given, and at least one element.
+    Also unless it has exactly `dtype` and `shape`, when one is given, and at least one element.
     """
     if not isinstance(array, cupy.ndarray):
         raise InputError(
@@ -39,8 +45,8 @@ def check(name: str, array: Any, shape: tuple[int, ...] | None = None) -> None:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if array.ndim == 0 or array.size == 0:
         raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
-    if array.dtype != cupy.float32:
-        raise InputError(f"{name}: expected float32, got {array.dtype}: use .astype('float32')")
+    if array.dtype.name != dtype:
+        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
     if not array.flags.c_contiguous:
         raise InputError(f"{name}: expected a C-contiguous array: use cupy.ascontiguousarray")
     device = cupy.cuda.Device().id
@@ -51,11 +57,13 @@ def check(name: str, array: Any, shape: tuple[int, ...] | None = None) -> None:
         )
 
 
-def output(out: CudaArray | None, shape: tuple[int, ...]) -> CudaArray:
+def output(
+    out: CudaArray | None, shape: tuple[int, ...], dtype: str = "float32", name: str = "out"
+) -> CudaArray:
     """`out` itself, checked, or a new array of `shape`."""
     if out is None:
-        return cupy.empty(shape, dtype=cupy.float32)
-    check("out", out, shape)
+        return cupy.empty(shape, dtype=dtype)
+    check(name, out, shape, dtype)
     return out
 
 
