@@ -1,4 +1,4 @@
-"""The command line: `gpt2block block`, `gpt2block check`, `gpt2block bench`."""
+"""The command line: `gpt2block block`, `check`, `bench` and `kernels`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from io import TextIOWrapper
 from math import isfinite
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -16,10 +17,18 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gpt2block import doctor, walkthrough
+from gpt2block import doctor, measure, walkthrough
 from gpt2block.bench import block_against_document
 from gpt2block.checkpoints import ON_BOARD
+from gpt2block.cli_kernels import (
+    draw_sweep,
+    list_operations,
+    operations_json,
+    print_measurements,
+    print_not_run,
+)
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+from gpt2block.operations import find, parse_sizes
 
 WIDTH_WHEN_PIPED = 100
 DEFAULT_SEQ_LEN = 128
@@ -187,6 +196,60 @@ def bench(device: Device = None, as_json: Json = False) -> None:
     out.print("Document: its own solve on an H200, device memory allocated in every call.")
     out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
     out.print(table)
+
+
+@app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")
+def kernels(
+    operation: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="An operation; without one, the table of all."),
+    ] = None,
+    variant: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="One variant; all of them by default."),
+    ] = None,
+    shape: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Sizes that differ from the documented ones, such as B=1,T=128."),
+    ] = None,
+    sweep: Annotated[bool, typer.Option(help="Every block size a variant takes.")] = False,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw the rates by block size into this PNG (with --sweep)."),
+    ] = None,
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the kernels; verify an operation's variants against float64 and time them."""
+    if operation is None:
+        if as_json:
+            print(operations_json())
+        else:
+            list_operations(console())
+        return
+    found = find(operation)
+    sizes = parse_sizes(found, shape)
+    variants = found.variants if variant is None else (found.variant(variant),)
+    if peer not in (None, "torch"):
+        raise InputError(f"--peer: expected torch, got {peer!r}")
+    problem = doctor.cuda_problem()
+    if problem:
+        if as_json:
+            print(json.dumps({"run": False, "why": problem, "rows": []}))
+        else:
+            print_not_run(console(), found, variants, problem)
+        return
+    ceiling = measure.ceilings()
+    rows = measure.measure(found, variants, sizes, ceiling, sweep=sweep, peer=peer)
+    if plot is not None:
+        draw_sweep(rows, ceiling, doctor.describe_device(0), plot)
+    if as_json:
+        print(json.dumps({"ceilings": asdict(ceiling), "rows": [asdict(row) for row in rows]}))
+    else:
+        print_measurements(console(), rows, ceiling, sizes)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -36,6 +36,17 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     return (x - mean) / std * gamma + beta
 
 
+def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
+    """What LayerNorm keeps of each row for a backward pass: mean and 1 / sqrt(var + eps).
+
+    x (..., C) → (...), (...).
+    """
+    mean: Array = x.mean(axis=-1)
+    var: Array = ((x - mean[..., None]) ** 2).mean(axis=-1)
+    rstd: Array = 1 / np.sqrt(var + eps)
+    return mean, rstd
+
+
 def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
     """a · w + bias. a (..., K), w (K, N), bias (N,) or None → (..., N)."""
     return a @ w if bias is None else a @ w + bias
@@ -54,14 +65,20 @@ def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     for h in range(n_head):
         q, k, v = (heads[..., i, h, :] for i in range(3))  # (..., T, HS)
         scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, T)
-        if causal:
-            scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-        out[..., h, :] = _weighted_sum(softmax(scores), v, causal)
+        out[..., h, :] = _weighted_sum(softmax(scores, causal), v, causal)
     return out.reshape(*batch, T, three_c // 3)
 
 
-def softmax(scores: Array) -> Array:
-    """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing."""
+def softmax(scores: Array, causal: bool = False) -> Array:
+    """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing.
+
+    With `causal`, scores are (..., T, T) and row t sees columns 0…t: the others are 0, and what
+    stood there is skipped, NaN or not. What a row of -inf alone sees becomes NaN.
+    """
+    if causal:
+        seen = np.tri(scores.shape[-1], dtype=bool)
+        causal_weights: Array = np.where(seen, softmax(np.where(seen, scores, -np.inf)), 0)
+        return causal_weights
     weights: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
     total: Array = weights.sum(axis=-1, keepdims=True)
     return weights / total
@@ -82,6 +99,19 @@ def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
     return out
 
 
+def trimat(qkv: Array, fill: float | None = None) -> Array:
+    """The causal half of Q Kᵀ / sqrt(HS) for each head: what a query may see.
+
+    qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Above the diagonal stands
+    `fill`; None leaves that half unspecified, and NaN stands there so that nobody relies on it.
+    """
+    q, k = (qkv[:, :, i].swapaxes(1, 2) for i in range(2))  # (B, NH, T, HS)
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    above = scores.dtype.type(math.nan if fill is None else fill)
+    result: Array = np.where(np.tri(q.shape[-2], dtype=bool), scores, above)
+    return result
+
+
 def add(a: Array, b: Array) -> Array:
     """a + b, the residual connection. Same shapes."""
     return a + b
@@ -95,6 +125,16 @@ def gelu(x: Array) -> Array:
     cube = x * x * x  # x**3 calls pow, twenty times slower
     tanh: Array = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * cube))
     return 0.5 * x * (1 + tanh)
+
+
+def layernorm_gelu(
+    x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
+) -> Array:
+    """GELU of LayerNorm over the last axis; gamma and beta (C,) may each be missing. → as x."""
+    C = x.shape[-1]
+    gamma = np.ones(C, x.dtype) if gamma is None else gamma
+    beta = np.zeros(C, x.dtype) if beta is None else beta
+    return gelu(layernorm(x, gamma, beta, eps))
 
 
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -22,34 +22,45 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
     Many repetitions are captured in one CUDA graph; the median of seven replays counts. The data
     stays where it is, so what fits in the L2 cache is read from there.
     """
+    launches = tuple(launches)
+    once = interleaved_ms({"": captured(launches)}, count=1)[""]
+    repetitions = max(1, min(200, round(TARGET_MS / once)))
+    return interleaved_ms({"": captured(launches * repetitions)})[""] / repetitions
+
+
+def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
+    """The launches as one CUDA graph; calling it replays the graph on the current stream."""
     import cupy  # noqa: PLC0415  (a NumPy-only installation imports this module too)
 
     launches = tuple(launches)
-
-    def replay(repetitions: int, replays: int) -> float:
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture()
-            for _ in range(repetitions):
-                for launch in launches:
-                    launch.run()
-            graph = stream.end_capture()
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        times: list[float] = []
-        for _ in range(replays + 1):  # the first one warms up
-            start.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end) / repetitions)
-        return median(times[1:])
-
-    cupy.cuda.get_current_stream().synchronize()
-    for launch in launches:
+    for launch in dict.fromkeys(launches):
         launch.run()  # loads the kernels, which a capture cannot
     cupy.cuda.get_current_stream().synchronize()
-    once = replay(1, 1)
-    return replay(max(1, min(200, round(TARGET_MS / once))), REPLAYS)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        for launch in launches:
+            launch.run()
+        graph = stream.end_capture()
+    return lambda: graph.launch(cupy.cuda.get_current_stream())
+
+
+def interleaved_ms(
+    replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
+) -> dict[str, float]:
+    """Name → median ms of `count` replays, which take turns, so that all see the same GPU."""
+    import cupy  # noqa: PLC0415
+
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    times: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(count + 1):  # the first turn warms up
+        for name, replay in replays.items():
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[name].append(cupy.cuda.get_elapsed_time(start, end))
+    return {name: median(found[1:]) for name, found in times.items()}
 
 
 def call_times(call: Callable[[], Any]) -> tuple[float, float]:

@@ -7,12 +7,25 @@ launches, which a Block walks again and again.
 
 from collections.abc import Callable, Mapping
 
-from gpt2block.ops import _attention, _elementwise, _layernorm, _matmul
+from gpt2block.ops import (
+    _attention,
+    _elementwise,
+    _encoder,
+    _layernorm,
+    _layernorm_gelu,
+    _matmul,
+    _softmax,
+    _trimat,
+)
 from gpt2block.ops._arrays import Bound
 from gpt2block.ops._attention import attention
 from gpt2block.ops._elementwise import add, gelu
+from gpt2block.ops._encoder import encoder
 from gpt2block.ops._layernorm import layernorm
+from gpt2block.ops._layernorm_gelu import layernorm_gelu
 from gpt2block.ops._matmul import matmul_bias
+from gpt2block.ops._softmax import softmax
+from gpt2block.ops._trimat import trimat
 
 BINDERS: Mapping[str, Callable[..., Bound]] = {
     "layernorm": _layernorm.bind,
@@ -20,6 +33,10 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "attention": _attention.bind,
     "add": _elementwise.bind_add,
     "gelu": _elementwise.bind_gelu,
+    "layernorm_gelu": _layernorm_gelu.bind,
+    "encoder": _encoder.bind,
+    "softmax": _softmax.bind,
+    "trimat": _trimat.bind,
 }
 
 # Op → what checks the shapes of its inputs against the hardware's limits, before any allocation.
@@ -28,4 +45,17 @@ LIMITS: Mapping[str, Callable[..., None]] = {
     "attention": _attention.check_limits,
 }
 
-__all__ = ["BINDERS", "LIMITS", "Bound", "add", "attention", "gelu", "layernorm", "matmul_bias"]
+__all__ = [
+    "BINDERS",
+    "LIMITS",
+    "Bound",
+    "add",
+    "attention",
+    "encoder",
+    "gelu",
+    "layernorm",
+    "layernorm_gelu",
+    "matmul_bias",
+    "softmax",
+    "trimat",
+]

@@ -1,18 +1,68 @@
-"""LayerNorm on CUDA: kernels_cu/layernorm.cu."""
+"""LayerNorm on CUDA: the ten-step kernels of layernorm.cu, and the ladder of layernorm_*.cu."""
 
 from __future__ import annotations
 
-from typing import Any
+from math import ceil
+from typing import Any, Literal, overload
 
-from gpt2block.kernels import launch
+import cupy
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import STORAGE, Defines, Launch, launch
+from gpt2block.operations._types import Variant, check_block
+from gpt2block.operations.layernorm import MAX_THREADS, OPERATION, row_shape
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
 
-BLOCK = 256
+BLOCK = 256  # of the ten-step kernels
+MAX_ROWS = 2**31 - 1
+MAX_C = 2**30
+STATS_VARIANT = 6  # where none is asked for, but something that the ten-step kernels do not do
 
 
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, eps: float) -> Bound:
-    """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C)."""
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    eps: float,
+    variant: str | int | None = None,
+    block: int | None = None,
+    stats: bool = True,
+    mean: CudaArray | None = None,
+    rstd: CudaArray | None = None,
+) -> Bound:
+    """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C); `extra` is (mean, rstd), (...).
+
+    variant 1 to 6: the ladder, where None is the ten-step block's kernel, which has no `extra`.
+    Variant 6 takes float16 and bfloat16 too, and leaves mean and rstd out without `stats`.
+    """
     x, gamma, beta = inputs
+    if variant is None:
+        if block is not None or mean is not None or rstd is not None:
+            raise InputError("layernorm: block, mean and rstd need a variant: pass variant=1 to 6")
+        return _bind_ten_step(x, gamma, beta, out, eps)
+    chosen = OPERATION.variant(variant)
+    storage = _storage(chosen, x)
+    check("x", x, dtype=storage)
+    *rows, C = x.shape
+    check("gamma", gamma, (C,), storage)
+    check("beta", beta, (C,), storage)
+    N = x.size // C
+    if N > MAX_ROWS or C > MAX_C:
+        raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
+    size = check_block(OPERATION.name, chosen, block)
+    out = output(out, x.shape, storage)
+    if out.data.ptr == x.data.ptr:
+        raise InputError("out: expected another array than x: the kernels do not work in place")
+    extra: tuple[CudaArray, ...] = ()
+    if stats or chosen.name != "6":
+        extra = (output(mean, tuple(rows), name="mean"), output(rstd, tuple(rows), name="rstd"))
+    arrays = (x, gamma, beta, out, *(extra or (None, None)))
+    if chosen.name == "6":
+        return Bound(out, (_rows(arrays, storage, float(eps), N, C, size, block),), extra)
+    return Bound(out, _ladder(chosen, arrays, float(eps), N, C, size), extra)
+
+
+def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: float) -> Bound:
     check("x", x)
     C = x.shape[-1]
     check("gamma", gamma, (C,))
@@ -25,6 +75,104 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, eps: float) -
     return Bound(out, (launch("layernorm.cu", name, (rows,), (BLOCK,), args, defines=defines),))
 
 
-def layernorm(x: CudaArray, gamma: CudaArray, beta: CudaArray, eps: float = 1e-5) -> CudaArray:
-    """`reference.layernorm` on float32 CuPy arrays; raises InputError."""
-    return bind(contiguous(x, gamma, beta), eps=eps).run()
+def _storage(variant: Variant, x: Any) -> str:
+    """The dtype that x, gamma, beta and out must have; InputError when the variant has no such."""
+    dtype = x.dtype.name if isinstance(x, cupy.ndarray) else "float32"
+    if variant.name != "6" or dtype not in STORAGE:
+        return "float32"
+    return str(dtype)
+
+
+def _ladder(
+    variant: Variant, arrays: tuple[Any, ...], eps: float, N: int, C: int, block: int
+) -> tuple[Launch, ...]:
+    """The documents' kernels, 1 to 5; arrays: x, gamma, beta, out, mean, rstd."""
+    x, gamma, beta, out, mean, rstd = arrays
+    grids_and_args: dict[str, list[tuple[tuple[int, ...], tuple[Any, ...]]]] = {
+        "1": [((ceil(N / block),), (*arrays, eps, N, C))],
+        "2": [
+            ((N,), (x, mean, C)),
+            ((N,), (x, mean, rstd, eps, C)),
+            ((N, ceil(C / block)), (x, mean, rstd, gamma, beta, out, C)),
+        ],
+        "3": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],
+        "4": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],
+        "5": [((N,), (*arrays, eps, C))],
+    }
+    # 3 and 4 ask their group for the block's size: one program serves all.
+    defines: Defines = () if variant.name in "34" else (("LN_BLOCK", block),)
+    return tuple(
+        launch(variant.file, kernel, grid, (block,), args, defines=defines)
+        for kernel, (grid, args) in zip(variant.kernels, grids_and_args[variant.name], strict=True)
+    )
+
+
+def _rows(
+    arrays: tuple[Any, ...], storage: str, eps: float, N: int, C: int, block: int, asked: int | None
+) -> Launch:
+    """Kernel 6, with the constants that fit C and the arrays' alignment."""
+    x = arrays[0]
+    alignment = min(array.data.ptr & -array.data.ptr for array in arrays[:4])
+    shape = row_shape(C, x.dtype.itemsize, alignment)
+    if shape.threads > block:
+        if asked is not None:
+            raise InputError(
+                f"layernorm variant 6: block size {block}: a row of {C:,} channels takes "
+                f"{shape.threads} threads: expected at least that, at most {MAX_THREADS}"
+            )
+        block = shape.threads
+    rows = block // shape.threads
+    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
+    defines = tuple(zip(names, (*shape, rows), strict=True))
+    args, grid = (*arrays, eps, N, C), (ceil(N / rows),)
+    file, kernel = "layernorm_rows.cu", "layernorm_forward_kernel6"
+    return launch(file, kernel, grid, (block,), args, defines=defines, storage=storage)
+
+
+@overload
+def layernorm(
+    x: CudaArray,
+    gamma: CudaArray,
+    beta: CudaArray,
+    eps: float = ...,
+    variant: str | int | None = ...,
+    block: int | None = ...,
+    stats: Literal[False] = ...,
+) -> CudaArray: ...
+
+
+@overload
+def layernorm(
+    x: CudaArray,
+    gamma: CudaArray,
+    beta: CudaArray,
+    eps: float = ...,
+    variant: str | int | None = ...,
+    block: int | None = ...,
+    *,
+    stats: Literal[True],
+) -> tuple[CudaArray, CudaArray, CudaArray]: ...
+
+
+def layernorm(
+    x: CudaArray,
+    gamma: CudaArray,
+    beta: CudaArray,
+    eps: float = 1e-5,
+    variant: str | int | None = None,
+    block: int | None = None,
+    stats: bool = False,
+) -> CudaArray | tuple[CudaArray, CudaArray, CudaArray]:
+    """`reference.layernorm` on CuPy arrays; raises InputError.
+
+    variant: 1 to 5 are the documents' ladder, float32; 6 is the fastest, float16 and bfloat16 too.
+    None is the ten-step block's kernel, or 6 for what that cannot do. With `stats`: (out, mean,
+    rstd), where mean and rstd are float32 of shape x.shape[:-1].
+    """
+    arrays = contiguous(x, gamma, beta)
+    half = isinstance(x, cupy.ndarray) and x.dtype.name in ("float16", "bfloat16")
+    if variant is None and (stats or half):
+        variant = STATS_VARIANT
+    bound = bind(arrays, eps=eps, variant=variant, block=block, stats=stats)
+    bound.run()
+    return (bound.out, *bound.extra) if stats else bound.out

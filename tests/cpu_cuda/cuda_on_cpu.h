@@ -40,6 +40,14 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -126,6 +134,17 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CALL_SI
 template <typename T>
 T __ldg(const T* pointer) {
     return *pointer;
+}
+
+// Hints about caches, which do not change what is loaded or stored.
+template <typename T>
+T __ldcs(const T* pointer) {
+    return *pointer;
+}
+
+template <typename T>
+void __stcs(T* pointer, T value) {
+    *pointer = value;
 }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

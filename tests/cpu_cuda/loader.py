@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpt2block import kernels
+from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
@@ -93,13 +94,15 @@ def run(
     *,
     shared: int = 0,
     defines: kernels.Defines = (),
+    storage: str = "float32",
     order: Order = "forward",
     seed: int = 0,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. order: in which the threads of a block run
-    between two barriers, and the blocks. The same array twice is the same pointer twice.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`. order: in
+    which the threads of a block run between two barriers, and the blocks. The same array twice is
+    the same pointer twice.
     Raises ShimError with the sanitizer's report; the arrays are then as they were.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
@@ -111,7 +114,8 @@ def run(
     parameters = signature.parameters
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
-    message = [_encode(kernel, parameters, args, i) for i in range(len(args))]
+    message = [_encode(kernel, parameters, args, i, storage) for i in range(len(args))]
+    defines = (*kernels.STORAGE[storage], *defines)
     sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
     words = [kernel, *sizes, shared, order, seed, *(p.name for p in parameters)]
     launch = f"{kernel}, grid {grid}, block {block}, order {order}"
@@ -129,7 +133,11 @@ def _is_pointer(parameter: kernels.Parameter) -> bool:
 
 
 def _encode(
-    kernel: str, parameters: Sequence[kernels.Parameter], args: Sequence[Any], i: int
+    kernel: str,
+    parameters: Sequence[kernels.Parameter],
+    args: Sequence[Any],
+    i: int,
+    storage: str,
 ) -> bytes:
     """An argument as the runner reads it."""
     parameter, arg = parameters[i], args[i]
@@ -139,11 +147,12 @@ def _encode(
         return struct.pack("<q", -1) + value.ljust(8, b"\0")
     if arg is None:
         return struct.pack("<qq", -1, 0)
-    expected = kernels.SCALARS.get(parameter.ctype[:-1])
-    if expected is None:
-        raise ShimError(f"{where}: the loader does not know this type")
-    if not isinstance(arg, np.ndarray) or arg.dtype != expected or not arg.flags.c_contiguous:
-        raise ShimError(f"{where}: expected a contiguous array of {expected.__name__}")
+    try:
+        expected, where = kernels.element(kernel, parameter, storage)
+    except KernelError as error:
+        raise ShimError(str(error)) from error
+    if not isinstance(arg, np.ndarray) or arg.dtype.name != expected or not arg.flags.c_contiguous:
+        raise ShimError(f"{where}: expected a contiguous array of {expected}")
     for j in range(i):
         if _is_pointer(parameters[j]) and args[j] is arg:
             return struct.pack("<qq", -2, j)
@@ -244,7 +253,9 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
 
 def _build(name: str, files: dict[str, str], arguments: tuple[str, ...], salt: str = "") -> Path:
     """g++ in a folder of its own; a finished result appears under its name at once."""
-    own = "".join((HERE / f"cuda_on_cpu.{kind}").read_text("ascii") for kind in ("h", "cpp"))
+    own = "".join(
+        path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
+    )
     key = repr((files, arguments, salt, own, _output("g++", "--version")))
     target = _cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}-{Path(name).name}"
     if target.exists():

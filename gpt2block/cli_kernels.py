@@ -1,0 +1,128 @@
+"""What `gpt2block kernels` prints and draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gpt2block.errors import InputError
+from gpt2block.measure import Ceilings, Measurement
+from gpt2block.operations import OPERATIONS, Operation, Variant
+
+
+def list_operations(out: Console) -> None:
+    """Every operation with its variants, their kernels and what each changes."""
+    for operation in OPERATIONS.values():
+        out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
+        table = Table(box=None, padding=(0, 1), show_header=False)
+        for variant in (*operation.variants, *operation.beside):
+            table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
+        out.print(table)
+
+
+def operations_json() -> str:
+    """The same as JSON."""
+    return json.dumps(
+        [
+            {
+                "operation": operation.name,
+                "document": operation.document,
+                "idea": operation.idea,
+                "sizes": dict(operation.sizes),
+                "variants": [asdict(variant) for variant in operation.variants],
+                "beside": [asdict(variant) for variant in operation.beside],
+            }
+            for operation in OPERATIONS.values()
+        ]
+    )
+
+
+def print_not_run(
+    out: Console, operation: Operation, variants: Iterable[Variant], problem: str
+) -> None:
+    """Without a GPU: each variant, and that its kernel was not run."""
+    out.print(f"{operation.name}: no kernel was run, because {escape(problem)}")
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    for variant in variants:
+        table.add_row(variant.name, ", ".join(variant.kernels), "kernel not run")
+    out.print(table)
+
+
+def print_measurements(
+    out: Console, rows: list[Measurement], ceiling: Ceilings, sizes: Mapping[str, int]
+) -> None:
+    """A row a measurement: times, rate, share of the ceiling, peers, error."""
+    at = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    out.print(f"{rows[0].operation}, {at}, float32; data rotated past the L2 cache, medians")
+    out.print(
+        f"ceilings in this run: copy {ceiling.copy_gb_s:.0f} GB/s, "
+        f"cuBLAS float32 {ceiling.fp32_tflop_s:.1f} TFLOP/s"
+    )
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    peers = list(rows[0].peers)
+    names = [
+        "variant",
+        "block",
+        "GPU µs",
+        "call µs",
+        rows[0].unit,
+        "% ceiling",
+        "max abs",
+        "max rel",
+    ]
+    for name in (*names, *(f"x {peer}" for peer in peers)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.variant,
+            "" if row.block is None else str(row.block),
+            f"{row.gpu_us:.2f}",
+            f"{row.call_us:.1f}",
+            f"{row.rate:.0f}" if row.unit == "GB/s" else f"{row.rate:.2f}",
+            f"{row.percent:.1f}",
+            f"{row.max_abs:.1e}",
+            f"{row.max_rel:.1e}",
+            *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
+        )
+    out.print(table)
+    for peer in peers:
+        out.print(f"{peer}: {rows[0].peers[peer]:.2f} µs on the same buffers, taking turns")
+
+
+def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
+    """Rate by block size, a line a variant, and the ceiling; InputError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row.variant for row in rows):
+        points = [(row.block, row.rate) for row in rows if row.variant == name]
+        blocks = [block for block, _ in points if block is not None]
+        if blocks:
+            axes.plot(blocks, [rate for _, rate in points], "o-", label=f"variant {name}")
+        else:
+            axes.axhline(points[0][1], linestyle=":", color="gray", label=f"variant {name}")
+    unit = rows[0].unit
+    best = ceiling.copy_gb_s if unit == "GB/s" else ceiling.fp32_tflop_s
+    label = "copy" if unit == "GB/s" else "cuBLAS float32"
+    axes.axhline(best, color="black", linestyle="--", label=f"{label}: {best:.0f} {unit}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("block size (threads)")
+    axes.set_ylabel(unit)
+    axes.set_ylim(bottom=0)
+    sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
+    axes.set_title(f"{rows[0].operation}, {sizes}, float32\n{device}", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--plot {file}: {error}") from error

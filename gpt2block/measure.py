@@ -1,0 +1,183 @@
+"""Verify and time the variants of an operation: what `gpt2block kernels` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import doctor, reference, timing
+from gpt2block.block import errors
+from gpt2block.errors import InputError
+from gpt2block.operations import Operation, Variant
+
+CACHES = 4  # the rotated data is this many times the L2 cache
+MOST_SETS = 256
+REPLAY_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU does at best, measured in the same run."""
+
+    copy_gb_s: float  # device-to-device copy, bytes read and written
+    fp32_tflop_s: float  # cuBLAS, 8192³, float32 without TF32
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One variant at one block size."""
+
+    operation: str
+    variant: str
+    block: int | None  # None: the one block size the variant has or chooses
+    sizes: Mapping[str, int]
+    gpu_us: float  # one call, inputs and outputs rotated past the L2 cache
+    call_us: float  # host time of a call from Python, with its allocation
+    rate: float  # GB/s or TFLOP/s
+    unit: str
+    percent: float  # of the ceiling
+    max_abs: float  # against float64
+    max_rel: float  # by the largest value
+    peers: Mapping[str, float] = field(default_factory=dict)  # name → its GPU µs
+
+
+def ceilings() -> Ceilings:
+    """Measured on the current device, in about a second."""
+    import cupy  # noqa: PLC0415
+
+    size = 1 << 30
+    a, b = cupy.zeros(size, "uint8"), cupy.zeros(size, "uint8")
+    m = cupy.random.default_rng(0).standard_normal((8192, 8192), dtype="float32")
+    out = cupy.empty_like(m)
+    ms = timing.interleaved_ms(
+        {
+            "copy": lambda: b.data.copy_from_device_async(a.data, size),
+            "product": lambda: cupy.matmul(m, m, out=out),
+        }
+    )
+    return Ceilings(2e-6 * size / ms["copy"], 2e-9 * 8192**3 / ms["product"])
+
+
+def measure(
+    operation: Operation,
+    variants: Iterable[Variant],
+    sizes: Mapping[str, int],
+    ceiling: Ceilings,
+    sweep: bool = False,
+    peer: str | None = None,
+) -> list[Measurement]:
+    """Every variant (at every block size, with `sweep`) against float64, timed; with its peers.
+
+    Raises InputError for sizes or peers that do not fit, DeviceError without a GPU.
+    """
+    doctor.require_cuda("kernels")
+    from gpt2block import ops  # noqa: PLC0415
+
+    host = operation.make(sizes, np.random.default_rng(0))
+    truth = _truth(operation, host)
+    sets, rounds = _rotated(host, truth.nbytes // 2)
+    replays: dict[str, Callable[[], None]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    found: dict[str, tuple[Variant, int | None, tuple[float, float]]] = {}
+    if peer == "torch":
+        from gpt2block.peers import torch_replays  # noqa: PLC0415
+
+        replays, calls = torch_replays(operation.name, sets, rounds)
+    peers = tuple(replays)
+    for variant in variants:
+        for block in (variant.blocks or (None,)) if sweep else (None,):
+            options = {**operation.attrs, **chosen(operation, variant, block)}
+            try:
+                bound = [ops.BINDERS[operation.name](arrays, **options) for arrays in sets]
+            except InputError:
+                if not sweep:
+                    raise
+                continue  # a block size that does not hold a row of this length
+            name = f"{variant.name}/{block}"
+            found[name] = variant, block, _errors(bound[0].run().get(), truth)
+            launches = [launch for b in bound for launch in b.launches]
+            replays[name] = timing.captured(launches * rounds)
+            calls[name] = partial(getattr(ops, operation.name), *sets[0], **options)
+    times = timing.interleaved_ms(replays)
+    gpu = {name: 1e3 * ms / (len(sets) * rounds) for name, ms in times.items()}
+    return [
+        _measurement(
+            operation,
+            *found[name],
+            sizes,
+            gpu[name],
+            timing.call_times(calls[name])[1],
+            ceiling,
+            {p: gpu[p] for p in peers},
+        )
+        for name in found
+    ]
+
+
+def _errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
+    """`errors` where the truth is a number: elsewhere an operation promises nothing."""
+    stated = np.isfinite(truth)
+    return errors(got[stated], truth[stated]) if not stated.all() else errors(got, truth)
+
+
+def chosen(operation: Operation, variant: Variant, block: int | None) -> dict[str, Any]:
+    """Keyword arguments that pick a variant; none for an operation that has one only."""
+    if len(operation.variants) == 1:
+        return {}
+    return {"variant": variant.name} | ({} if block is None else {"block": block})
+
+
+def _measurement(
+    operation: Operation,
+    variant: Variant,
+    block: int | None,
+    error: tuple[float, float],
+    sizes: Mapping[str, int],
+    gpu_us: float,
+    call_us: float,
+    ceiling: Ceilings,
+    peers: Mapping[str, float],
+) -> Measurement:
+    if operation.bound == "memory":
+        rate, best, unit = 1e-3 * operation.traffic(sizes) / gpu_us, ceiling.copy_gb_s, "GB/s"
+    else:
+        rate, best, unit = 1e-6 * operation.flops(sizes) / gpu_us, ceiling.fp32_tflop_s, "TFLOP/s"
+    return Measurement(
+        operation.name,
+        variant.name,
+        block,
+        sizes,
+        gpu_us,
+        call_us,
+        rate,
+        unit,
+        100 * rate / best,
+        *error,
+        peers,
+    )
+
+
+def _truth(operation: Operation, host: tuple[NDArray[Any], ...]) -> NDArray[Any]:
+    wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in host]
+    result: NDArray[Any] = getattr(reference, operation.name)(*wide, **operation.attrs)
+    return result
+
+
+def _rotated(host: tuple[NDArray[Any], ...], out_bytes: int) -> tuple[list[tuple[Any, ...]], int]:
+    """Copies of the inputs, so many that a round of them does not fit in the L2 cache.
+
+    And how many rounds make a replay of some milliseconds, long against a graph's own launch.
+    """
+    import cupy  # noqa: PLC0415
+
+    cache = cupy.cuda.Device().attributes["L2CacheSize"]
+    footprint = sum(a.nbytes for a in host) + out_bytes
+    count = min(MOST_SETS, max(1, ceil(CACHES * cache / footprint)))
+    rounds = ceil(REPLAY_BYTES / (count * footprint))
+    return [tuple(cupy.asarray(a) for a in host) for _ in range(count)], rounds

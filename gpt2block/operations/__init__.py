@@ -1,0 +1,61 @@
+"""Every operation with its kernels, in one place: what the command, tests, bench and docs read.
+
+Nothing here needs CuPy or a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpt2block.errors import InputError
+from gpt2block.operations import block, encoder, layernorm, layernorm_gelu, softmax, trimat
+from gpt2block.operations._types import Operation, Variant
+
+OPERATIONS: Mapping[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        layernorm.OPERATION,
+        trimat.OPERATION,
+        layernorm_gelu.OPERATION,
+        encoder.OPERATION,
+        softmax.OPERATION,
+        block.MATMUL_BIAS,
+        block.ATTENTION,
+        block.ADD,
+        block.GELU,
+    )
+}
+
+__all__ = ["OPERATIONS", "Operation", "Variant", "find", "markdown", "parse_sizes"]
+
+
+def find(name: str) -> Operation:
+    """An operation by name; InputError lists the known ones."""
+    if name not in OPERATIONS:
+        raise InputError(f"unknown operation {name!r}: expected one of {', '.join(OPERATIONS)}")
+    return OPERATIONS[name]
+
+
+def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
+    """The documented sizes, changed by a text such as "B=1,T=128"; InputError for anything else."""
+    sizes = dict(operation.sizes)
+    for part in text.split(",") if text else []:
+        name, _, value = part.partition("=")
+        if name not in sizes or not value.isdigit() or int(value) < 1:
+            example = ",".join(f"{key}={size}" for key, size in operation.sizes.items())
+            raise InputError(f"shape {part!r}: expected sizes such as {example}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def markdown() -> str:
+    """The table of kernels for kernels_cu/README.md, a row a variant."""
+    rows = ["| operation | variant | file | kernels | source | idea |", "|---|---|---|---|---|---|"]
+    for operation in OPERATIONS.values():
+        for variant in (*operation.variants, *operation.beside):
+            names = ", ".join(f"`{name}`" for name in variant.kernels)
+            rows.append(
+                f"| {operation.name} | {variant.name} | `{variant.file}` | {names} "
+                f"| {operation.document} | {variant.idea} |"
+            )
+    return "\n".join(rows)

@@ -1,0 +1,70 @@
+"""Launches of row kernels: how many threads share a row that stays in registers."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import Defines
+
+WARP = 32
+VALUES = 32  # that a thread keeps in registers
+THREADS = 512  # that can share a row
+FEW_THREADS = 256  # more share it only where the row asks for them
+FILLED = 1024  # threads on an SM that keep its memory busy
+BLOCK = 128  # where a row has one warp or a part of one
+
+
+class Geometry(NamedTuple):
+    """How a variant is launched."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0
+    defines: Defines = ()
+
+
+class RowShape(NamedTuple):
+    """A launch of a kernel that keeps its rows in registers."""
+
+    threads: int  # that share a row
+    held: int  # loads a thread keeps
+    rows: int  # a block takes
+    grid: int
+
+    @property
+    def block(self) -> int:
+        return self.threads * self.rows
+
+
+def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> RowShape:
+    """The shape for `rows` of `n` values, `width` a load, on a GPU with `sms` multiprocessors.
+
+    Few rows get a thread for every load, so that all of the row is waited for at once; many rows
+    get a warp each, which needs no barrier. `block` sets the threads of a row, one row a block.
+    Raises InputError when a row does not fit in the registers of its threads.
+    """
+    loads, most = n // width, VALUES // width
+    threads = block or _threads(loads, most, FILLED * sms // rows)
+    held = ceil(loads / threads)
+    if held > most:
+        todo = "use a larger block" if threads < THREADS else "use another variant"
+        raise InputError(
+            f"rows of {n:,} values: the registers of {threads} threads hold "
+            f"{threads * VALUES:,}: {todo}"
+        )
+    together = BLOCK // threads if threads <= WARP and block is None else 1
+    return RowShape(threads, held, together, ceil(rows / together))
+
+
+def _threads(loads: int, most: int, wanted: int) -> int:
+    """About `wanted` threads for a row, and as few of them idle as can be."""
+    if loads < WARP:
+        return 1 << (loads - 1).bit_length()
+    fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))
+    choices = range(fewest, min(most, 2 * fewest) + 1)  # loads a thread
+    warps = {held: ceil(ceil(loads / held) / WARP) for held in choices}
+    held = min(choices, key=lambda held: (warps[held] * held, held))
+    return min(THREADS, warps[held] * WARP)

@@ -1,0 +1,69 @@
+"""What an operation and its kernels are, for the command, the tests, the bench and the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.errors import InputError
+
+Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
+Inputs = tuple[NDArray[Any], ...]
+Count = Callable[[Sizes], int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute an operation: its kernels, in launch order, and what is new about it."""
+
+    name: str
+    file: str  # in kernels_cu
+    kernels: tuple[str, ...]
+    idea: str  # one line
+    blocks: tuple[int, ...] = ()  # block sizes it can be run with; () when there is one only
+    block: int = 256  # the one it takes when none is asked for
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
+
+    `make(sizes, rng)` gives float32 inputs; `attrs` are keyword arguments of both functions;
+    `traffic` counts the bytes that have to move through device memory, `flops` the arithmetic.
+    """
+
+    name: str
+    document: str  # where it comes from
+    idea: str  # the formula in one line
+    sizes: Sizes  # the documented ones
+    variants: tuple[Variant, ...]
+    make: Callable[[Sizes, np.random.Generator], Inputs]
+    traffic: Count
+    flops: Count
+    bound: str  # "memory" or "compute": what a figure is compared with
+    attrs: Mapping[str, Any]
+    beside: tuple[Variant, ...] = ()  # kernels of the operation that are no rung of the ladder
+
+    def variant(self, name: str | int) -> Variant:
+        """A variant by name; InputError lists the known ones."""
+        for variant in self.variants:
+            if variant.name == str(name):
+                return variant
+        known = ", ".join(variant.name for variant in self.variants)
+        raise InputError(f"{self.name}: unknown variant {name!r}: expected one of {known}")
+
+
+def check_block(operation: str, variant: Variant, block: int | None) -> int:
+    """The block size to launch with; InputError lists those the variant takes."""
+    if block is None:
+        return variant.block
+    if block not in (variant.blocks or (variant.block,)):
+        known = ", ".join(map(str, variant.blocks or (variant.block,)))
+        raise InputError(
+            f"{operation} variant {variant.name}: block size {block}: expected one of {known}"
+        )
+    return block

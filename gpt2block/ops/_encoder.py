@@ -1,0 +1,86 @@
+"""The positional encoder on CUDA: kernels_cu/encoder.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.operations._types import check_block
+from gpt2block.operations.encoder import FILE, OPERATION, grid
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    variant: str | int | None = None,
+    block: int | None = None,
+) -> Bound:
+    """inputs (ids (T,) or (B, T) of int32, wte (V, C), wpe (n_ctx, C)), out (..., T, C).
+
+    The ids are not read back: an id outside 0..V-1 makes its row NaN. Without a variant: 3, or 1
+    where rows do not start on 16 bytes.
+    """
+    ids, wte, wpe = inputs
+    check("ids", ids, dtype="int32")
+    for name, table in (("wte", wte), ("wpe", wpe)):
+        check(name, table)
+        if table.ndim != 2:
+            raise InputError(f"{name}: expected two axes, got shape {table.shape}")
+    V, C = wte.shape
+    n_ctx = wpe.shape[0]
+    check("wpe", wpe, (n_ctx, C))
+    T = ids.shape[-1]
+    if n_ctx < T:
+        raise InputError(f"ids: {T:,} positions, but wpe has {n_ctx:,} rows")
+    out = output(out, (*ids.shape, C))
+
+    on_16_bytes = C % 4 == 0 and all(a.data.ptr % 16 == 0 for a in (wte, wpe, out))
+    if variant is None:
+        variant = 3 if on_16_bytes else 1
+    chosen = OPERATION.variant(variant)
+    if chosen.name != "1" and not on_16_bytes:
+        raise InputError(
+            f"encoder variant {chosen.name}: expected C to be a multiple of 4, got {C}, and rows "
+            f"that start on 16 bytes: use variant 1"
+        )
+    block = check_block(OPERATION.name, chosen, block)
+    args = (ids, wte, wpe, out, ids.size, T, C, V)
+    (kernel,) = chosen.kernels
+    return Bound(out, (launch(FILE, kernel, grid(chosen, ids.size, C, block), (block,), args),))
+
+
+def on_device(ids: Any, V: int) -> CudaArray:
+    """Ids of the host on the device, as int32; InputError names the first that is not in 0..V-1."""
+    host = np.asarray(ids)
+    if host.size and host.dtype.kind not in "iu":
+        raise InputError(f"ids: expected integers, got {host.dtype}")
+    wrong = np.argwhere((host < 0) | (host >= V))
+    if wrong.size:
+        at = tuple(int(i) for i in wrong[0])
+        place = at[0] if len(at) == 1 else at
+        raise InputError(f"ids: id {int(host[at])} at {place}: expected 0 to {V - 1}")
+    return cupy.asarray(host, dtype=cupy.int32)
+
+
+def encoder(
+    ids: Any,
+    wte: CudaArray,
+    wpe: CudaArray,
+    variant: str | int | None = None,
+    block: int | None = None,
+) -> CudaArray:
+    """`reference.encoder` on CuPy arrays; raises InputError.
+
+    `ids` on the host (NumPy, a list) are checked and copied. On the device they are not read back:
+    an id that wte has no row for makes its row NaN. Without a variant: the fastest that fits.
+    """
+    check("wte", *contiguous(wte))
+    if not isinstance(ids, cupy.ndarray):
+        ids = on_device(ids, wte.shape[0])
+    return bind(contiguous(ids, wte, wpe), variant=variant, block=block).run()

@@ -1,0 +1,92 @@
+"""LayerNorm and GELU in one kernel on CUDA: kernels_cu/layernorm_gelu.cu."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import cupy
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.operations._rows import Geometry
+from gpt2block.operations._types import check_block
+from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    eps: float = 1e-5,
+    variant: str | int = "rows",
+    block: int | None = None,
+) -> Bound:
+    """inputs (x (..., C),) or (x, gamma (C,) or None, beta (C,) or None), out (..., C).
+
+    With variant "rows" out may be x.
+    """
+    chosen = OPERATION.variant(variant)
+    x, gamma, beta = (*inputs, None, None)[:3]
+    check("x", x)
+    hidden = x.shape[-1]
+    affine = [array for array in (gamma, beta) if array is not None]
+    for name, array in (("gamma", gamma), ("beta", beta)):
+        if array is not None:
+            check(name, array, (hidden,))
+    if affine and chosen.name != "rows":
+        raise InputError(
+            f"layernorm_gelu variant {chosen.name}: has no gamma and beta: use variant 'rows'"
+        )
+    out = output(out, x.shape)
+    if out.data.ptr == x.data.ptr and chosen.name != "rows":
+        raise InputError(
+            f"out: layernorm_gelu variant {chosen.name} does not work in place: expected another "
+            f"array, or variant 'rows'"
+        )
+
+    rows = x.size // hidden
+    if block is not None:
+        check_block(OPERATION.name, chosen, block)
+    on_16_bytes = hidden % 4 == 0 and all(a.data.ptr % 16 == 0 for a in (x, out, *affine))
+    width = 4 if on_16_bytes else 1
+    where = _geometry(cupy.cuda.Device().id, chosen.name, rows, hidden, width, block, bool(affine))
+    args: tuple[Any, ...] = (x, out, rows, hidden, float(eps))
+    if chosen.name == "rows":
+        args = (x, out, gamma, beta, rows, float(eps))
+    call = launch(
+        FILE,
+        where.kernel,
+        where.grid,
+        where.block,
+        args,
+        shared=where.shared,
+        defines=where.defines,
+    )
+    return Bound(out, (call,))
+
+
+@lru_cache(maxsize=1024)
+def _geometry(
+    device: int, variant: str, rows: int, hidden: int, width: int, block: int | None, affine: bool
+) -> Geometry:
+    sms = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    return geometry(OPERATION.variant(variant), rows, hidden, width, sms, block, affine)
+
+
+def layernorm_gelu(
+    x: CudaArray,
+    gamma: CudaArray | None = None,
+    beta: CudaArray | None = None,
+    eps: float = 1e-5,
+    variant: str | int = "rows",
+    block: int | None = None,
+) -> CudaArray:
+    """`reference.layernorm_gelu` on float32 CuPy arrays; raises InputError.
+
+    The documented variants "baseline" and "optimized" have neither gamma nor beta. "rows" takes
+    rows of up to 16,384 values and shares a row among more threads when there are few rows, so
+    the same row may differ in its last bits in a batch of another size; `block` fixes it.
+    """
+    return bind(contiguous(x, gamma, beta), eps=eps, variant=variant, block=block).run()

@@ -1,0 +1,88 @@
+"""Softmax over rows on CUDA: kernels_cu/softmax.cu."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import cupy
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.operations._rows import Geometry
+from gpt2block.operations._types import check_block
+from gpt2block.operations.softmax import (
+    FILE,
+    LONGEST_IN_REGISTERS,
+    OPERATION,
+    geometry,
+)
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+MAX_ROWS = 2**31 - 1
+MAX_N = 2**30
+
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    causal: bool = False,
+    variant: str | int | None = None,
+    block: int | None = None,
+) -> Bound:
+    """inputs (scores (..., n),), with `causal` (..., T, T); out as scores, or scores itself.
+
+    Without a variant: rows in registers where they fit, else online_block.
+    """
+    (scores,) = inputs
+    check("scores", scores)
+    n = scores.shape[-1]
+    if causal and scores.shape[-2:] != (n, n):
+        raise InputError(f"scores: expected (..., T, T) with causal, got {scores.shape}")
+    rows = scores.size // n
+    if rows > MAX_ROWS or n > MAX_N:
+        raise InputError(
+            f"scores: at most {MAX_ROWS:,} rows of {MAX_N:,} values, got {scores.shape}"
+        )
+    out = output(out, scores.shape)
+    if 0 < abs(out.data.ptr - scores.data.ptr) < scores.nbytes:
+        raise InputError("out: overlaps scores: expected scores itself or another array")
+
+    if variant is None:
+        variant = "rows" if n <= LONGEST_IN_REGISTERS else "online_block"
+    chosen = OPERATION.variant(variant)
+    if block is not None:
+        check_block(OPERATION.name, chosen, block)
+    width = 1 if n % 4 or scores.data.ptr % 16 or out.data.ptr % 16 else 4
+    device = cupy.cuda.Device().id
+    where = _geometry(device, chosen.name, rows, n, width, block, bool(causal))
+    args = (scores, out, rows, n)
+    call = launch(FILE, where.kernel, where.grid, where.block, args, defines=where.defines)
+    return Bound(out, (call,))
+
+
+@lru_cache(maxsize=1024)
+def _geometry(
+    device: int, variant: str, rows: int, n: int, width: int, block: int | None, causal: bool
+) -> Geometry:
+    sms = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    return geometry(OPERATION.variant(variant), rows, n, width, sms, block, causal)
+
+
+def softmax(
+    scores: CudaArray,
+    causal: bool = False,
+    variant: str | int | None = None,
+    block: int | None = None,
+    out: CudaArray | None = None,
+) -> CudaArray:
+    """`reference.softmax` on a float32 CuPy array; in place with `out=scores`. Raises InputError.
+
+    With `causal` row t of each (T, T) sees columns 0..t: 0 is written to the others, and what
+    stood there is never read. What a row of -inf alone sees becomes NaN, as in NumPy.
+    Without a variant: the fastest that fits.
+    """
+    if out is not scores:
+        (scores,) = contiguous(scores)
+    return bind((scores,), out, causal=causal, variant=variant, block=block).run()

@@ -1,0 +1,83 @@
+"""The causal half of attention's scores on CUDA: kernels_cu/trimat.cu, trimat_pipelined.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.operations._types import check_block
+from gpt2block.operations.trimat import FILE, FILL, OPERATION, fill_geometry, geometry
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+
+MAX_HEADS = 65535  # an axis of the grid
+
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    fill: float | None = None,
+    variant: str = "tri4",
+    block: int | None = None,
+) -> Bound:
+    """inputs (qkv (B, T, 3, NH, HS),), out (B, NH, T, T)."""
+    (qkv,) = inputs
+    chosen = OPERATION.variant(variant)
+    threads = check_block(OPERATION.name, chosen, block)
+    value = _checked_fill(fill)
+    check("qkv", qkv)
+    if qkv.ndim != 5 or qkv.shape[2] != 3:
+        raise InputError(f"qkv: expected (B, T, 3, NH, HS), got {qkv.shape}")
+    B, T, _, NH, HS = qkv.shape
+    if HS % 4:
+        raise InputError(
+            f"qkv: head size {HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
+        )
+    if B * NH > MAX_HEADS:
+        raise InputError(f"B · NH {B * NH:,}: expected at most {MAX_HEADS:,} heads in a call")
+    out = output(out, (B, NH, T, T))
+    for name, array in (("qkv", qkv), ("out", out)):
+        if array.data.ptr % 16:
+            raise InputError(f"{name}: expected data aligned to 16 bytes: pass a copy, .copy()")
+
+    defines = (("NH", NH), ("HS", HS))
+    (kernel,) = chosen.kernels
+    shape = geometry(chosen, B, T, NH, threads)
+    launches = [launch(chosen.file, kernel, *shape, (qkv, out, T), defines=defines)]
+    if value is not None and T > 1:
+        args = (out, T, B * NH * T, value)
+        launches.append(launch(FILE, FILL, *fill_geometry(B, T, NH), args, defines=defines))
+    return Bound(out, tuple(launches))
+
+
+def _checked_fill(fill: Any) -> float | None:
+    """A number that float32 holds, or None."""
+    if fill is None:
+        return None
+    number = isinstance(fill, (int, float, np.floating)) and not isinstance(fill, bool)
+    if not number or float(np.finfo(np.float32).max) < abs(fill) != math.inf:
+        raise InputError(
+            f"fill: expected None or a float32 number such as 0.0, -inf or nan, got {fill!r}"
+        )
+    return float(fill)
+
+
+def trimat(
+    qkv: CudaArray, fill: float | None = None, variant: str = "tri4", block: int | None = None
+) -> CudaArray:
+    """`reference.trimat` on a float32 CuPy array; raises InputError.
+
+    With `fill` None what stands above the diagonal is whatever was in the new array's memory, or
+    computed values: up to the end of the 8×8 tile that the diagonal crosses (naive, registers,
+    tri3), of the 128×128 tile (tri4), or of the diagonal's group of four (tri5, and there only when
+    T is a multiple of 4). HS must be a multiple of 4, and B · NH at most 65,535.
+    """
+    (qkv,) = contiguous(qkv)
+    if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
+        qkv = qkv.copy()
+    return bind((qkv,), fill=fill, variant=variant, block=block).run()

@@ -1,0 +1,85 @@
+// Positional encoder: out[b, t] = wte[ids[b, t]] + wpe[t], the embedding of a token plus that of its position.
+//
+//   ids (B, T) of int, wte (V, C), wpe (n_ctx, C) with n_ctx >= T, out (B, T, C); rows = B * T
+//
+//   encoder_forward_kernel1   a thread an element
+//   encoder_forward_kernel2   a thread 4 channels: loads and stores of 16 bytes
+//   encoder_forward_kernel3   a warp a row: the id is read once and the place found once, and a lane has several
+//                             loads of 16 bytes on their way before it waits for one. Neighbouring warps take the
+//                             same position of different sequences, so that they share its row of wpe in the L1 cache
+//
+// It is bound by memory: a row of wte read and a row of out written for each token. An id outside 0..V-1 is no
+// address: its row becomes NaN, so that it is seen.
+constexpr int ENCODER_LOADS = 4;  // of wte that a lane of kernel 3 has on their way
+
+__device__ bool known(int id, int V) { return 0 <= id && id < V; }
+
+__device__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+__device__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// grid (ceil(rows * C / blockDim.x)), block (any)
+extern "C" __global__ void encoder_forward_kernel1(
+    const int* __restrict__ ids,    // (B, T)
+    const float* __restrict__ wte,  // (V, C)
+    const float* __restrict__ wpe,  // (n_ctx, C)
+    float* __restrict__ out,        // (B, T, C)
+    int rows, int T, int C, int V) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (long long)rows * C) return;
+    const int row = i / C, c = i % C, t = row % T, id = ids[row];
+    out[i] = known(id, V) ? wte[(long long)id * C + c] + wpe[(long long)t * C + c] : not_a_number();
+}
+
+// C a multiple of 4, rows on 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
+extern "C" __global__ void encoder_forward_kernel2(
+    const int* __restrict__ ids,    // (B, T)
+    const float* __restrict__ wte,  // (V, C)
+    const float* __restrict__ wpe,  // (n_ctx, C)
+    float* __restrict__ out,        // (B, T, C)
+    int rows, int T, int C, int V) {
+    const int packs = C / 4;  // of a row
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (long long)rows * packs) return;
+    const int row = i / packs, p = i % packs, t = row % T, id = ids[row];
+    const float nan = not_a_number();
+    float4 sum = make_float4(nan, nan, nan, nan);
+    if (known(id, V)) {
+        sum = add(reinterpret_cast<const float4*>(wte)[(long long)id * packs + p],
+                  reinterpret_cast<const float4*>(wpe)[(long long)t * packs + p]);
+    }
+    reinterpret_cast<float4*>(out)[i] = sum;
+}
+
+// C a multiple of 4, rows on 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
+extern "C" __global__ void encoder_forward_kernel3(
+    const int* __restrict__ ids,    // (B, T)
+    const float* __restrict__ wte,  // (V, C)
+    const float* __restrict__ wpe,  // (n_ctx, C)
+    float* __restrict__ out,        // (B, T, C)
+    int rows, int T, int C, int V) {
+    const int packs = C / 4, lane = threadIdx.x % 32;
+    const int warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (warp >= rows) return;
+    const int B = rows / T, t = warp / B, row = warp % B * T + t;
+    const int id = ids[row];
+    const bool inside = known(id, V);
+    const float4* token = reinterpret_cast<const float4*>(wte) + (long long)(inside ? id : 0) * packs;
+    const float4* position = reinterpret_cast<const float4*>(wpe) + (long long)t * packs;
+    float4* y = reinterpret_cast<float4*>(out) + (long long)row * packs;
+    const float nan = not_a_number();
+
+    for (int first = lane; first < packs; first += 32 * ENCODER_LOADS) {
+        float4 a[ENCODER_LOADS], b[ENCODER_LOADS];
+#pragma unroll
+        for (int i = 0; i < ENCODER_LOADS; ++i) {
+            const int p = first + 32 * i;
+            if (p < packs) a[i] = token[p], b[i] = position[p];
+        }
+#pragma unroll
+        for (int i = 0; i < ENCODER_LOADS; ++i) {
+            const int p = first + 32 * i;
+            if (p < packs) y[p] = inside ? add(a[i], b[i]) : make_float4(nan, nan, nan, nan);
+        }
+    }
+}

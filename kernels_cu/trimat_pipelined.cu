@@ -1,0 +1,187 @@
+// Trimat, one rung beyond the documented ladder of trimat.cu: out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
+//
+//   qkv (B, T, 3, NH, HS)   Q and K are used, a head's row of HS values every 3 NH HS values
+//   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
+//
+// matmul_tri5: as in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums a thread, but
+//
+//   - the grid counts only the tiles on and below the diagonal, and a tile on the diagonal is cut into 4x4 pieces of
+//     32x32, of which only the 10 needed are computed: the arithmetic of 33 tiles instead of 36 at T = 1024;
+//   - slices of 16 values come through two buffers: the next one travels (cp.async, not through registers) while the
+//     present one is multiplied, and there is one barrier a slice;
+//   - rows are padded to 20 floats, and rows, columns and threads are matched so that no read of shared memory (16 of
+//     16 bytes for 256 multiply-adds) meets a bank conflict, and a store of a warp fills four 128-byte lines;
+//   - stores are streamed: the L2 cache is for Q and K, which are read again, not for out, which is not.
+//
+//   a thread's outputs in the 32x64 part of its warp:   rows 4 r + ty            (r = 0..7, ty = 0..3)
+//                                                       columns 32 g + 4 tx + e  (g = 0, 1; tx = 0..7; e = 0..3)
+//
+// Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; any HS that is a multiple of 4; qkv and out
+// on 16 bytes. GPUs before sm_80 have no cp.async: there the next slice passes through registers and is waited for.
+#ifndef NH
+#define NH 12
+#endif
+#ifndef HS
+#define HS 64
+#endif
+static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
+
+constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+constexpr int TILE = 128;
+constexpr int SLICE = 16;
+constexpr int STRIDE = SLICE + 4;  // 8 rows in a row then start in 8 different groups of 4 banks
+constexpr int BUFFER = TILE * STRIDE;
+
+__device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
+
+__device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
+
+__device__ __forceinline__ void st_stream(float* p, float4 v) { __stcs(reinterpret_cast<float4*>(p), v); }
+
+// 16 bytes from global to shared memory, there after wait_for_copies.
+__device__ __forceinline__ void copy_vec(float* shared, const float* global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
+#else
+    st_vec(shared, ld_vec(global));
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Adds a slice's products to the sums of the thread's first GROUPS groups of 4 columns. lhs and rhs point to its first
+// rows in shared memory; the next ones of lhs follow every 4 rows, those of rhs every 8, a group of 4 filling 32 rows.
+template <int GROUPS>
+__device__ __forceinline__ void add_slice(float (&sum)[8][8], const float* lhs, const float* rhs) {
+    constexpr int COLUMNS = 4 * GROUPS;
+#pragma unroll 1
+    for (int s = 0; s < SLICE; s += 4) {
+        float4 b[COLUMNS];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) b[c] = ld_vec(rhs + 8 * c * STRIDE + s);
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            const float4 a = ld_vec(lhs + 4 * r * STRIDE + s);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a.x * b[c].x;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a.y * b[c].y;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a.z * b[c].z;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a.w * b[c].w;
+        }
+    }
+}
+
+// Stores what lies on or below the diagonal: the thread's first output is out[row][column]. With VECTORS, every row of
+// out starts on 16 bytes, and the float4 that holds the diagonal is stored whole.
+template <bool VECTORS>
+__device__ __forceinline__ void store(float* out, const float (&sum)[8][8], int row, int column, int T) {
+    const float scale = 1.0f / sqrtf((float)HS);  // a constant to the compiler
+    float* first = out + (long long)row * T + column;
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+        const int last = row + 4 * r < T ? row + 4 * r - column : -1;  // the diagonal, counted from the first column
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+            const float* v = sum[r] + 4 * g;
+            float* p = first + (long long)(4 * r) * T + 32 * g;
+            if (VECTORS) {
+                if (32 * g <= last) st_stream(p, make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale));
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    if (32 * g + e <= last) p[e] = v[e] * scale;
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
+    const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
+    float* __restrict__ out,        // (B, NH, T, T)
+    int T) {
+    __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q
+    float* const rhs_s = lhs_s + 2 * BUFFER;           // and two for K
+
+    // Tile number t = i (i + 1) / 2 + j of the head's rows of 1, 2, 3 ... tiles. A rounded root is off by one at most.
+    const int t = blockIdx.x;
+    int i = (int)((sqrtf(8.0f * t + 1.0f) - 1.0f) / 2.0f);
+    if (i * (i + 1) / 2 > t) --i;
+    if ((i + 1) * (i + 2) / 2 <= t) ++i;
+    const int tile_i = TILE * i, tile_j = TILE * (t - i * (i + 1) / 2);
+
+    // What this thread copies: float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time
+    // write to two rows 4 apart, which are 8 different groups of 4 banks again. Column 4 tx + e of each 32 stands in
+    // row 8 e + tx, so that threads side by side read rows side by side. Rows past the end of the sequence are not
+    // copied: whatever stands there then, its products are not stored.
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int copy_v = lane % 4, copy_row = 8 * warp + lane / 4 % 2 * 4 + lane / 8;
+    const int copy_column = copy_row / 32 * 32 + copy_row % 8 * 4 + copy_row % 32 / 8;
+    float* copy_to = lhs_s + copy_row * STRIDE + 4 * copy_v;
+    const int q_row = tile_i + copy_row, k_row = tile_j + copy_column;
+    const long long b = blockIdx.y / NH, h = blockIdx.y % NH;
+    const float* q = qkv + (b * T + q_row) * ROW + h * HS + 4 * copy_v;
+    const float* k = qkv + (b * T + k_row) * ROW + (NH + h) * HS + 4 * copy_v;
+    auto copy_slice = [&](int s0) {
+        if (HS % SLICE == 0 || s0 + 4 * copy_v < HS) {
+            if (q_row < T) copy_vec(copy_to, q);
+            if (q_row + 64 < T) copy_vec(copy_to + 64 * STRIDE, q + 64 * ROW);
+            if (k_row < T) copy_vec(copy_to + 2 * BUFFER, k);
+            if (k_row + 64 < T) copy_vec(copy_to + 2 * BUFFER + 64 * STRIDE, k + 64 * ROW);
+        } else {  // the end of the last slice, when HS is no multiple of 16
+            const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            st_vec(copy_to, zero);
+            st_vec(copy_to + 64 * STRIDE, zero);
+            st_vec(copy_to + 2 * BUFFER, zero);
+            st_vec(copy_to + 2 * BUFFER + 64 * STRIDE, zero);
+        }
+        q += SLICE;
+        k += SLICE;
+    };
+
+    // What it computes. The parts (2 * row + column, a hex digit each) are dealt to the warps so that in a tile on the
+    // diagonal warps w and w + 4, which share a scheduler, have 3, 2, 3 and 2 of the 10 pieces. The bits of the lane
+    // are mixed so that each half of a warp reads 8 different rows of rhs and 2 of lhs.
+    const int part = 0x35104276 >> 4 * warp & 7;
+    const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
+    const int row0 = 32 * (part / 2), column0 = 64 * (part % 2);
+    int groups = tile_i > tile_j ? 2 : max(0, min(2, (row0 - column0) / 32 + 1));
+    if (tile_i + row0 >= T) groups = 0;
+    const float* lhs = lhs_s + (row0 + ty) * STRIDE;
+    const float* rhs = rhs_s + (column0 + tx) * STRIDE;
+    float sum[8][8] = {};
+
+    copy_slice(0);
+    int to_next = BUFFER;
+#pragma unroll 1
+    for (int s0 = 0; s0 < HS; s0 += SLICE) {
+        wait_for_copies();
+        __syncthreads();  // the slice is complete, and the one before, whose buffer comes next, has been read
+        copy_to += to_next;
+        if (s0 + SLICE < HS) copy_slice(s0 + SLICE);
+        if (groups == 2) {
+            add_slice<2>(sum, lhs, rhs);
+        } else if (groups == 1) {
+            add_slice<1>(sum, lhs, rhs);
+        }
+        lhs += to_next;
+        rhs += to_next;
+        to_next = -to_next;
+    }
+
+    float* head = out + (long long)blockIdx.y * T * T;
+    if (T % 4 == 0) {
+        store<true>(head, sum, tile_i + row0 + ty, tile_j + column0 + 4 * tx, T);
+    } else {
+        store<false>(head, sum, tile_i + row0 + ty, tile_j + column0 + 4 * tx, T);
+    }
+}

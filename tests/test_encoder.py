@@ -1,0 +1,210 @@
+"""The positional encoder: every variant, on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, reference
+from gpt2block.operations.encoder import FILE, OPERATION, grid
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+VARIANTS = [variant.name for variant in OPERATION.variants]
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
+on_every_kernel = pytest.mark.parametrize("where", [*CPU, GPU])
+on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
+few = settings(max_examples=6)
+
+
+def tables(V: int, n_ctx: int, C: int) -> tuple[Array, Array]:
+    rng = np.random.default_rng(V)
+    wte, wpe = (rng.standard_normal((n, C)) + 0.5 for n in (V, n_ctx))
+    return wte.astype(np.float32), wpe.astype(np.float32)
+
+
+def random_ids(V: int, *shape: int) -> Array:
+    return np.random.default_rng(sum(shape)).integers(V, size=shape, dtype=np.int32)
+
+
+def evaluate(
+    where: str, variant: str, ids: Array, wte: Array, wpe: Array, block: int | None = None
+) -> Array:
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    if where == "numpy":
+        return np.asarray(reference.encoder(ids, wte, wpe))
+    if where == "gpu":
+        return on_gpu(variant, ids, wte, wpe, block)
+    if problem := loader.missing():
+        pytest.skip(problem)
+    (V, C), T = wte.shape, ids.shape[-1]
+    out = np.full((*ids.shape, C), np.nan, np.float32)
+    chosen = OPERATION.variant(variant)
+    block = block or chosen.block
+    order: Any = where.removeprefix("cpu-")
+    args = [ids, wte, wpe, out, ids.size, T, C, V]
+    blocks = grid(chosen, ids.size, C, block)
+    loader.run(FILE, chosen.kernels[0], blocks, (block,), args, order=order)
+    return out
+
+
+def on_gpu(variant: str, ids: Array, wte: Array, wpe: Array, block: int | None = None) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _encoder  # noqa: PLC0415
+
+    results: list[Array] = []
+    for _ in range(2):
+        out = cupy.full((*ids.shape, wte.shape[1]), np.nan, cupy.float32)
+        inputs = tuple(map(cupy.asarray, (ids, wte, wpe)))
+        results.append(_encoder.bind(inputs, out, variant=variant, block=block).run().get())
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+def test_reference_against_a_loop_by_hand() -> None:
+    wte, wpe = tables(11, 9, 3)
+    ids = random_ids(11, 2, 7)
+    got = reference.encoder(ids, wte, wpe)
+    for b in range(2):
+        for t in range(7):
+            for c in range(3):
+                assert got[b, t, c] == wte[ids[b, t], c] + wpe[t, c]
+
+
+@on_every_backend
+@on_every_variant
+@few
+@given(
+    B=st.integers(1, 5),
+    T=st.integers(1, 17),
+    C=st.sampled_from([4, 48, 124, 132]),
+    V=st.integers(1, 40),
+)
+@example(B=2, T=3, C=768, V=7)
+@example(B=1, T=2, C=1600, V=7)
+def test_every_variant(where: str, variant: str, B: int, T: int, C: int, V: int) -> None:
+    """One addition an element: the same bits as NumPy."""
+    wte, wpe = tables(V, T + 2, C)
+    ids = random_ids(V, B, T)
+    got = evaluate(where, variant, ids, wte, wpe)
+    np.testing.assert_array_equal(got, wte[ids] + wpe[:T])
+
+
+@on_every_backend
+@pytest.mark.parametrize("C", [1, 3, 50])
+def test_any_number_of_channels(where: str, C: int) -> None:
+    wte, wpe = tables(20, 6, C)
+    ids = random_ids(20, 3, 6)
+    np.testing.assert_array_equal(evaluate(where, "1", ids, wte, wpe), wte[ids] + wpe)
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("block", [32, 64, 1024])
+def test_block_sizes_and_one_sequence(where: str, variant: str, block: int) -> None:
+    wte, wpe = tables(20, 40, 20)
+    ids = random_ids(20, 33)
+    got = evaluate(where, variant, ids, wte, wpe, block)
+    np.testing.assert_array_equal(got, wte[ids] + wpe[:33])
+
+
+@on_every_kernel
+@on_every_variant
+@pytest.mark.parametrize("wrong", [-1, 20, 2**31 - 1, -(2**31)])
+def test_an_id_without_a_row_becomes_nan(where: str, variant: str, wrong: int) -> None:
+    wte, wpe = tables(20, 6, 48)
+    ids = random_ids(20, 3, 6)
+    expected = wte[ids] + wpe
+    expected[1, 4] = np.nan
+    ids[1, 4] = wrong
+    np.testing.assert_array_equal(evaluate(where, variant, ids, wte, wpe), expected)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+def test_the_documented_size() -> None:
+    ids, wte, wpe = OPERATION.make(OPERATION.sizes, np.random.default_rng(0))
+    expected = wte[ids] + wpe
+    for variant in OPERATION.variants:
+        for block in variant.blocks:
+            got = on_gpu(variant.name, ids, wte, wpe, block)
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_the_op(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    wte, wpe = tables(20, 6, 48)
+    ids = random_ids(20, 2, 5)
+    expected = wte[ids] + wpe[:5]
+    on_device = cp.asarray(wte), cp.asarray(wpe)
+    for given_ids in (ids, ids.astype(np.int64), ids.tolist(), cp.asarray(ids)):
+        np.testing.assert_array_equal(ops.encoder(given_ids, *on_device).get(), expected)
+    for variant in VARIANTS:
+        got = ops.encoder(ids[0], *on_device, variant=variant, block=64)
+        np.testing.assert_array_equal(got.get(), expected[0])
+    np.testing.assert_array_equal(
+        ops.encoder(cp.asarray(ids).T, *on_device).get(), wte[ids.T] + wpe[:2]
+    )
+
+
+@pytest.mark.gpu
+def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    wte, wpe = tables(20, 6, 48)
+    ids = random_ids(20, 2, 5)
+    moved = cp.asarray(np.append(np.float32(0), wte))[1:].reshape(wte.shape)
+    assert moved.data.ptr % 16
+    got = ops.encoder(ids, moved, cp.asarray(wpe)).get()
+    np.testing.assert_array_equal(got, wte[ids] + wpe[:5])
+    for variant in (2, 3):
+        with pytest.raises(InputError, match="rows that start on 16 bytes: use variant 1"):
+            ops.encoder(ids, moved, cp.asarray(wpe), variant=variant)
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    wte, wpe = (cp.zeros((n, 48), "float32") for n in (20, 6))
+    ids = np.zeros((2, 5), np.int32)
+    beyond, negative = ids.copy(), [3, -1, 20]
+    beyond[1, 2] = 20
+    odd = cp.zeros((20, 5), "float32")
+    for args, options, message in (
+        ((beyond, wte, wpe), {}, r"ids: id 20 at \(1, 2\): expected 0 to 19"),
+        ((negative, wte, wpe), {}, r"ids: id -1 at 1: expected 0 to 19"),
+        ((ids.astype(float), wte, wpe), {}, "ids: expected integers, got float64"),
+        ((np.zeros((2, 0), int), wte, wpe), {}, "ids: expected at least one element"),
+        ((cp.zeros((2, 5), "int64"), wte, wpe), {}, "ids: expected int32, got int64"),
+        ((np.zeros(7, int), wte, wpe), {}, "ids: 7 positions, but wpe has 6 rows"),
+        ((ids, wte, cp.zeros((6, 47), "float32")), {}, r"wpe: expected shape \(6, 48\)"),
+        ((ids, wte.get(), wpe), {}, "wte: expected a CuPy array, got ndarray"),
+        ((ids, wte[0], wpe), {}, "wte: expected two axes"),
+        ((ids, odd, odd), {"variant": 3}, "variant 3: expected C to be a multiple of 4, got 5"),
+        ((ids, wte, wpe), {"variant": 7}, "unknown variant 7: expected one of 1, 2, 3"),
+        ((ids, wte, wpe), {"block": 33}, "block size 33: expected one of 32, 64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.encoder(*args, **options)

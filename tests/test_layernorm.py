@@ -1,0 +1,694 @@
+"""The LayerNorm ladder on the CPU and on the GPU, each rung held to its own variance formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, KernelError, kernels, reference
+from gpt2block.kernels import STORAGE, Parameter, Signature
+from gpt2block.operations.layernorm import (
+    BLOCKS,
+    KEPT,
+    KEPT_BY_MOST,
+    OPERATION,
+    RowShape,
+    row_shape,
+)
+from tests import plain
+from tests.cpu_cuda import ORDERS, ShimError, Source, loader, missing, run
+
+Array = NDArray[Any]
+Outputs = tuple[Array, Array, Array]  # out, mean, rstd
+VARIANTS = tuple(variant.name for variant in OPERATION.variants)
+ONE_PASS = ("4", "5")  # var = E[x²] - E[x]²
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+EPS = 1e-5
+few = settings(max_examples=6)
+on_the_cpu = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> Array:
+    values = np.random.default_rng(seed).standard_normal(shape) + 0.5
+    return values.astype(DTYPES[dtype])
+
+
+def inputs(rows: int, C: int, dtype: str = "float32") -> tuple[Array, Array, Array]:
+    return normal(0, rows, C, dtype=dtype), normal(1, C, dtype=dtype), normal(2, C, dtype=dtype)
+
+
+# --- the NumPy meaning, and the rule --------------------------------------------------------------
+
+
+def test_the_reference_against_a_loop() -> None:
+    x = normal(0, 2, 3, 5).astype(np.float64)
+    mean, rstd = reference.layernorm_stats(x, 1e-3)
+    for i in np.ndindex(2, 3):
+        m = math.fsum(x[i]) / 5
+        var = math.fsum((v - m) ** 2 for v in x[i]) / 5
+        assert mean[i] == pytest.approx(m, rel=1e-14)
+        assert rstd[i] == pytest.approx(1 / math.sqrt(var + 1e-3), rel=1e-14)
+
+
+def test_the_reference_agrees_with_layernorm() -> None:
+    x, gamma, beta = (a.astype(np.float64) for a in inputs(7, 48))
+    mean, rstd = reference.layernorm_stats(x)
+    expected = (x - mean[:, None]) * rstd[:, None] * gamma + beta
+    np.testing.assert_allclose(reference.layernorm(x, gamma, beta), expected, rtol=1e-13)
+
+
+def exact(x: Array, gamma: Array, beta: Array, eps: float = EPS) -> Array:
+    """The reference in float64."""
+    wide = [a.astype(np.float64) for a in (x, gamma, beta)]
+    return reference.layernorm(wide[0], wide[1], wide[2], eps)
+
+
+def plain_stats(x: Array, eps: float, one_pass: bool) -> tuple[Array, Array]:
+    """mean and rstd by sequential float32 sums, with the variance formula asked for."""
+    x, C = x.astype(np.float32), np.float32(x.shape[-1])
+    mean = plain.running_sum(x) / C
+    if one_pass:
+        var = np.maximum(plain.running_sum(x * x) / C - mean * mean, np.float32(0))
+    else:
+        var = plain.running_sum((x - mean) * (x - mean)) / C
+    return mean[..., 0], (1 / np.sqrt(var + np.float32(eps)))[..., 0]
+
+
+def assert_right(
+    variant: str, got: Outputs, x: Array, gamma: Array, beta: Array, eps: float = EPS
+) -> None:
+    """Each output errs at most twice as much as the plain evaluation in the same storage dtype."""
+    mean, rstd = plain_stats(x, eps, variant in ONE_PASS)
+    wide_x, wide_gamma, wide_beta = (a.astype(np.float32) for a in (x, gamma, beta))
+    expected = (wide_x - mean[..., None]) * rstd[..., None] * wide_gamma + wide_beta
+    truth = exact(x, gamma, beta, eps)
+    stored = expected.astype(x.dtype).astype(np.float32)
+    assert got[0].dtype == x.dtype
+    plain.assert_as_accurate(got[0].astype(np.float32), truth, stored)
+    true_mean, true_rstd = reference.layernorm_stats(x.astype(np.float64), eps)
+    plain.assert_as_accurate(got[1], true_mean, mean)
+    # rsqrtf may err by 2 units in the last place (CUDA's manual), a square root by half a unit.
+    limit = 2 * np.abs(rstd - true_rstd).max() + 2 * np.spacing(np.float32(true_rstd.max()))
+    assert np.abs(got[2] - true_rstd).max() <= limit
+
+
+# --- how kernel 6 shares out a row ----------------------------------------------------------------
+
+
+@given(C=st.integers(1, 70000), itemsize=st.sampled_from([2, 4]), power=st.integers(1, 8))
+@example(C=768, itemsize=4, power=4)
+@example(C=24576, itemsize=2, power=4)
+@example(C=24577, itemsize=2, power=4)
+def test_a_row_is_shared_out_whole(C: int, itemsize: int, power: int) -> None:
+    alignment = max(itemsize, 2**power)
+    width, threads, vectors = row_shape(C, itemsize, alignment)
+    assert C % width == 0
+    assert width * itemsize <= min(16, alignment)
+    assert threads in (1, 2, 4, 8, 16) or (threads % 32 == 0 and threads <= 1024)
+    if vectors:
+        step = threads * width
+        assert (vectors - 1) * step < C <= vectors * step  # only the last vector can be outside
+        assert vectors * width <= KEPT
+    else:
+        assert threads * KEPT_BY_MOST < C
+        assert threads == 1024
+
+
+@pytest.mark.parametrize(
+    ("C", "itemsize", "alignment", "shape"),
+    [
+        (768, 4, 16, (4, 32, 6)),
+        (768, 2, 16, (8, 32, 3)),
+        (768, 4, 8, (2, 32, 12)),
+        (769, 4, 16, (1, 32, 25)),
+        (48, 4, 16, (4, 16, 1)),
+        (1600, 4, 16, (4, 64, 7)),
+        (24576, 4, 16, (4, 1024, 6)),
+        (24580, 2, 16, (4, 1024, 0)),
+        (50257, 4, 16, (1, 1024, 0)),
+    ],
+)
+def test_the_shape_of_a_row(
+    C: int, itemsize: int, alignment: int, shape: tuple[int, int, int]
+) -> None:
+    assert row_shape(C, itemsize, alignment) == shape
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+def poisoned(*shape: int, dtype: str = "float32") -> Array:
+    return np.full(shape, np.nan, DTYPES[dtype])
+
+
+def on_shim(
+    variant: str,
+    arrays: tuple[Array, Array, Array],
+    *,
+    order: loader.Order = "forward",
+    block: int = 64,
+    eps: float = EPS,
+    shape: RowShape | None = None,
+    source: Source | None = None,
+) -> Outputs:
+    """A variant on the CPU with the grids of gpt2block.ops; `block` is a multiple of 32."""
+    x, gamma, beta = arrays
+    N, C = x.shape
+    out, mean, rstd = poisoned(N, C, dtype=x.dtype.name), poisoned(N), poisoned(N)
+    chosen = OPERATION.variant(variant)
+    every = [x, gamma, beta, out, mean, rstd]
+    launches: list[tuple[tuple[int, ...], list[Any]]]
+    defines: kernels.Defines = () if variant in "34" else (("LN_BLOCK", block),)
+    if variant == "6":
+        width, threads, vectors = shape or row_shape(C, x.dtype.itemsize)
+        block = max(block, threads)
+        rows = block // threads
+        defines = (
+            ("LN_WIDTH", width),
+            ("LN_THREADS", threads),
+            ("LN_VECTORS", vectors),
+            ("LN_ROWS", rows),
+        )
+        launches = [((-(-N // rows),), [*every, eps, N, C])]
+    elif variant == "2":
+        launches = [
+            ((N,), [x, mean, C]),
+            ((N,), [x, mean, rstd, eps, C]),
+            ((N, -(-C // block)), [x, mean, rstd, gamma, beta, out, C]),
+        ]
+    elif variant == "5":
+        launches = [((N,), [*every, eps, C])]
+    else:
+        rows = block if variant == "1" else block // 32
+        launches = [((-(-N // rows),), [*every, eps, N, C])]
+    for kernel, (grid, args) in zip(chosen.kernels, launches, strict=True):
+        storage = x.dtype.name
+        file = source or chosen.file
+        run(file, kernel, grid, (block,), args, order=order, defines=defines, storage=storage)
+    return out, mean, rstd
+
+
+@on_the_cpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("variant", VARIANTS[:5])
+@few
+@given(rows=st.integers(1, 9), C=st.sampled_from([1, 3, 31, 48, 64, 65, 95, 130]))
+@example(rows=2, C=768)
+def test_the_documents_kernels(variant: str, order: loader.Order, rows: int, C: int) -> None:
+    arrays = inputs(rows, C)
+    assert_right(variant, on_shim(variant, arrays, order=order), *arrays)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("variant", VARIANTS[:5])
+def test_another_block_size(variant: str) -> None:
+    arrays = inputs(5, 300)
+    assert_right(variant, on_shim(variant, arrays, block=256, order="shuffled"), *arrays)
+
+
+# dtype, rows, C and how a row is shared out; None: as the op does it
+SHARED: list[tuple[str, int, int, RowShape | None]] = [
+    ("float32", 5, 768, None),
+    ("float32", 9, 48, None),  # 16 threads a row, four of them idle
+    ("float32", 3, 37, None),  # one element a load
+    ("float32", 5, 300, RowShape(4, 64, 2)),  # two warps a row, the second vector not full
+    ("float16", 3, 300, RowShape(4, 32, 0)),  # read again
+    ("bfloat16", 3, 768, None),
+]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("dtype", "rows", "C", "shape"), SHARED)
+def test_rows_in_registers(
+    dtype: str, rows: int, C: int, shape: RowShape | None, order: loader.Order
+) -> None:
+    arrays = inputs(rows, C, dtype)
+    assert_right("6", on_shim("6", arrays, block=128, order=order, shape=shape), *arrays)
+
+
+@on_the_cpu
+def test_null_pointers_skip_the_statistics() -> None:
+    x, gamma, beta = inputs(5, 768)
+    width, threads, vectors = row_shape(768, 4)
+    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
+    defines = tuple(zip(names, (width, threads, vectors, 4), strict=True))
+    out = poisoned(5, 768)
+    args = [x, gamma, beta, out, None, None, EPS, 5, 768]
+    run("layernorm_rows.cu", "layernorm_forward_kernel6", (2,), (128,), args, defines=defines)
+    np.testing.assert_array_equal(out, on_shim("6", (x, gamma, beta), block=128)[0])
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("variant", "barriers", "nth"), [("5", 2, 0), ("5", 2, 1), ("6", 1, 0)])
+def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
+    file, barrier = OPERATION.variant(variant).file, "__syncthreads();"
+    parts = kernels.read_source(file).split(barrier)
+    assert len(parts) == barriers + 1
+    source = Source(
+        file, barrier.join(parts[: nth + 1]) + barrier.join(["", *parts[nth + 1 :]])[len(barrier) :]
+    )
+    arrays, shape = inputs(2, 300), RowShape(4, 64, 2)
+    right = on_shim(variant, arrays, shape=shape)
+
+    def differs(order: loader.Order) -> bool:
+        try:
+            got = on_shim(variant, arrays, shape=shape, order=order, source=source)
+        except ShimError:
+            return True
+        return any((a != b).any() for a, b in zip(got, right, strict=True))
+
+    assert any(differs(order) for order in ORDERS)
+
+
+# --- on both --------------------------------------------------------------------------------------
+
+
+def on_gpu(
+    variant: str, arrays: tuple[Array, Array, Array], *, block: int | None = None, eps: float = EPS
+) -> Outputs:
+    """A variant bound to poisoned outputs, twice; the bits must be the same."""
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _layernorm  # noqa: PLC0415
+
+    results: list[Outputs] = []
+    x = arrays[0]
+    for _ in range(2):
+        on_device = tuple(cupy.asarray(a) for a in arrays)
+        out, mean, rstd = (
+            cupy.asarray(poisoned(*shape, dtype=dtype))
+            for shape, dtype in ((x.shape, x.dtype.name), *[(x.shape[:-1], "float32")] * 2)
+        )
+        bound = _layernorm.bind(
+            on_device, out, eps=eps, variant=variant, block=block, mean=mean, rstd=rstd
+        )
+        assert bound.run() is out
+        results.append((out.get(), mean.get(), rstd.get()))
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(first, second)
+    return results[0]
+
+
+Run = Callable[..., Outputs]
+on_both = pytest.mark.parametrize(
+    "run_on",
+    [
+        pytest.param(on_shim, id="cpu", marks=on_the_cpu),
+        pytest.param(on_gpu, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+
+
+@on_both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_large_mean(run_on: Run, variant: str) -> None:
+    """E[x²] - E[x]² has lost its digits where the variance around the mean has not."""
+    x, gamma, beta = inputs(16, 48)
+    x = (1000 + 0.1 * x).astype(np.float32)
+    got = run_on(variant, (x, gamma, beta))
+    if variant not in ONE_PASS:
+        assert_right(variant, got, x, gamma, beta)
+        return
+    truth = exact(x, gamma, beta)
+    error = np.abs(got[0] - truth).max()
+    two_pass = np.abs(plain.layernorm(x, gamma, beta) - truth).max()
+    assert np.isfinite(got[0]).all()
+    assert error > 20 * (2 * two_pass + plain.rounding(truth))
+
+
+@on_both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_constant_rows(run_on: Run, variant: str) -> None:
+    """Rounding makes some of these variances negative in one pass; none may become NaN."""
+    constants = 1e4 + 0.37 * np.arange(20)
+    x = np.repeat(constants[:, None], 48, axis=1).astype(np.float32)
+    out, mean, rstd = run_on(variant, (x, normal(1, 48), normal(2, 48)))
+    np.testing.assert_allclose(mean, x[:, 0], rtol=1e-6)
+    assert np.isfinite(out).all()
+    assert (rstd > 0).all()
+    assert (rstd <= 1.000001 / math.sqrt(EPS)).all()
+
+
+@on_the_cpu
+@pytest.mark.parametrize("variant", ONE_PASS)
+def test_constant_rows_need_the_clamp(variant: str) -> None:
+    source = Source.shipped(OPERATION.variant(variant).file)
+    source = source.edited("if (var < 0.0f) var = 0.0f;", "")
+    x = np.repeat((1e4 + 0.37 * np.arange(20))[:, None], 48, axis=1).astype(np.float32)
+    rstd = on_shim(variant, (x, normal(1, 48), normal(2, 48)), source=source)[2]
+    assert np.isnan(rstd).any()
+
+
+@on_both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nan_stays_in_its_row_and_eps_counts(run_on: Run, variant: str) -> None:
+    x, gamma, beta = inputs(3, 48)
+    x[1, 7] = np.nan
+    out, mean, rstd = run_on(variant, (x, gamma, beta), eps=0.5)
+    for result in (out[:, 0], mean, rstd):
+        assert np.isnan(result).tolist() == [False, True, False]
+    rows = [0, 2]
+    kept = (out[rows], mean[rows], rstd[rows])
+    assert_right(variant, kept, x[rows], gamma, beta, eps=0.5)
+
+
+# --- the CPU's stand-ins for CUDA's headers -------------------------------------------------------
+
+PROBES = Source(
+    "layernorm_probes.cu",
+    """
+#include <cooperative_groups.h>
+#include <cooperative_groups/reduce.h>
+namespace cg = cooperative_groups;
+
+extern "C" __global__ void ranks(int* x) {  // (blockDim, 5)
+    const cg::thread_block block = cg::this_thread_block();
+    const cg::thread_block_tile<8> tile = cg::tiled_partition<8>(block);
+    int* row = x + 5 * block.thread_rank();
+    row[0] = tile.thread_rank();
+    row[1] = tile.meta_group_rank();
+    row[2] = tile.meta_group_size();
+    row[3] = tile.size();
+    row[4] = block.size();
+}
+
+extern "C" __global__ void sums(float* x) {
+    const cg::thread_block_tile<8> tile = cg::tiled_partition<8>(cg::this_thread_block());
+    x[threadIdx.x] = cg::reduce(tile, x[threadIdx.x], cg::plus<float>());
+}
+
+extern "C" __global__ void some_reduce(float* x) {
+    const cg::thread_block_tile<8> tile = cg::tiled_partition<8>(cg::this_thread_block());
+    if (tile.thread_rank() < 3) return;
+    if (tile.thread_rank() < 5) x[0] = cg::reduce(tile, 1.0f, cg::plus<float>());
+    __syncthreads();
+}
+
+extern "C" __global__ void hints(const float* from, float* to) { __stcs(to, __ldcs(from)); }
+""",
+)
+
+
+@on_the_cpu
+def test_groups_know_their_threads() -> None:
+    ranks = np.zeros((24, 5), np.int32)
+    run(PROBES, "ranks", (1,), (6, 4), [ranks])
+    i = np.arange(24)
+    expected = np.stack([i % 8, i // 8, *(np.full(24, n) for n in (3, 8, 24))], axis=1)
+    np.testing.assert_array_equal(ranks, expected)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_reduction_over_a_group(order: loader.Order) -> None:
+    x = np.arange(32, dtype=np.float32)
+    run(PROBES, "sums", (1,), (32,), [x], order=order)
+    np.testing.assert_array_equal(x, np.arange(32).reshape(4, 8).sum(1).repeat(8))
+
+
+@on_the_cpu
+def test_a_group_that_diverges_is_named() -> None:
+    with pytest.raises(ShimError, match=r"divergent barrier in some_reduce.*layernorm_probes\.cu"):
+        run(PROBES, "some_reduce", (1,), (32,), [poisoned(1)])
+    to = poisoned(1)
+    run(PROBES, "hints", (1,), (1,), [normal(0, 1), to])
+    assert to == normal(0, 1)
+
+
+HALVES = Source(
+    "layernorm_halves.cu",
+    """
+#if defined(STORAGE_BF16)
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 T;
+#define WIDEN __bfloat162float
+#define NARROW __float2bfloat16_rn
+#else
+#include <cuda_fp16.h>
+typedef __half T;
+#define WIDEN __half2float
+#define NARROW __float2half_rn
+#endif
+
+extern "C" __global__ void widen(const T* from, float* to, int n) {
+    for (int i = 0; i < n; ++i) to[i] = WIDEN(from[i]);
+}
+
+extern "C" __global__ void narrow(const float* from, T* to, int n) {
+    for (int i = 0; i < n; ++i) to[i] = NARROW(from[i]);
+}
+""",
+)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_converts_as_numpy_does(dtype: str) -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])
+    wide = poisoned(2**16)
+    run(HALVES, "widen", (1,), (1,), [every, wide, wide.size], storage=dtype)
+    np.testing.assert_array_equal(wide, every.astype(np.float32))
+
+    finite = every.astype(np.float32)[np.isfinite(every.astype(np.float32))]
+    between = (finite[:-1] / 2 + finite[1:] / 2).astype(np.float32)  # half way: to even
+    bits = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.uint32)
+    floats = np.concatenate(
+        [wide, between, np.nextafter(between, np.float32(9)), bits.view(np.float32)]
+    )
+    narrow = poisoned(floats.size, dtype=dtype)
+    run(HALVES, "narrow", (1,), (1,), [floats, narrow, floats.size], storage=dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = floats.astype(DTYPES[dtype])
+    same = (narrow.view(np.uint16) == expected.view(np.uint16)) | (
+        np.isnan(narrow) & np.isnan(expected)
+    )
+    assert same.all()
+
+
+# --- the launch -----------------------------------------------------------------------------------
+
+
+class DeviceArray:
+    """As much of a CuPy array as a launch looks at."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.data = type("Memory", (), {"ptr": 4096})()
+
+
+def test_storage_types_are_checked() -> None:
+    signature = Signature("f.cu", "f", (Parameter("T*", "x"), Parameter("float*", "mean")))
+    single, half = DeviceArray(np.float32), DeviceArray(ml_dtypes.bfloat16)
+    assert kernels.typed_arguments(signature, (half, single), "bfloat16") == (4096, 4096)
+    assert kernels.typed_arguments(signature, (single, None)) == (4096, 0)
+    for args, storage, message in (
+        ((single, single), "bfloat16", r"T\* x, where T is bfloat16: got float32"),
+        ((half, single), "float16", r"T\* x, where T is float16: got bfloat16"),
+        ((half, half), "bfloat16", r"float\* mean: got bfloat16"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.typed_arguments(signature, args, storage)
+
+
+@on_the_cpu
+def test_the_cpu_checks_storage_types_too() -> None:
+    with pytest.raises(ShimError, match=r"T\* from, where T is float16: expected .* of float16"):
+        run(HALVES, "widen", (1,), (1,), [normal(0, 4), poisoned(4), 4], storage="float16")
+
+
+def test_the_operation_describes_its_kernels() -> None:
+    for variant in OPERATION.variants:
+        assert set(variant.kernels) <= set(kernels.signatures(variant.file))
+        assert variant.block in variant.blocks
+    sizes = {"B": 2, "T": 3, "C": 5}
+    x, gamma, beta = OPERATION.make(sizes, np.random.default_rng(0))
+    assert (x.shape, gamma.shape, beta.shape) == ((2, 3, 5), (5,), (5,))
+    assert {a.dtype.name for a in (x, gamma, beta)} == {"float32"}
+    assert OPERATION.traffic(sizes) == 240
+    with pytest.raises(InputError, match="unknown variant 7: expected one of 1, 2, 3, 4, 5, 6"):
+        OPERATION.variant(7)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("C", [3, 768, 1024, 16384, 24575, 24576, 50000])
+def test_rows_compile_without_spills(dtype: str, C: int, arch: str) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    width, threads, vectors = row_shape(C, np.dtype(DTYPES[dtype]).itemsize)
+    defines = (
+        *STORAGE[dtype],
+        ("LN_WIDTH", width),
+        ("LN_THREADS", threads),
+        ("LN_VECTORS", vectors),
+        ("LN_ROWS", max(1, 128 // threads)),
+    )
+    log = kernels.compile_for("layernorm_rows.cu", arch, defines).log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "warning" not in log
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ((("LN_WIDTH", 8),), "16 bytes"),
+        ((("LN_WIDTH", 3),), "16 bytes"),
+        ((("LN_THREADS", 24),), "or a multiple of 32"),
+        ((("LN_THREADS", 8), ("LN_ROWS", 3)), "whole warps"),
+    ],
+)
+def test_constants_that_make_no_sense_do_not_compile(
+    constants: kernels.Defines, message: str
+) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    with pytest.raises(KernelError, match=message):
+        kernels.compile_for("layernorm_rows.cu", "sm_80", constants)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "C", [1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 20000, 24576, 24580, 50257]
+)
+def test_widths(variant: str, C: int) -> None:
+    arrays = inputs(5 if C > 2000 else 33, C)
+    assert_right(variant, on_gpu(variant, arrays), *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "C", [1, 2, 3, 7, 48, 100, 768, 769, 1024, 1600, 4096, 24576, 24580, 50257]
+)
+def test_half_precision(dtype: str, C: int) -> None:
+    arrays = inputs(5 if C > 2000 else 33, C, dtype)
+    assert_right("6", on_gpu("6", arrays), *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_block_size(variant: str) -> None:
+    arrays = inputs(1030, 768)
+    for block in BLOCKS:
+        assert_right(variant, on_gpu(variant, arrays, block=block), *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_documented_size(variant: str) -> None:
+    x, gamma, beta = OPERATION.make(OPERATION.sizes, np.random.default_rng(0))
+    assert_right(variant, on_gpu(variant, (x, gamma, beta)), x, gamma, beta)
+
+
+@pytest.mark.gpu
+def test_many_rows(cp: ModuleType) -> None:
+    """More than 2³¹ elements: equal rows must give equal results to the last one."""
+    from gpt2block import ops  # noqa: PLC0415
+
+    row, gamma, beta = inputs(1, 768)
+    x = cp.empty((2_800_000, 768), "float32")
+    x[:] = cp.asarray(row)
+    for variant in VARIANTS:
+        out = ops.layernorm(x, cp.asarray(gamma), cp.asarray(beta), variant=variant)
+        assert bool((out == out[0]).all()), variant
+        assert bool(cp.isfinite(out[0]).all()), variant
+
+
+@pytest.mark.gpu
+def test_the_public_function(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    arrays = tuple(cp.asarray(a) for a in inputs(6, 96))
+    x, gamma, beta = arrays
+    ten_step = ops.BINDERS["layernorm"](arrays, eps=EPS).run()
+    np.testing.assert_array_equal(ops.layernorm(x, gamma, beta).get(), ten_step.get())
+    for variant in (None, *VARIANTS):
+        out, mean, rstd = ops.layernorm(
+            x.reshape(2, 3, 96), gamma, beta, variant=variant, stats=True
+        )
+        assert (out.shape, mean.shape, rstd.shape) == ((2, 3, 96), (2, 3), (2, 3))
+        alone = ops.layernorm(x, gamma, beta, variant=variant or 6)
+        np.testing.assert_array_equal(alone.get(), out.get().reshape(6, 96))
+    half = tuple(a.astype("float16") for a in arrays)
+    assert ops.layernorm(*half).dtype == cp.float16
+    every_second = ops.layernorm(x[::2], gamma, beta, variant=6)
+    np.testing.assert_array_equal(
+        every_second.get(), ops.layernorm(x, gamma, beta, variant=6).get()[::2]
+    )
+    single = ops.layernorm(x[0], gamma, beta, variant=3)
+    assert single.shape == (96,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_start_anywhere(cp: ModuleType, dtype: str, offset: int) -> None:
+    """Narrower loads where x, gamma or beta is not aligned to 16 bytes."""
+    from gpt2block.ops import _layernorm  # noqa: PLC0415
+
+    arrays = inputs(5, 768, dtype)
+    moved = []
+    for array in arrays:
+        memory = cp.zeros(array.size + offset, array.dtype)
+        memory[offset:] = cp.asarray(array).ravel()
+        moved.append(memory[offset:].reshape(array.shape))
+    bound = _layernorm.bind(tuple(moved), eps=EPS, variant=6)
+    bound.run()
+    got = (bound.out.get(), bound.extra[0].get(), bound.extra[1].get())
+    assert_right("6", got, *arrays)
+
+
+@pytest.mark.gpu
+def test_wrong_arguments_are_refused(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _layernorm  # noqa: PLC0415
+
+    x, gamma, beta = (cp.asarray(a) for a in inputs(4, 4096))
+    wide = cp.zeros((4, 4096))
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x, gamma, beta), {"variant": 7}, "unknown variant 7: expected one of 1, 2, 3, 4, 5, 6"),
+        ((x, gamma, beta), {"variant": 1, "block": 96}, "block size 96: expected one of 32, 64"),
+        ((x, gamma, beta), {"block": 64}, "block, mean and rstd need a variant"),
+        (
+            (x, gamma, beta),
+            {"variant": 6, "block": 64},
+            "a row of 4,096 channels takes 128 threads",
+        ),
+        ((x, gamma[:-1], beta), {"variant": 2}, r"gamma: expected shape \(4096,\)"),
+        ((wide, gamma, beta), {"variant": 6}, "x: expected float32, got float64"),
+        (
+            (x.astype("float16"), gamma, beta),
+            {"variant": 6},
+            "gamma: expected float16, got float32",
+        ),
+        ((x.astype("float16"), gamma, beta), {"variant": 5}, "x: expected float32, got float16"),
+        ((x.get(), gamma, beta), {"variant": 6}, "x: expected a CuPy array"),
+        ((x[:0], gamma, beta), {"variant": 6}, "at least one element"),
+    ]
+    for arguments, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            ops.layernorm(*arguments, **options)
+    with pytest.raises(InputError, match="do not work in place"):
+        _layernorm.bind((x, gamma, beta), x, eps=EPS, variant=3)
+    with pytest.raises(InputError, match=r"mean: expected shape \(4,\), got \(5,\)"):
+        _layernorm.bind((x, gamma, beta), eps=EPS, variant=3, mean=cp.zeros(5, "float32"))

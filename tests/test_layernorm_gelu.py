@@ -1,0 +1,402 @@
+"""LayerNorm and GELU in one kernel: every variant, on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.operations._rows import THREADS, VALUES, share
+from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
+from tests import plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+VARIANTS = [variant.name for variant in OPERATION.variants]
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
+on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
+few = settings(max_examples=5)
+H200 = 132  # multiprocessors
+
+
+def normal(seed: int, *shape: int) -> Array:
+    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
+
+
+def exact(
+    x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
+) -> Array:
+    gamma, beta = (None if a is None else a.astype(np.float64) for a in (gamma, beta))
+    return np.asarray(reference.layernorm_gelu(x.astype(np.float64), gamma, beta, eps))
+
+
+def evaluate(
+    where: str,
+    variant: str,
+    x: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    block: int | None = None,
+    sms: int = H200,
+) -> Array:
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    if where == "numpy":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(reference.layernorm_gelu(x, gamma, beta, eps))
+    if where == "gpu":
+        return on_gpu(variant, x, gamma, beta, eps=eps, block=block)
+    if problem := loader.missing():
+        pytest.skip(problem)
+    C = x.shape[-1]
+    rows = x.size // C
+    out = np.full_like(x, np.nan)
+    chosen = OPERATION.variant(variant)
+    affine = gamma is not None or beta is not None
+    how = geometry(chosen, rows, C, 1 if C % 4 else 4, sms, block, affine)
+    args = [x, out, gamma, beta, rows, eps] if variant == "rows" else [x, out, rows, C, eps]
+    order: Any = where.removeprefix("cpu-")
+    loader.run(
+        FILE,
+        how.kernel,
+        how.grid,
+        how.block,
+        args,
+        shared=how.shared,
+        defines=how.defines,
+        order=order,
+    )
+    return out
+
+
+def on_gpu(variant: str, *arrays: Array | None, eps: float, block: int | None) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _layernorm_gelu  # noqa: PLC0415
+
+    results = []
+    for _ in range(2):
+        inputs = tuple(None if a is None else cupy.asarray(a) for a in arrays)
+        out = cupy.full_like(inputs[0], np.nan)
+        bound = _layernorm_gelu.bind(inputs, out, eps=eps, variant=variant, block=block)
+        results.append(bound.run().get())
+    np.testing.assert_array_equal(results[0], results[1])
+    first: Array = results[0]
+    return first
+
+
+def sequential(variant: str, x: Array, *affine: Array | None, eps: float = 1e-5) -> Array:
+    """The plain float32 evaluation, with the variance formula of the variant."""
+    C = x.shape[-1]
+    gamma, beta = (
+        np.full(C, default, np.float32) if array is None else array
+        for array, default in zip((*affine, None, None), (1, 0), strict=False)
+    )
+    if variant != "optimized":
+        return np.asarray(plain.gelu(plain.layernorm(x, gamma, beta, eps)))
+    mean = plain.running_sum(x) / np.float32(C)
+    var = np.maximum(plain.running_sum(x * x) / np.float32(C) - mean * mean, np.float32(0))
+    return np.asarray(plain.gelu((x - mean) / np.sqrt(var + np.float32(eps))))
+
+
+def test_reference_against_a_loop_by_hand() -> None:
+    x, gamma, beta = (a.astype(np.float64) for a in (normal(0, 3, 7), normal(1, 7), normal(2, 7)))
+    expected = np.empty_like(x)
+    for row, out in zip(x, expected, strict=True):
+        mean = sum(row) / 7
+        var = sum((value - mean) ** 2 for value in row) / 7
+        for c, value in enumerate(row):
+            v = (value - mean) / math.sqrt(var + 1e-3) * gamma[c] + beta[c]
+            out[c] = 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    got = reference.layernorm_gelu(x, gamma, beta, 1e-3)
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+    without = reference.layernorm_gelu(x, eps=1e-3)
+    ones, zeros = np.ones(7), np.zeros(7)
+    np.testing.assert_array_equal(without, reference.layernorm_gelu(x, ones, zeros, 1e-3))
+
+
+@on_every_backend
+@on_every_variant
+@few
+@given(rows=st.integers(1, 33), C=st.sampled_from([1, 4, 33, 48, 250]))
+@example(rows=3, C=768)
+@example(rows=2, C=1600)  # the last of its warps have fewer values than the others
+def test_every_variant(where: str, variant: str, rows: int, C: int) -> None:
+    x = normal(rows, rows, C)
+    got = evaluate(where, variant, x)
+    plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+
+
+@pytest.mark.parametrize("where", CPU)
+@pytest.mark.parametrize(
+    ("rows", "C"),
+    [(5, 1024), (5, 768), (7, 48), (3, 1000), (2, 2052), (3, 41), (2, 1026)],
+)
+def test_rows_of_a_large_batch(where: str, rows: int, C: int) -> None:
+    """As on a GPU that is filled by few rows: a warp a row, many loads a thread."""
+    x, gamma, beta = normal(rows, rows, C), normal(1, C), normal(2, C)
+    got = evaluate(where, "rows", x, gamma, beta, sms=0)
+    plain.assert_as_accurate(got, exact(x, gamma, beta), sequential("rows", x, gamma, beta))
+
+
+@on_every_backend
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("block", [32, 64, 512])
+def test_block_sizes(where: str, variant: str, block: int) -> None:
+    x = normal(block, 3, 500)
+    got = evaluate(where, variant, x, block=block)
+    plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+
+
+@on_every_backend
+@pytest.mark.parametrize("which", ["both", "gamma", "beta"])
+@pytest.mark.parametrize("C", [48, 257, 1536])
+def test_gamma_and_beta(where: str, which: str, C: int) -> None:
+    x = normal(0, 2, 3, C)
+    gamma = None if which == "beta" else normal(1, C)
+    beta = None if which == "gamma" else normal(2, C)
+    got = evaluate(where, "rows", x, gamma, beta)
+    plain.assert_as_accurate(got, exact(x, gamma, beta), sequential("rows", x, gamma, beta))
+
+
+@on_every_backend
+@on_every_variant
+def test_eps_is_used(where: str, variant: str) -> None:
+    x = 1e-3 * normal(0, 3, 48)
+    got = evaluate(where, variant, x, eps=1e-2)
+    plain.assert_as_accurate(got, exact(x, eps=1e-2), sequential(variant, x, eps=1e-2))
+
+
+@on_every_backend
+@pytest.mark.parametrize("C", [48, 768, 1600])
+def test_a_large_mean(where: str, C: int) -> None:
+    x = 1e4 + normal(0, 3, C)
+    x = x.astype(np.float32)
+    for variant in ("baseline", "rows"):
+        got = evaluate(where, variant, x)
+        plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+    if where != "numpy":  # E[x^2] - E[x]^2 has lost every digit of a variance of 1
+        assert np.abs(evaluate(where, "optimized", x) - exact(x)).max() > 0.05
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("value", [0.0, 1e4, 12345.678])
+def test_a_constant_row(where: str, variant: str, value: float) -> None:
+    """The variance of E[x^2] - E[x]^2 may come out negative: never NaN."""
+    x = np.full((2, 100), value, np.float32)
+    got = evaluate(where, variant, x)
+    assert np.isfinite(got).all()
+    if variant == "rows":
+        assert np.abs(got).max() <= 4 * np.spacing(np.float32(value)) / math.sqrt(1e-5)
+
+
+@on_every_backend
+@on_every_variant
+def test_nan_and_infinity_stay_in_their_row(where: str, variant: str) -> None:
+    x = normal(0, 4, 768)
+    clean = evaluate(where, variant, x)
+    x[1, 700] = np.nan
+    x[2, 5] = np.inf
+    got = evaluate(where, variant, x)
+    assert np.isnan(got[1:3]).all()
+    np.testing.assert_array_equal(got[[0, 3]], clean[[0, 3]])
+
+
+@on_every_backend
+def test_gelu_far_from_zero(where: str) -> None:
+    """gamma 0 makes beta the argument of GELU; exp of it may overflow, the result must not."""
+    beta = np.array([-1e20, -1e4, -20, -5, -0.0, 1e-30, 5, 20, 1e4, 1e20, 0.5, -0.5], np.float32)
+    x = normal(0, 1, beta.size)
+    got = evaluate(where, "rows", x, np.zeros_like(beta), beta)
+    with np.errstate(over="ignore"):
+        truth = exact(x, np.zeros_like(beta), beta)
+    np.testing.assert_allclose(got, truth, rtol=1e-6, atol=1e-6)
+
+
+def test_the_error_of_gelu_by_exp2() -> None:
+    """In float32, with two units of the last place of exp2 and of the division against it."""
+    v = np.linspace(-32, 32, 200_001).astype(np.float32)
+    truth = reference.gelu(v.astype(np.float64))
+    f = np.float32
+    t = v * (f(-2.3022082) + f(-0.10294324) * (v * v))
+    with np.errstate(over="ignore"):
+        for wrong in (1 - 2**-22, 1, 1 + 2**-22):
+            power = (np.exp2(t.astype(np.float64)) * wrong).astype(np.float32)
+            quotient = v / (f(1) + power) * f(wrong)
+            assert np.abs(quotient - truth).max() < 1e-5
+            assert np.abs(quotient - truth)[np.abs(v) < 6].max() < 2e-6
+
+
+@pytest.mark.parametrize("where", CPU)
+@pytest.mark.parametrize("C", [48, 768])
+def test_rows_in_place(where: str, C: int) -> None:
+    x = normal(0, 9, C)
+    expected = evaluate(where, "rows", x)
+    chosen = OPERATION.variant("rows")
+    how = geometry(chosen, 9, C, 4, H200, None, False)
+    order: Any = where.removeprefix("cpu-")
+    args = [x, x, None, None, 9, 1e-5]
+    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    np.testing.assert_array_equal(x, expected)
+
+
+@given(
+    rows=st.integers(1, 10**6),
+    n=st.integers(1, VALUES * THREADS),
+    sms=st.integers(1, 200),
+)
+@settings(max_examples=200)
+def test_how_a_row_is_shared(rows: int, n: int, sms: int) -> None:
+    width = 1 if n % 4 else 4
+    shape = share(rows, n, width, sms)
+    assert shape.threads * shape.held * width >= n
+    assert (shape.threads - 1) * shape.held * width < n + 32 * VALUES
+    assert shape.held * width <= VALUES
+    assert shape.threads % 32 == 0 or 32 % shape.threads == 0
+    assert shape.rows == 1 or shape.threads <= 32
+    assert (shape.grid - 1) * shape.rows < rows <= shape.grid * shape.rows
+
+
+def test_the_shapes_of_the_documented_sizes() -> None:
+    def shape(rows: int, n: int) -> tuple[int, int]:
+        return share(rows, n, 4, H200)[:2]
+
+    assert shape(128, 768) == (192, 1)
+    assert shape(256, 1024) == (256, 1)
+    assert shape(256, 2048) == (256, 2)
+    assert shape(1024, 768) == (96, 2)
+    assert shape(1024, 1024) == (128, 2)
+    assert shape(65536, 1024) == (32, 8)
+
+
+def test_a_row_that_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"rows of 20,000 values: .* use another variant"):
+        share(3, 20_000, 4, H200)
+    with pytest.raises(InputError, match="32 threads hold 1,024: use a larger block"):
+        share(3, 1028, 4, H200, block=32)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(1, 16384), (1, 16383), (10**6, 1024), (10**6, 1023), (1, 1)]
+)
+def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    how = geometry(OPERATION.variant("rows"), rows, n, 1 if n % 4 else 4, H200, None, True)
+    log = kernels.compile_for(FILE, arch, how.defines).log
+    spills = [line for line in log.splitlines() if "spill" in line]
+    assert len(spills) == 3
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+DOCUMENTED = [(128, 768), (256, 768), (1024, 768), (128, 1024), (256, 1024), (1024, 1024)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["optimized", "rows"])
+@pytest.mark.parametrize(("rows", "C"), [*DOCUMENTED, (256, 2048), (8192, 1024)])
+def test_the_documented_sizes(variant: str, rows: int, C: int) -> None:
+    x = normal(rows, rows, C)
+    got = on_gpu(variant, x, eps=1e-5, block=None)
+    assert np.abs(got - exact(x)).max() <= 1e-5
+    plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", [768, 1021, 1024, 5120, 16384])
+def test_every_block_size(C: int) -> None:
+    x = normal(C, 77, C)
+    truth = exact(x)
+    for variant in OPERATION.variants:
+        expected = sequential(variant.name, x)
+        for block in variant.blocks:
+            if variant.name == "rows" and VALUES * block < C:
+                continue
+            got = on_gpu(variant.name, x, eps=1e-5, block=block)
+            plain.assert_as_accurate(got, truth, expected)
+
+
+@pytest.mark.gpu
+def test_the_op(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, gamma, beta = normal(0, 2, 30, 96), normal(1, 96), normal(2, 96)
+    on_device = cp.asarray(x)
+    for variant in VARIANTS:
+        got = ops.layernorm_gelu(on_device, variant=variant).get()
+        plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+    got = ops.layernorm_gelu(on_device, cp.asarray(gamma), cp.asarray(beta), 1e-3).get()
+    expected = sequential("rows", x, gamma, beta, eps=1e-3)
+    plain.assert_as_accurate(got, exact(x, gamma, beta, eps=1e-3), expected)
+    np.testing.assert_array_equal(on_device.get(), x)  # a new array each time
+
+
+@pytest.mark.gpu
+def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x = normal(0, 30, 96)
+    moved = cp.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
+    assert moved.data.ptr % 16
+    got = ops.layernorm_gelu(moved).get()
+    plain.assert_as_accurate(got, exact(x), sequential("rows", x))
+    transposed = cp.asarray(np.asfortranarray(x))
+    plain.assert_as_accurate(ops.layernorm_gelu(transposed).get(), exact(x), sequential("rows", x))
+
+
+@pytest.mark.gpu
+def test_in_place_on_the_gpu(cp: ModuleType) -> None:
+    from gpt2block.ops import _layernorm_gelu  # noqa: PLC0415
+
+    x = cp.asarray(normal(0, 300, 768))
+    expected = _layernorm_gelu.layernorm_gelu(x).get()
+    with pytest.raises(InputError, match="baseline does not work in place"):
+        _layernorm_gelu.bind((x,), x, variant="baseline")
+    _layernorm_gelu.bind((x,), x).run()
+    np.testing.assert_array_equal(x.get(), expected)
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, gamma = cp.zeros((3, 48), "float32"), cp.zeros(48, "float32")
+    wide = cp.zeros((1, 16388), "float32")
+    for args, options, message in (
+        ((x.get(),), {}, "x: expected a CuPy array, got ndarray"),
+        ((x.astype("float64"),), {}, "x: expected float32, got float64"),
+        ((x[:0],), {}, "at least one element"),
+        ((x, gamma[:47]), {}, r"gamma: expected shape \(48,\), got \(47,\)"),
+        ((x, None, x), {}, r"beta: expected shape \(48,\)"),
+        ((x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
+        ((x,), {"variant": "fastest"}, "unknown variant .* baseline, optimized, rows"),
+        ((x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256, 512"),
+        ((x,), {"block": 1024}, "block size 1024: expected one of 32"),
+        ((wide,), {}, "rows of 16,388 values: .* use another variant"),
+        ((wide,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.layernorm_gelu(*args, **options)
+    assert ops.layernorm_gelu(wide, variant="optimized").shape == wide.shape

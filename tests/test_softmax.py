@@ -1,0 +1,306 @@
+"""Softmax over rows: every variant, on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.operations.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from tests import plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+VARIANTS = [variant.name for variant in OPERATION.variants]
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
+on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
+few = settings(max_examples=4)
+H200 = 132  # multiprocessors
+
+
+def normal(seed: int, *shape: int) -> Array:
+    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
+
+
+def exact(x: Array, causal: bool = False) -> Array:
+    return np.asarray(reference.softmax(x.astype(np.float64), causal))
+
+
+def sequential(x: Array, causal: bool = False) -> Array:
+    """The plain float32 evaluation: one sum after the other."""
+    seen = np.tri(x.shape[-1], dtype=bool) if causal else np.ones(x.shape[-1], dtype=bool)
+    x = np.where(seen, x, np.float32(-np.inf))
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(weights / plain.running_sum(weights))
+
+
+def evaluate(
+    where: str,
+    variant: str,
+    x: Array,
+    causal: bool = False,
+    *,
+    block: int | None = None,
+    sms: int = H200,
+    in_place: bool = False,
+) -> Array:
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    if where == "numpy":
+        with np.errstate(invalid="ignore"):
+            return np.asarray(reference.softmax(x, causal))
+    if where == "gpu":
+        return on_gpu(variant, x, causal, block=block, in_place=in_place)
+    if problem := loader.missing():
+        pytest.skip(problem)
+    n = x.shape[-1]
+    rows = x.size // n
+    x = x.copy()
+    out = x if in_place else np.full_like(x, np.nan)
+    how = geometry(OPERATION.variant(variant), rows, n, 1 if n % 4 else 4, sms, block, causal)
+    order: Any = where.removeprefix("cpu-")
+    args = [x, out, rows, n]
+    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    return out
+
+
+def on_gpu(
+    variant: str | None, x: Array, causal: bool, *, block: int | None = None, in_place: bool = False
+) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _softmax  # noqa: PLC0415
+
+    results: list[Array] = []
+    for _ in range(2):
+        scores = cupy.asarray(x)
+        out = scores if in_place else cupy.full_like(scores, np.nan)
+        bound = _softmax.bind((scores,), out, causal=causal, variant=variant, block=block)
+        results.append(bound.run().get())
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+def test_reference_against_a_loop_by_hand() -> None:
+    x = normal(0, 2, 5, 5).astype(np.float64)
+    for causal in (False, True):
+        got = reference.softmax(x, causal)
+        for b in range(2):
+            for t in range(5):
+                seen = [math.exp(value) for value in x[b, t, : t + 1 if causal else 5]]
+                expected = [value / sum(seen) for value in seen] + [0.0] * (5 - len(seen))
+                np.testing.assert_allclose(got[b, t], expected, rtol=1e-14)
+
+
+@on_every_backend
+@on_every_variant
+@few
+@given(rows=st.integers(1, 33), n=st.integers(1, 300))
+@example(rows=2, n=1024)
+@example(rows=3, n=1001)
+def test_every_variant(where: str, variant: str, rows: int, n: int) -> None:
+    x = 3 * normal(rows, rows, n)
+    got = evaluate(where, variant, x)
+    plain.assert_as_accurate(got, exact(x), sequential(x))
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("T", [1, 7, 60, 132])
+def test_causal(where: str, variant: str, T: int) -> None:
+    x = 3 * normal(T, 2, T, T)[: 1 if T > 60 else 2]
+    got = evaluate(where, variant, x, causal=True)
+    plain.assert_as_accurate(got, exact(x, causal=True), sequential(x, causal=True))
+    assert (got[..., ~np.tri(T, dtype=bool)] == 0).all()
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("T", [7, 48])
+def test_a_masked_score_is_never_read(where: str, variant: str, T: int) -> None:
+    x = normal(T, 2, T, T)
+    clean = evaluate(where, variant, x, causal=True)
+    x[:, ~np.tri(T, dtype=bool)] = np.nan
+    np.testing.assert_array_equal(evaluate(where, variant, x, causal=True), clean)
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_place(where: str, variant: str, causal: bool) -> None:
+    x = normal(0, 2, 44, 44)
+    got = evaluate(where, variant, x, causal, in_place=True)
+    np.testing.assert_array_equal(got, evaluate(where, variant, x, causal))
+
+
+@pytest.mark.parametrize("where", CPU)
+@pytest.mark.parametrize(("rows", "n"), [(7, 1024), (5, 200), (9, 12), (3, 41), (2, 1100)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_a_large_batch(where: str, rows: int, n: int, causal: bool) -> None:
+    """As on a GPU that is filled by few rows: a warp a row, many loads a thread."""
+    if causal:
+        rows, n = n // 10, n // 10
+    x = normal(rows, rows, n)
+    got = evaluate(where, "rows", x, causal, sms=0)
+    plain.assert_as_accurate(got, exact(x, causal), sequential(x, causal))
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("block", [32, 512])
+def test_block_sizes(where: str, variant: str, block: int) -> None:
+    x = normal(block, 3, 500)
+    got = evaluate(where, variant, x, block=block)
+    plain.assert_as_accurate(got, exact(x), sequential(x))
+
+
+@on_every_backend
+@on_every_variant
+def test_large_scores_and_minus_infinity(where: str, variant: str) -> None:
+    """exp of anything but x - max would overflow; -inf weighs nothing, wherever it stands."""
+    x = 1000 * normal(0, 5, 300)
+    x[1, :290] = -np.inf
+    x[2, 1:] = -np.inf
+    x[3, ::2] = -np.inf
+    x[4] = -3e38
+    got = evaluate(where, variant, x)
+    plain.assert_as_accurate(got, exact(x), sequential(x))
+    assert (got[np.isneginf(x)] == 0).all()
+    assert got[2, 0] == 1
+
+
+@on_every_backend
+@on_every_variant
+@pytest.mark.parametrize("n", [5, 700])
+def test_rows_that_have_no_softmax(where: str, variant: str, n: int) -> None:
+    x = normal(0, 5, n)
+    clean = evaluate(where, variant, x)
+    x[1] = -np.inf
+    x[2, 3] = np.nan
+    x[3, 4] = np.inf
+    got = evaluate(where, variant, x)
+    assert np.isnan(got[1:4]).all()
+    np.testing.assert_array_equal(got[[0, 4]], clean[[0, 4]])
+
+
+@on_every_backend
+@on_every_variant
+def test_a_causal_row_of_minus_infinity(where: str, variant: str) -> None:
+    x = normal(0, 70, 70)
+    x[40, :41] = -np.inf
+    x[50, 7] = np.nan
+    got = evaluate(where, variant, x, causal=True)
+    assert np.isnan(got[40, :41]).all()
+    assert np.isnan(got[50, :51]).all()
+    assert (got[~np.tri(70, dtype=bool)] == 0).all()
+    assert np.isfinite(np.delete(got, [40, 50], axis=0)).all()
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize(("rows", "n"), [(1, 16384), (1, 16383), (10**6, 1024), (10**6, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int, causal: bool) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    variant = OPERATION.variant("rows")
+    how = geometry(variant, rows, n, 1 if n % 4 else 4, H200, None, causal)
+    log = kernels.compile_for(FILE, arch, how.defines).log
+    spills = [line for line in log.splitlines() if "spill" in line]
+    assert len(spills) == len(VARIANTS)
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 1000, 1021, 5120, 16384])
+def test_every_block_size(n: int) -> None:
+    x = 3 * normal(n, 77, n)
+    truth, expected = exact(x), sequential(x)
+    for variant in OPERATION.variants:
+        for block in variant.blocks:
+            if variant.name == "rows" and 32 * block < n:
+                continue
+            got = on_gpu(variant.name, x, False, block=block)
+            plain.assert_as_accurate(got, truth, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [100, 1023, 1024])
+def test_causal_on_the_gpu(T: int) -> None:
+    x = 3 * normal(T, 3, T, T)
+    truth, expected = exact(x, causal=True), sequential(x, causal=True)
+    for variant in (None, *VARIANTS):
+        for in_place in (False, True):
+            got = on_gpu(variant, x, True, in_place=in_place)
+            plain.assert_as_accurate(got, truth, expected)
+            assert (got[:, ~np.tri(T, dtype=bool)] == 0).all()
+
+
+@pytest.mark.gpu
+def test_long_rows() -> None:
+    """A vocabulary: too long for registers, so that the op takes another variant."""
+    x = 3 * normal(0, 9, 50257)
+    truth, expected = exact(x), sequential(x)
+    for variant in (None, "three_pass", "online_warp", "online_block"):
+        plain.assert_as_accurate(on_gpu(variant, x, False), truth, expected)
+
+
+@pytest.mark.gpu
+def test_the_op(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x = normal(0, 2, 30, 30)
+    scores = cp.asarray(x)
+    for causal in (False, True):
+        truth, expected = exact(x, causal), sequential(x, causal)
+        plain.assert_as_accurate(ops.softmax(scores, causal).get(), truth, expected)
+        moved = cp.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
+        assert moved.data.ptr % 16
+        plain.assert_as_accurate(ops.softmax(moved, causal).get(), truth, expected)
+    np.testing.assert_array_equal(scores.get(), x)  # a new array each time
+    strided = ops.softmax(scores.transpose(0, 2, 1)).get()
+    np.testing.assert_array_equal(strided, ops.softmax(cp.asarray(x.swapaxes(1, 2).copy())).get())
+    assert ops.softmax(scores, out=scores) is scores
+    plain.assert_as_accurate(scores.get(), exact(x), sequential(x))
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x = cp.zeros((3, 48), "float32")
+    long = cp.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
+    flat = cp.zeros(200, "float32")
+    for args, options, message in (
+        ((x.get(),), {}, "scores: expected a CuPy array, got ndarray"),
+        ((x.astype("float16"),), {}, "scores: expected float32, got float16"),
+        ((x[:0],), {}, "at least one element"),
+        ((x, True), {}, r"expected \(\.\.\., T, T\) with causal, got \(3, 48\)"),
+        ((x[0], True), {}, "with causal, got"),
+        ((flat[4:104],), {"out": flat[:100]}, "out: overlaps scores"),
+        ((x,), {"out": x[:2]}, r"out: expected shape \(3, 48\)"),
+        ((x.T,), {"out": x.T}, "out: expected a C-contiguous array"),
+        ((x,), {"variant": 4}, "unknown variant 4: expected one of three_pass, online_warp"),
+        ((x,), {"block": 48}, "variant rows: block size 48: expected one of 32, 64"),
+        ((long,), {"variant": "rows"}, "rows of 16,388 values: .* use another variant"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.softmax(*args, **options)
+    assert ops.softmax(long).shape == long.shape
