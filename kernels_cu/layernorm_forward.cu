@@ -100,7 +100,7 @@ extern "C" __global__ void rstd_kernel(
     if (threadIdx.x == 0) rstd[blockIdx.x] = rsqrtf(sum / C + eps);
 }
 
-// grid (N, ceil(C / LN_BLOCK)), block (LN_BLOCK): the row comes from the grid, so that no thread divides by C
+// grid (N * ceil(C / LN_BLOCK)), block (LN_BLOCK): neighbouring blocks take neighbouring pieces of a row
 extern "C" __global__ void normalization_kernel(
     const float* x,      // (N, C)
     const float* mean,   // (N)
@@ -109,9 +109,10 @@ extern "C" __global__ void normalization_kernel(
     const float* beta,   // (C)
     float* out,          // (N, C)
     int C) {
-    const int c = blockIdx.y * LN_BLOCK + threadIdx.x;
+    const unsigned pieces = (C + LN_BLOCK - 1) / LN_BLOCK;  // the same for all threads: one division a block
+    const int c = blockIdx.x % pieces * LN_BLOCK + threadIdx.x;
     if (c >= C) return;
-    const long long row = blockIdx.x, i = row * C + c;
+    const long long row = blockIdx.x / pieces, i = row * C + c;
     out[i] = (x[i] - mean[row]) * rstd[row] * gamma[c] + beta[c];
 }
 

@@ -59,7 +59,7 @@ OPERATION = Operation(
             ("layernorm_forward_kernel1",),
             "a thread a row, loops over C",
             BLOCKS,
-            block=32,
+            block=64,
         ),
         Variant(
             "2",
@@ -74,6 +74,7 @@ OPERATION = Operation(
             ("layernorm_forward_kernel3",),
             "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
             BLOCKS,
+            block=512,
         ),
         Variant(
             "4",
@@ -81,6 +82,7 @@ OPERATION = Operation(
             ("layernorm_forward_kernel4",),
             "as 3 with var = E[x²] - E[x]²: one pass over x less",
             BLOCKS,
+            block=512,
         ),
         Variant(
             "5",
@@ -96,7 +98,7 @@ OPERATION = Operation(
             ("layernorm_forward_kernel6",),
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
-            block=128,
+            block=32,
         ),
     ),
     make=make,
