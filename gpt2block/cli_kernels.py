@@ -103,17 +103,18 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
         raise InputError("--plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in dict.fromkeys(row.variant for row in rows):
+    for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         points = [(row.block, row.rate) for row in rows if row.variant == name]
         blocks = [block for block, _ in points if block is not None]
+        color = f"C{index}"
         if blocks:
-            axes.plot(blocks, [rate for _, rate in points], "o-", label=f"variant {name}")
+            axes.plot(blocks, [rate for _, rate in points], "o-", color=color, label=name)
         else:
-            axes.axhline(points[0][1], linestyle=":", color="gray", label=f"variant {name}")
+            axes.axhline(points[0][1], color=color, label=f"{name}, one block size")
     unit = rows[0].unit
     best = ceiling.copy_gb_s if unit == "GB/s" else ceiling.fp32_tflop_s
     label = "copy" if unit == "GB/s" else "cuBLAS float32"
-    axes.axhline(best, color="black", linestyle="--", label=f"{label}: {best:.0f} {unit}")
+    axes.axhline(best, color="black", linestyle="--", label=f"{label}, {best:.0f} {unit}")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("block size (threads)")
     axes.set_ylabel(unit)
@@ -121,7 +122,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
     sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
     axes.set_title(f"{rows[0].operation}, {sizes}, float32\n{device}", fontsize=9)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, title="variant")
     try:
         figure.savefig(file, dpi=130)
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from gpt2block.operations import Operation, Variant
 CACHES = 4  # the rotated data is this many times the L2 cache
 MOST_SETS = 256
 REPLAY_BYTES = 8 << 30
+MOST_LAUNCHES = 4096  # of a variant in one graph
 
 
 @dataclass(frozen=True)
@@ -179,5 +180,5 @@ def _rotated(host: tuple[NDArray[Any], ...], out_bytes: int) -> tuple[list[tuple
     cache = cupy.cuda.Device().attributes["L2CacheSize"]
     footprint = sum(a.nbytes for a in host) + out_bytes
     count = min(MOST_SETS, max(1, ceil(CACHES * cache / footprint)))
-    rounds = ceil(REPLAY_BYTES / (count * footprint))
+    rounds = max(1, min(REPLAY_BYTES // (count * footprint), MOST_LAUNCHES // count))
     return [tuple(cupy.asarray(a) for a in host) for _ in range(count)], rounds

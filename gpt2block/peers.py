@@ -68,8 +68,9 @@ def torch_replays(
         "torch.compile": torch.compile(PEERS[operation], mode="max-autotune-no-cudagraphs"),
     }
     for name, function in functions.items():
-        for arguments in tensors:
-            function(*arguments)
+        with torch.no_grad():  # as in the capture: another mode would compile again in there
+            for arguments in tensors:
+                function(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # The compiler's own threads may still load kernels, which would end a global capture.

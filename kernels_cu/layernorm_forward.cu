@@ -100,7 +100,7 @@ extern "C" __global__ void rstd_kernel(
     if (threadIdx.x == 0) rstd[blockIdx.x] = rsqrtf(sum / C + eps);
 }
 
-// grid (N * ceil(C / LN_BLOCK)), block (LN_BLOCK): neighbouring blocks take neighbouring pieces of a row
+// grid (N, ceil(C / LN_BLOCK)), block (LN_BLOCK): the row comes from the grid, so that no thread divides by C
 extern "C" __global__ void normalization_kernel(
     const float* x,      // (N, C)
     const float* mean,   // (N)
@@ -109,10 +109,9 @@ extern "C" __global__ void normalization_kernel(
     const float* beta,   // (C)
     float* out,          // (N, C)
     int C) {
-    const unsigned pieces = (C + LN_BLOCK - 1) / LN_BLOCK;  // the same for all threads: one division a block
-    const int c = blockIdx.x % pieces * LN_BLOCK + threadIdx.x;
+    const int c = blockIdx.y * LN_BLOCK + threadIdx.x;
     if (c >= C) return;
-    const long long row = blockIdx.x / pieces, i = row * C + c;
+    const long long row = blockIdx.x, i = row * C + c;
     out[i] = (x[i] - mean[row]) * rstd[row] * gamma[c] + beta[c];
 }
 
@@ -151,7 +150,8 @@ extern "C" __global__ void layernorm_forward_kernel5(
     __syncthreads();
     if (warp == 0) {
         const float m = warp_sum(lane < WARPS ? sums[lane] : 0.0f) / C;
-        float var = warp_sum(lane < WARPS ? squares[lane] : 0.0f) / C - m * m;
+        // Both squares rounded alike: a fused multiply-add would leave m * m exact, and a variance where there is none.
+        float var = warp_sum(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
         if (var < 0.0f) var = 0.0f;  // by rounding; fmaxf would hide a NaN
         if (lane == 0) {
             sums[0] = mean[row] = m;

@@ -84,7 +84,8 @@ extern "C" __global__ void layernorm_forward_kernel4(
         square += v * v;
     }
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
-    float var = cg::reduce(warp, square, cg::plus<float>()) / C - m * m;
+    // Both squares rounded alike: a fused multiply-add would leave m * m exact, and a variance where there is none.
+    float var = cg::reduce(warp, square, cg::plus<float>()) / C - __fmul_rn(m, m);
     if (var < 0.0f) var = 0.0f;  // by rounding; fmaxf would hide a NaN
     const float r = rsqrtf(var + eps);
 

@@ -173,7 +173,6 @@ def test_help_shows_an_example(command: str) -> None:
     assert f"Example: gpt2block {command}" in printed(command, "--help")
 
 
-@pytest.mark.timing
 def test_bench_without_a_gpu_runs_nothing() -> None:
     if doctor.cuda_problem() is None:
         assert "times faster" in printed("bench")

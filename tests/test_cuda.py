@@ -549,7 +549,6 @@ def test_the_second_start_compiles_nothing(start_program: Any) -> None:
     assert second[0] == 0
 
 
-@pytest.mark.timing
 def test_the_bench_table() -> None:
     from gpt2block import bench  # noqa: PLC0415
 

@@ -183,7 +183,7 @@ def on_shim(
         launches = [
             ((N,), [x, mean, C]),
             ((N,), [x, mean, rstd, eps, C]),
-            ((N * -(-C // block),), [x, mean, rstd, gamma, beta, out, C]),
+            ((N, -(-C // block)), [x, mean, rstd, gamma, beta, out, C]),
         ]
     elif variant == "5":
         launches = [((N,), [*every, eps, C])]

@@ -15,14 +15,10 @@ say() { echo "$*" | tee -a "$summary"; }
 
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 
-# In several processes where pytest-xdist is there; what asserts on times comes after, alone.
-python3 -c 'import xdist' 2> /dev/null && parallel="-n 8 --dist worksteal" || parallel=
-timeout 400 python3 -m pytest --gpu -q -rsP -m 'not timing' $parallel tests > "$logs/tests.txt" 2>&1
+timeout 600 python3 -m pytest --gpu -q -rsP tests > "$logs/tests.txt" 2>&1
 status=$?
-timeout 100 python3 -m pytest --gpu -q -m timing tests > "$logs/timing.txt" 2>&1 || status=1
 say "tests      $(tail -n 1 "$logs/tests.txt")"
-say "timing     $(tail -n 1 "$logs/timing.txt")"
-grep -hE '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" "$logs/timing.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
+grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
 grep -hE '^(first start|validation loss) ' "$logs/tests.txt" | while read -r line; do say "           $line"; done

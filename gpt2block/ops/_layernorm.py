@@ -93,7 +93,7 @@ def _ladder(
         "2": [
             ((N,), (x, mean, C)),
             ((N,), (x, mean, rstd, eps, C)),
-            ((N * ceil(C / block),), (x, mean, rstd, gamma, beta, out, C)),
+            ((N, ceil(C / block)), (x, mean, rstd, gamma, beta, out, C)),
         ],
         "3": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],
         "4": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],

@@ -150,6 +150,7 @@ void __stcs(T* pointer, T value) {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
 inline int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }
