@@ -134,9 +134,10 @@ def launch(
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
     function = load(file, name, (*STORAGE[storage], *defines))
-    with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
-        limit = max(function.max_dynamic_shared_size_bytes, shared)
-        function.max_dynamic_shared_size_bytes = limit
+    if shared:
+        with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
+            limit = max(function.max_dynamic_shared_size_bytes, shared)
+            function.max_dynamic_shared_size_bytes = limit
     return Launch(name, function, grid, block, typed, shared)
 
 
