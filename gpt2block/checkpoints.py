@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -58,7 +59,9 @@ class Checkpoint:
         """
         if isinstance(name_or_path, Checkpoint):
             return name_or_path
-        file = _locate(str(name_or_path))
+        if isinstance(name_or_path, Path):  # never the name of a model: a path of this very file
+            name_or_path = str(name_or_path.expanduser().absolute())
+        file = _locate(name_or_path)
         shapes = _read_header(file)
         names = {name.removeprefix("transformer."): name for name in shapes}
         config = _read_config(file, {name: shapes[names[name]] for name in names})
@@ -175,7 +178,11 @@ def _in_directory(path: Path) -> Path:
 def _from_hub(repo: str) -> Path:
     """Download, or take from the cache; HF_HOME and HF_HUB_OFFLINE are honoured."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+    )
 
     getLogger("huggingface_hub").setLevel(ERROR)  # its retries would be told one by one
     names = ("config.json", "model.safetensors")
@@ -184,6 +191,8 @@ def _from_hub(repo: str) -> Path:
             _, file = (hf_hub_download(repo, name, local_files_only=True) for name in names)
         except LocalEntryNotFoundError:
             _, file = (hf_hub_download(repo, name) for name in names)
+            with suppress(EntryNotFoundError):  # GPT-2's own is not needed, others' are
+                hf_hub_download(repo, "tokenizer.json")
         return Path(file)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))

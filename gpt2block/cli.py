@@ -95,7 +95,11 @@ def block(
 
 
 def _for_json(value: Any) -> Any:
-    """NaN and infinity, which JSON does not have, as null."""
+    """NaN and infinity, which JSON does not have, as null, however deep they stand."""
+    if isinstance(value, dict):
+        return {key: _for_json(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_for_json(entry) for entry in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -215,7 +219,7 @@ def kernels(
     sweep: Annotated[bool, typer.Option(help="Every block size a variant takes.")] = False,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Draw the rates by block size into this PNG (with --sweep)."),
+        typer.Option(help="Sweep, and draw the rates by block size into this PNG."),
     ] = None,
     peer: Annotated[
         Optional[str],  # noqa: UP045
@@ -243,13 +247,15 @@ def kernels(
             print_not_run(console(), found, variants, problem)
         return
     ceiling = measure.ceilings()
-    rows = measure.measure(found, variants, sizes, ceiling, sweep=sweep, peer=peer)
+    every = sweep or plot is not None
+    rows, skipped = measure.measure(found, variants, sizes, ceiling, sweep=every, peer=peer)
+    if as_json:
+        report = {"ceilings": asdict(ceiling), "rows": [asdict(row) for row in rows]}
+        print(json.dumps(_for_json({**report, "skipped": skipped})))
+    else:
+        print_measurements(console(), rows, skipped, ceiling)
     if plot is not None:
         draw_sweep(rows, ceiling, doctor.describe_device(0), plot)
-    if as_json:
-        print(json.dumps({"ceilings": asdict(ceiling), "rows": [asdict(row) for row in rows]}))
-    else:
-        print_measurements(console(), rows, ceiling, sizes)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.errors import InputError
-from gpt2block.measure import Ceilings, Measurement
+from gpt2block.measure import CACHES, MOST_SETS, Ceilings, Measurement
 from gpt2block.operations import OPERATIONS, Operation, Variant
 
 
@@ -55,11 +55,12 @@ def print_not_run(
 
 
 def print_measurements(
-    out: Console, rows: list[Measurement], ceiling: Ceilings, sizes: Mapping[str, int]
+    out: Console, rows: list[Measurement], skipped: list[str], ceiling: Ceilings
 ) -> None:
     """A row a measurement: times, rate, share of the ceiling, peers, error."""
-    at = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    out.print(f"{rows[0].operation}, {at}, float32; data rotated past the L2 cache, medians")
+    at = ", ".join(f"{name} {size}" for name, size in rows[0].sizes.items())
+    out.print(f"{rows[0].operation}, {at}, float32; medians, over up to {MOST_SETS} copies of the")
+    out.print(f"data in turn, {CACHES} times the L2 cache where so many are enough")
     out.print(
         f"ceilings in this run: copy {ceiling.copy_gb_s:.0f} GB/s, "
         f"cuBLAS float32 {ceiling.fp32_tflop_s:.1f} TFLOP/s"
@@ -91,6 +92,8 @@ def print_measurements(
             *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
         )
     out.print(table)
+    for line in skipped:
+        out.print(f"not run: {escape(line)}")
     for peer in peers:
         out.print(f"{peer}: {rows[0].peers[peer]:.2f} µs on the same buffers, taking turns")
 

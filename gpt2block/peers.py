@@ -28,9 +28,9 @@ def _layernorm_gelu(x: Tensor) -> Tensor:
 
 
 def _trimat(qkv: Tensor) -> Tensor:
-    """cuBLAS over the full square, on Q and K as they lie."""
+    """cuBLAS over the full square, on Q and K as they lie; the scale goes onto the smaller Q."""
     q, k = qkv[:, :, 0].transpose(1, 2), qkv[:, :, 1].transpose(1, 2)
-    return q @ k.transpose(-1, -2) / sqrt(q.shape[-1])
+    return (q / sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 
 
 PEERS: Mapping[str, Callable[..., Tensor]] = {
@@ -47,22 +47,23 @@ PEERS: Mapping[str, Callable[..., Tensor]] = {
 
 def torch_replays(
     operation: str, sets: list[tuple[Any, ...]], rounds: int
-) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], Any]]]:
+) -> dict[str, Callable[[], None]]:
     """PyTorch on the very CuPy arrays of `sets`, eager and compiled, in float32 without TF32.
 
-    Returns name → replay of a CUDA graph, `rounds` times over all sets, and name → one call.
-    Raises InputError when PyTorch is not installed or has no such operation here.
+    Returns name → replay of a CUDA graph, `rounds` times over all sets. Raises InputError when
+    PyTorch is not installed, sees no GPU, or has no such operation here.
     """
     try:
         import torch  # noqa: PLC0415
     except ImportError as error:
         raise InputError("--peer torch: PyTorch is not installed") from error
+    if not torch.cuda.is_available():
+        raise InputError(f"--peer torch: PyTorch {torch.__version__} sees no CUDA device")
     if operation not in PEERS:
         raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
     torch.backends.cuda.matmul.allow_tf32 = False
     tensors = [tuple(torch.from_dlpack(array) for array in arrays) for arrays in sets]
     replays: dict[str, Callable[[], None]] = {}
-    calls: dict[str, Callable[[], Any]] = {}
     functions = {
         "torch": PEERS[operation],
         "torch.compile": torch.compile(PEERS[operation], mode="max-autotune-no-cudagraphs"),
@@ -78,8 +79,7 @@ def torch_replays(
             for _ in range(rounds):  # each set's output lives until the next round's
                 kept = [function(*arguments) for arguments in tensors]
         replays[name] = partial(_replay, graph, kept)
-        calls[name] = partial(function, *tensors[0])
-    return replays, calls
+    return replays
 
 
 def _replay(graph: Any, outputs: list[Any]) -> None:

@@ -78,7 +78,7 @@ extern "C" __global__ void layernorm_gelu_optimized(
     }
     const float mean = sums[0] / hidden_dim;
     // Rounding can carry the difference of two large numbers below 0, whose root would be NaN.
-    const float rstd = rsqrtf(fmaxf(squares[0] / hidden_dim - mean * mean, 0.0f) + eps);
+    const float rstd = rsqrtf(fmaxf(squares[0] / hidden_dim - __fmul_rn(mean, mean), 0.0f) + eps);
     for (int c = tid; c < hidden_dim; c += blockDim.x) y[c] = gelu((x[c] - mean) * rstd);
 }
 

@@ -270,6 +270,8 @@ def test_the_model_on_board_is_found_beside_a_folder_of_its_name(
     monkeypatch.chdir(tmp_path)
     assert Checkpoint.open("shakespeare").config.n_layer == 6
     refused("./shakespeare", "expected model.safetensors in this directory")
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors in this directory"):
+        Checkpoint.open(Path("shakespeare"))
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 100])

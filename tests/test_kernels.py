@@ -17,6 +17,7 @@ ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
 ODD_CONSTANTS = {
     "attention.cu": (("NH", 3), ("HS", 16)),
     "matmul.cu": (("TILE", 32),),
+    "layernorm_rows.cu": (("STORAGE_BF16", 1), ("LN_WIDTH", 8), ("LN_VECTORS", 3)),
     "layernorm_gelu.cu": (("LG_HIDDEN", 33), ("LG_WIDTH", 1), ("LG_THREADS", 64)),
     "softmax.cu": (("SOFTMAX_CAUSAL", 1), ("SOFTMAX_WIDTH", 1)),
     "trimat.cu": (("NH", 3), ("HS", 20)),

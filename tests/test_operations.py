@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import InputError, cli, doctor, kernels, reference
+from gpt2block import InputError, cli, doctor, kernels, measure, reference, timing
 from gpt2block.cli_kernels import draw_sweep
-from gpt2block.measure import Ceilings, Measurement
+from gpt2block.measure import Ceilings, Measurement, _inputs_and_truth
 from gpt2block.operations import OPERATIONS, Operation, find, markdown, parse_sizes
 
 SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5}
@@ -63,7 +68,7 @@ def test_sizes_from_a_text() -> None:
     trimat = find("trimat")
     assert parse_sizes(trimat, None) == dict(trimat.sizes)
     assert parse_sizes(trimat, "B=1,T=129") == {**trimat.sizes, "B": 1, "T": 129}
-    for text in ("Q=1", "B=0", "B=-1", "B", "B=x", "B=1;T=2", "B=1.5"):
+    for text in ("Q=1", "B=0", "B=-1", "B", "B=x", "B=1;T=2", "B=1.5", "B=²", "B=01"):
         with pytest.raises(InputError, match="expected sizes such as B=8,T=1024,NH=12,HS=64"):
             parse_sizes(trimat, text)
 
@@ -132,13 +137,123 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
         draw_sweep(rows, Ceilings(100.0, 50.0), "a GPU", tmp_path / "none" / "sweep.png")
 
 
+def test_sizes_that_make_no_sense_together_are_refused() -> None:
+    with pytest.raises(InputError, match="attention cannot run at B=1, T=5, C=50: "):
+        _inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
+
+
+def test_nan_in_a_report_is_null() -> None:
+    report = {"rows": [{"percent": float("nan"), "block": None}], "why": "x"}
+    assert cli._for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
+
+
+class OnHost:
+    """An array on the host that looks like CuPy's."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def get(self) -> np.ndarray:
+        return self.array
+
+
+class StandIn:
+    """`gpt2block.ops` with the reference behind it: measuring can then be tried without a GPU."""
+
+    def __init__(self, operation: Operation, refused: str, wrong: str) -> None:
+        self.operation, self.refused, self.wrong = operation, refused, wrong
+        self.outs: list[object] = []
+        self.BINDERS = {operation.name: self.bind}
+        setattr(self, operation.name, lambda *arrays, **options: None)
+
+    def bind(self, arrays: tuple[np.ndarray, ...], out: object, **options: Any) -> Any:
+        name, block = (
+            options.pop("variant", self.operation.variants[0].name),
+            options.pop("block", None),
+        )
+        if name == self.refused:
+            raise InputError(f"variant {name} does not take this")
+        self.outs.append(out)
+        result = getattr(reference, self.operation.name)(*arrays, **options)
+        host = OnHost(result + 1 if name == self.wrong else result)
+        return SimpleNamespace(out=out or host, launches=(name, block), run=lambda: host)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`measure` with stand-ins for ops and clock: a replay takes 2 ms, a call 3 µs of host."""
+    monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
+    monkeypatch.setattr(measure, "_rotated", lambda host, traffic: ([host, host], 5))
+    monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
+    monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
+    monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
+
+    def run(operation: Operation, refused: str = "", wrong: str = "", **options: Any) -> Any:
+        stand_in = StandIn(operation, refused, wrong)
+        monkeypatch.setitem(sys.modules, "gpt2block.ops", stand_in)
+        monkeypatch.setattr("gpt2block.ops", stand_in, raising=False)
+        sizes = small(operation)
+        found = measure.measure(
+            operation, operation.variants, sizes, Ceilings(4000.0, 50.0), **options
+        )
+        return found, stand_in
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["layernorm", "trimat", "layernorm_gelu", "softmax"])
+def test_measuring(measured: Callable[..., Any], name: str) -> None:
+    operation = find(name)
+    (rows, skipped), stand_in = measured(operation)
+    assert skipped == []
+    assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
+    traffic, flops = operation.traffic(small(operation)), operation.flops(small(operation))
+    for row in rows:
+        assert row.gpu_us == pytest.approx(200.0)  # 2 ms, two sets, five rounds
+        assert row.call_us == 3.0
+        rate = traffic / 200e-6 / 1e9 if row.unit == "GB/s" else flops / 200e-6 / 1e12
+        assert row.rate == pytest.approx(rate)
+        ceiling = 4000.0 if row.unit == "GB/s" else 50.0
+        assert row.percent == pytest.approx(100 * rate / ceiling)
+        assert row.max_rel < 1e-5
+    first = len(operation.variants) * 2
+    assert stand_in.outs[:2] == [None, None]  # the first variant's outputs serve all the others
+    assert None not in stand_in.outs[2:first]
+
+
+def test_a_sweep_measures_every_block(measured: Callable[..., Any]) -> None:
+    (rows, _), _ = measured(find("layernorm"), sweep=True)
+    assert [row.block for row in rows[:6]] == [32, 64, 128, 256, 512, 1024]
+    assert len(rows) == 36
+
+
+def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
+    (rows, _), _ = measured(find("softmax"), wrong="rows")
+    error = {row.variant: row.max_abs for row in rows}
+    assert error["rows"] == pytest.approx(1, rel=1e-5)
+    assert error["three_pass"] < 1e-6
+
+
+def test_a_variant_that_cannot_run_is_told_and_the_others_run(
+    measured: Callable[..., Any],
+) -> None:
+    (rows, skipped), _ = measured(find("softmax"), refused="rows")
+    assert "rows" not in {row.variant for row in rows}
+    assert skipped == ["rows, block 256: variant rows does not take this"]
+
+
+def test_when_no_variant_can_run_the_reason_is_raised(measured: Callable[..., Any]) -> None:
+    alone = replace(find("softmax"), variants=(find("softmax").variant("rows"),))
+    with pytest.raises(InputError, match="softmax: rows, block 256: variant rows does not take"):
+        measured(alone, refused="rows")
+
+
 @pytest.mark.gpu
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
-    from gpt2block.measure import measure  # noqa: PLC0415
-
     sizes = {**small(operation), "C": 48} if "C" in operation.sizes else small(operation)
-    rows = measure(operation, operation.variants, sizes, Ceilings(4000.0, 50.0))
+    rows, skipped = measure.measure(operation, operation.variants, sizes, Ceilings(4000.0, 50.0))
+    assert skipped == []
     assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
     for row in rows:
         assert row.max_rel < 1e-5

@@ -5,11 +5,12 @@ Nothing here needs CuPy or a GPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from gpt2block.errors import InputError
 from gpt2block.operations import block, encoder, layernorm, layernorm_gelu, softmax, trimat
-from gpt2block.operations._types import Operation, Variant
+from gpt2block.operations._types import Inputs, Operation, Variant
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.name: operation
@@ -26,7 +27,7 @@ OPERATIONS: Mapping[str, Operation] = {
     )
 }
 
-__all__ = ["OPERATIONS", "Operation", "Variant", "find", "markdown", "parse_sizes"]
+__all__ = ["OPERATIONS", "Inputs", "Operation", "Variant", "find", "markdown", "parse_sizes"]
 
 
 def find(name: str) -> Operation:
@@ -41,7 +42,7 @@ def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
     sizes = dict(operation.sizes)
     for part in text.split(",") if text else []:
         name, _, value = part.partition("=")
-        if name not in sizes or not value.isdigit() or int(value) < 1:
+        if name not in sizes or not re.fullmatch("[1-9][0-9]{0,9}", value):
             example = ",".join(f"{key}={size}" for key, size in operation.sizes.items())
             raise InputError(f"shape {part!r}: expected sizes such as {example}")
         sizes[name] = int(value)
@@ -56,6 +57,6 @@ def markdown() -> str:
             names = ", ".join(f"`{name}`" for name in variant.kernels)
             rows.append(
                 f"| {operation.name} | {variant.name} | `{variant.file}` | {names} "
-                f"| {operation.document} | {variant.idea} |"
+                f"| {variant.source or operation.document} | {variant.idea} |"
             )
     return "\n".join(rows)

@@ -26,6 +26,7 @@ class Variant:
     idea: str  # one line
     blocks: tuple[int, ...] = ()  # block sizes it can be run with; () when there is one only
     block: int = 256  # the one it takes when none is asked for
+    source: str = ""  # where it comes from, if not from the operation's document
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ OPERATION = Operation(
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
             block=32,
+            source="beyond the documents",
         ),
     ),
     make=make,
@@ -112,6 +113,7 @@ OPERATION = Operation(
             "layernorm.cu",
             ("layernorm768_kernel", "layernorm_kernel"),
             "what the ten-step block runs: a block a row, without mean and rstd",
+            source="ten-step block",
         ),
     ),
 )

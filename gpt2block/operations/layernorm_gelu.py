@@ -44,6 +44,7 @@ OPERATION = Operation(
             ("layernorm_gelu_rows",),
             "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
             tuple(block for block in BLOCKS if block <= THREADS),
+            source="beyond the documents",
         ),
     ),
     make=_make,

@@ -66,6 +66,7 @@ OPERATION = Operation(
             PIPELINED,
             ("matmul_tri5",),
             "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
+            source="beyond the documents",
         ),
     ),
     make=_make,

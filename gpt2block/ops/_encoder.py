@@ -57,7 +57,10 @@ def bind(
 
 def on_device(ids: Any, V: int) -> CudaArray:
     """Ids of the host on the device, as int32; InputError names the first that is not in 0..V-1."""
-    host = np.asarray(ids)
+    try:
+        host = np.asarray(ids)
+    except ValueError as error:  # rows of different lengths
+        raise InputError(f"ids: expected an array of integers: {error}") from error
     if host.size and host.dtype.kind not in "iu":
         raise InputError(f"ids: expected integers, got {host.dtype}")
     wrong = np.argwhere((host < 0) | (host >= V))
