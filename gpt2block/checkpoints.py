@@ -78,8 +78,8 @@ class Checkpoint:
         """Where config.json and tokenizer.json stand, beside the weights."""
         return self.file.parent
 
-    def read_block(self, layer: int) -> dict[str, Array]:
-        """The twelve tensors of block `layer`, 0 ≤ layer < n_layer, by our names, as float32."""
+    def check_layer(self, layer: int) -> None:
+        """Raise CheckpointError unless 0 ≤ layer < n_layer."""
         n_layer = self.config.n_layer
         if not isinstance(layer, int):
             raise CheckpointError(f"layer: expected an integer, got {layer!r}")
@@ -88,6 +88,10 @@ class Checkpoint:
                 f"{self.name}: layer {layer} is out of range: it has {n_layer} layers, "
                 f"0…{n_layer - 1}"
             )
+
+    def read_block(self, layer: int) -> dict[str, Array]:
+        """The twelve tensors of block `layer`, 0 ≤ layer < n_layer, by our names, as float32."""
+        self.check_layer(layer)
         shapes = block_shapes(self.config.n_embd)
         wanted = {f"h.{layer}.{_BLOCK_NAMES[name]}": shape for name, shape in shapes.items()}
         return dict(zip(shapes, self._read(wanted), strict=True))

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 REPLAYS = 7
-CALLS = 20  # of a block in one measurement; few enough that the host never waits for the GPU
+CALLS = 20  # from Python in one measurement; few enough that the host never waits for the GPU
 TARGET_MS = 2.0  # one replay: long against the resolution of an event, short for the user
 
 

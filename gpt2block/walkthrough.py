@@ -71,7 +71,7 @@ def with_trained_weights(
             f"{ids.shape[-1]} tokens: {name} has positions for n_ctx = {checkpoint.config.n_ctx}: "
             "give --seq-len or a shorter text"
         )
-    BlockWeights.from_pretrained(checkpoint, layer)  # an error before the work, not in its middle
+    checkpoint.check_layer(layer)  # an error before the work, not in its middle
     x = reference.encoder(ids, ends.wte, ends.wpe)
     truth: Array = x.astype(np.float64)
     steps: list[Comparison] = []

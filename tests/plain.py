@@ -15,6 +15,11 @@ import numpy as np
 Array = Any  # a NumPy or CuPy array, float32
 
 
+def normal(seed: int, *shape: int) -> Array:
+    """Offset normal values, so that a mean or a bias that is left out shows."""
+    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
+
+
 def running_sum(terms: Array, xp: Any = np) -> Array:
     """Sum over the last axis, one term after the other. (..., n) → (..., 1)."""
     total = xp.zeros((*terms.shape[:-1], 1), dtype=xp.float32)

@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from tests import plain
 from tests.backends import BACKENDS, Backend
+from tests.plain import normal
 
 Array = NDArray[Any]
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 few = settings(max_examples=6)
-
-
-def normal(seed: int, *shape: int) -> Array:
-    """Offset normal values, so that a mean or a bias that is left out shows."""
-    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
 
 
 def exact(name: str, *arrays: Array | None, **attrs: Any) -> Array:

@@ -16,6 +16,7 @@ from gpt2block import InputError, kernels, reference
 from gpt2block.operations.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
 from tests import plain
 from tests.cpu_cuda import loader
+from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -25,10 +26,6 @@ on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 few = settings(max_examples=4)
 H200 = 132  # multiprocessors
-
-
-def normal(seed: int, *shape: int) -> Array:
-    return (np.random.default_rng(seed).standard_normal(shape) + 0.5).astype(np.float32)
 
 
 def exact(x: Array, causal: bool = False) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -55,6 +56,7 @@ OPERATION = Operation(
 )
 
 
+@lru_cache(maxsize=1024)
 def geometry(
     variant: Variant, rows: int, hidden: int, width: int, sms: int, block: int | None, affine: bool
 ) -> Geometry:

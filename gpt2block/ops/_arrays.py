@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import cupy
@@ -65,6 +66,16 @@ def output(
         return cupy.empty(shape, dtype=dtype)
     check(name, out, shape, dtype)
     return out
+
+
+def device_attribute(name: str) -> int:
+    """An attribute of the current device, such as "MultiProcessorCount", asked for only once."""
+    return _attribute(cupy.cuda.Device().id, name)
+
+
+@cache
+def _attribute(device: int, name: str) -> int:
+    return int(cupy.cuda.Device(device).attributes[name])
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:

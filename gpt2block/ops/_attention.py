@@ -8,7 +8,15 @@ import cupy
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import Defines, launch, load
-from gpt2block.ops._arrays import Bound, CudaArray, Shape, check, contiguous, output
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    Shape,
+    check,
+    contiguous,
+    device_attribute,
+    output,
+)
 
 FILE = "attention.cu"
 BLOCK = 256
@@ -55,7 +63,7 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
     if batch and batch[0] > MAX_BATCH:
         raise InputError(f"B {batch[0]:,}: a batch can have at most {MAX_BATCH:,} sequences")
     static = load(FILE, *_kernel(n_head, three_c // 3 // n_head, causal)).shared_size_bytes
-    limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] - static
+    limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     if limit < 4 * T:
         raise InputError(
             f"T {T:,}: a row of scores takes {4 * T:,} bytes of shared memory, this GPU has "

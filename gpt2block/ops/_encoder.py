@@ -83,7 +83,8 @@ def encoder(
     `ids` on the host (NumPy, a list) are checked and copied. On the device they are not read back:
     an id that wte has no row for makes its row NaN. Without a variant: the fastest that fits.
     """
-    check("wte", *contiguous(wte))
+    ids, wte, wpe = contiguous(ids, wte, wpe)
+    check("wte", wte)
     if not isinstance(ids, cupy.ndarray):
         ids = on_device(ids, wte.shape[0])
-    return bind(contiguous(ids, wte, wpe), variant=variant, block=block).run()
+    return bind((ids, wte, wpe), variant=variant, block=block).run()

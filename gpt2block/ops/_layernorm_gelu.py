@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
-
-import cupy
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import launch
-from gpt2block.operations._rows import Geometry
 from gpt2block.operations._types import check_block
 from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, device_attribute, output
 
 
 def bind(
@@ -51,7 +47,8 @@ def bind(
         check_block(OPERATION.name, chosen, block)
     on_16_bytes = hidden % 4 == 0 and all(a.data.ptr % 16 == 0 for a in (x, out, *affine))
     width = 4 if on_16_bytes else 1
-    where = _geometry(cupy.cuda.Device().id, chosen.name, rows, hidden, width, block, bool(affine))
+    sms = device_attribute("MultiProcessorCount")
+    where = geometry(chosen, rows, hidden, width, sms, block, bool(affine))
     args: tuple[Any, ...] = (x, out, rows, hidden, float(eps))
     if chosen.name == "rows":
         args = (x, out, gamma, beta, rows, float(eps))
@@ -65,14 +62,6 @@ def bind(
         defines=where.defines,
     )
     return Bound(out, (call,))
-
-
-@lru_cache(maxsize=1024)
-def _geometry(
-    device: int, variant: str, rows: int, hidden: int, width: int, block: int | None, affine: bool
-) -> Geometry:
-    sms = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
-    return geometry(OPERATION.variant(variant), rows, hidden, width, sms, block, affine)
 
 
 def layernorm_gelu(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
-
-import cupy
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import launch
-from gpt2block.operations._rows import Geometry
 from gpt2block.operations._types import check_block
 from gpt2block.operations.softmax import (
     FILE,
@@ -17,7 +13,7 @@ from gpt2block.operations.softmax import (
     OPERATION,
     geometry,
 )
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, device_attribute, output
 
 MAX_ROWS = 2**31 - 1
 MAX_N = 2**30
@@ -55,19 +51,11 @@ def bind(
     if block is not None:
         check_block(OPERATION.name, chosen, block)
     width = 1 if n % 4 or scores.data.ptr % 16 or out.data.ptr % 16 else 4
-    device = cupy.cuda.Device().id
-    where = _geometry(device, chosen.name, rows, n, width, block, bool(causal))
+    sms = device_attribute("MultiProcessorCount")
+    where = geometry(chosen, rows, n, width, sms, block, bool(causal))
     args = (scores, out, rows, n)
     call = launch(FILE, where.kernel, where.grid, where.block, args, defines=where.defines)
     return Bound(out, (call,))
-
-
-@lru_cache(maxsize=1024)
-def _geometry(
-    device: int, variant: str, rows: int, n: int, width: int, block: int | None, causal: bool
-) -> Geometry:
-    sms = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
-    return geometry(OPERATION.variant(variant), rows, n, width, sms, block, causal)
 
 
 def softmax(
