@@ -34,13 +34,19 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
     "float": np.float32,
+    "unsigned char": np.uint8,
 }
 
-# What the type `T` of a source stands for, by its dtype's name, and the constant that says so.
+# What the types `T` and `W` of a source stand for (kernels_cu/storage.cuh), by the dtype's name, and
+# the constant that says so. FP8 lies in arrays of uint8; where W is no FP8, it is T.
 STORAGE: Mapping[str, Defines] = {
     "float32": (),
     "float16": (("STORAGE_FP16", 1),),
     "bfloat16": (("STORAGE_BF16", 1),),
+}
+FP8: Mapping[str, Defines] = {
+    "float8_e5m2": (("WEIGHT_E5M2", 1),),
+    "float8_e4m3fn": (("WEIGHT_E4M3", 1),),
 }
 
 
@@ -123,17 +129,19 @@ def launch(
     shared: int = 0,
     defines: Defines = (),
     storage: str = "float32",
+    weights: str | None = None,
 ) -> Launch:
     """A checked launch on the current device; compiles or loads the kernel when it is first used.
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
-    storage: the dtype that the source's `T` stands for, one of `STORAGE`.
+    storage: the dtype that the source's `T` stands for, one of `STORAGE`. weights: the one of its
+    `W`, where that is one of `FP8`.
     Raises KernelError when they do not fit it, or when the grid passes the hardware's limits.
     """
-    typed = typed_arguments(signatures(file)[name], args, storage)
+    typed = typed_arguments(signatures(file)[name], args, storage, weights)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
-    function = load(file, name, (*STORAGE[storage], *defines))
+    function = load(file, name, (*stored_as(storage, weights), *defines))
     if shared:
         with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
             limit = max(function.max_dynamic_shared_size_bytes, shared)
@@ -141,23 +149,33 @@ def launch(
     return Launch(name, function, grid, block, typed, shared)
 
 
+def stored_as(storage: str, weights: str | None = None) -> Defines:
+    """The constants that say what `T` and `W` of a source are."""
+    return STORAGE[storage] + FP8.get(weights or "", ())
+
+
 def typed_arguments(
-    signature: Signature, args: tuple[Any, ...], storage: str = "float32"
+    signature: Signature,
+    args: tuple[Any, ...],
+    storage: str = "float32",
+    weights: str | None = None,
 ) -> tuple[Scalar, ...]:
     """The arguments as NumPy scalars of exactly the prototype's types; KernelError otherwise."""
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
     return tuple(
-        _typed(signature.name, parameter, arg, storage)
+        _typed(signature.name, parameter, arg, storage, weights)
         for parameter, arg in zip(signature.parameters, args, strict=True)
     )
 
 
-def _typed(kernel: str, parameter: Parameter, arg: Any, storage: str) -> Scalar:
+def _typed(
+    kernel: str, parameter: Parameter, arg: Any, storage: str, weights: str | None
+) -> Scalar:
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
-    expected, where = element(kernel, parameter, storage)
+    expected, where = element(kernel, parameter, storage, weights)
     if arg is None:
         return np.uintp(0)
     got = str(getattr(arg, "dtype", type(arg).__name__))
@@ -166,10 +184,14 @@ def _typed(kernel: str, parameter: Parameter, arg: Any, storage: str) -> Scalar:
     return np.uintp(arg.data.ptr)
 
 
-def element(kernel: str, parameter: Parameter, storage: str) -> tuple[str, str]:
+def element(
+    kernel: str, parameter: Parameter, storage: str, weights: str | None = None
+) -> tuple[str, str]:
     """The name of the dtype that a pointer points to, and words to name the argument."""
-    if parameter.ctype == "T*":
-        return storage, f"{kernel}: T* {parameter.name}, where T is {storage}"
+    if parameter.ctype in ("T*", "W*"):
+        letter = parameter.ctype[0]
+        dtype = "uint8" if letter == "W" and weights in FP8 else storage
+        return dtype, f"{kernel}: {letter}* {parameter.name}, where {letter} is {dtype}"
     scalar, where = _dtype(kernel, parameter)
     return np.dtype(scalar).name, where
 

@@ -10,6 +10,9 @@
 //
 // BLOCK is blockDim.x and must be a power of two (with 96 threads the tree would drop elements), so any
 // other value does not compile. The order of the additions is fixed: the same input gives the same bits.
+//
+// lanes_sum, lanes_max: the same over neighbouring lanes of a warp, without memory: each adds what the lane so far
+// away holds, and all end with the result. Every lane of the warp must call them.
 #pragma once
 
 #ifndef INFINITY  // NVRTC brings no <math.h>
@@ -48,4 +51,24 @@ __device__ float block_reduce_sum(float value, float* scratch) {
 template <int BLOCK>
 __device__ float block_reduce_max(float value, float* scratch) {
     return block_reduce<Max, BLOCK>(value, scratch);
+}
+
+template <typename Op, int LANES>
+__device__ __forceinline__ float lanes_reduce(float value) {  // over each group of LANES lanes, a power of two
+    static_assert(LANES > 0 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "a group of lanes is a power of two");
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    }
+    return value;
+}
+
+template <int LANES>
+__device__ __forceinline__ float lanes_sum(float value) {
+    return lanes_reduce<Sum, LANES>(value);
+}
+
+template <int LANES>
+__device__ __forceinline__ float lanes_max(float value) {
+    return lanes_reduce<Max, LANES>(value);
 }

@@ -115,11 +115,6 @@ extern "C" __global__ void normalization_kernel(
     out[i] = (x[i] - mean[row]) * rstd[row] * gamma[c] + beta[c];
 }
 
-__device__ float warp_sum(float value) {  // every lane gets the sum
-    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    return value;
-}
-
 // grid (N), block (LN_BLOCK)
 extern "C" __global__ void layernorm_forward_kernel5(
     const float* __restrict__ x,      // (N, C)
@@ -141,17 +136,17 @@ extern "C" __global__ void layernorm_forward_kernel5(
         sum += v;
         square += v * v;
     });
-    sum = warp_sum(sum);
-    square = warp_sum(square);
+    sum = lanes_sum<32>(sum);
+    square = lanes_sum<32>(square);
     if (lane == 0) {
         sums[warp] = sum;
         squares[warp] = square;
     }
     __syncthreads();
     if (warp == 0) {
-        const float m = warp_sum(lane < WARPS ? sums[lane] : 0.0f) / C;
+        const float m = lanes_sum<32>(lane < WARPS ? sums[lane] : 0.0f) / C;
         // Both squares rounded alike: a fused multiply-add would leave m * m exact, and a variance where there is none.
-        float var = warp_sum(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
+        float var = lanes_sum<32>(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
         if (var < 0.0f) var = 0.0f;  // by rounding; fmaxf would hide a NaN
         if (lane == 0) {
             sums[0] = mean[row] = m;

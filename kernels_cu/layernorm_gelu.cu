@@ -9,6 +9,8 @@
 //   layernorm_gelu_rows        the row stays in registers between the passes: 16-byte loads, all of them on their
 //                              way at once; shuffles within a warp, at most one barrier; GELU by one exp2 and one
 //                              division; gamma and beta if they are there
+#include "common.cuh"
+
 #ifndef LG_HIDDEN  // the constants are those of layernorm_gelu_rows: values a row,
 #define LG_HIDDEN 768
 #endif
@@ -85,6 +87,7 @@ extern "C" __global__ void layernorm_gelu_optimized(
 // --- beyond the document -----------------------------------------------------------------------------------------
 
 constexpr int WARPS = (LG_THREADS + 31) / 32;                // that share a row
+constexpr int LANES = WARPS > 1 ? 32 : LG_THREADS;           // of a warp that share it
 constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // of a row
 constexpr int HELD = (PACKS + LG_THREADS - 1) / LG_THREADS;  // packs a thread keeps in registers
 static_assert(LG_HIDDEN % LG_WIDTH == 0, "a row is a whole number of loads: LG_HIDDEN % LG_WIDTH == 0");
@@ -102,14 +105,6 @@ __device__ bool in_row(unsigned pack) { return PACKS % LG_THREADS == 0 || pack <
 // special function unit in place of tanhf's two branches. -2u log2(e) = v (-2.3022082 - 0.1029432 v^2).
 __device__ float gelu_by_exp2(float v) {
     return __fdividef(v, 1.0f + exp2f(v * (-2.3022082f - 0.10294324f * (v * v))));
-}
-
-__device__ float add_lanes(float value) {  // over the lanes that share a row; all of them get the same bits
-#pragma unroll
-    for (int offset = (WARPS > 1 ? 32 : LG_THREADS) / 2; offset > 0; offset /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, offset);
-    }
-    return value;
 }
 
 __device__ constexpr int values_of(unsigned warp) {  // how many values of the row this warp of its threads holds
@@ -164,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
         sum += part;
     }
     const int n = values_of(warp);
-    float mean = add_lanes(sum) * (n ? 1.0f / n : 0.0f);
+    float mean = lanes_sum<LANES>(sum) * (n ? 1.0f / n : 0.0f);
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -173,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
         for (int j = 0; j < LG_WIDTH; ++j) part += (held[i].v[j] - mean) * (held[i].v[j] - mean);
         if (in_row(thread + i * LG_THREADS)) squares += part;
     }
-    squares = add_lanes(squares);
+    squares = lanes_sum<LANES>(squares);
 
 #if LG_THREADS > 32
     __shared__ float2 parts[WARPS];  // the mean of each warp, and the squared distances from it

@@ -16,21 +16,8 @@
 // Longer rows than 1024 threads can keep (24 elements each) are read again for each pass: LN_VECTORS = 0.
 //
 // grid (ceil(N / LN_ROWS)), block (LN_THREADS * LN_ROWS).
-#if defined(STORAGE_BF16)
-#include <cuda_bf16.h>
-typedef __nv_bfloat16 T;
-__device__ float widen(T value) { return __bfloat162float(value); }
-__device__ T narrow(float value) { return __float2bfloat16_rn(value); }
-#elif defined(STORAGE_FP16)
-#include <cuda_fp16.h>
-typedef __half T;
-__device__ float widen(T value) { return __half2float(value); }
-__device__ T narrow(float value) { return __float2half_rn(value); }
-#else
-typedef float T;
-__device__ float widen(T value) { return value; }
-__device__ T narrow(float value) { return value; }
-#endif
+#include "common.cuh"
+#include "storage.cuh"
 
 #ifndef LN_WIDTH  // elements of a vector, a power of two of at most 16 bytes that divides C; x, gamma, beta, out
 #define LN_WIDTH 4  // are aligned to it
@@ -45,56 +32,25 @@ __device__ T narrow(float value) { return value; }
 #define LN_ROWS 4
 #endif
 
-constexpr int BYTES = LN_WIDTH * sizeof(T);
 constexpr int LANES = LN_THREADS < 32 ? LN_THREADS : 32;  // of a warp that share a row
 constexpr int WARPS = LN_THREADS / LANES;                 // that share a row
 constexpr int STEP = LN_THREADS * LN_WIDTH;               // channels from a thread's vector to its next one
-static_assert(BYTES <= 16 && (LN_WIDTH & (LN_WIDTH - 1)) == 0, "a vector is a power of two of elements, 16 bytes");
 static_assert((LANES & (LANES - 1)) == 0 && LN_THREADS % LANES == 0, "LN_THREADS: 1, 2, 4, 8, 16 or a multiple of 32");
 static_assert(LN_THREADS * LN_ROWS % 32 == 0, "a block is whole warps");
 
-// What moves a vector of so many bytes in one instruction.
-template <int N> struct Bits;
-template <> struct Bits<2> { typedef unsigned short type; };
-template <> struct Bits<4> { typedef unsigned int type; };
-template <> struct Bits<8> { typedef uint2 type; };
-template <> struct Bits<16> { typedef uint4 type; };
-typedef Bits<BYTES>::type Vector;
+typedef Vec<T, LN_WIDTH> Vector;
 
-__device__ void unpack(const Vector& vector, float (&v)[LN_WIDTH]) {
-    const T* elements = reinterpret_cast<const T*>(&vector);
-#pragma unroll
-    for (int k = 0; k < LN_WIDTH; ++k) v[k] = widen(elements[k]);
-}
-
-// Through a built-in function: the compiler may split what it knows to be a plain load into its elements.
-__device__ void load(const T* from, float (&v)[LN_WIDTH]) { unpack(__ldg(reinterpret_cast<const Vector*>(from)), v); }
-
-// x is read once: its lines are the first to leave the cache, and out, which comes next to be read, stays.
-__device__ void load_once(const T* from, float (&v)[LN_WIDTH]) {
-    unpack(__ldcs(reinterpret_cast<const Vector*>(from)), v);
-}
-
-__device__ void store(T* to, const float (&v)[LN_WIDTH]) {
-    Vector vector;
-    T* elements = reinterpret_cast<T*>(&vector);
-#pragma unroll
-    for (int k = 0; k < LN_WIDTH; ++k) elements[k] = narrow(v[k]);
-    *reinterpret_cast<Vector*>(to) = vector;
-}
+__device__ void load(const T* from, float (&v)[LN_WIDTH]) { Vector::load(from).unpack(v); }
 
 // The sum over the threads of a row, for all of them. scratch: a float a warp of the block, used once. Every
 // thread of the block must call it, those without a row too.
 __device__ float row_sum(float value, float* scratch) {
-#pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
+    value = lanes_sum<LANES>(value);
     if constexpr (WARPS > 1) {
         const int lane = threadIdx.x % 32, row = threadIdx.x / LN_THREADS;
         if (lane == 0) scratch[threadIdx.x / 32] = value;
         __syncthreads();
-        value = lane < WARPS ? scratch[row * WARPS + lane] : 0.0f;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
+        value = lanes_sum<32>(lane < WARPS ? scratch[row * WARPS + lane] : 0.0f);
     }
     return value;
 }
@@ -109,7 +65,7 @@ struct Part {  // kept in registers; all loads are issued here, before the first
     __device__ Part(const T* x, int channels) : channels(channels) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            if (inside(i)) load_once(x + i * STEP, v[i]);
+            if (inside(i)) Vector::load_once(x + i * STEP).unpack(v[i]);  // what stays in the cache is out
         }
     }
 
@@ -185,6 +141,6 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_for
         load(beta + c, b);
 #pragma unroll
         for (int k = 0; k < LN_WIDTH; ++k) y[k] = (v[k] - m) * r * g[k] + b[k];
-        store(out + c, y);
+        Vector::store(out + c, y);
     });
 }

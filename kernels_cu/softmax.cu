@@ -59,23 +59,14 @@ __device__ Pack load(const float* x, int first, int seen) {
     return pack;
 }
 
-template <int LANES, typename Op>
-__device__ float combine_lanes(float value) {
-#pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2) {
-        value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    }
-    return value;
-}
-
 struct Online {
     float max, sum;
 };
 
 // A lane's maximum and sum, put together with those of its warp.
 __device__ Online combine_warp(Online own) {
-    const float max = combine_lanes<32, Max>(own.max);
-    return {max, combine_lanes<32, Sum>(own.sum * expf(own.max - reference_point(max)))};
+    const float max = lanes_max<32>(own.max);
+    return {max, lanes_sum<32>(own.sum * expf(own.max - reference_point(max)))};
 }
 
 // grid (rows), block (SOFTMAX_BLOCK)
@@ -198,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, held[i].v[j]);
     }
     constexpr int LANES = WARPS > 1 ? 32 : SOFTMAX_THREADS;
-    max = combine_lanes<LANES, Max>(max);
+    max = lanes_max<LANES>(max);
     float point = reference_point(max);
 #pragma unroll
     for (int i = 0; i < SOFTMAX_HELD; ++i) {
@@ -208,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
             sum += held[i].v[j];
         }
     }
-    sum = combine_lanes<LANES, Sum>(sum);
+    sum = lanes_sum<LANES>(sum);
     float scale = 1.0f;
 
 #if SOFTMAX_THREADS > 32

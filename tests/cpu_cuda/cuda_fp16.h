@@ -6,6 +6,10 @@ struct alignas(2) __half {
     std::uint16_t bits;
 };
 
+inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+
+inline unsigned short __half_as_ushort(__half h) { return h.bits; }
+
 inline float __half2float(__half h) {
     const std::uint32_t sign = (h.bits & 0x8000u) << 16, exponent = h.bits >> 10 & 31, fraction = h.bits & 0x3ffu;
     if (exponent == 0) {  // subnormal: fraction * 2^-24 is exact

@@ -95,14 +95,15 @@ def run(
     shared: int = 0,
     defines: kernels.Defines = (),
     storage: str = "float32",
+    weights: str | None = None,
     order: Order = "forward",
     seed: int = 0,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`. order: in
-    which the threads of a block run between two barriers, and the blocks. The same array twice is
-    the same pointer twice.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
+    FP8 format of its `W`, where that is not `T`. order: in which the threads of a block run between
+    two barriers, and the blocks. The same array twice is the same pointer twice.
     Raises ShimError with the sanitizer's report; the arrays are then as they were.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
@@ -114,8 +115,9 @@ def run(
     parameters = signature.parameters
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
-    message = [_encode(kernel, parameters, args, i, storage) for i in range(len(args))]
-    defines = (*kernels.STORAGE[storage], *defines)
+    dtypes = storage, weights
+    message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
+    defines = (*kernels.stored_as(storage, weights), *defines)
     sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
     words = [kernel, *sizes, shared, order, seed, *(p.name for p in parameters)]
     launch = f"{kernel}, grid {grid}, block {block}, order {order}"
@@ -137,7 +139,7 @@ def _encode(
     parameters: Sequence[kernels.Parameter],
     args: Sequence[Any],
     i: int,
-    storage: str,
+    dtypes: tuple[str, str | None],
 ) -> bytes:
     """An argument as the runner reads it."""
     parameter, arg = parameters[i], args[i]
@@ -148,7 +150,7 @@ def _encode(
     if arg is None:
         return struct.pack("<qq", -1, 0)
     try:
-        expected, where = kernels.element(kernel, parameter, storage)
+        expected, where = kernels.element(kernel, parameter, *dtypes)
     except KernelError as error:
         raise ShimError(str(error)) from error
     if not isinstance(arg, np.ndarray) or arg.dtype.name != expected or not arg.flags.c_contiguous:

@@ -1,0 +1,84 @@
+// What the arrays of a kernel hold, and how it gets in and out of registers. Arithmetic is always float.
+//
+//   T   activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
+//   W   weights:     T, or a byte of FP8 with WEIGHT_E5M2 or WEIGHT_E4M3
+//
+//   E5M2   sign, 5 bits of exponent, 2 of fraction: the upper byte of a __half
+//   E4M3   sign, 4 bits of exponent, 3 of fraction: shifted by one they are a __half 256 times too small. It has no
+//          infinity, and its two NaN, 0x7f and 0xff, which no weight may hold, would read as +-480
+//
+// Vec<E, WIDTH> moves WIDTH elements of E in one instruction: a power of two, at most 16 bytes, and aligned to that.
+#pragma once
+
+#if defined(STORAGE_FP16) || defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
+#include <cuda_fp16.h>
+__device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+#endif
+
+#if defined(STORAGE_BF16)
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 T;
+__device__ __forceinline__ float widen(T value) { return __bfloat162float(value); }
+__device__ __forceinline__ T narrow(float value) { return __float2bfloat16_rn(value); }
+#elif defined(STORAGE_FP16)
+typedef __half T;
+__device__ __forceinline__ T narrow(float value) { return __float2half_rn(value); }
+#else
+typedef float T;
+__device__ __forceinline__ float widen(T value) { return value; }
+__device__ __forceinline__ T narrow(float value) { return value; }
+#endif
+
+#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
+struct Fp8 {
+    unsigned char bits;
+};
+typedef Fp8 W;
+
+__device__ __forceinline__ float widen(Fp8 value) {  // through __half, which keeps subnormal numbers
+#if defined(WEIGHT_E5M2)
+    return widen(__ushort_as_half((unsigned short)(value.bits << 8)));
+#else
+    const unsigned short half = (unsigned short)((value.bits & 0x80u) << 8 | (value.bits & 0x7fu) << 7);
+    return 256.0f * widen(__ushort_as_half(half));
+#endif
+}
+#else
+typedef T W;
+#endif
+
+template <int BYTES> struct Bits;
+template <> struct Bits<1> { typedef unsigned char type; };
+template <> struct Bits<2> { typedef unsigned short type; };
+template <> struct Bits<4> { typedef unsigned int type; };
+template <> struct Bits<8> { typedef uint2 type; };
+template <> struct Bits<16> { typedef uint4 type; };
+
+template <typename E, int WIDTH>
+struct Vec {
+    static_assert((WIDTH & (WIDTH - 1)) == 0 && WIDTH * sizeof(E) <= 16, "a vector is a power of two, 16 bytes at most");
+    typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
+    Raw raw;
+
+    // Through a built-in function: the compiler may split what it knows to be a plain load into its elements.
+    static __device__ __forceinline__ Vec load(const E* from) { return {__ldg(reinterpret_cast<const Raw*>(from))}; }
+
+    // For what is read once: its lines are the first to leave the cache.
+    static __device__ __forceinline__ Vec load_once(const E* from) {
+        return {__ldcs(reinterpret_cast<const Raw*>(from))};
+    }
+
+    static __device__ __forceinline__ void store(E* to, const float (&v)[WIDTH]) {
+        Vec vector;
+        E* elements = reinterpret_cast<E*>(&vector.raw);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) elements[k] = narrow(v[k]);
+        *reinterpret_cast<Raw*>(to) = vector.raw;
+    }
+
+    __device__ __forceinline__ void unpack(float (&v)[WIDTH]) const {
+        const E* elements = reinterpret_cast<const E*>(&raw);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) v[k] = widen(elements[k]);
+    }
+};
