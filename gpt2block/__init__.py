@@ -10,6 +10,7 @@ from gpt2block import doctor, reference
 from gpt2block.block import Block, Comparison, solve
 from gpt2block.config import SIZES, GPT2Config
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+from gpt2block.weight_matrix import WeightMatrix
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "GPT2Weights",
     "InputError",
     "KernelError",
+    "WeightMatrix",
     "random_input",
     "reference",
     "solve",

@@ -26,9 +26,10 @@ from gpt2block.cli_kernels import (
     operations_json,
     print_measurements,
     print_not_run,
+    print_series,
 )
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
-from gpt2block.operations import find, parse_sizes
+from gpt2block.operations import Operation, all_sizes, find, parse_sizes
 
 WIDTH_WHEN_PIPED = 100
 DEFAULT_SEQ_LEN = 128
@@ -225,9 +226,20 @@ def kernels(
         Optional[str],  # noqa: UP045
         typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
     ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
+    ] = None,
+    layout: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of weights in memory: KN or NK."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the kernels; verify an operation's variants against float64 and time them."""
+    """List the kernels; verify an operation's variants against float64 and time them.
+
+    The exit code is 1 when a variant's result is wrong.
+    """
     if operation is None:
         if as_json:
             print(operations_json())
@@ -239,6 +251,7 @@ def kernels(
     variants = found.variants if variant is None else (found.variant(variant),)
     if peer not in (None, "torch"):
         raise InputError(f"--peer: expected torch, got {peer!r}")
+    stored = measure.check_storage(found, dtype, layout)
     problem = doctor.cuda_problem()
     if problem:
         if as_json:
@@ -246,16 +259,37 @@ def kernels(
         else:
             print_not_run(console(), found, variants, problem)
         return
-    ceiling = measure.ceilings()
     every = sweep or plot is not None
-    rows, skipped = measure.measure(found, variants, sizes, ceiling, sweep=every, peer=peer)
+    series = [sizes] if shape or every else all_sizes(found)
+    ceiling = measure.ceilings()
+    results = [measure.measure(found, variants, at, ceiling, stored, every, peer) for at in series]
+    if not _show_measured(found, ceiling, results, as_json, plot):
+        sys.exit(1)
+
+
+def _show_measured(
+    found: Operation,
+    ceiling: measure.Ceilings,
+    results: list[tuple[list[measure.Measurement], list[str]]],
+    as_json: bool,
+    plot: Path | None,
+) -> bool:
+    """Print one result for each size, draw the first; False when a variant was wrong."""
+    measured = [rows for rows, _ in results]
     if as_json:
-        report = {"ceilings": asdict(ceiling), "rows": [asdict(row) for row in rows]}
-        print(json.dumps(_for_json({**report, "skipped": skipped})))
+        report = {
+            "ceilings": asdict(ceiling),
+            "rows": [asdict(row) for rows in measured for row in rows],
+            "skipped": [line for _, lines in results for line in lines],
+        }
+        print(json.dumps(_for_json(report)))
+    elif len(results) > 1:
+        print_series(console(), found, measured, ceiling)
     else:
-        print_measurements(console(), rows, skipped, ceiling)
+        print_measurements(console(), *results[0], ceiling)
     if plot is not None:
-        draw_sweep(rows, ceiling, doctor.describe_device(0), plot)
+        draw_sweep(measured[0], ceiling, doctor.describe_device(0), plot)
+    return all(row.right for rows in measured for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -37,8 +37,8 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "unsigned char": np.uint8,
 }
 
-# What the types `T` and `W` of a source stand for (kernels_cu/storage.cuh), by the dtype's name, and
-# the constant that says so. FP8 lies in arrays of uint8; where W is no FP8, it is T.
+# What the types `T` and `W` of a source stand for (kernels_cu/storage.cuh), by the dtype's name,
+# and the constant that says so. FP8 lies in arrays of uint8; where W is no FP8, it is T.
 STORAGE: Mapping[str, Defines] = {
     "float32": (),
     "float16": (("STORAGE_FP16", 1),),

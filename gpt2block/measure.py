@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, nan
 from typing import Any
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from gpt2block import doctor, reference, timing
 from gpt2block.block import errors
 from gpt2block.errors import InputError
-from gpt2block.operations import Inputs, Operation, Variant
+from gpt2block.kernels import FP8
+from gpt2block.operations import Operation, Variant
 from gpt2block.peers import torch_replays
+from gpt2block.weight_matrix import WeightMatrix
 
 CACHES = 4  # the rotated data is this many times the L2 cache
 MOST_SETS = 256
@@ -25,10 +27,15 @@ MOST_LAUNCHES = 4096  # of a variant in one graph
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU does at best, measured in the same run."""
+    """What this GPU does at best, measured in the same run; NaN without cuBLAS."""
 
     copy_gb_s: float  # device-to-device copy, bytes read and written
-    fp32_tflop_s: float  # cuBLAS, 8192³, float32 without TF32; NaN where cuBLAS is not installed
+    fp32_tflop_s: float  # cuBLAS, 8192³, float32 without TF32
+    fp16_tflop_s: float = nan  # and float16
+
+    def tflop_s(self, dtype: str) -> float:
+        """Of products of arrays of `dtype`."""
+        return self.fp32_tflop_s if dtype == "float32" else self.fp16_tflop_s
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,20 @@ class Measurement:
     max_abs: float  # against float64
     max_rel: float  # by the largest value
     peers: Mapping[str, float] = field(default_factory=dict)  # name → its GPU µs
+    dtype: str = "float32"
+
+    @property
+    def right(self) -> bool:
+        """Whether the error is one of rounding; False for NaN."""
+        return self.max_rel <= tolerance(self.dtype)
+
+
+def tolerance(dtype: str) -> float:
+    """The largest error, by the largest value, that counts as rounding.
+
+    1e-5 for sums in float32, and two roundings to what the activations are stored in.
+    """
+    return 1e-5 + 2 * {"float32": 2.0**-24, "bfloat16": 2.0**-8}.get(dtype, 2.0**-11)
 
 
 def ceilings() -> Ceilings:
@@ -58,15 +79,21 @@ def ceilings() -> Ceilings:
     a, b = cupy.zeros(size, "uint8"), cupy.zeros(size, "uint8")
     copy = {"copy": lambda: b.data.copy_from_device_async(a.data, size)}
     copy_ms = timing.interleaved_ms(copy)["copy"]
-    m = cupy.asarray(np.random.default_rng(0).standard_normal((8192, 8192), dtype=np.float32))
+    return Ceilings(2e-6 * size / copy_ms, _cublas("float32"), _cublas("float16"))
+
+
+def _cublas(dtype: str) -> float:
+    """TFLOP/s; cuBLAS is a ceiling here and nothing more: the package does without it."""
+    import cupy  # noqa: PLC0415
+
+    host = np.random.default_rng(0).standard_normal((8192, 8192), dtype=np.float32)
+    m = cupy.asarray(host.astype(dtype))
     out = cupy.empty_like(m)
-    try:  # cuBLAS is a ceiling here and nothing more: the package does without it
-        product_ms = timing.interleaved_ms({"product": lambda: cupy.matmul(m, m, out=out)})[
-            "product"
-        ]
+    try:
+        ms = timing.interleaved_ms({"": lambda: cupy.matmul(m, m, out=out)})[""]
     except ImportError:
-        product_ms = nan
-    return Ceilings(2e-6 * size / copy_ms, 2e-9 * 8192**3 / product_ms)
+        return nan
+    return 2e-9 * 8192**3 / ms
 
 
 def measure(
@@ -74,19 +101,23 @@ def measure(
     variants: Iterable[Variant],
     sizes: Mapping[str, int],
     ceiling: Ceilings,
+    stored: tuple[str, str],
     sweep: bool = False,
     peer: str | None = None,
 ) -> tuple[list[Measurement], list[str]]:
     """Every variant (at every block size, with `sweep`) against float64, timed; with its peers.
 
-    And a line for each that cannot run at these sizes. Raises InputError when none can, or for
-    sizes or peers that do not fit; DeviceError without a GPU.
+    And a line for each that cannot run at these sizes. stored: dtype and layout, as from
+    `check_storage`. Raises InputError when no variant can run, or for sizes or peers that do not
+    fit; DeviceError without a GPU.
     """
     doctor.require_cuda("kernels")
     from gpt2block import ops  # noqa: PLC0415
 
-    host, truth = _inputs_and_truth(operation, sizes)
-    sets, rounds = _rotated(host, operation.traffic(sizes))
+    dtype, layout = stored
+    host, truth = _inputs_and_truth(operation, sizes, dtype, layout)
+    counted = counted_sizes(sizes, dtype)
+    sets, rounds = _rotated(host, operation.traffic(counted))
     replays = torch_replays(operation.name, sets, rounds) if peer == "torch" else {}
     peers = tuple(replays)
     calls: dict[str, Callable[[], Any]] = {}
@@ -113,19 +144,65 @@ def measure(
         raise InputError(f"{operation.name}: {skipped[-1]}")
     times = timing.interleaved_ms(replays)
     gpu = {name: 1e3 * ms / (len(sets) * rounds) for name, ms in times.items()}
-    rows = [
-        _measurement(
-            operation,
-            *found[name],
-            sizes,
-            gpu[name],
-            timing.call_times(calls[name])[1],
-            ceiling,
-            {p: gpu[p] for p in peers},
+    rows = []
+    for name, (variant, block, off) in found.items():
+        rate, unit, percent = _rate(operation, counted, dtype, gpu[name], ceiling)
+        rows.append(
+            Measurement(
+                operation.name,
+                variant.name,
+                block,
+                sizes,
+                gpu[name],
+                timing.call_times(calls[name])[1],
+                rate,
+                unit,
+                percent,
+                *off,
+                peers={p: gpu[p] for p in peers},
+                dtype=dtype,
+            )
         )
-        for name in found
-    ]
     return rows, skipped
+
+
+def check_storage(
+    operation: Operation, dtype: str | None = None, layout: str | None = None
+) -> tuple[str, str]:
+    """How arrays and weights lie in memory, the operation's own way where None is asked for.
+
+    dtype: of the arrays; FP8 is for weights, beside float16. layout: of weights, "KN" or "NK".
+    Raises InputError, with what the operation takes.
+    """
+    if dtype not in (None, *operation.dtypes):
+        raise InputError(
+            f"{operation.name}: dtype {dtype!r}: expected one of {', '.join(operation.dtypes)}"
+        )
+    layouts = ("KN", "NK") if operation.matrices else ()
+    if layout not in (None, *layouts):
+        known = f"expected one of {', '.join(layouts)}" if layouts else "it has no weights"
+        raise InputError(f"{operation.name}: layout {layout!r}: {known}")
+    return dtype or operation.dtypes[0], layout or operation.layout
+
+
+def counted_sizes(sizes: Mapping[str, int], dtype: str) -> dict[str, int]:
+    """The sizes, and the bytes of an activation and of a weight."""
+    item = 4 if dtype == "float32" else 2
+    return {**sizes, "itemsize": item, "weight": 1 if dtype in FP8 else item}
+
+
+def _rate(
+    operation: Operation, sizes: Mapping[str, int], dtype: str, us: float, ceiling: Ceilings
+) -> tuple[float, str, float]:
+    """What limits the operation at these sizes, as a rate, its unit, and % of the ceiling."""
+    moved = 1e-3 * operation.traffic(sizes) / us
+    computed = 1e-6 * operation.flops(sizes) / us
+    of_copy = 100 * moved / ceiling.copy_gb_s
+    of_product = 100 * computed / ceiling.tflop_s(dtype)
+    memory = operation.bound == "memory"
+    if operation.bound == "either":
+        memory = not of_product > of_copy  # NaN without cuBLAS
+    return (moved, "GB/s", of_copy) if memory else (computed, "TFLOP/s", of_product)
 
 
 def _errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
@@ -135,57 +212,47 @@ def _errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
 
 
 def chosen(operation: Operation, variant: Variant, block: int | None) -> dict[str, Any]:
-    """Keyword arguments that pick a variant; none for an operation that has one only."""
-    if len(operation.variants) == 1:
-        return {}
-    return {"variant": variant.name} | ({} if block is None else {"block": block})
-
-
-def _measurement(
-    operation: Operation,
-    variant: Variant,
-    block: int | None,
-    error: tuple[float, float],
-    sizes: Mapping[str, int],
-    gpu_us: float,
-    call_us: float,
-    ceiling: Ceilings,
-    peers: Mapping[str, float],
-) -> Measurement:
-    if operation.bound == "memory":
-        rate, best, unit = 1e-3 * operation.traffic(sizes) / gpu_us, ceiling.copy_gb_s, "GB/s"
-    else:
-        rate, best, unit = 1e-6 * operation.flops(sizes) / gpu_us, ceiling.fp32_tflop_s, "TFLOP/s"
-    return Measurement(
-        operation.name,
-        variant.name,
-        block,
-        sizes,
-        gpu_us,
-        call_us,
-        rate,
-        unit,
-        100 * rate / best,
-        *error,
-        peers,
+    """Keyword arguments that pick a variant; none for an operation that has nothing to choose."""
+    alone = len(operation.variants) == 1
+    return ({} if alone else {"variant": variant.name}) | (
+        {} if block is None else {"block": block}
     )
 
 
 def _inputs_and_truth(
-    operation: Operation, sizes: Mapping[str, int]
-) -> tuple[Inputs, NDArray[Any]]:
-    """float32 inputs and the float64 result; InputError when these sizes make no sense together."""
+    operation: Operation, sizes: Mapping[str, int], dtype: str = "float32", layout: str = "KN"
+) -> tuple[tuple[Any, ...], NDArray[Any]]:
+    """Inputs as stored and the float64 result; InputError when the sizes do not fit together."""
     try:
         host = operation.make(sizes, np.random.default_rng(0))
-        wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in host]
-        truth: NDArray[Any] = getattr(reference, operation.name)(*wide, **operation.attrs)
+        stored = tuple(
+            _weights(a, dtype, layout) if i in operation.matrices else _stored(a, dtype)
+            for i, a in enumerate(host)
+        )
+        wide = [a if isinstance(a, WeightMatrix) else _wide(a) for a in stored]
+        truth = getattr(reference, operation.name)(*wide, **operation.attrs)
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"{operation.name} cannot run at {at}: {error}") from error
-    return host, truth
+    return stored, truth[0] if isinstance(truth, tuple) else truth
 
 
-def _rotated(host: Inputs, traffic: int) -> tuple[list[tuple[Any, ...]], int]:
+def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Activations in `dtype`, beside FP8 weights in float16; integers as they are."""
+    storage = "float16" if dtype in FP8 else dtype
+    return array.astype(np.dtype(storage)) if array.dtype == np.float32 else array
+
+
+def _weights(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
+    in_memory = np.ascontiguousarray(array if layout == "KN" else array.T)
+    return WeightMatrix.quantize(in_memory, dtype, layout)
+
+
+def _wide(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.dtype.kind in "iu" else array.astype(np.float64)
+
+
+def _rotated(host: tuple[Any, ...], traffic: int) -> tuple[list[tuple[Any, ...]], int]:
     """Copies of the inputs, so many that a round of them moves several times the L2 cache.
 
     And how many rounds make a replay of some milliseconds, long against a graph's own launch.
@@ -195,4 +262,13 @@ def _rotated(host: Inputs, traffic: int) -> tuple[list[tuple[Any, ...]], int]:
     cache = cupy.cuda.Device().attributes["L2CacheSize"]
     count = min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
     rounds = max(1, min(REPLAY_BYTES // (count * traffic), MOST_LAUNCHES // count))
-    return [tuple(cupy.asarray(a) for a in host) for _ in range(count)], rounds
+    return [tuple(_uploaded(a) for a in host) for _ in range(count)], rounds
+
+
+def _uploaded(array: Any) -> Any:
+    import cupy  # noqa: PLC0415
+
+    if not isinstance(array, WeightMatrix):
+        return cupy.asarray(array)
+    scale = None if array.scale is None else cupy.asarray(array.scale)
+    return replace(array, data=cupy.asarray(array.data), scale=scale)

@@ -8,8 +8,11 @@ from math import sqrt
 from typing import Any
 
 from gpt2block.errors import InputError
+from gpt2block.kernels import FP8
+from gpt2block.weight_matrix import WeightMatrix
 
 Tensor = Any
+HEAD_DIM = 128
 
 
 def _functional() -> Any:
@@ -33,22 +36,73 @@ def _trimat(qkv: Tensor) -> Tensor:
     return (q / sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 
 
+def _attention(qkv: Tensor) -> Tensor:
+    """Its own kernels for float32, causal, on Q, K and V as they lie."""
+    heads = qkv.unflatten(-1, (3, 12, -1)).movedim(-3, 0).transpose(-2, -3)
+    out = _functional().scaled_dot_product_attention(*heads, is_causal=True)
+    return out.transpose(-2, -3).flatten(-2)
+
+
+def _rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return _functional().rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _turns(x: Tensor, D: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
+    """RoPE's cos and sin for the positions of x, in advance; (T, 1, D / 2) each."""
+    import torch  # noqa: PLC0415
+
+    T = x.shape[0]
+    frequency = 1e4 ** (-torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / D)
+    angle = torch.arange(T, device=x.device)[:, None] * frequency
+    return angle.cos().float()[:, None], angle.sin().float()[:, None]
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, H, D), in real numbers, which the compiler can fuse."""
+    import torch  # noqa: PLC0415
+
+    r, i = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((r * cos - i * sin, r * sin + i * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _rmsnorm_matmul(x: Tensor, gamma: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = _rmsnorm(x, gamma) @ w
+    return _rope(out.unflatten(-1, (-1, HEAD_DIM)), cos, sin).flatten(-2)
+
+
+def _rmsnorm_ffn(x: Tensor, gamma: Tensor, w1: Tensor, w3: Tensor) -> Tensor:
+    n = _rmsnorm(x, gamma)
+    return _functional().silu(n @ w1) * (n @ w3)
+
+
 PEERS: Mapping[str, Callable[..., Tensor]] = {
     "add": lambda a, b: a + b,
+    "attention": _attention,
     "encoder": lambda ids, wte, wpe: wte[ids] + wpe,
     "gelu": lambda x: _functional().gelu(x, approximate="tanh"),
     "layernorm": _layernorm,
     "layernorm_gelu": _layernorm_gelu,
     "matmul_bias": lambda a, w, bias: a @ w + bias,
+    "rmsnorm": _rmsnorm,
+    "rmsnorm_ffn": _rmsnorm_ffn,
+    "rmsnorm_matmul": _rmsnorm_matmul,
+    "rope": _rope,
     "softmax": lambda scores: scores.softmax(dim=-1),
     "trimat": _trimat,
+}
+
+
+# What an operation computes itself and PyTorch is given in advance, from its first input.
+PREPARED: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "rope": _turns,
+    "rmsnorm_matmul": _turns,
 }
 
 
 def torch_replays(
     operation: str, sets: list[tuple[Any, ...]], rounds: int
 ) -> dict[str, Callable[[], None]]:
-    """PyTorch on the very CuPy arrays of `sets`, eager and compiled, in float32 without TF32.
+    """PyTorch on the very CuPy arrays of `sets`, eager and compiled; in float32 without TF32.
 
     Returns name → replay of a CUDA graph, `rounds` times over all sets. Raises InputError when
     PyTorch is not installed, sees no GPU, or has no such operation here.
@@ -62,7 +116,10 @@ def torch_replays(
     if operation not in PEERS:
         raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
     torch.backends.cuda.matmul.allow_tf32 = False
-    tensors = [tuple(torch.from_dlpack(array) for array in arrays) for arrays in sets]
+    tensors = [tuple(_tensor(array) for array in arrays) for arrays in sets]
+    if operation in PREPARED:
+        more = PREPARED[operation](tensors[0][0])
+        tensors = [(*arrays, *more) for arrays in tensors]
     replays: dict[str, Callable[[], None]] = {}
     functions = {
         "torch": PEERS[operation],
@@ -80,6 +137,20 @@ def torch_replays(
                 kept = [function(*arguments) for arguments in tensors]
         replays[name] = partial(_replay, graph, kept)
     return replays
+
+
+def _tensor(array: Any) -> Tensor:
+    """The same memory as a tensor; a weight matrix as (K, N), however it lies."""
+    import torch  # noqa: PLC0415
+
+    if isinstance(array, WeightMatrix):
+        if array.dtype in FP8:
+            raise InputError(f"--peer torch: no PyTorch operation here takes {array.dtype} weights")
+        tensor = _tensor(array.data)
+        return tensor if array.layout == "KN" else tensor.T
+    if array.dtype.name == "bfloat16":  # not a type of the exchange protocol for NumPy's kind
+        return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+    return torch.from_dlpack(array)
 
 
 def _replay(graph: Any, outputs: list[Any]) -> None:

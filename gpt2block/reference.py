@@ -8,12 +8,16 @@ Every function takes (T, C) as well as (B, T, C).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.errors import InputError
+
 if TYPE_CHECKING:
+    from gpt2block.weight_matrix import WeightMatrix
     from gpt2block.weights import BlockWeights
 
 Array = NDArray[np.floating[Any]]
@@ -135,6 +139,160 @@ def layernorm_gelu(
     gamma = np.ones(C, x.dtype) if gamma is None else gamma
     beta = np.zeros(C, x.dtype) if beta is None else beta
     return gelu(layernorm(x, gamma, beta, eps))
+
+
+def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
+    """x / sqrt(mean(x²) + eps) · weight over the last axis.
+
+    x (..., C), weight (C,) → (..., C).
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    rms: Array = np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return x / rms * weight
+
+
+def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
+    """Rotary position embedding: each pair (r, i) → (r cos a - i sin a, r sin a + i cos a).
+
+    x (..., T, H, D), D even; row t has position start + t. Pair k is channels 2k and 2k + 1, or k
+    and k + D / 2 with `half_split`; its angle a is position / theta^(2k / D).
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+    """
+    T, D = x.shape[-3], x.shape[-1]
+    if D % 2:
+        raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
+    position, k = np.arange(start, start + T)[:, None, None], np.arange(D // 2)
+    angle = position / float(theta) ** (2 * k / D)  # (T, 1, D / 2), in float64
+    cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
+    first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
+    r, i = x[..., first], x[..., second]
+    out = np.empty_like(x)
+    out[..., first], out[..., second] = r * cos - i * sin, r * sin + i * cos
+    return out
+
+
+def rmsnorm_matmul(
+    x: Array,
+    gamma: Array,
+    w: Array | WeightMatrix,
+    eps: float = 1e-6,
+    head_dim: int | None = None,
+    start: int = 0,
+    theta: float = 10000.0,
+    half_split: bool = False,
+) -> Array:
+    """RMSNorm, the product with w, and with `head_dim` RoPE on the columns as heads of that size.
+
+    x (..., T, K), gamma (K,), w (K, N) → (..., T, N); row t has position start + t.
+    """
+    product: Array = rmsnorm(x, gamma, eps) @ _matrix(w, x)
+    if head_dim is None:
+        return product
+    heads = product.reshape(*product.shape[:-1], -1, head_dim)
+    return rope(heads, start, theta, half_split).reshape(product.shape)
+
+
+def rmsnorm_ffn(
+    x: Array,
+    gamma: Array,
+    w1: Array | WeightMatrix,
+    w3: Array | WeightMatrix,
+    eps: float = 1e-6,
+    residual: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """The gated feed-forward up to its second product: silu(n w1) · (n w3), n = rmsnorm(h).
+
+    x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual h = x + residual,
+    and the result is a pair, (..., N) and h; without one h = x.
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+    h = x if residual is None else x + residual
+    n = rmsnorm(h, gamma, eps)
+    a, b = n @ _matrix(w1, x), n @ _matrix(w3, x)
+    out: Array = a / (1 + np.exp(-a)) * b
+    return out if residual is None else (out, h)
+
+
+def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
+    """Weights (K, N) in the dtype of `like`."""
+    matrix: Array = w if isinstance(w, np.ndarray) else w.dequantized()
+    return matrix.astype(like.dtype)
+
+
+class _Fp8(NamedTuple):
+    """A byte of FP8: the sign, the exponent, `fraction` bits of fraction."""
+
+    fraction: int
+    bias: int
+    largest: int  # the byte of the largest number; the next one stands for what lies beyond
+    nan: int
+
+
+FP8_FORMATS: Mapping[str, _Fp8] = {
+    "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # 57344; 0x7c is infinity
+    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, what lies beyond, is its only NaN
+}
+
+
+def _fp8_format(name: str) -> _Fp8:
+    if name not in FP8_FORMATS:
+        raise InputError(f"unknown FP8 format {name!r}: expected one of {', '.join(FP8_FORMATS)}")
+    return FP8_FORMATS[name]
+
+
+def to_fp8(
+    x: Array,
+    format: str = "float8_e5m2",
+    saturate: bool = True,
+    scale: Array | None = None,
+    layout: str = "KN",
+) -> NDArray[np.uint8]:
+    """x as bytes of FP8, rounded to nearest even, once, whatever float dtype x has. → as x, uint8.
+
+    With `saturate` what lies beyond the largest number, ±57344 (E5M2) or ±448 (E4M3FN), becomes
+    that number, infinity too; else infinity (E5M2) or NaN (E4M3FN). A NaN stays one, with its sign.
+    With `scale` (N,) float32, one for each output channel of a matrix (K, N) or, with layout "NK",
+    (N, K), it is x / scale, rounded to float32, that is converted.
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+    """
+    fp8 = _fp8_format(format)
+    wide = x if x.dtype == np.float64 else x.astype(np.float32)
+    if scale is not None:
+        wide = wide / (scale if layout == "KN" else scale[:, None])
+    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps stay as wide
+    beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
+    magnitude = np.fmin(np.abs(wide), beyond)
+    e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
+    # FP8 numbers are steps of 2^(e-F) there: a division by a power of two is exact, and rint takes
+    # a tie to even. The leading bit, 2^F steps, adds one to e's place in the byte; so does a carry.
+    steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
+    code = (e - lowest << fp8.fraction) + steps
+    code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)
+    code = np.where(np.isnan(wide), fp8.nan, code)
+    return np.where(np.signbit(wide), code | 0x80, code).astype(np.uint8)
+
+
+def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
+    """The numbers that bytes of FP8 stand for, exactly. → as x, float32."""
+    magnitudes = _fp8_magnitudes(format)
+    values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
+    return values
+
+
+def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
+    """What the bytes 0x00 … 0x7f stand for."""
+    fp8 = _fp8_format(format)
+    code = np.arange(128)
+    exponent, fraction = code >> fp8.fraction, code & (1 << fp8.fraction) - 1
+    leading = np.where(exponent > 0, 1 << fp8.fraction, 0)
+    steps = np.maximum(exponent, 1) - fp8.bias - fp8.fraction
+    values: NDArray[np.float32] = np.ldexp((leading + fraction).astype(np.float32), steps)
+    if format == "float8_e5m2":
+        values[fp8.largest + 1] = np.inf
+        values[fp8.largest + 2 :] = np.nan
+    else:
+        values[fp8.nan] = np.nan
+    return values
 
 
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:

@@ -1,7 +1,7 @@
 // Pieces shared by the kernels.
 //
 // block_reduce_sum, block_reduce_max: a tree over shared memory. Strides halve, a barrier follows every
-// level, and every thread of the block gets the result:
+// level, of the last levels for one warp only, and every thread of the block gets the result:
 //
 //   scratch   [a b c d e f g h]
 //   stride 4  [a+e b+f c+g d+h ...]
@@ -36,8 +36,13 @@ __device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK 
         if (threadIdx.x < stride) {
             scratch[threadIdx.x] = Op::combine(scratch[threadIdx.x], scratch[threadIdx.x + stride]);
         }
-        __syncthreads();
+        if (stride > 32) {
+            __syncthreads();
+        } else if (threadIdx.x < 32) {  // from here on one warp is left
+            __syncwarp();
+        }
     }
+    __syncthreads();
     const float result = scratch[0];
     __syncthreads();  // without it, a second call could overwrite scratch[0] before a slow thread has read it
     return result;

@@ -112,7 +112,8 @@ extern "C" __global__ void normalization_kernel(
     const int c = blockIdx.y * LN_BLOCK + threadIdx.x;
     if (c >= C) return;
     const long long row = blockIdx.x, i = row * C + c;
-    out[i] = (x[i] - mean[row]) * rstd[row] * gamma[c] + beta[c];
+    // x was read for the last time and out for the first: neither needs to stay in the cache.
+    __stcs(out + i, (__ldcs(x + i) - mean[row]) * rstd[row] * gamma[c] + beta[c]);
 }
 
 // grid (N), block (LN_BLOCK)

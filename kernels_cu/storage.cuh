@@ -43,6 +43,28 @@ __device__ __forceinline__ float widen(Fp8 value) {  // through __half, which ke
     return 256.0f * widen(__ushort_as_half(half));
 #endif
 }
+
+// Four bytes, lowest first: two at a time, since shifts and masks act on both halves of a register at once.
+__device__ __forceinline__ void widen(unsigned bytes, float* v) {
+#pragma unroll
+    for (int pair = 0; pair < 4; pair += 2) {
+        unsigned halves;
+#if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890  // has an instruction for it
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(bytes >> 8 * pair)));
+        const float scale = 1.0f;
+#else
+        halves = __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);  // each byte into the upper one of a half
+#if defined(WEIGHT_E4M3)
+        halves = (halves & 0x80008000u) | (halves >> 1 & 0x3f803f80u);
+        const float scale = 256.0f;
+#else
+        const float scale = 1.0f;
+#endif
+#endif
+        v[pair] = scale * widen(__ushort_as_half((unsigned short)halves));
+        v[pair + 1] = scale * widen(__ushort_as_half((unsigned short)(halves >> 16)));
+    }
+}
 #else
 typedef T W;
 #endif
@@ -68,17 +90,31 @@ struct Vec {
         return {__ldcs(reinterpret_cast<const Raw*>(from))};
     }
 
-    static __device__ __forceinline__ void store(E* to, const float (&v)[WIDTH]) {
+    static __device__ __forceinline__ Vec pack(const float (&v)[WIDTH]) {
         Vec vector;
         E* elements = reinterpret_cast<E*>(&vector.raw);
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) elements[k] = narrow(v[k]);
-        *reinterpret_cast<Raw*>(to) = vector.raw;
+        return vector;
+    }
+
+    static __device__ __forceinline__ void store(E* to, const float (&v)[WIDTH]) {
+        *reinterpret_cast<Raw*>(to) = pack(v).raw;
+    }
+
+    static __device__ __forceinline__ void store_once(E* to, const float (&v)[WIDTH]) {  // not read again soon
+        __stcs(reinterpret_cast<Raw*>(to), pack(v).raw);
     }
 
     __device__ __forceinline__ void unpack(float (&v)[WIDTH]) const {
-        const E* elements = reinterpret_cast<const E*>(&raw);
+        if constexpr (sizeof(E) == 1 && WIDTH % 4 == 0) {
+            const unsigned* words = reinterpret_cast<const unsigned*>(&raw);
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) v[k] = widen(elements[k]);
+            for (int k = 0; k < WIDTH; k += 4) widen(words[k / 4], v + k);
+        } else {
+            const E* elements = reinterpret_cast<const E*>(&raw);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) v[k] = widen(elements[k]);
+        }
     }
 };

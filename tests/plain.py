@@ -69,6 +69,22 @@ def gelu(x: Array, xp: Any = np) -> Array:
     return xp.float32(0.5) * x * (xp.float32(1) + xp.tanh(inner))
 
 
+def rope(
+    x: Array, start: int = 0, theta: float = 1e4, half_split: bool = False
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The formula with every number rounded to float32, stored in the dtype of x (NumPy)."""
+    T, D = x.shape[-3], x.shape[-1]
+    position = np.arange(start, start + T, dtype=np.float32)[:, None, None]
+    angle = position / np.float32(theta) ** (np.arange(0, D, 2, dtype=np.float32) / np.float32(D))
+    wide = x.astype(np.float32)
+    out = np.empty_like(wide)
+    first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
+    r, i = wide[..., first], wide[..., second]
+    out[..., first] = r * np.cos(angle) - i * np.sin(angle)
+    out[..., second] = r * np.sin(angle) + i * np.cos(angle)
+    return np.asarray(out.astype(x.dtype).astype(np.float32))
+
+
 def block_forward(x: Array, w: dict[str, Array], n_head: int, causal: bool, xp: Any = np) -> Array:
     """The ten steps; `w` maps the twelve names to arrays of `xp`."""
     ln1 = layernorm(x, w["gamma1"], w["beta1"], xp=xp)

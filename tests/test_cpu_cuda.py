@@ -122,12 +122,12 @@ def outcome(source: Source, launch: Launch, order: loader.Order) -> bytes:
         return str(error).encode()
 
 
-BARRIERS: list[tuple[str, Launch, str, int]] = [  # the last: how many barriers the text has
-    ("matmul.cu", matmul, "", 2),
-    ("attention.cu", attention, "", 2),
-    ("attention.cu", attention, "common.cuh", 3),
-    ("layernorm.cu", layernorm768, "common.cuh", 3),
-    ("layernorm.cu", layernorm, "common.cuh", 3),
+BARRIERS: list[tuple[str, Launch, str, tuple[int, ...]]] = [  # the last: which of the text's
+    ("matmul.cu", matmul, "", (0, 1)),
+    ("attention.cu", attention, "", (0, 1)),
+    ("attention.cu", attention, "common.cuh", (0, 2, 3)),  # too few keys for 1, high in the tree
+    ("layernorm.cu", layernorm768, "common.cuh", (0, 1, 2, 3)),
+    ("layernorm.cu", layernorm, "common.cuh", (0, 1, 2, 3)),
 ]
 
 
@@ -135,8 +135,8 @@ BARRIERS: list[tuple[str, Launch, str, int]] = [  # the last: how many barriers 
     ("file", "launch", "header", "n"),
     [
         pytest.param(file, launch, header, n, id=f"{launch.__name__}-{header or file}-{n}")
-        for file, launch, header, count in BARRIERS
-        for n in range(count)
+        for file, launch, header, numbers in BARRIERS
+        for n in numbers
     ],
 )
 def test_a_missing_barrier_shows(file: str, launch: Launch, header: str, n: int) -> None:
@@ -145,10 +145,11 @@ def test_a_missing_barrier_shows(file: str, launch: Launch, header: str, n: int)
     assert any(outcome(source, launch, order) != right for order in ORDERS)
 
 
-@pytest.mark.parametrize(("file", "launch", "header", "count"), BARRIERS)
-def test_every_barrier_is_planted(file: str, launch: Launch, header: str, count: int) -> None:
-    text = (SOURCE_DIR / (header or file)).read_text("ascii")
-    assert text.count(BARRIER) == count, f"{launch.__name__}: bring BARRIERS up to date"
+def test_every_barrier_is_planted() -> None:
+    for text in {header or file for file, _, header, _ in BARRIERS}:
+        planted = {n for f, _, header, ns in BARRIERS if (header or f) == text for n in ns}
+        count = (SOURCE_DIR / text).read_text("ascii").count(BARRIER)
+        assert planted == set(range(count)), f"{text}: bring BARRIERS up to date"
 
 
 # --- accesses out of bounds

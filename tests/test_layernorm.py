@@ -106,8 +106,8 @@ def assert_right(
 
 @given(C=st.integers(1, 70000), itemsize=st.sampled_from([2, 4]), power=st.integers(1, 8))
 @example(C=768, itemsize=4, power=4)
-@example(C=24576, itemsize=2, power=4)
-@example(C=24577, itemsize=2, power=4)
+@example(C=16384, itemsize=2, power=4)
+@example(C=16385, itemsize=2, power=4)
 def test_a_row_is_shared_out_whole(C: int, itemsize: int, power: int) -> None:
     alignment = max(itemsize, 2**power)
     width, threads, vectors = row_shape(C, itemsize, alignment)
@@ -117,23 +117,24 @@ def test_a_row_is_shared_out_whole(C: int, itemsize: int, power: int) -> None:
     if vectors:
         step = threads * width
         assert (vectors - 1) * step < C <= vectors * step  # only the last vector can be outside
-        assert vectors * width <= KEPT
+        assert vectors * width * itemsize <= KEPT
     else:
-        assert threads * KEPT_BY_MOST < C
+        assert threads * KEPT_BY_MOST < C * itemsize
         assert threads == 1024
 
 
 @pytest.mark.parametrize(
     ("C", "itemsize", "alignment", "shape"),
     [
-        (768, 4, 16, (4, 32, 6)),
+        (768, 4, 16, (4, 64, 3)),
         (768, 2, 16, (8, 32, 3)),
-        (768, 4, 8, (2, 32, 12)),
-        (769, 4, 16, (1, 32, 25)),
+        (768, 4, 8, (2, 64, 6)),
+        (769, 4, 16, (1, 64, 13)),
         (48, 4, 16, (4, 16, 1)),
-        (1600, 4, 16, (4, 64, 7)),
-        (24576, 4, 16, (4, 1024, 6)),
-        (24580, 2, 16, (4, 1024, 0)),
+        (1600, 4, 16, (4, 128, 4)),
+        (8192, 4, 16, (4, 512, 4)),
+        (16384, 2, 16, (8, 512, 4)),
+        (8196, 4, 16, (4, 1024, 0)),
         (50257, 4, 16, (1, 1024, 0)),
     ],
 )
@@ -241,10 +242,12 @@ def test_null_pointers_skip_the_statistics() -> None:
     x, gamma, beta = inputs(5, 768)
     width, threads, vectors = row_shape(768, 4)
     names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    defines = tuple(zip(names, (width, threads, vectors, 4), strict=True))
+    rows = 128 // threads
+    defines = tuple(zip(names, (width, threads, vectors, rows), strict=True))
     out = poisoned(5, 768)
     args = [x, gamma, beta, out, None, None, EPS, 5, 768]
-    run("layernorm_rows.cu", "layernorm_forward_kernel6", (2,), (128,), args, defines=defines)
+    grid = (-(-5 // rows),)
+    run("layernorm_rows.cu", "layernorm_forward_kernel6", grid, (128,), args, defines=defines)
     np.testing.assert_array_equal(out, on_shim("6", (x, gamma, beta), block=128)[0])
 
 
@@ -252,11 +255,13 @@ def test_null_pointers_skip_the_statistics() -> None:
 @pytest.mark.parametrize(("variant", "barriers", "nth"), [("5", 2, 0), ("5", 2, 1), ("6", 1, 0)])
 def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
     file, barrier = OPERATION.variant(variant).file, "__syncthreads();"
-    parts = kernels.read_source(file).split(barrier)
+    header = "rows.cuh" if variant == "6" else ""  # where its barrier stands
+    parts = (kernels.SOURCE_DIR / (header or file)).read_text("ascii").split(barrier)
     assert len(parts) == barriers + 1
-    source = Source(
-        file, barrier.join(parts[: nth + 1]) + barrier.join(["", *parts[nth + 1 :]])[len(barrier) :]
-    )
+    without = barrier.join(parts[: nth + 1]) + barrier.join(["", *parts[nth + 1 :]])[len(barrier) :]
+    source = Source(file, without)
+    if header:
+        source = Source(file, kernels.read_source(file), ((header, without),))
     arrays, shape = inputs(2, 300), RowShape(4, 64, 2)
     right = on_shim(variant, arrays, shape=shape)
 
@@ -514,14 +519,14 @@ def test_the_operation_describes_its_kernels() -> None:
     x, gamma, beta = OPERATION.make(sizes, np.random.default_rng(0))
     assert (x.shape, gamma.shape, beta.shape) == ((2, 3, 5), (5,), (5,))
     assert {a.dtype.name for a in (x, gamma, beta)} == {"float32"}
-    assert OPERATION.traffic(sizes) == 240
+    assert OPERATION.traffic({**sizes, "itemsize": 4}) == 240
     with pytest.raises(InputError, match="unknown variant 7: expected one of 1, 2, 3, 4, 5, 6"):
         OPERATION.variant(7)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("C", [3, 768, 1024, 16384, 24575, 24576, 50000])
+@pytest.mark.parametrize("C", [3, 768, 1024, 8191, 8192, 16384, 50000])
 def test_rows_compile_without_spills(dtype: str, C: int, arch: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     width, threads, vectors = row_shape(C, np.dtype(DTYPES[dtype]).itemsize)
@@ -568,7 +573,7 @@ def cp() -> ModuleType:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "C", [1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 20000, 24576, 24580, 50257]
+    "C", [1, 2, 3, 7, 48, 64, 100, 768, 769, 1024, 1600, 4096, 8191, 8192, 20000, 50257]
 )
 def test_widths(variant: str, C: int) -> None:
     arrays = inputs(5 if C > 2000 else 33, C)
@@ -578,7 +583,7 @@ def test_widths(variant: str, C: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "C", [1, 2, 3, 7, 48, 100, 768, 769, 1024, 1600, 4096, 24576, 24580, 50257]
+    "C", [1, 2, 3, 7, 48, 100, 768, 769, 1024, 1600, 4096, 8191, 16384, 16392, 50257]
 )
 def test_half_precision(dtype: str, C: int) -> None:
     arrays = inputs(5 if C > 2000 else 33, C, dtype)
@@ -589,7 +594,7 @@ def test_half_precision(dtype: str, C: int) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_block_size(variant: str) -> None:
     arrays = inputs(1030, 768)
-    for block in BLOCKS:
+    for block in BLOCKS[1:] if variant == "6" else BLOCKS:  # a row of kernel 6 takes 64 threads
         assert_right(variant, on_gpu(variant, arrays, block=block), *arrays)
 
 
@@ -672,7 +677,7 @@ def test_wrong_arguments_are_refused(cp: ModuleType) -> None:
         (
             (x, gamma, beta),
             {"variant": 6, "block": 64},
-            "a row of 4,096 channels takes 128 threads",
+            "a row of 4,096 channels takes 256 threads",
         ),
         ((x, gamma[:-1], beta), {"variant": 2}, r"gamma: expected shape \(4096,\)"),
         ((wide, gamma, beta), {"variant": 6}, "x: expected float32, got float64"),

@@ -12,17 +12,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from gpt2block import InputError, cli, doctor, kernels, measure, reference, timing
-from gpt2block.cli_kernels import draw_sweep
-from gpt2block.measure import Ceilings, Measurement, _inputs_and_truth
-from gpt2block.operations import OPERATIONS, Operation, find, markdown, parse_sizes
+from gpt2block.cli_kernels import draw_sweep, print_series
+from gpt2block.measure import Ceilings, Measurement, _inputs_and_truth, counted_sizes, tolerance
+from gpt2block.operations import (
+    OPERATIONS,
+    Operation,
+    all_sizes,
+    find,
+    markdown,
+    parse_sizes,
+)
 
-SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5}
+SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8}
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
 
 
 def small(operation: Operation) -> dict[str, int]:
+    if operation.matrices:  # a head of 128 columns, and rows that tensor cores take
+        return {"M": 3, "K": 64, "N": 128}
     return {name: SMALL[name] for name in operation.sizes}
 
 
@@ -44,9 +54,10 @@ def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> No
     attrs = {**operation.attrs, **({"n_head": 3} if "n_head" in operation.attrs else {})}
     out = getattr(reference, operation.name)(*inputs, **attrs)
     assert np.isfinite(out[..., 0]).all()  # of a trimat, the half that is stated
-    assert operation.traffic(sizes) > 0
+    counted = counted_sizes(sizes, operation.dtypes[0])
+    assert operation.traffic(counted) > 0
     assert operation.flops(sizes) > 0
-    assert operation.bound in ("memory", "compute")
+    assert operation.bound in ("memory", "compute", "either")
     assert len({variant.name for variant in operation.variants}) == len(operation.variants)
     for variant in operation.variants:
         assert variant.block in (variant.blocks or (variant.block,))
@@ -188,13 +199,24 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
     monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
 
-    def run(operation: Operation, refused: str = "", wrong: str = "", **options: Any) -> Any:
+    def run(
+        operation: Operation,
+        refused: str = "",
+        wrong: str = "",
+        dtype: str = "float32",
+        **options: Any,
+    ) -> Any:
         stand_in = StandIn(operation, refused, wrong)
         monkeypatch.setitem(sys.modules, "gpt2block.ops", stand_in)
         monkeypatch.setattr("gpt2block.ops", stand_in, raising=False)
         sizes = small(operation)
         found = measure.measure(
-            operation, operation.variants, sizes, Ceilings(4000.0, 50.0), **options
+            operation,
+            operation.variants,
+            sizes,
+            Ceilings(4000.0, 50.0),
+            (dtype, operation.layout),
+            **options,
         )
         return found, stand_in
 
@@ -207,7 +229,8 @@ def test_measuring(measured: Callable[..., Any], name: str) -> None:
     (rows, skipped), stand_in = measured(operation)
     assert skipped == []
     assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
-    traffic, flops = operation.traffic(small(operation)), operation.flops(small(operation))
+    counted = counted_sizes(small(operation), "float32")
+    traffic, flops = operation.traffic(counted), operation.flops(counted)
     for row in rows:
         assert row.gpu_us == pytest.approx(200.0)  # 2 ms, two sets, five rounds
         assert row.call_us == 3.0
@@ -215,7 +238,7 @@ def test_measuring(measured: Callable[..., Any], name: str) -> None:
         assert row.rate == pytest.approx(rate)
         ceiling = 4000.0 if row.unit == "GB/s" else 50.0
         assert row.percent == pytest.approx(100 * rate / ceiling)
-        assert row.max_rel < 1e-5
+        assert row.right
     first = len(operation.variants) * 2
     assert stand_in.outs[:2] == [None, None]  # the first variant's outputs serve all the others
     assert None not in stand_in.outs[2:first]
@@ -232,6 +255,55 @@ def test_a_wrong_variant_shows_its_error(measured: Callable[..., Any]) -> None:
     error = {row.variant: row.max_abs for row in rows}
     assert error["rows"] == pytest.approx(1, rel=1e-5)
     assert error["three_pass"] < 1e-6
+    assert [row.variant for row in rows if not row.right] == ["rows"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_measuring_in_sixteen_bits(measured: Callable[..., Any], dtype: str) -> None:
+    operation = find("layernorm")
+    (rows, _), _ = measured(operation, dtype=dtype)
+    traffic = operation.traffic(counted_sizes(small(operation), dtype))
+    for row in rows:
+        assert row.dtype == dtype
+        assert row.right
+        assert row.rate == pytest.approx(traffic / 200e-6 / 1e9)
+    assert tolerance("float32") < tolerance("float16") < tolerance("bfloat16") < 0.01
+
+
+def test_a_storage_that_an_operation_has_not_is_refused() -> None:
+    check = measure.check_storage
+    with pytest.raises(InputError, match="trimat: dtype 'float16': expected one of float32"):
+        check(find("trimat"), "float16")
+    with pytest.raises(InputError, match="trimat: layout 'NK': it has no weights"):
+        check(find("trimat"), None, "NK")
+    with pytest.raises(InputError, match="rmsnorm_ffn: layout 'nk': expected one of KN, NK"):
+        check(find("rmsnorm_ffn"), None, "nk")
+    assert check(find("rmsnorm_ffn")) == ("float16", "NK")
+    assert check(find("rmsnorm_ffn"), "float8_e5m2", "KN") == ("float8_e5m2", "KN")
+
+
+def test_nan_is_never_right() -> None:
+    row = replace(sweep({"1": [1.0]})[0], max_rel=float("nan"))
+    assert not row.right
+
+
+def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    operation = find("rmsnorm_matmul")
+    sizes = all_sizes(operation)
+    assert [size["M"] for size in sizes] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    one = Measurement("rmsnorm_matmul", "", None, {}, 1.0, 1.0, 9.0, "GB/s", 50.0, 0.0, 0.0)
+    series = [
+        [
+            replace(one, variant="matvec", sizes=at, gpu_us=2.0 * at["M"]),
+            replace(one, variant="mma", sizes=at, gpu_us=9.0, max_rel=float(at["M"] == 8)),
+        ]
+        for at in sizes[:4]
+    ]
+    print_series(Console(width=120), operation, series, Ceilings(4000.0, 50.0, 700.0))
+    printed = capsys.readouterr().out
+    assert "from M = 8 on, mma is faster than matvec" in printed
+    assert printed.count("WRONG") == 1
+    assert printed.count("    ok ") == 3
 
 
 def test_a_variant_that_cannot_run_is_told_and_the_others_run(
@@ -252,10 +324,12 @@ def test_when_no_variant_can_run_the_reason_is_raised(measured: Callable[..., An
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     sizes = {**small(operation), "C": 48} if "C" in operation.sizes else small(operation)
-    rows, skipped = measure.measure(operation, operation.variants, sizes, Ceilings(4000.0, 50.0))
+    stored = measure.check_storage(operation)
+    ceiling = Ceilings(4000.0, 50.0)
+    rows, skipped = measure.measure(operation, operation.variants, sizes, ceiling, stored)
     assert skipped == []
     assert [row.variant for row in rows] == [variant.name for variant in operation.variants]
     for row in rows:
-        assert row.max_rel < 1e-5
+        assert row.right
         assert 0 < row.gpu_us < 1000
         assert 0 < row.call_us < 10_000

@@ -3,7 +3,7 @@
 #
 #   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs]
 #
-# The sanitizer's four tools run over tools/sanitize_block.py, a block at T = 30. Where a tool or the device
+# The sanitizer's four tools run over tools/sanitize.py, every kernel at small sizes. Where a tool or the device
 # refuses, the summary says "not run". The exit status is 0 only when everything ran and nothing was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,8 @@ say() { echo "$*" | tee -a "$summary"; }
 
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 
-timeout 600 python3 -m pytest --gpu -q -rsP tests > "$logs/tests.txt" 2>&1
+parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")  # where pytest-xdist is there
+timeout 600 python3 -m pytest --gpu -q -rsP $parallel tests > "$logs/tests.txt" 2>&1
 status=$?
 say "tests      $(tail -n 1 "$logs/tests.txt")"
 grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
@@ -29,11 +30,12 @@ for tool in memcheck racecheck initcheck synccheck; do
         status=1
         continue
     fi
-    timeout 120 "$sanitizer" --tool "$tool" --kernel-name-exclude kernel_substring=cupy \
-        python3 -m tools.sanitize_block > "$logs/$tool.txt" 2>&1
+    timeout 200 "$sanitizer" --tool "$tool" --kernel-name-exclude kernel_substring=cupy \
+        python3 -m tools.sanitize > "$logs/$tool.txt" 2>&1
     result=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$logs/$tool.txt" | tail -n 1)
     grep -qE 'ERROR SUMMARY: 0 errors|hazards displayed \(0 errors, 0 warnings\)' <<< "$result" || status=1
-    say "$(printf '%-10s' "$tool") ${result:-not run: $(tail -n 1 "$logs/$tool.txt")} ($(grep -c checked "$logs/$tool.txt") of 6 checked)"
+    grep -q '^all done' "$logs/$tool.txt" && end="all of them" || { end="then it stopped" && status=1; }
+    say "$(printf '%-10s' "$tool") ${result:-not run: $(tail -n 1 "$logs/$tool.txt")} ($(grep -c '^checked' "$logs/$tool.txt") checked, $end)"
 done
 
 for command in bench block; do

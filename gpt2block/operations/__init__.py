@@ -9,7 +9,20 @@ import re
 from collections.abc import Mapping
 
 from gpt2block.errors import InputError
-from gpt2block.operations import block, encoder, layernorm, layernorm_gelu, softmax, trimat
+from gpt2block.operations import (
+    attention,
+    block,
+    encoder,
+    fp8,
+    layernorm,
+    layernorm_gelu,
+    matmul,
+    rmsnorm,
+    rmsnorm_matmul,
+    rope,
+    softmax,
+    trimat,
+)
 from gpt2block.operations._types import Inputs, Operation, Variant
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -20,14 +33,28 @@ OPERATIONS: Mapping[str, Operation] = {
         layernorm_gelu.OPERATION,
         encoder.OPERATION,
         softmax.OPERATION,
-        block.MATMUL_BIAS,
-        block.ATTENTION,
+        matmul.OPERATION,
+        attention.OPERATION,
         block.ADD,
         block.GELU,
+        rmsnorm.OPERATION,
+        rope.OPERATION,
+        rmsnorm_matmul.RMSNORM_MATMUL,
+        rmsnorm_matmul.RMSNORM_FFN,
+        fp8.OPERATION,
     )
 }
 
-__all__ = ["OPERATIONS", "Inputs", "Operation", "Variant", "find", "markdown", "parse_sizes"]
+__all__ = [
+    "OPERATIONS",
+    "Inputs",
+    "Operation",
+    "Variant",
+    "all_sizes",
+    "find",
+    "markdown",
+    "parse_sizes",
+]
 
 
 def find(name: str) -> Operation:
@@ -60,3 +87,11 @@ def markdown() -> str:
                 f"| {variant.source or operation.document} | {variant.idea} |"
             )
     return "\n".join(rows)
+
+
+def all_sizes(operation: Operation) -> list[dict[str, int]]:
+    """The documented sizes; of an operation with a series, one for each power of two of it."""
+    if operation.series is None:
+        return [dict(operation.sizes)]
+    name, last = operation.series
+    return [{**operation.sizes, name: 1 << i} for i in range(last.bit_length())]

@@ -6,7 +6,6 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import Defines
 
 WARP = 32
 VALUES = 32  # that a thread keeps in registers
@@ -14,16 +13,6 @@ THREADS = 512  # that can share a row
 FEW_THREADS = 256  # more share it only where the row asks for them
 FILLED = 1024  # threads on an SM that keep its memory busy
 BLOCK = 128  # where a row has one warp or a part of one
-
-
-class Geometry(NamedTuple):
-    """How a variant is launched."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    shared: int = 0
-    defines: Defines = ()
 
 
 class RowShape(NamedTuple):

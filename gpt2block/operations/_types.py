@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.errors import InputError
+from gpt2block.kernels import Defines
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
 Inputs = tuple[NDArray[Any], ...]
@@ -29,12 +30,24 @@ class Variant:
     source: str = ""  # where it comes from, if not from the operation's document
 
 
+class Geometry(NamedTuple):
+    """How a kernel is launched."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0  # bytes of dynamic shared memory
+    defines: Defines = ()
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
 
     `make(sizes, rng)` gives float32 inputs; `attrs` are keyword arguments of both functions;
     `traffic` counts the bytes that have to move through device memory, `flops` the arithmetic.
+    `traffic` finds among its sizes "itemsize" and "weight" too, the bytes of an element of an
+    activation and of a weight.
     """
 
     name: str
@@ -45,9 +58,13 @@ class Operation:
     make: Callable[[Sizes, np.random.Generator], Inputs]
     traffic: Count
     flops: Count
-    bound: str  # "memory" or "compute": what a figure is compared with
+    bound: str  # "memory" or "compute": what a figure is compared with; "either" by the sizes
     attrs: Mapping[str, Any]
     beside: tuple[Variant, ...] = ()  # kernels of the operation that are no rung of the ladder
+    dtypes: tuple[str, ...] = ("float32",)  # that the arrays can have; the first by default
+    matrices: tuple[int, ...] = ()  # inputs that are weights (K, N), which alone can be FP8
+    layout: str = "KN"  # of those in memory, as documented
+    series: tuple[str, int] | None = None  # a size that is run from 1 to this power of two
 
     def variant(self, name: str | int) -> Variant:
         """A variant by name; InputError lists the known ones."""

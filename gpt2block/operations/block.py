@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
+from gpt2block.operations._types import Operation, Sizes, Variant
 
 BLOCK = "ten-step block"
-GPT2_FC = {"M": 1024, "K": 768, "N": 3072}
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
@@ -16,53 +15,9 @@ def _normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
     return values
 
 
-def _matmul_inputs(s: Sizes, rng: np.random.Generator) -> Inputs:
-    return _normal(rng, s["M"], s["K"]), _normal(rng, s["K"], s["N"]), _normal(rng, s["N"])
-
-
 def _elements(s: Sizes) -> int:
     return s["N"] * s["C"]
 
-
-MATMUL_BIAS = Operation(
-    name="matmul_bias",
-    document=BLOCK,
-    idea="a · w + bias",
-    sizes=GPT2_FC,
-    variants=(
-        Variant(
-            "tiled",
-            "matmul.cu",
-            ("matmul_bias_tiled",),
-            "a thread an output, 16x16 tiles in shared memory, the next tile on its way",
-        ),
-    ),
-    make=_matmul_inputs,
-    traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="compute",
-    attrs={},
-)
-
-ATTENTION = Operation(
-    name="attention",
-    document=BLOCK,
-    idea="softmax(Q Kᵀ / sqrt(HS)) V",
-    sizes={"B": 1, "T": 1024, "C": 768},
-    variants=(
-        Variant(
-            "mha",
-            "attention.cu",
-            ("mha_causal_kernel", "mha_nocausal_kernel"),
-            "a block a query and head: scores, exp and sum, weighted sum of V",
-        ),
-    ),
-    make=lambda s, rng: (_normal(rng, s["B"], s["T"], 3 * s["C"]),),
-    traffic=lambda s: 16 * s["B"] * s["T"] * s["C"],
-    flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
-    bound="compute",
-    attrs={"n_head": 12, "causal": True},
-)
 
 ADD = Operation(
     name="add",

@@ -10,9 +10,9 @@ import numpy as np
 from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-KEPT = 32  # elements of a row that a thread of kernel 6 keeps in registers, at most
+KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
 MAX_THREADS = 1024  # of a block
-KEPT_BY_MOST = 24  # where a row takes so many threads, which leaves each of them 64 registers
+KEPT_BY_MOST = 32  # where a row takes so many threads, which leaves each of them 64 registers
 
 
 class RowShape(NamedTuple):
@@ -33,10 +33,11 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
         width //= 2
     vectors = C // width
     threads = 1
-    while threads < MAX_THREADS and threads < vectors and (threads < 32 or threads * KEPT < C):
+    row = C * itemsize
+    while threads < MAX_THREADS and threads < vectors and (threads < 32 or threads * KEPT < row):
         threads *= 2
     held = ceil(vectors / threads)
-    fits = held * width <= (KEPT if threads < MAX_THREADS else KEPT_BY_MOST)
+    fits = held * width * itemsize <= (KEPT if threads < MAX_THREADS else KEPT_BY_MOST)
     return RowShape(width, threads, held if fits else 0)
 
 
@@ -98,15 +99,16 @@ OPERATION = Operation(
             ("layernorm_forward_kernel6",),
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
-            block=32,
+            block=64,
             source="beyond the documents",
         ),
     ),
     make=make,
-    traffic=lambda s: 2 * 4 * s["B"] * s["T"] * s["C"],  # read x, write out
+    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
     flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
     bound="memory",
     attrs={"eps": 1e-5},
+    dtypes=("float32", "float16", "bfloat16"),
     beside=(
         Variant(
             "none",

@@ -7,8 +7,8 @@ from math import ceil
 
 import numpy as np
 
-from gpt2block.operations._rows import THREADS, Geometry, share
-from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
+from gpt2block.operations._rows import THREADS, share
+from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "layernorm_gelu.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)

@@ -11,9 +11,13 @@ from gpt2block.ops import (
     _attention,
     _elementwise,
     _encoder,
+    _fp8,
     _layernorm,
     _layernorm_gelu,
     _matmul,
+    _rmsnorm,
+    _rmsnorm_matmul,
+    _rope,
     _softmax,
     _trimat,
 )
@@ -21,9 +25,13 @@ from gpt2block.ops._arrays import Bound
 from gpt2block.ops._attention import attention
 from gpt2block.ops._elementwise import add, gelu
 from gpt2block.ops._encoder import encoder
+from gpt2block.ops._fp8 import to_fp8
 from gpt2block.ops._layernorm import layernorm
 from gpt2block.ops._layernorm_gelu import layernorm_gelu
 from gpt2block.ops._matmul import matmul_bias
+from gpt2block.ops._rmsnorm import rmsnorm
+from gpt2block.ops._rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
+from gpt2block.ops._rope import rope
 from gpt2block.ops._softmax import softmax
 from gpt2block.ops._trimat import trimat
 
@@ -37,6 +45,11 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "encoder": _encoder.bind,
     "softmax": _softmax.bind,
     "trimat": _trimat.bind,
+    "rmsnorm": _rmsnorm.bind,
+    "rope": _rope.bind,
+    "rmsnorm_matmul": _rmsnorm_matmul.bind_matmul,
+    "rmsnorm_ffn": _rmsnorm_matmul.bind_ffn,
+    "to_fp8": _fp8.bind,
 }
 
 # Op → what checks the shapes of its inputs against the hardware's limits, before any allocation.
@@ -56,6 +69,11 @@ __all__ = [
     "layernorm",
     "layernorm_gelu",
     "matmul_bias",
+    "rmsnorm",
+    "rmsnorm_ffn",
+    "rmsnorm_matmul",
+    "rope",
     "softmax",
+    "to_fp8",
     "trimat",
 ]

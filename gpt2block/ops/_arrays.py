@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import Launch
+from gpt2block.kernels import STORAGE, Launch
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
@@ -32,11 +32,16 @@ class Bound(NamedTuple):
 
 
 def check(
-    name: str, array: Any, shape: tuple[int, ...] | None = None, dtype: str = "float32"
+    name: str,
+    array: Any,
+    shape: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+    strided: bool = False,
 ) -> None:
     """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
 
     Also unless it has exactly `dtype` and `shape`, when one is given, and at least one element.
+    `strided`: it need not be contiguous.
     """
     if not isinstance(array, cupy.ndarray):
         raise InputError(
@@ -48,7 +53,7 @@ def check(
         raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
     if array.dtype.name != dtype:
         raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
-    if not array.flags.c_contiguous:
+    if not strided and not array.flags.c_contiguous:
         raise InputError(f"{name}: expected a C-contiguous array: use cupy.ascontiguousarray")
     device = cupy.cuda.Device().id
     if array.device.id != device:
@@ -68,9 +73,81 @@ def output(
     return out
 
 
+def storage(x: Any) -> str:
+    """The dtype of x, where kernels have it for `T`; else float32, which it should have."""
+    name = x.dtype.name if isinstance(x, cupy.ndarray) else ""
+    return name if name in STORAGE else "float32"
+
+
+def element_strides(array: CudaArray) -> tuple[int, ...] | None:
+    """The strides of the axes but the last, in elements; 0 for an axis of size 1.
+
+    None when neighbours of the last axis are not neighbours in memory.
+    """
+    item = array.dtype.itemsize
+    *strides, last = (s if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True))
+    if (array.shape[-1] > 1 and last != item) or any(stride % item for stride in strides):
+        return None
+    return tuple(stride // item for stride in strides)
+
+
+def row_stride(name: str, x: CudaArray) -> int | None:
+    """The distance of two rows of x (..., K) in elements; K where there is one row.
+
+    None when the elements of a row, or the rows, do not follow each other at one distance: the
+    kernels then need a contiguous copy. Raises InputError when x is no CuPy array with an element.
+    """
+    if not isinstance(x, cupy.ndarray) or x.ndim == 0 or x.size == 0:
+        check(name, x)
+    strides = element_strides(x)
+    if strides is None:
+        return None
+    distance, rows = 0, 1  # of the axes so far, from the last one on
+    for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if rows == 1:
+            distance = stride
+        elif stride != distance * rows:
+            return None
+        rows *= n
+    return distance if rows > 1 else int(x.shape[-1])
+
+
+def overlap(a: CudaArray, b: CudaArray) -> bool:
+    """Whether the memory from the first to the last byte of each has bytes in common."""
+    (a_first, a_last), (b_first, b_last) = (_extent(array) for array in (a, b))
+    return a_first <= b_last and b_first <= a_last
+
+
+def _extent(array: CudaArray) -> tuple[int, int]:
+    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    first = array.data.ptr + sum(step for step in steps if step < 0)
+    last = array.data.ptr + sum(step for step in steps if step > 0) + array.dtype.itemsize - 1
+    return first, last
+
+
+def alignment(*addresses: int) -> int:
+    """The largest power of two, up to 16, that divides all of these numbers of bytes."""
+    together = 16
+    for address in addresses:
+        together |= address
+    return together & -together
+
+
 def device_attribute(name: str) -> int:
     """An attribute of the current device, such as "MultiProcessorCount", asked for only once."""
     return _attribute(cupy.cuda.Device().id, name)
+
+
+def compute_capability() -> int:
+    """Of the current device, such as 90."""
+    return _capability(cupy.cuda.Device().id)
+
+
+@cache
+def _capability(device: int) -> int:
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 @cache

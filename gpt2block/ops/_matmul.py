@@ -1,21 +1,31 @@
-"""Matrix product with bias on CUDA: kernels_cu/matmul.cu."""
+"""Matrix product with bias on CUDA: matmul.cu, matmul_forward.cu, matmul_registers.cu."""
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import launch
-from gpt2block.ops._arrays import Bound, CudaArray, Shape, check, contiguous, output
+from gpt2block.operations.matmul import OPERATION, TILE, geometry
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    Shape,
+    check,
+    contiguous,
+    device_attribute,
+    output,
+)
 
-TILE = 16
-MAX_ROWS = 65535 * TILE
+MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
+MAX_SIZE = 2**31 - 1024  # of M, K and N: what an int holds, and a tile more
 
 
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str = "tiled") -> Bound:
     """inputs (a (..., K), w (K, N), bias (N,) or None), out (..., N)."""
     a, w, bias = inputs
+    chosen = OPERATION.variant(variant)
     check("a", a)
     check("w", w)
     K = a.shape[-1]
@@ -24,12 +34,25 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     N = w.shape[1]
     if bias is not None:
         check("bias", bias, (N,))
-    check_limits(a.shape)
-    out = output(out, (*a.shape[:-1], N))
+    if chosen.name == "tiled":
+        check_limits(a.shape)
     M = a.size // K
-    grid = (ceil(N / TILE), ceil(M / TILE))
-    args = (a, w, bias, out, M, K, N)
-    return Bound(out, (launch("matmul.cu", "matmul_bias_tiled", grid, (TILE, TILE), args),))
+    if max(M, K, N) > MAX_SIZE:
+        raise InputError(f"a {a.shape}, w {w.shape}: expected at most {MAX_SIZE:,} rows or columns")
+    out = output(out, (*a.shape[:-1], N))
+
+    width = 1 if N % 4 or w.data.ptr % 16 or out.data.ptr % 16 else 4
+    how = geometry(chosen, M, N, width, device_attribute("MultiProcessorCount"))
+    call = launch(
+        chosen.file,
+        how.kernel,
+        how.grid,
+        how.block,
+        (a, w, bias, out, M, K, N),
+        shared=how.shared,
+        defines=how.defines,
+    )
+    return Bound(out, (call,))
 
 
 def check_limits(a: Shape, *_: Shape) -> None:
@@ -39,9 +62,13 @@ def check_limits(a: Shape, *_: Shape) -> None:
         raise InputError(f"{rows:,} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}")
 
 
-def matmul_bias(a: CudaArray, w: CudaArray, bias: CudaArray | None = None) -> CudaArray:
+def matmul_bias(
+    a: CudaArray, w: CudaArray, bias: CudaArray | None = None, variant: str = "tiled"
+) -> CudaArray:
     """`reference.matmul_bias` on float32 CuPy arrays; raises InputError.
 
-    At most 1,048,560 rows: the grid's second axis counts tiles of 16 rows.
+    a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
+    registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
+    of 16 rows. All but registers add the products of an output in the order of k.
     """
-    return bind(contiguous(a, w, bias)).run()
+    return bind(contiguous(a, w, bias), variant=variant).run()

@@ -40,6 +40,10 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+struct alignas(8) int2 {
+    int x, y;
+};
+
 struct alignas(8) uint2 {
     unsigned x, y;
 };
@@ -145,6 +149,14 @@ T __ldcs(const T* pointer) {
 template <typename T>
 void __stcs(T* pointer, T value) {
     *pointer = value;
+}
+
+// Byte i of the result is the one that nibble i of `selector` names: 0 to 3 of x, 4 to 7 of y.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const std::uint64_t bytes = (std::uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
 }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

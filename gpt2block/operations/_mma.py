@@ -1,0 +1,143 @@
+"""Launches of the tensor-core kernels in kernels_cu/mma: which tile, and what it takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.operations._types import Geometry
+
+FILE = "mma/rmsnorm_matmul.cu"
+CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
+
+# What an SM does in a clock, about: multiply-adds of mma.sync, and bytes from the L2 cache.
+MULTIPLY_ADDS = 1000
+BYTES = 28
+FEW_STAGES = 4  # with fewer an SM had better hold fewer blocks
+RESERVED = 1024  # bytes of shared memory that a block costs beside its own
+
+
+class Tile(NamedTuple):
+    """A block's tile, and how its warps share it: the constants of kernels_cu/mma/tile.cuh."""
+
+    rows: int
+    columns: int
+    warps: tuple[int, int, int]  # along rows, columns and K
+    slice: int  # of K
+    stages: int  # at most
+    blocks: int  # on an SM
+
+
+# Few rows are a matter of memory: many slices on their way, the warps share K. Many rows are a
+# matter of the tensor cores: a warp's part is then as near to 64x64 as can be, for shared memory's
+# sake. 128x224 fits 11,008 columns, Llama's feed-forward, to 132 SMs.
+TILES = (
+    Tile(16, 32, (1, 1, 8), 128, 8, 1),
+    Tile(16, 64, (1, 1, 4), 64, 6, 3),
+    Tile(32, 32, (1, 1, 8), 128, 8, 1),
+    Tile(32, 64, (1, 1, 4), 64, 6, 2),
+    Tile(64, 32, (2, 1, 4), 64, 8, 1),
+    Tile(64, 64, (2, 1, 4), 64, 8, 1),
+    Tile(64, 128, (1, 2, 4), 64, 6, 1),
+    Tile(128, 128, (2, 2, 2), 64, 6, 1),
+    Tile(128, 128, (2, 2, 1), 32, 6, 1),
+    Tile(128, 224, (2, 4, 1), 64, 6, 1),
+    Tile(128, 256, (2, 4, 1), 64, 6, 1),
+)
+
+
+def fits(N: int, K: int, x_stride: int, weight: int, layout: str) -> bool:
+    """Whether the kernels take these sizes: all that is copied lies on 16 bytes.
+
+    weight: bytes of one. layout: "KN" or "NK". The arrays themselves must start on 16 bytes, too.
+    """
+    row = N if layout == "KN" else K  # of the weights in memory
+    return not (N % 8 or K % 8 or x_stride % 8 or row * weight % 16)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    matrices: int,
+    M: int,
+    N: int,
+    K: int,
+    *,
+    weight: int,
+    layout: str,
+    sms: int,
+    most_shared: int,
+    norm: bool = True,
+    residual: bool = False,
+    tile: Tile | None = None,
+) -> Geometry:
+    """For x (M, K) and one (rmsnorm_matmul_mma) or two (rmsnorm_ffn_mma) matrices of N columns.
+
+    weight: bytes of one. layout: "KN" or "NK". sms, most_shared: the GPU's multiprocessors, and
+    the bytes of shared memory that a block of it may ask for. norm: whether there is a gamma.
+    residual: whether there is one. tile: instead of the best of `TILES`.
+    """
+    whole = [
+        fit
+        for candidate in (TILES if tile is None else (tile,))
+        if (fit := _fit(candidate, weight, layout, most_shared, norm, residual))
+        and not (weight == 1 and candidate.columns // candidate.warps[1] % 16)
+    ]
+    chosen = min(whole, key=lambda tile: _cost(tile, matrices, M, N, weight, sms))
+    warps_m, warps_n, warps_k = chosen.warps
+    defines = (
+        ("MMA_ROWS", chosen.rows),
+        ("MMA_COLUMNS", chosen.columns),
+        ("MMA_WARPS_M", warps_m),
+        ("MMA_WARPS_N", warps_n),
+        ("MMA_WARPS_K", warps_k),
+        ("MMA_SLICE", chosen.slice),
+        ("MMA_STAGES", chosen.stages),
+        ("MMA_BLOCKS", chosen.blocks),
+        ("MMA_W_NK", int(layout == "NK")),
+        ("MMA_NORM", int(norm)),
+        ("MMA_RESIDUAL", int(residual)),
+    )
+    kernel = "rmsnorm_matmul_mma" if matrices == 1 else "rmsnorm_ffn_mma"
+    shared = max(chosen.stages * _stage(chosen, weight, layout, norm, residual), _end(chosen))
+    grid = _blocks(chosen, matrices, M, N)
+    return Geometry(kernel, (grid,), (32 * warps_m * warps_n * warps_k,), shared, defines)
+
+
+def _blocks(tile: Tile, matrices: int, M: int, N: int) -> int:
+    return ceil(M / tile.rows) * ceil(N * matrices / tile.columns)
+
+
+def _cost(tile: Tile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
+    """Clocks for one value of K, of the SM that has most tiles."""
+    multiply = tile.rows * tile.columns / MULTIPLY_ADDS
+    load = (2 * tile.rows + weight * tile.columns) / BYTES
+    return ceil(_blocks(tile, matrices, M, N) / sms) * max(multiply, load)
+
+
+def _stage(tile: Tile, weight: int, layout: str, norm: bool, residual: bool) -> int:
+    """Bytes of a slice in shared memory."""
+    chunks = tile.slice // 8
+    x = 16 * tile.rows * (chunks + (2 if weight == 1 and layout == "NK" else 1))
+    lines, wide = (tile.slice, tile.columns) if layout == "KN" else (tile.columns, tile.slice)
+    weights = 16 * lines * (wide * weight // 16 | 1)
+    return x * (1 + residual) + 2 * tile.slice * norm + weights
+
+
+def _end(tile: Tile) -> int:
+    """Bytes of what the warps of a block tell each other after the last slice."""
+    _, warps_n, warps_k = tile.warps
+    return 4 * tile.rows * warps_k * (tile.columns + 8 + warps_n)
+
+
+def _fit(
+    tile: Tile, weight: int, layout: str, most_shared: int, norm: bool, residual: bool
+) -> Tile | None:
+    """The tile with as many blocks and slices as shared memory holds; None where it has no room."""
+    stage = _stage(tile, weight, layout, norm, residual)
+    for blocks in range(tile.blocks, 0, -1):
+        room = (most_shared + RESERVED) // blocks - RESERVED
+        stages = min(tile.stages, room // stage)
+        if _end(tile) <= room and stages >= (2 if blocks == 1 else FEW_STAGES):
+            return tile._replace(stages=stages, blocks=blocks)
+    return None

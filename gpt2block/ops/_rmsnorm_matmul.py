@@ -1,0 +1,384 @@
+"""RMSNorm with the product behind it, on CUDA: rmsnorm_matmul.cu and mma/rmsnorm_matmul.cu."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import cupy
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import FP8, STORAGE, Launch, launch
+from gpt2block.operations import _mma
+from gpt2block.operations._types import Geometry, Operation
+from gpt2block.operations.rmsnorm_matmul import (
+    FILE,
+    RMSNORM_FFN,
+    RMSNORM_MATMUL,
+    Pairing,
+    matvec,
+)
+from gpt2block.operations.rope import exponent_step
+from gpt2block.ops import _rmsnorm, _rope
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    check,
+    compute_capability,
+    contiguous,
+    device_attribute,
+    output,
+    row_stride,
+)
+from gpt2block.ops._rope import check_turn
+from gpt2block.weight_matrix import WeightMatrix
+
+MOST_ROWS = 4 * 65535  # the grid's second axis, of blocks of 4 rows and more
+FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
+UNFUSED_FROM = {"rmsnorm_matmul": 256, "rmsnorm_ffn": 64}  # rows, with which "unfused" is it
+
+
+class Job(NamedTuple):
+    """What both operations have in common, checked."""
+
+    operation: Operation
+    x: CudaArray  # (..., K), its last axis contiguous
+    residual: CudaArray | None
+    gamma: CudaArray
+    matrices: tuple[WeightMatrix, ...]
+    out: CudaArray
+    eps: float
+    stride: int  # from one row of x to the next
+
+    @property
+    def storage(self) -> str:
+        return str(self.x.dtype.name)
+
+    @property
+    def weights(self) -> str | None:
+        """The FP8 format of the weights, if they have one."""
+        dtype = self.matrices[0].dtype
+        return dtype if dtype in FP8 else None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        K = self.x.shape[-1]
+        return self.x.size // K, self.matrices[0].N, K
+
+
+def _check(
+    operation: Operation,
+    x: Any,
+    residual: Any,
+    gamma: Any,
+    weights: tuple[tuple[str, Any], ...],
+    out: CudaArray | None,
+    eps: float,
+) -> Job:
+    storage = x.dtype.name if isinstance(x, cupy.ndarray) else "float32"
+    if storage not in STORAGE or getattr(x, "ndim", 2) < 2:
+        raise InputError(
+            f"x: expected (..., T, K) in {', '.join(STORAGE)}, got {x.dtype} {x.shape}"
+        )
+    stride = row_stride("x", x)
+    if stride is None:
+        x = cupy.ascontiguousarray(x)
+        stride = x.shape[-1]
+    K = x.shape[-1]
+    check("gamma", gamma, (K,), storage)
+    if residual is not None:
+        check("residual", residual, x.shape, storage)
+    matrices = tuple(_matrix(name, w, K, storage) for name, w in weights)
+    first = matrices[0]
+    for (name, _), w in zip(weights, matrices, strict=True):
+        if (w.N, w.dtype, w.layout) != (first.N, first.dtype, first.layout):
+            raise InputError(
+                f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
+                f"{weights[0][0]}, got N {w.N}, {w.dtype}, layout {w.layout}"
+            )
+    if x.size // K > MOST_ROWS:
+        raise InputError(f"x: at most {MOST_ROWS:,} rows, got {x.size // K:,}")
+    out = output(out, (*x.shape[:-1], first.N), storage)
+    if out.data.ptr in {array.data.ptr for array in (x, residual) if array is not None}:
+        raise InputError("out: expected another array than x and residual: not done in place")
+    return Job(operation, x, residual, gamma, matrices, out, float(eps), stride)
+
+
+def _matrix(name: str, w: Any, K: int, storage: str) -> WeightMatrix:
+    """Weights as they are given, checked; an array is (K, N)."""
+    if not isinstance(w, WeightMatrix):
+        check(name, w, dtype=storage)
+    matrix = w if isinstance(w, WeightMatrix) else WeightMatrix(w, storage)
+    check(name, matrix.data, dtype="uint8" if matrix.dtype in FP8 else storage)
+    if matrix.K != K:
+        raise InputError(f"{name}: expected K {K} to match x, got {matrix.K} ({matrix.layout})")
+    return matrix
+
+
+def bind_matmul(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    eps: float = 1e-6,
+    head_dim: int | None = None,
+    start: int = 0,
+    theta: float = 10000.0,
+    half_split: bool = False,
+    variant: str | None = None,
+) -> Bound:
+    """inputs (x (..., T, K), gamma (K,), w (K, N) or WeightMatrix), out (..., T, N)."""
+    x, gamma, w = inputs
+    job = _check(RMSNORM_MATMUL, x, None, gamma, (("w", w),), out, eps)
+    M, N, K = job.sizes
+    turns = head_dim is not None
+    if head_dim is not None and (head_dim < 2 or head_dim % 2 or N % head_dim):
+        raise InputError(f"head_dim {head_dim}: expected an even number that divides N {N}")
+    check_turn(start, theta, job.x.shape[-2])
+    chosen = _choose(job, variant)
+    scale, seq_len = job.matrices[0].scale, job.x.shape[-2]
+
+    turn = (int(start), *exponent_step(float(theta), head_dim or 2))
+
+    def product(x: CudaArray, gamma: Any, stride: int, dim: int) -> tuple[Any, ...]:
+        data = job.matrices[0].data
+        t = turn if chosen == "matvec" or _not_for_tiles(job) else (int(start), float(theta))
+        return (x, gamma, data, scale, job.out, job.eps, stride, M, N, K, seq_len, dim, *t)
+
+    if chosen == "matvec":
+        pairing: Pairing = "halves" if turns and half_split else "neighbours"
+        where = _matvec(job, pairing, head_dim or 0)
+        args = product(job.x, job.gamma, job.stride, head_dim or 0)
+        return Bound(job.out, (_launch(job, FILE, where, args),))
+
+    apart = turns and (half_split or chosen == "unfused")  # the angle in a launch of its own
+    rope = _turn(job, head_dim, start, theta, half_split) if apart else ()
+    dim = 0 if apart else head_dim or 0
+    if chosen == "mma":
+        args = product(job.x, job.gamma, job.stride, dim)
+        return Bound(job.out, (_launch(job, _mma.FILE, _tiles(job), args), *rope))
+    norm = _rmsnorm.bind((job.x, job.gamma), eps=job.eps)
+    file, where = _without_norm(job)
+    args = product(norm.out, None, K, dim)
+    return Bound(job.out, (*norm.launches, _launch(job, file, where, args), *rope), (norm.out,))
+
+
+def _turn(
+    job: Job, head_dim: int | None, start: int, theta: float, half_split: bool
+) -> tuple[Launch, ...]:
+    heads = job.out.reshape(*job.out.shape[:-1], -1, head_dim)
+    bound = _rope.bind((heads,), heads, start=start, theta=theta, half_split=half_split)
+    return bound.launches
+
+
+def bind_ffn(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    eps: float = 1e-6,
+    variant: str | None = None,
+) -> Bound:
+    """inputs (x (..., T, K), gamma (K,), w1, w3, and maybe residual (..., T, K)), out (..., T, N).
+
+    w1, w3: (K, N), or WeightMatrix. With a residual `extra` is (x + residual,).
+    """
+    x, gamma, w1, w3, residual = (*inputs, None)[:5]
+    job = _check(RMSNORM_FFN, x, residual, gamma, (("w1", w1), ("w3", w3)), out, eps)
+    M, N, K = job.sizes
+    chosen = _choose(job, variant)
+    first, second = job.matrices
+    both = (first.data, first.scale, second.data, second.scale)
+    if chosen == "unfused":
+        if residual is not None:
+            raise InputError("rmsnorm_ffn variant unfused: takes no residual: use matvec or mma")
+        norm = _rmsnorm.bind((job.x, job.gamma), eps=job.eps)
+        file, where = _without_norm(job)
+        args = (norm.out, None, None, None, *both, job.out, job.eps, K, M, N, K)
+        return Bound(job.out, (*norm.launches, _launch(job, file, where, args)), (norm.out,))
+    file, where = (
+        (FILE, _matvec(job, "two matrices")) if chosen == "matvec" else (_mma.FILE, _tiles(job))
+    )
+    h = None if residual is None else cupy.empty(job.x.shape, job.storage)
+    args = (job.x, residual, h, job.gamma, *both, job.out, job.eps, job.stride, M, N, K)
+    return Bound(job.out, (_launch(job, file, where, args),), () if h is None else (h,))
+
+
+def _choose(job: Job, variant: str | None) -> str:
+    """The variant asked for, or the fastest; InputError when it cannot do this."""
+    M = job.sizes[0]
+    problem = _not_for_tiles(job)
+    if variant is None:
+        if problem or M <= FEW_ROWS:
+            return "matvec"
+        few = UNFUSED_FROM[job.operation.name] > M
+        return "mma" if few or job.residual is not None else "unfused"
+    name = job.operation.variant(variant).name
+    if name == "mma" and problem:
+        raise InputError(f"{job.operation.name} variant mma: {problem}: use variant matvec")
+    return name
+
+
+def _not_for_tiles(job: Job) -> str | None:
+    """Why the tensor-core kernels cannot do this."""
+    if compute_capability() < _mma.CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or newer"
+    if job.storage == "float32":
+        return "takes float16 and bfloat16"
+    _, N, K = job.sizes
+    first = job.matrices[0]
+    arrays = [job.x, job.gamma, job.out, *(w.data for w in job.matrices)]
+    arrays += [] if job.residual is None else [job.residual]
+    aligned = all(array.data.ptr % 16 == 0 for array in arrays)
+    if not (aligned and _mma.fits(N, K, job.stride, first.data.itemsize, first.layout)):
+        return (
+            "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
+            f"arrays on 16 bytes, got K {K}, N {N}, stride {job.stride}"
+        )
+    return None
+
+
+def _tiles(job: Job, norm: bool = True) -> Geometry:
+    M, N, K = job.sizes
+    first = job.matrices[0]
+    return _mma.geometry(
+        len(job.matrices),
+        M,
+        N,
+        K,
+        weight=first.data.itemsize,
+        layout=first.layout,
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+        norm=norm,
+        residual=job.residual is not None,
+    )
+
+
+def _without_norm(job: Job) -> tuple[str, Geometry]:
+    """The product alone: file and launch of the kernel that can do it."""
+    if _not_for_tiles(job):
+        pairing: Pairing = "neighbours" if len(job.matrices) == 1 else "two matrices"
+        return FILE, _matvec(job, pairing)
+    return _mma.FILE, _tiles(job, norm=False)
+
+
+def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
+    M, N, K = job.sizes
+    first = job.matrices[0]
+    arrays = [job.x, job.gamma] + ([] if job.residual is None else [job.residual])
+    width = 16 // job.x.itemsize
+    while K % width or job.stride % width or _alignment(arrays) % (width * job.x.itemsize):
+        width //= 2
+    weights = [w.data for w in job.matrices]
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
+    where = matvec(
+        M,
+        N,
+        K,
+        width,
+        first.data.itemsize,
+        first.layout,
+        pairing,
+        head_dim,
+        _alignment(weights),
+        most_shared,
+    )
+    if where is None:
+        raise InputError(
+            f"K {K:,}: a row of {4 * K:,} bytes does not fit in the {most_shared:,} bytes of this "
+            "GPU's shared memory"
+        )
+    return where
+
+
+def _alignment(arrays: list[CudaArray]) -> int:
+    """In bytes, 16 at most."""
+    return int(min(16, *(array.data.ptr & -array.data.ptr for array in arrays)))
+
+
+def _launch(job: Job, file: str, where: Geometry, args: tuple[Any, ...]) -> Launch:
+    return launch(
+        file,
+        where.kernel,
+        where.grid,
+        where.block,
+        args,
+        shared=where.shared,
+        defines=where.defines,
+        storage=job.storage,
+        weights=job.weights,
+    )
+
+
+def rmsnorm_matmul(
+    x: CudaArray,
+    gamma: CudaArray,
+    w: CudaArray | WeightMatrix,
+    eps: float = 1e-6,
+    head_dim: int | None = None,
+    start: int = 0,
+    theta: float = 10000.0,
+    half_split: bool = False,
+    variant: str | None = None,
+) -> CudaArray:
+    """`reference.rmsnorm_matmul` on CuPy arrays; raises InputError.
+
+    x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may lie apart. w: an array
+    (K, N) of the same dtype, or a `WeightMatrix` of that or FP8, in either layout. Without a
+    variant: matvec for one row or two, then mma, and unfused for many, as measured on an H200;
+    matvec where the sizes or the GPU allow nothing else.
+    """
+    (gamma,) = contiguous(gamma)
+    return bind_matmul(
+        (x, gamma, w),
+        eps=eps,
+        head_dim=head_dim,
+        start=start,
+        theta=theta,
+        half_split=half_split,
+        variant=variant,
+    ).run()
+
+
+@overload
+def rmsnorm_ffn(
+    x: CudaArray,
+    gamma: CudaArray,
+    w1: CudaArray | WeightMatrix,
+    w3: CudaArray | WeightMatrix,
+    eps: float = ...,
+    residual: None = ...,
+    variant: str | None = ...,
+) -> CudaArray: ...
+
+
+@overload
+def rmsnorm_ffn(
+    x: CudaArray,
+    gamma: CudaArray,
+    w1: CudaArray | WeightMatrix,
+    w3: CudaArray | WeightMatrix,
+    eps: float = ...,
+    *,
+    residual: CudaArray,
+    variant: str | None = ...,
+) -> tuple[CudaArray, CudaArray]: ...
+
+
+def rmsnorm_ffn(
+    x: CudaArray,
+    gamma: CudaArray,
+    w1: CudaArray | WeightMatrix,
+    w3: CudaArray | WeightMatrix,
+    eps: float = 1e-6,
+    residual: CudaArray | None = None,
+    variant: str | None = None,
+) -> CudaArray | tuple[CudaArray, CudaArray]:
+    """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
+
+    dtypes, weights and variants as in `rmsnorm_matmul`. With a residual the result is a pair: the
+    output, and x + residual in the dtype of x.
+    """
+    gamma, residual = contiguous(gamma, residual)
+    bound = bind_ffn((x, gamma, w1, w3, residual), eps=eps, variant=variant)
+    bound.run()
+    return bound.out if residual is None else (bound.out, *bound.extra)

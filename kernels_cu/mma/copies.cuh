@@ -1,0 +1,128 @@
+// How the operands of a tile come into shared memory: slice after slice, by cp.async. Part of tile.cuh, which says what
+// the constants are.
+#pragma once
+
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+// What one thread takes of a matrix in shared memory: part `part` of WIDTH, of every STEP-th of ROWS rows.
+template <int WIDTH, int ROWS>
+struct Share {
+    static constexpr int LANES = power_of_two(WIDTH), STEP = THREADS / LANES, PASSES = (ROWS + STEP - 1) / STEP;
+    static_assert(LANES <= THREADS, "a row is shared by the threads of one block");
+    const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;
+
+    __device__ __forceinline__ bool has(int pass) const {
+        return (WIDTH == LANES || part < WIDTH) && (ROWS % STEP == 0 || row + pass * STEP < ROWS);
+    }
+};
+
+struct Inputs {
+    const T* x;         // (M, K), rows x_stride apart
+    const T* residual;  // (M, K)
+    T* sum;             // (M, K) or null
+    const T* gamma;     // (K)
+    const W* w;         // (K, N) or (N, K)
+    const W* w3;        // the same, where there are two
+    long long x_stride;
+    int M, N, K;
+};
+
+// Brings the slices of a tile's operands into shared memory, one after the other. The pointers are to what this thread
+// copies first of the next slice.
+template <int MATRICES>
+struct Copies {
+    static constexpr int COLUMNS = MMA_COLUMNS / MATRICES;  // of the tile, from each matrix
+    static constexpr int WIDE = 16 / sizeof(W);             // weights in a chunk
+    static constexpr bool ADDS = MMA_RESIDUAL && MATRICES == 2;
+    static_assert(COLUMNS % WIDE == 0 && COLUMNS % 8 == 0, "whole chunks of each matrix");
+    const Inputs& in;
+    const Tile& tile;
+    const Share<A_CHUNKS, MMA_ROWS> a;
+    const Share<B_CHUNKS, B_ROWS> b;
+    const T *x, *residual;
+    const W* w;
+    long long to_w3;  // (N, K): from where a row would be in w to its place in w3
+    int k, rows, columns;  // where the slice starts; rows of x, and columns of w, from the thread's first on
+    int turn;              // start of the next slice whose x + residual this block stores
+
+    __device__ __forceinline__ Copies(const Inputs& in, const Tile& tile)
+        : in(in), tile(tile), k(0), turn(tile.index_n * MMA_SLICE) {
+        const int row = tile.row + a.row;
+        rows = in.M - row;
+        x = in.x + row * in.x_stride + 8 * a.part;
+        residual = ADDS ? in.residual + (long long)row * in.K + 8 * a.part : x;
+        if (MMA_W_NK) {
+            columns = in.N - tile.column - b.row;
+            w = in.w + (long long)(tile.column + b.row) * in.K + WIDE * b.part;
+            to_w3 = MATRICES == 2 ? in.w3 - in.w - (long long)COLUMNS * in.K : 0;
+        } else {
+            const bool second = MATRICES == 2 && WIDE * b.part >= COLUMNS;
+            const int n = tile.column + WIDE * b.part - (second ? COLUMNS : 0);
+            columns = in.N - n;
+            w = (second ? in.w3 : in.w) + (long long)b.row * in.N + n;
+        }
+    }
+
+    // The next slice, with zeros for what lies outside: past the end of K, too, rather than with a branch, so that the
+    // compiler can put these instructions between those of the multiplication.
+    __device__ __forceinline__ void next(char* stage) {
+        copy_x(stage + a.row * A_PITCH + 16 * a.part);
+        if (MMA_NORM && threadIdx.x < A_CHUNKS) {
+            const int at = k + 8 * threadIdx.x;
+            copy16(stage + GAMMA + 16 * threadIdx.x, in.gamma + at, at < in.K);
+        }
+        copy_w(stage + WEIGHTS + b.row * B_PITCH + 16 * b.part);
+        end_group();
+        x += MMA_SLICE, residual += MMA_SLICE, k += MMA_SLICE;
+        w += MMA_W_NK ? MMA_SLICE : (long long)MMA_SLICE * in.N;
+    }
+
+    __device__ __forceinline__ void copy_x(char* to) const {
+        const int left = k + 8 * a.part < in.K ? rows : 0;
+        const T *from = x, *more = residual;
+#pragma unroll
+        for (int i = 0; i < a.PASSES; ++i) {
+            if (a.has(i)) {
+                copy16(to + i * a.STEP * A_PITCH, from, i * a.STEP < left);
+                if (ADDS) copy16(to + RESIDUAL + i * a.STEP * A_PITCH, more, i * a.STEP < left);
+            }
+            from += a.STEP * in.x_stride, more += (long long)a.STEP * in.K;
+        }
+    }
+
+    __device__ __forceinline__ void copy_w(char* to) const {
+        int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows in memory, from the thread's first on
+        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // none, of w3 neither
+        const W* from = w;
+#pragma unroll
+        for (int i = 0; i < b.PASSES; ++i) {
+            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // threads are at w3
+            const bool second = some && (i * b.STEP >= COLUMNS || b.row + i * b.STEP >= COLUMNS);
+            if (b.has(i)) {
+                const W* at = from + (second ? to_w3 : 0);
+                copy16(to + i * b.STEP * B_PITCH, at, i * b.STEP - (second ? COLUMNS : 0) < left);
+            }
+            from += (long long)b.STEP * (MMA_W_NK ? in.K : in.N);
+        }
+    }
+
+    // x + residual into the place of x, by the thread that copied both: it need not wait for others. The tiles of a
+    // row take turns in storing the sum.
+    __device__ __forceinline__ void add_residual(char* stage, int first) {
+        if (!ADDS || first >= in.K) return;
+        const int at = first + 8 * a.part;
+        const bool stored = first == turn && in.sum && at < in.K;
+        if (first == turn) turn += tile.tiles_n * MMA_SLICE;
+#pragma unroll 2
+        for (int i = 0; i < a.PASSES; ++i) {
+            if (!a.has(i)) continue;
+            uint4* of = reinterpret_cast<uint4*>(stage + (a.row + i * a.STEP) * A_PITCH + 16 * a.part);
+            const uint4 h = *of, r = *(of + RESIDUAL / 16);
+            const uint4 sum = {add2(h.x, r.x), add2(h.y, r.y), add2(h.z, r.z), add2(h.w, r.w)};
+            *of = sum;
+            if (stored && i * a.STEP < rows) {
+                *reinterpret_cast<uint4*>(in.sum + (long long)(tile.row + a.row + i * a.STEP) * in.K + at) = sum;
+            }
+        }
+    }
+};

@@ -1,0 +1,100 @@
+// The PTX instructions behind a tensor-core tile, each a small function. For sm_80 and newer.
+//
+// A warp multiplies A (16, 16) and B (16, 8) into C (16, 8). Lane 4 g + t holds, in registers of two 16-bit values,
+//
+//   a[0] = A[g    ][2t, 2t + 1]   a[2] = A[g    ][2t + 8, 2t + 9]     b[0] = B[2t,     2t + 1][g]
+//   a[1] = A[g + 8][2t, 2t + 1]   a[3] = A[g + 8][2t + 8, 2t + 9]     b[1] = B[2t + 8, 2t + 9][g]
+//   c[0], c[1] = C[g][2t, 2t + 1]   c[2], c[3] = C[g + 8][2t, 2t + 1]
+//
+// The order of the 16 values of K is free as long as A and B agree on it.
+#pragma once
+
+// 16 bytes from global to shared memory, past the L1 cache; zeros, and nothing is read, where they are not `there`.
+__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// A group is what the thread has asked for since the last one.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last LATER groups of this thread have arrived.
+template <int LATER>
+__device__ __forceinline__ void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// 8x8 matrices of 16-bit values from shared memory: lane 8 i + r gives the address of row r of matrix i, on 16 bytes,
+// and lane 4 g + t gets row g, columns 2t and 2t + 1 of each; with TRANSPOSED rows 2t and 2t + 1, column g.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
+    const unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(m0), "=r"(m1)
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(m0), "=r"(m1)
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, const void* row) {
+    const unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+// c += a b
+__device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+#if defined(STORAGE_BF16)
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#else
+#define MMA_TYPES "f32.f16.f16.f32"
+#endif
+    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Two 16-bit values at a time, each rounded once. bf16 has a product and a sum of its own from sm_90 on only.
+__device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
+    unsigned product;
+#if defined(STORAGE_BF16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+#else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#endif
+    return product;
+}
+
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+    unsigned sum;
+#if defined(STORAGE_BF16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a 1 + b
+#else
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+#endif
+    return sum;
+}
+
+// Bytes LOW and HIGH of four, each the upper byte of a 16-bit value.
+template <int LOW, int HIGH>
+__device__ __forceinline__ unsigned spread(unsigned bytes) {
+    return __byte_perm(bytes, 0u, HIGH << 12 | 4 << 8 | LOW << 4 | 4);
+}

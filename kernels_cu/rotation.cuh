@@ -1,0 +1,61 @@
+// How far RoPE turns pair k of a head of D channels: by the angle position / theta^(2 k / D).
+//
+// A float holds an angle near 100,000 to a hundredth, and its frequency theta^(-2 k / D), rounded, is off by as much
+// there. So each is carried as two floats, whose sum is meant: the angle is right to about 2^-27 of itself.
+//
+//   frequency   2^(-k step), step = 2 log2(theta) / D: the whole part of the exponent, then a polynomial
+//   angle       position / pi * frequency, half turns, of which the whole quarter turns are taken off exactly; what is
+//               left, an eighth of a turn and the low part, goes into polynomials for sine and cosine
+//
+// Positions are whole numbers below 2^20, where the low part is at most a 128th of a turn. The polynomials are
+// least-maximum fits, off by less than half a rounding.
+#pragma once
+
+struct Pair {  // high + low is meant, |low| <= half a unit in the last place of high
+    float high, low;
+};
+
+struct Rotation {
+    float cos, sin;
+};
+
+// __fmul_rn, because the compiler may not fuse it with what follows: the rounded product itself is needed there.
+__device__ __forceinline__ Pair times(float a, Pair b) {
+    const float high = __fmul_rn(a, b.high);
+    return {high, fmaf(a, b.low, fmaf(a, b.high, -high))};
+}
+
+__device__ __forceinline__ Pair frequency(int k, float step, float step_low) {
+    const Pair exponent = times((float)k, {step, step_low});
+    const float whole = rintf(exponent.high), f = whole - exponent.high;  // 2^(f - low) / 2^whole, |f| <= 1/2
+    const Pair ln2 = {0.69314718f, -1.9046542e-9f};
+    Pair z = times(f, ln2);  // 2^f = 1 + z + f^2 (...)
+    z.low = fmaf(-exponent.low, ln2.high, z.low);
+    float tail = fmaf(f, 1.5312004e-5f, 1.54669388e-4f);
+    tail = fmaf(f, tail, 1.33334478e-3f);
+    tail = fmaf(f, tail, 9.61803756e-3f);
+    tail = fmaf(f, tail, 5.55041093e-2f);
+    tail = fmaf(f, tail, 2.40226511e-1f);
+    const float sum = 1.0f + z.high, rest = (1.0f - sum) + z.high + fmaf(f * f, tail, z.low);
+    const float high = sum + rest, low = (sum - high) + rest;
+    const float scale = __int_as_float((127 - (int)whole) << 23);
+    return {high * scale, low * scale};
+}
+
+// position / pi, which serves all pairs.
+__device__ __forceinline__ Pair half_turns(int position) {
+    return times((float)position, {0.31830987f, 1.2841276e-8f});
+}
+
+__device__ __forceinline__ Rotation rotation(Pair half_turns, Pair frequency) {
+    Pair angle = times(half_turns.high, frequency);
+    angle.low = fmaf(half_turns.low, frequency.high, angle.low);
+    const float quarters = rintf(2.0f * angle.high);
+    const float r = fmaf(-0.5f, quarters, angle.high) + angle.low, z = r * r;
+    const float s = fmaf(r * z, fmaf(z, fmaf(z, -0.58819857f, 2.5497116f), -5.16770751f), 3.14159265f * r);
+    float c = fmaf(z, fmaf(z, 0.2309187f, -1.33500128f), 4.05870601f);
+    c = fmaf(z, fmaf(z, c, -4.93480216f), 1.0f);
+    const int q = (int)quarters;
+    const float sin = q & 1 ? c : s, cos = q & 1 ? s : c;
+    return {(q + 1) & 2 ? -cos : cos, q & 2 ? -sin : sin};
+}

@@ -1,0 +1,334 @@
+"""Matrix product with bias: every variant, on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.operations._types import Geometry
+from gpt2block.operations.matmul import (
+    OPERATION,
+    REGISTERS,
+    TILES,
+    Tile,
+    choose_tile,
+    geometry,
+    registers_geometry,
+)
+from tests import plain
+from tests.cpu_cuda import loader
+from tests.plain import normal
+
+Array = NDArray[Any]
+VARIANTS = [variant.name for variant in OPERATION.variants]
+KERNEL3 = "matmul_forward_kernel3"
+ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", [*ORDERS, GPU])
+on_one_order = pytest.mark.parametrize("where", ["shuffled", GPU])
+on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_tile = pytest.mark.parametrize(
+    ("tile", "groups"),
+    [
+        pytest.param(tile, tile.groups * n, id=f"{tile.rows}x{tile.columns}-{tile.groups * n}")
+        for tile in TILES
+        for n in (1, 2)
+    ],
+)
+H200 = 132  # multiprocessors
+
+
+def inputs(M: int, K: int, N: int) -> tuple[Array, Array, Array]:
+    return normal(M, M, K), normal(K, K, N), normal(N, N)
+
+
+def assert_right(got: Array, a: Array, w: Array, bias: Array | None = None) -> None:
+    wide = (None if x is None else x.astype(np.float64) for x in (a, w, bias))
+    truth: Array = reference.matmul_bias(*wide)  # type: ignore[arg-type]
+    plain.assert_as_accurate(got, truth, plain.matmul_bias(a, w, bias))
+
+
+def on_shim(
+    file: str | loader.Source, how: Geometry, order: Any, a: Array, w: Array, bias: Array | None
+) -> Array:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    (M, K), N = a.shape, w.shape[1]
+    out = np.full((M, N), np.nan, np.float32)
+    options = {"shared": how.shared, "defines": how.defines, "order": order}
+    loader.run(file, how.kernel, how.grid, how.block, [a, w, bias, out, M, K, N], **options)
+    return out
+
+
+def evaluate(where: str, variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
+    """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    if where == "gpu":
+        return on_gpu(variant, a, w, bias)
+    chosen, N = OPERATION.variant(variant), w.shape[1]
+    how = geometry(chosen, a.shape[0], N, 1 if N % 4 else 4, H200)
+    return on_shim(chosen.file, how, where, a, w, bias)
+
+
+def on_gpu(variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _matmul  # noqa: PLC0415
+
+    results: list[Array] = []
+    for _ in range(2):
+        arrays = tuple(None if x is None else cupy.asarray(x) for x in (a, w, bias))
+        out = cupy.full((*a.shape[:-1], w.shape[1]), np.nan, np.float32)
+        results.append(_matmul.bind(arrays, out, variant=variant).run().get())
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+# --- what it means, and what is launched ---------------------------------------------------------
+
+
+def test_reference_against_a_loop_by_hand() -> None:
+    a, w, bias = (x.astype(np.float64) for x in inputs(3, 5, 4))
+    expected = np.empty((3, 4))
+    for m, n in np.ndindex(3, 4):
+        expected[m, n] = sum(a[m, k] * w[k, n] for k in range(5))
+    np.testing.assert_allclose(reference.matmul_bias(a, w), expected, rtol=1e-14)
+    np.testing.assert_allclose(reference.matmul_bias(a, w, bias), expected + bias, rtol=1e-14)
+
+
+def test_an_unknown_variant_lists_the_known_ones() -> None:
+    with pytest.raises(InputError, match="'mma': expected one of naive, tiled, coarsened, regis"):
+        OPERATION.variant("mma")
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "sides"),
+    [
+        (8192, 2304, (128, 128)),
+        (8192, 768, (128, 128)),
+        (1024, 3072, (64, 128)),
+        (1024, 2304, (32, 96)),
+        (1024, 768, (32, 96)),
+        (128, 2304, (32, 96)),
+        (128, 768, (32, 32)),
+        (1, 1, (32, 32)),
+    ],
+)
+def test_the_tile_fits_the_gpu(M: int, N: int, sides: tuple[int, int]) -> None:
+    tile, groups = choose_tile(M, N, H200)
+    assert (tile.rows, tile.columns) == sides
+    how = geometry(OPERATION.variant("registers"), M, N, 4, H200)
+    assert groups == tile.groups * (2 if how.grid[0] <= H200 else 1)
+
+
+@every_tile
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_every_tile_compiles_and_fits(arch: str, tile: Tile, groups: int, width: int) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    how = registers_geometry(KERNEL3, tile, groups, 1000, 1000, width)
+    assert how.block[0] <= 512
+    assert how.shared <= 64 << 10  # what a block can have from sm_75 on
+    log = kernels.compile_for(REGISTERS, arch, how.defines).log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+
+
+# --- every variant -------------------------------------------------------------------------------
+
+
+@on_every_backend
+@on_every_variant
+@settings(max_examples=4)
+@given(M=st.integers(1, 70), K=st.integers(1, 70), N=st.integers(1, 70), with_bias=st.booleans())
+@example(M=1, K=1, N=1, with_bias=True)
+@example(M=65, K=65, N=36, with_bias=False)
+@example(M=33, K=67, N=35, with_bias=True)
+def test_every_variant(where: str, variant: str, M: int, K: int, N: int, with_bias: bool) -> None:
+    a, w, bias = inputs(M, K, N)
+    given_bias = bias if with_bias else None
+    assert_right(evaluate(where, variant, a, w, given_bias), a, w, given_bias)
+
+
+@every_tile
+@pytest.mark.parametrize(("M", "K", "N"), [(131, 70, 132), (70, 19, 101)])
+def test_every_tile(tile: Tile, groups: int, M: int, K: int, N: int) -> None:
+    a, w, bias = inputs(M, K, N)
+    how = registers_geometry(KERNEL3, tile, groups, M, N, 1 if N % 4 else 4)
+    for order in loader.ORDERS if K == 19 else ("shuffled",):
+        assert_right(on_shim(REGISTERS, how, order, a, w, bias), a, w, bias)
+
+
+@on_one_order
+def test_every_length_of_the_first_slice(where: str) -> None:
+    for K in (1, 2, 7, 8, 63, 64, 128, 130):
+        a, w, bias = inputs(5, K, 8)
+        assert_right(evaluate(where, "registers", a, w, bias), a, w, bias)
+
+
+@on_one_order
+def test_more_than_a_band_of_tiles(where: str) -> None:
+    a, w, bias = inputs(32 * 17 + 1, 3, 70)
+    assert_right(evaluate(where, "registers", a, w, bias), a, w, bias)
+
+
+@on_every_variant
+@on_one_order
+def test_an_output_depends_on_its_row_and_column_alone(where: str, variant: str) -> None:
+    """Also at the edges, where rows and columns that do not exist are read as others or as zero."""
+    a, w, bias = inputs(37, 21, 44)
+    a[36, 20] = a[4, 0] = np.nan
+    w[20, 43] = w[0, 7] = np.inf
+    bias[9] = np.nan
+    got = evaluate(where, variant, a, w, bias)
+    finite = np.ones((37, 44), bool)
+    finite[[36, 4]] = finite[:, [43, 7, 9]] = False
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+
+
+@pytest.mark.parametrize(("variant", "barriers"), [("coarsened", 2), ("registers", 3)])
+def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    chosen = OPERATION.variant(variant)
+    source = loader.Source.shipped(chosen.file)
+    parts = source.text.split("__syncthreads();")
+    assert len(parts) == barriers + 1
+    a, w, bias = inputs(20, 270, 20)
+    how = geometry(chosen, 20, 20, 4, H200)
+    right = on_shim(chosen.file, how, "forward", a, w, bias)
+    for n in range(barriers):
+        edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
+        racing = loader.Source(chosen.file, edited)
+        results = [on_shim(racing, how, order, a, w, bias) for order in loader.ORDERS]
+        assert any(not np.array_equal(result, right) for result in results)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [(1, 768, 3072), (128, 3072, 768), (1000, 768, 2304), (1024, 767, 771), (8192, 64, 768)],
+)
+@on_every_variant
+def test_large_sizes(cp: ModuleType, variant: str, M: int, K: int, N: int) -> None:
+    a, w, bias = inputs(M, K, N)
+    expected = plain.matmul_bias(cp.asarray(a), cp.asarray(w), cp.asarray(bias), cp).get()
+    truth = reference.matmul_bias(*(x.astype(np.float64) for x in (a, w, bias)))
+    plain.assert_as_accurate(on_gpu(variant, a, w, bias), truth, expected)
+
+
+@pytest.mark.gpu
+@every_tile
+@pytest.mark.parametrize(("M", "K", "N"), [(517, 1000, 516), (300, 77, 333)])
+def test_every_tile_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, tile: Tile, groups: int, M: int, K: int, N: int
+) -> None:
+    from gpt2block.ops import _matmul  # noqa: PLC0415
+
+    how = registers_geometry(KERNEL3, tile, groups, M, N, 1 if N % 4 else 4)
+    monkeypatch.setattr(_matmul, "geometry", lambda *_: how)
+    a, w, bias = inputs(M, K, N)
+    assert_right(on_gpu("registers", a, w, bias), a, w, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "K", "N"), [(300, 77, 333), (100, 768, 128)])
+def test_one_group_gives_the_same_bits_as_the_other_variants(
+    monkeypatch: pytest.MonkeyPatch, M: int, K: int, N: int
+) -> None:
+    """Each adds the products in the order of k: what differs is how they come to the registers."""
+    from gpt2block.ops import _matmul  # noqa: PLC0415
+
+    a, w, bias = inputs(M, K, N)
+    expected = on_gpu("tiled", a, w, bias)
+    for variant in ("naive", "coarsened"):
+        np.testing.assert_array_equal(on_gpu(variant, a, w, bias), expected)
+    how = registers_geometry(KERNEL3, TILES[0], 1, M, N, 1 if N % 4 else 4)
+    monkeypatch.setattr(_matmul, "geometry", lambda *_: how)
+    np.testing.assert_array_equal(on_gpu("registers", a, w, bias), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["naive", "coarsened", "registers"])
+def test_more_rows_than_a_grid_is_high(variant: str) -> None:
+    a, w, bias = inputs(65535 * 32 + 1, 3, 5)
+    assert_right(on_gpu(variant, a, w, bias), a, w, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["naive", "coarsened", "registers"])
+def test_more_outputs_than_an_int_counts(cp: ModuleType, variant: str) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    M, N = 70_001, 32_003  # 9 GB
+    if cp.cuda.Device().mem_info[1] < 24 << 30:
+        pytest.skip("needs a GPU with 24 GB")
+    a, w, bias = (cp.asarray(x) for x in inputs(M, 2, N))
+    got = ops.matmul_bias(a, w, bias, variant=variant)
+    for rows in (slice(0, 3), slice(M // 2, M // 2 + 3), slice(M - 3, M)):
+        assert_right(got[rows].get(), a[rows].get(), w.get(), bias.get())
+    del got
+    cp.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+@on_every_variant
+def test_the_op(cp: ModuleType, variant: str) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _matmul  # noqa: PLC0415
+
+    a, w, bias = inputs(42, 48, 52)
+    on_device = [cp.asarray(x) for x in (a, w, bias)]
+    batch = on_device[0].reshape(2, 21, 48)
+    got = ops.matmul_bias(batch, on_device[1], on_device[2], variant)
+    assert got.shape == (2, 21, 52)
+    assert_right(got.get().reshape(42, 52), a, w, bias)
+    wide = cp.asarray(np.repeat(a, 2, axis=1))[:, ::2]
+    np.testing.assert_array_equal(
+        ops.matmul_bias(wide, on_device[1], on_device[2], variant).get(), got.get().reshape(42, 52)
+    )
+    moved = cp.asarray(np.append(np.float32(0), w))[1:].reshape(w.shape)
+    assert moved.data.ptr % 16
+    assert_right(ops.matmul_bias(on_device[0], moved, variant=variant).get(), a, w)
+    out = cp.full(42 * 52 + 1, np.nan, np.float32)[1:].reshape(42, 52)
+    assert_right(_matmul.bind(tuple(on_device), out, variant=variant).run().get(), a, w, bias)
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    a, w = cp.zeros((3, 8), "float32"), cp.zeros((8, 4), "float32")
+    tall = cp.zeros((1_048_561, 1), "float32")
+    for args, variant, message in (
+        (
+            (a, w),
+            "mma",
+            "unknown variant 'mma': expected one of naive, tiled, coarsened, registers",
+        ),
+        ((a.get(), w), "registers", "a: expected a CuPy array, got ndarray"),
+        ((a, w.astype("float16")), "registers", "w: expected float32, got float16"),
+        ((a, w[1:]), "naive", r"w: expected shape \(8, N\) to match a \(3, 8\), got \(7, 4\)"),
+        ((a, w[0]), "coarsened", r"w: expected shape \(8, N\)"),
+        ((a, w, w[:, 0]), "registers", r"bias: expected shape \(4,\), got \(8,\)"),
+        ((a[:0], w), "registers", "a: expected at least one element"),
+        ((tall, w[:1]), "tiled", "1,048,561 rows .* takes at most 1,048,560"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.matmul_bias(*args, **{"variant": variant})

@@ -1,0 +1,445 @@
+"""Rotary position embedding: on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, KernelError, kernels, reference
+from gpt2block.operations.rope import (
+    BLOCKS,
+    FILE,
+    MOST_POSITIONS,
+    OPERATION,
+    exponent_step,
+    geometry,
+)
+from tests import plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+PAIRS = OPERATION.variant("pairs")
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", [*CPU, GPU])
+both_layouts = pytest.mark.parametrize("half_split", [False, True])
+H200 = 132  # multiprocessors
+few = settings(max_examples=4)
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> Array:
+    return np.asarray(plain.normal(seed, *shape).astype(DTYPES[dtype]))
+
+
+def exact(x: Array, start: int = 0, theta: float = 1e4, half_split: bool = False) -> Array:
+    return reference.rope(x.astype(np.float64), start, theta, half_split)
+
+
+def assert_right(got: Array, x: Array, *options: Any) -> None:
+    assert got.dtype == x.dtype
+    plain.assert_as_accurate(got.astype(np.float32), exact(x, *options), plain.rope(x, *options))
+
+
+def evaluate(
+    where: str,
+    x: Array,
+    start: int = 0,
+    theta: float = 1e4,
+    half_split: bool = False,
+    *,
+    width: int | None = None,
+    sms: int = H200,
+    block: int | None = None,
+    parts: int = 1,
+    in_place: bool = False,
+) -> Array:
+    """x (B, T, H, D) as the first of `parts` in every row, NaN in the others."""
+    B, T, H, D = x.shape
+    rows = np.full((B, T, parts, H, D), np.nan, x.dtype)
+    rows[:, :, 0] = x
+    options: dict[str, Any] = {"half_split": half_split}
+    if where == "gpu":
+        return on_gpu(rows, in_place, start=start, theta=theta, block=block, **options)
+    if problem := loader.missing():
+        pytest.skip(problem)
+    out = rows if in_place else np.full_like(x, np.nan)
+    item, unit = x.dtype.itemsize, D // 2 if half_split else D
+    width = width or next(w for w in (16 // item, 4, 2, 1) if unit % w == 0)
+    how = geometry(PAIRS, B, T, H, D, half_split, width, sms, block)
+    heads = H * D
+    distances = [T * parts * heads, T * heads, parts * heads, heads, D, D]
+    if in_place:
+        distances[1::2] = distances[::2]
+    args = [rows, out, *distances, start, *exponent_step(theta, D), T, H]
+    order: Any = where.removeprefix("cpu-")
+    dtype = x.dtype.name
+    loader.run(
+        FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order, storage=dtype
+    )
+    if in_place:
+        assert np.isnan(rows[:, :, 1:]).all()
+        return rows[:, :, 0]
+    return out
+
+
+def on_gpu(rows: Array, in_place: bool, **options: Any) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _rope  # noqa: PLC0415
+
+    results: list[Array] = []
+    for _ in range(2):
+        on_device = cupy.asarray(rows)
+        x = on_device[:, :, 0]
+        out = x if in_place else cupy.asarray(np.full(x.shape, np.nan, x.dtype))
+        results.append(_rope.bind((x,), out, **options).run().get())
+        assert np.isnan(on_device.get()[:, :, 1:].astype(np.float32)).all()
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+# --- what it means --------------------------------------------------------------------------------
+
+
+@both_layouts
+def test_the_reference_against_a_loop_by_hand(half_split: bool) -> None:
+    """A pair is a complex number, and turning it a multiplication."""
+    T, H, D = 4, 2, 6
+    x = normal(0, 2, T, H, D).astype(np.float64)
+    got = reference.rope(x, 3, 100.0, half_split)
+    for b, t, h, k in np.ndindex(2, T, H, D // 2):
+        first, second = (k, k + D // 2) if half_split else (2 * k, 2 * k + 1)
+        turn = cmath.exp(1j * (3 + t) / 100.0 ** (2 * k / D))
+        expected = complex(x[b, t, h, first], x[b, t, h, second]) * turn
+        pair = got[b, t, h, first], got[b, t, h, second]
+        np.testing.assert_allclose(pair, (expected.real, expected.imag), rtol=1e-13)
+    for dtype in (np.float32, np.float64):
+        assert reference.rope(x.astype(dtype), 3, 100.0, half_split).dtype == dtype
+
+
+def test_start_continues_a_sequence_and_distances_are_what_counts() -> None:
+    x = normal(0, 9, 2, 8).astype(np.float64)
+    whole = reference.rope(x)
+    np.testing.assert_array_equal(reference.rope(x[5:], start=5), whole[5:])
+    q, k = np.broadcast_to(normal(1, 8), (40, 1, 8)), np.broadcast_to(normal(2, 8), (40, 1, 8))
+    q, k = (reference.rope(a.astype(np.float64))[:, 0] for a in (q, k))
+    np.testing.assert_allclose(q[7] @ k[3], q[36] @ k[32], rtol=1e-12)
+
+
+def test_an_odd_head_is_refused() -> None:
+    with pytest.raises(InputError, match="head size D 5: expected an even one"):
+        reference.rope(normal(0, 3, 2, 5))
+
+
+@given(
+    sizes=st.tuples(
+        st.integers(1, 9), st.integers(1, 3000), st.integers(1, 130), st.integers(1, 300)
+    ),
+    half_split=st.booleans(),
+    widest=st.sampled_from([1, 2, 4, 8]),
+    sms=st.sampled_from([0, 1, H200]),
+    block=st.sampled_from([None, *BLOCKS]),
+)
+@example(sizes=(1, 1, 32, 64), half_split=False, widest=8, sms=H200, block=None)
+@example(sizes=(1, 500, 32, 64), half_split=False, widest=8, sms=H200, block=None)
+def test_everything_is_taken_once(
+    sizes: tuple[int, int, int, int],
+    half_split: bool,
+    widest: int,
+    sms: int,
+    block: int | None,
+) -> None:
+    B, T, H, half = sizes
+    D = 2 * half
+    most = math.gcd(widest, half if half_split else D)
+    how = geometry(PAIRS, B, T, H, D, half_split, most, sms, block)
+    at = {name: int(value) for name, value in how.defines}
+    width, x, heads = at["ROPE_WIDTH"], at["ROPE_THREADS"], at["ROPE_HEADS"]
+    assert most % width == 0
+    assert how.block[0] == x
+    assert math.prod(how.block) <= (block or PAIRS.block)
+    assert how.block[2] <= 64
+    assert (how.grid[0] - 1) * how.block[2] < T <= how.grid[0] * how.block[2]
+    assert (how.grid[1] - 1) * how.block[1] * heads < H <= how.grid[1] * how.block[1] * heads
+    assert how.grid[2] == B
+    assert heads * width <= 64  # in registers
+
+
+def test_the_step_of_the_exponent() -> None:
+    for theta, D in ((1e4, 128), (5e5, 128), (2.0, 2), (1.0, 8)):
+        high, low = exponent_step(theta, D)
+        assert abs(low) <= np.spacing(np.float32(high)) / 2
+        assert high + low == pytest.approx(2 * math.log2(theta) / D, rel=2**-47, abs=0)
+
+
+def test_the_operation_describes_itself() -> None:
+    sizes = {"T": 3, "H": 2, "D": 4}
+    (x,) = OPERATION.make(sizes, np.random.default_rng(0))
+    assert x.shape == (3, 2, 4)
+    assert x.dtype == np.float32
+    assert OPERATION.traffic({**sizes, "itemsize": 2, "weight": 2}) == 2 * 2 * 24
+
+
+# --- on the CPU and on the GPU --------------------------------------------------------------------
+
+# dtype, heads, head size, elements a load (None: the most), multiprocessors (few: many heads a
+# thread, wide loads), of the kernel on the CPU
+SHAPES = [
+    ("float32", 3, 4, None, H200),
+    ("float32", 5, 20, None, 0),
+    ("float32", 2, 6, 1, 0),  # one element a load
+    ("float16", 9, 16, None, 0),
+    ("float16", 1, 2, None, H200),
+    ("bfloat16", 3, 24, 2, 0),
+]
+
+
+@on_every_backend
+@both_layouts
+@pytest.mark.parametrize(("dtype", "H", "D", "width", "sms"), SHAPES)
+@few
+@given(
+    B=st.integers(1, 2), T=st.integers(1, 40), start=st.integers(0, 3000), parts=st.integers(1, 2)
+)
+@example(B=1, T=1, start=0, parts=1)
+@example(B=2, T=35, start=7, parts=3)
+def test_any_shape(
+    where: str,
+    dtype: str,
+    H: int,
+    D: int,
+    width: int | None,
+    sms: int,
+    half_split: bool,
+    B: int,
+    T: int,
+    start: int,
+    parts: int,
+) -> None:
+    if half_split and width is None and D // 2 % 2:
+        width = 1
+    x = normal(T, B, T, H, D, dtype=dtype)
+    got = evaluate(where, x, start, 1e4, half_split, width=width, sms=sms, parts=parts)
+    assert_right(got, x, start, 1e4, half_split)
+
+
+@on_every_backend
+@both_layouts
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_in_place_among_others(where: str, dtype: str, half_split: bool) -> None:
+    x = normal(0, 2, 7, 3, 16, dtype=dtype)
+    got = evaluate(where, x, 5, 1e4, half_split, parts=3, in_place=True)
+    np.testing.assert_array_equal(got, evaluate(where, x, 5, 1e4, half_split))
+
+
+@on_every_backend
+@pytest.mark.parametrize(("theta", "D"), [(1e4, 64), (5e5, 128), (1.0, 6), (16.0, 4), (1e4, 2)])
+def test_far_positions(where: str, theta: float, D: int) -> None:
+    """What the source says: an angle is right to about 2^-27 of itself, and pair 0 exactly."""
+    x = np.zeros((1, 8, 1, D), np.float32)
+    x[..., 0::2] = 1  # so that the result is cosines and sines
+    for start in (0, 4095, 131064, MOST_POSITIONS - 8):
+        got = evaluate(where, x, start, theta)
+        assert_right(got, x, start, theta)
+        error = np.abs(got - exact(x, start, theta))
+        rounding = 2.0**-23
+        assert error[..., :2].max() <= rounding
+        assert error.max() <= (start + 8) * 2.0**-26 + rounding
+
+
+@on_every_backend
+def test_an_output_depends_on_its_pair_alone(where: str) -> None:
+    x = normal(0, 2, 5, 3, 16)
+    x[1, 2, 1, 6] = np.nan
+    x[0, 3, 0, 9] = np.inf
+    wrong = np.zeros(x.shape, bool)
+    wrong[1, 2, 1, 6:8] = wrong[0, 3, 0, 8:10] = True
+    np.testing.assert_array_equal(~np.isfinite(evaluate(where, x)), wrong)
+
+
+@on_every_backend
+def test_position_0_is_left_as_it_is(where: str) -> None:
+    x = normal(0, 1, 3, 3, 16, dtype="float16")
+    got = evaluate(where, x)
+    np.testing.assert_array_equal(got[:, 0], x[:, 0])
+    assert (got[:, 1:] != x[:, 1:]).any()
+
+
+@pytest.mark.parametrize("block", [32, 512])
+def test_block_sizes_on_the_cpu(block: int) -> None:
+    x = normal(0, 1, 9, 3, 24)
+    assert_right(evaluate("cpu-shuffled", x, block=block), x)
+
+
+# --- with NVRTC -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@both_layouts
+@pytest.mark.parametrize("T", [1, 16, 500, 10**5])
+def test_compiles_without_spills(dtype: str, half_split: bool, T: int, arch: str) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    width = 16 // np.dtype(DTYPES[dtype]).itemsize
+    how = geometry(PAIRS, 1, T, 32, 128, half_split, width, H200)
+    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *how.defines)).log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "warning" not in log
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ((("ROPE_D", 7),), "ROPE_D must be even"),
+        ((("ROPE_D", 6),), "whole loads"),
+        ((("ROPE_D", 12), ("ROPE_HALF_SPLIT", 1)), "whole loads"),
+        ((("ROPE_WIDTH", 8),), "16 bytes"),
+    ],
+)
+def test_constants_that_make_no_sense_do_not_compile(
+    constants: kernels.Defines, message: str
+) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    with pytest.raises(KernelError, match=message):
+        kernels.compile_for(FILE, "sm_80", constants)
+
+
+# --- on the GPU alone -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@both_layouts
+@pytest.mark.parametrize("shape", [(1, 32, 128), (16, 32, 128), (500, 32, 128), (3000, 8, 80)])
+def test_the_documented_sizes(shape: tuple[int, ...], half_split: bool, dtype: str) -> None:
+    x = normal(0, 1, *shape, dtype=dtype)
+    for options in ((0, 1e4), (2000, 5e5)):
+        for parts in (1, 3):
+            got = evaluate("gpu", x, *options, half_split, parts=parts)
+            assert_right(got, x, *options, half_split)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_sizes(block: int) -> None:
+    for shape in ((2, 37, 5, 64), (1, 700, 32, 128)):
+        x = normal(0, *shape, dtype="float16")
+        assert_right(evaluate("gpu", x, 3, block=block), x, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@both_layouts
+def test_arrays_that_start_anywhere(
+    cp: ModuleType, dtype: str, offset: int, half_split: bool
+) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x = normal(0, 2, 40, 3, 32, dtype=dtype)
+    memory = cp.zeros(x.size + offset, x.dtype)
+    memory[offset:] = cp.asarray(x).ravel()
+    moved = memory[offset:].reshape(x.shape)
+    assert_right(ops.rope(moved, 3, half_split=half_split).get(), x, 3, 1e4, half_split)
+    out = cp.empty(x.size + offset, x.dtype)[offset:].reshape(x.shape)
+    assert ops.rope(cp.asarray(x), 3, half_split=half_split, out=out) is out
+    assert_right(out.get(), x, 3, 1e4, half_split)
+
+
+@pytest.mark.gpu
+def test_views(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    host = normal(0, 3, 20, 4, 48, dtype="float16")
+    x = cp.asarray(host)
+    for view, expected in (
+        (x[..., 16:32], host[..., 16:32]),
+        (x[..., 1:9], host[..., 1:9]),
+        (x[:, ::2, 1:3], host[:, ::2, 1:3]),
+        (x.transpose(0, 2, 1, 3), host.transpose(0, 2, 1, 3)),
+        (x[:, ::-1], host[:, ::-1]),
+        (x[..., ::2], host[..., ::2]),  # copied
+        (x[1], host[1]),
+        (cp.broadcast_to(x[0, 0], (5, 4, 48)), np.broadcast_to(host[0, 0], (5, 4, 48))),
+    ):
+        got = ops.rope(view, 2)
+        assert got.flags.c_contiguous
+        assert_right(got.get(), expected, 2)
+    assert bool((x == cp.asarray(host)).all())  # nothing was done in place
+    q = x[:, :, :2, :16]
+    assert ops.rope(q, 2, out=q) is q
+    assert_right(q.get(), host[:, :, :2, :16], 2)
+    q[...] = cp.asarray(host[:, :, :2, :16])
+    assert bool((x == cp.asarray(host)).all())  # and nothing but q was touched
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int_counts(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    if cp.cuda.Device().mem_info[1] < 12 << 30:
+        pytest.skip("needs a GPU with 12 GB")
+    T = 600_000
+    x = cp.empty((T, 32, 128), "float16")
+    row = normal(0, 32, 128, dtype="float16")
+    x[:] = cp.asarray(row)
+    ops.rope(x, out=x)
+    for t in (0, 1, T // 2, T - 1):
+        assert_right(x[t : t + 1].get(), row[None], t)
+    del x
+    cp.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _rope  # noqa: PLC0415
+
+    x = cp.zeros((3, 2, 8), "float16")
+    flat = cp.zeros(100, "float16")
+    cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        (x.get(), {}, "x: expected a CuPy array, got ndarray"),
+        (x.astype("float64"), {}, "x: expected float32, got float64"),
+        (x[0], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(2, 8\)"),
+        (x[:0], {}, "at least one element"),
+        (x[..., :5], {}, "head size D 5: expected an even one"),
+        (cp.zeros((65536, 1, 1, 2), "float16"), {}, "at most 65,535 sequences in a call"),
+        (x, {"start": -1}, r"start: expected a whole number from 0 to 1,048,573 .* got -1"),
+        (x, {"start": 1.5}, "start: expected a whole number"),
+        (x, {"start": True}, "start: expected a whole number"),
+        (x, {"start": MOST_POSITIONS - 2}, "for 3 positions, got 1048574"),
+        (x, {"theta": 0.5}, "theta: expected a number from 1"),
+        (x, {"theta": math.inf}, "theta: expected a number from 1"),
+        (x, {"theta": math.nan}, "theta: expected a number from 1"),
+        (x, {"theta": "10000"}, "theta: expected a number from 1"),
+        (x, {"out": x[:2]}, r"out: expected shape \(3, 2, 8\)"),
+        (flat[:48].reshape(x.shape), {"out": flat[2:50].reshape(x.shape)}, "out: overlaps x"),
+        (x, {"variant": "halves"}, "unknown variant 'halves': expected one of pairs"),
+        (x, {"block": 48}, "block size 48: expected one of 32, 64"),
+    )
+    for array, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            ops.rope(array, **options)
+    with pytest.raises(InputError, match="x: expected neighbours along the last axis"):
+        _rope.bind((x.transpose(0, 2, 1),))
+    same = cp.broadcast_to(x[0], (5, 2, 8))
+    with pytest.raises(InputError, match="x has elements at one place in memory"):
+        ops.rope(same, out=same)
