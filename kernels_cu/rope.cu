@@ -20,8 +20,8 @@
 #ifndef ROPE_HALF_SPLIT
 #define ROPE_HALF_SPLIT 0
 #endif
-#ifndef ROPE_WIDTH  // elements a load, a power of two of at most 16 bytes that divides D, or D / 2 when pairs are split;
-#define ROPE_WIDTH 4  // x, out and their strides are aligned to it
+#ifndef ROPE_WIDTH  // elements a load, a power of two of at most 16 bytes that divides D, or D / 2 when pairs are
+#define ROPE_WIDTH 4  // split; x, out and their strides are aligned to it
 #endif
 #ifndef ROPE_THREADS  // that share a head
 #define ROPE_THREADS 32

@@ -78,7 +78,7 @@ template <> struct Bits<16> { typedef uint4 type; };
 
 template <typename E, int WIDTH>
 struct Vec {
-    static_assert((WIDTH & (WIDTH - 1)) == 0 && WIDTH * sizeof(E) <= 16, "a vector is a power of two, 16 bytes at most");
+    static_assert((WIDTH & (WIDTH - 1)) == 0 && WIDTH * sizeof(E) <= 16, "a vector is a power of two, 16 bytes");
     typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
     Raw raw;
 

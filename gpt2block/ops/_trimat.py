@@ -22,7 +22,7 @@ def bind(
     out: CudaArray | None = None,
     *,
     fill: float | None = None,
-    variant: str = "tri4",
+    variant: str = "tri5",
     block: int | None = None,
 ) -> Bound:
     """inputs (qkv (B, T, 3, NH, HS),), out (B, NH, T, T)."""
@@ -68,7 +68,7 @@ def _checked_fill(fill: Any) -> float | None:
 
 
 def trimat(
-    qkv: CudaArray, fill: float | None = None, variant: str = "tri4", block: int | None = None
+    qkv: CudaArray, fill: float | None = None, variant: str = "tri5", block: int | None = None
 ) -> CudaArray:
     """`reference.trimat` on a float32 CuPy array; raises InputError.
 
