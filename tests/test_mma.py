@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block import kernels, reference
 from gpt2block.operations._mma import CAPABILITY, FILE, TILES, Tile, fits, geometry
 from gpt2block.operations._types import Geometry
+from gpt2block.operations.rope import exponent_step
 from tests import cpu_cuda, plain
 from tests.cpu_cuda import loader
 
@@ -106,7 +107,7 @@ class Problem:
         c = self.case
         sizes = [EPS, c.K + c.stride, c.M, c.N, c.K]
         if c.matrices == 1:
-            rope = [c.seq_len, c.head_dim, c.start, c.theta]
+            rope = [c.seq_len, c.head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2)]
             return [self.x, self.gamma, self.stored[0], self.scales[0], out, *sizes, *rope]
         weights = [self.stored[0], self.scales[0], self.stored[1], self.scales[1]]
         residual = self.residual if c.residual else None

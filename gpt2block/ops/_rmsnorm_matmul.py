@@ -141,8 +141,7 @@ def bind_matmul(
 
     def product(x: CudaArray, gamma: Any, stride: int, dim: int) -> tuple[Any, ...]:
         data = job.matrices[0].data
-        t = turn if chosen == "matvec" or _not_for_tiles(job) else (int(start), float(theta))
-        return (x, gamma, data, scale, job.out, job.eps, stride, M, N, K, seq_len, dim, *t)
+        return (x, gamma, data, scale, job.out, job.eps, stride, M, N, K, seq_len, dim, *turn)
 
     if chosen == "matvec":
         pairing: Pairing = "halves" if turns and half_split else "neighbours"

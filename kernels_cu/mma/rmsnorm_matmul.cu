@@ -18,6 +18,7 @@
 #define STORAGE_FP16
 #endif
 #include "common.cuh"
+#include "rotation.cuh"
 #include "storage.cuh"
 #include "mma/ptx.cuh"
 #include "mma/tile.cuh"
@@ -36,12 +37,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
     T* __restrict__ out,              // (M, N)
     float eps, long long x_stride, int M, int N, int K, int seq_len,
     int head_dim,  // even; 0: no RoPE
-    int start, float theta) {
+    int start, float step, float step_low) {  // the exponent of theta: rotation.cuh
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Tile tile = choose_tile(M, N, MMA_COLUMNS);
     const Inputs in = {x, nullptr, nullptr, gamma, w, nullptr, x_stride, M, N, K};
-    float scales[8], frequency[4];
+    float scales[8];
+    Pair turns[4];
     compute_tile<1>(
         in, tile, shared, eps,
         [&](int column) {
@@ -49,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
             load_scales(scales, scale, n, N);
             if (head_dim) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) frequency[e] = powf(theta, -(float)((n + 2 * e) % head_dim) / head_dim);
+                for (int e = 0; e < 4; ++e) turns[e] = frequency((n + 2 * e) % head_dim / 2, step, step_low);
             }
         },
         [&](int row, int column, float (&v)[1][8], float factor) {
@@ -58,14 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA_BLOCKS) rmsnorm_matmul
 #pragma unroll
             for (int e = 0; e < 8; ++e) v[0][e] *= factor * scales[e];
             if (head_dim) {
-                const float position = (float)(start + m % seq_len);
+                const Pair position = half_turns(start + m % seq_len);
 #pragma unroll
                 for (int e = 0; e < 8; e += 2) {
-                    float sine, cosine;
-                    sincosf(position * frequency[e / 2], &sine, &cosine);
+                    const Rotation turn = rotation(position, turns[e / 2]);
                     const float r = v[0][e], i = v[0][e + 1];
-                    v[0][e] = r * cosine - i * sine;
-                    v[0][e + 1] = r * sine + i * cosine;
+                    v[0][e] = r * turn.cos - i * turn.sin;
+                    v[0][e + 1] = r * turn.sin + i * turn.cos;
                 }
             }
             Vec<T, 8>::store(out + (long long)m * N + n, v[0]);
