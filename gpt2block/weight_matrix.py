@@ -51,9 +51,9 @@ class WeightMatrix:
             self._check_scale()
         if self.dtype in FP8:
             largest = reference.FP8_FORMATS[self.dtype].largest
-            if int((self.data & 0x7F).max()) > largest:
-                bad = (_host(self.data) & 0x7F) > largest
-                raise InputError(f"weights: {_some(bad)} infinity or NaN in {self.dtype}")
+            bad = (self.data & 0x7F) > largest
+            if bool(bad.any()):
+                raise InputError(f"weights: {_some(_host(bad))} infinity or NaN in {self.dtype}")
 
     def _check_scale(self) -> None:
         if self.dtype != SCALED:

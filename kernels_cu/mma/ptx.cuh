@@ -9,9 +9,11 @@
 // The order of the 16 values of K is free as long as A and B agree on it.
 #pragma once
 
-// 16 bytes from global to shared memory, past the L1 cache; zeros, and nothing is read, where they are not `there`.
+// 16 bytes from global to shared memory, past the L1 cache; zeros, and nothing is read, where they are not `there`. The
+// 128 bytes around them come to the L2 cache, as other threads and blocks need those next.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
+    const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
                  "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0)
                  : "memory");
 }
