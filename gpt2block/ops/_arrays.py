@@ -158,6 +158,8 @@ def _attribute(device: int, name: str) -> int:
 def contiguous(*arrays: Any) -> tuple[Any, ...]:
     """Copies of those CuPy arrays that are not C-contiguous; everything else as it is."""
     return tuple(
-        cupy.ascontiguousarray(array) if isinstance(array, cupy.ndarray) else array
+        cupy.ascontiguousarray(array)
+        if isinstance(array, cupy.ndarray) and not array.flags.c_contiguous
+        else array
         for array in arrays
     )

@@ -20,6 +20,7 @@ from gpt2block.ops._arrays import (
     device_attribute,
     output,
 )
+from gpt2block.ops._warm import call
 
 MAX_BATCH = 65535
 
@@ -145,4 +146,5 @@ def attention(
     """
     if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
         qkv = qkv.copy()
-    return bind(contiguous(qkv), n_head=n_head, causal=causal, variant=variant, block=block).run()
+    options = {"n_head": n_head, "causal": causal, "variant": variant, "block": block}
+    return call(bind, contiguous(qkv), **options).out

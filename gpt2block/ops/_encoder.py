@@ -12,6 +12,7 @@ from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.encoder import FILE, OPERATION, grid
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._warm import call
 
 
 def bind(
@@ -87,4 +88,4 @@ def encoder(
     check("wte", wte)
     if not isinstance(ids, cupy.ndarray):
         ids = on_device(ids, wte.shape[0])
-    return bind((ids, wte, wpe), variant=variant, block=block).run()
+    return call(bind, (ids, wte, wpe), variant=variant, block=block).out

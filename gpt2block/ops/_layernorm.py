@@ -12,6 +12,7 @@ from gpt2block.kernels import STORAGE, Defines, Launch, launch
 from gpt2block.operations._types import Variant, check_block
 from gpt2block.operations.layernorm import MAX_THREADS, OPERATION, row_shape
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._warm import call
 
 BLOCK = 256  # of the ten-step kernels
 MAX_ROWS = 2**31 - 1
@@ -173,6 +174,5 @@ def layernorm(
     half = isinstance(x, cupy.ndarray) and x.dtype.name in ("float16", "bfloat16")
     if variant is None and (stats or half):
         variant = STATS_VARIANT
-    bound = bind(arrays, eps=eps, variant=variant, block=block, stats=stats)
-    bound.run()
+    bound = call(bind, arrays, eps=eps, variant=variant, block=block, stats=stats)
     return (bound.out, *bound.extra) if stats else bound.out

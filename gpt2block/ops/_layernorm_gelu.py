@@ -9,6 +9,7 @@ from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, device_attribute, output
+from gpt2block.ops._warm import call
 
 
 def bind(
@@ -78,4 +79,5 @@ def layernorm_gelu(
     rows of up to 16,384 values and shares a row among more threads when there are few rows, so
     the same row may differ in its last bits in a batch of another size; `block` fixes it.
     """
-    return bind(contiguous(x, gamma, beta), eps=eps, variant=variant, block=block).run()
+    arrays = contiguous(x, gamma, beta)
+    return call(bind, arrays, eps=eps, variant=variant, block=block).out

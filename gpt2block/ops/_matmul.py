@@ -17,6 +17,7 @@ from gpt2block.ops._arrays import (
     device_attribute,
     output,
 )
+from gpt2block.ops._warm import call
 
 MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
 MAX_SIZE = 2**31 - 1024  # of M, K and N: what an int holds, and a tile more
@@ -71,4 +72,4 @@ def matmul_bias(
     registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
     of 16 rows. All but registers add the products of an output in the order of k.
     """
-    return bind(contiguous(a, w, bias), variant=variant).run()
+    return call(bind, contiguous(a, w, bias), variant=variant).out

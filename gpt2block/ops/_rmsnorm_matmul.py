@@ -30,6 +30,7 @@ from gpt2block.ops._arrays import (
     row_stride,
 )
 from gpt2block.ops._rope import check_turn
+from gpt2block.ops._warm import call
 from gpt2block.weight_matrix import WeightMatrix
 
 MOST_ROWS = 4 * 65535  # the grid's second axis, of blocks of 4 rows and more
@@ -327,7 +328,8 @@ def rmsnorm_matmul(
     matvec where the sizes or the GPU allow nothing else.
     """
     (gamma,) = contiguous(gamma)
-    return bind_matmul(
+    return call(
+        bind_matmul,
         (x, gamma, w),
         eps=eps,
         head_dim=head_dim,
@@ -335,7 +337,7 @@ def rmsnorm_matmul(
         theta=theta,
         half_split=half_split,
         variant=variant,
-    ).run()
+    ).out
 
 
 @overload
@@ -378,6 +380,5 @@ def rmsnorm_ffn(
     output, and x + residual in the dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
-    bound = bind_ffn((x, gamma, w1, w3, residual), eps=eps, variant=variant)
-    bound.run()
+    bound = call(bind_ffn, (x, gamma, w1, w3, residual), eps=eps, variant=variant)
     return bound.out if residual is None else (bound.out, *bound.extra)

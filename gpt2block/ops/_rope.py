@@ -24,6 +24,7 @@ from gpt2block.ops._arrays import (
     overlap,
     storage,
 )
+from gpt2block.ops._warm import call
 
 MAX_BATCH = 65535  # an axis of the grid
 MAX_STRIDE = 2**31 - 1
@@ -148,6 +149,5 @@ def rope(
     """
     if isinstance(x, cupy.ndarray) and x.ndim and x.size and out is not x and _strides(x) is None:
         (x,) = contiguous(x)
-    return bind(
-        (x,), out, start=start, theta=theta, half_split=half_split, variant=variant, block=block
-    ).run()
+    turn = {"start": start, "theta": theta, "half_split": half_split}
+    return call(bind, (x,), out, **turn, variant=variant, block=block).out

@@ -13,6 +13,7 @@ from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.trimat import FILE, FILL, OPERATION, fill_geometry, geometry
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._warm import call
 
 MAX_HEADS = 65535  # an axis of the grid
 
@@ -80,4 +81,4 @@ def trimat(
     (qkv,) = contiguous(qkv)
     if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
         qkv = qkv.copy()
-    return bind((qkv,), fill=fill, variant=variant, block=block).run()
+    return call(bind, (qkv,), fill=fill, variant=variant, block=block).out

@@ -1,0 +1,116 @@
+"""Warm calls: what an op was bound to once serves every call that differs in addresses alone.
+
+Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
+alignment, and on the options. Where all of these have been seen together, a call allocates its
+outputs, puts the new addresses into the old launches and runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from gpt2block.kernels import Launch
+from gpt2block.ops._arrays import Bound, CudaArray
+from gpt2block.weight_matrix import WeightMatrix
+
+MOST = 4096  # recipes kept; then all are forgotten
+ALIGNED = 16  # bytes that the ops ask for at most
+
+
+class Recipe(NamedTuple):
+    """A bound op without its arrays."""
+
+    outputs: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of out, and of each extra
+    launches: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]  # (argument, array) pairs
+
+    def run(self, arrays: list[CudaArray]) -> Bound:
+        made = [cupy.empty(shape, dtype) for shape, dtype in self.outputs]
+        pointers = [array.data.ptr for array in (*arrays, *made)]
+        for launch, places in self.launches:
+            args = list(launch.args)
+            for argument, array in places:
+                args[argument] = np.uintp(pointers[array])
+            launch.function(launch.grid, launch.block, args, shared_mem=launch.shared)
+        return Bound(made[0], (), tuple(made[1:]))
+
+
+_recipes: dict[Hashable, Recipe | None] = {}
+
+
+def call(
+    bind: Callable[..., Bound],
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    **options: Any,
+) -> Bound:
+    """`bind(inputs, out, **options)`, and run. The launches are not part of the result."""
+    arrays = list(_arrays(inputs))
+    known = out is None and all(isinstance(array, cupy.ndarray) for array in arrays)
+    if not known:  # the caller's memory may overlap, and bind says what is wrong with the others
+        return _bound_and_run(bind, inputs, out, options)
+    key = (
+        bind,
+        cupy.cuda.runtime.getDevice(),
+        *(_described(value) for value in inputs),
+        *options.values(),  # of one bind, always the same names
+    )
+    recipe = _recipes.get(key)
+    if recipe is not None:
+        return recipe.run(arrays)
+    bound = _bound_and_run(bind, inputs, out, options)
+    if key not in _recipes:
+        if len(_recipes) >= MOST:
+            _recipes.clear()
+        _recipes[key] = _recipe(arrays, bound)
+    return bound
+
+
+def _bound_and_run(
+    bind: Callable[..., Bound],
+    inputs: tuple[Any, ...],
+    out: CudaArray | None,
+    options: dict[str, Any],
+) -> Bound:
+    bound = bind(inputs, out, **options)
+    bound.run()
+    return bound
+
+
+def _arrays(inputs: tuple[Any, ...]) -> Iterable[Any]:
+    """Every array of the inputs, in order."""
+    for value in inputs:
+        if isinstance(value, WeightMatrix):
+            yield value.data
+            if value.scale is not None:
+                yield value.scale
+        elif value is not None:
+            yield value
+
+
+def _described(value: Any) -> Hashable:
+    """All of an input that a launch can depend on, but its address."""
+    if value is None:
+        return None
+    if isinstance(value, WeightMatrix):
+        return value.dtype, value.layout, _described(value.data), _described(value.scale)
+    memory = value.data
+    return value.shape, value.dtype, value.strides, memory.device_id, memory.ptr % ALIGNED
+
+
+def _recipe(arrays: list[CudaArray], bound: Bound) -> Recipe | None:
+    """None where addresses do not tell the arrays apart, as when an op works in place."""
+    made = [bound.out, *bound.extra]
+    place = {array.data.ptr: i for i, array in enumerate([*arrays, *made])}
+    if len(place) < len(arrays) + len(made):
+        return None
+    launches = []
+    for launch in bound.launches:
+        pointers = [i for i, arg in enumerate(launch.args) if isinstance(arg, np.uintp) and arg]
+        if any(int(launch.args[i]) not in place for i in pointers):
+            return None
+        launches.append((launch, tuple((i, place[int(launch.args[i])]) for i in pointers)))
+    return Recipe(tuple((array.shape, array.dtype) for array in made), tuple(launches))
