@@ -211,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
     };
 
     // What it computes. The bits of the lane are mixed so that each half of a warp reads 8 different rows of A and 2
-    // different groups of columns of B, and lanes that differ in one of the lowest two bits read the same ones. (Rows and
-    // columns in the lanes' order are as fast in the largest tile, but cost a third in 64x128.)
+    // different groups of columns of B, and lanes that differ in one of the lowest two bits read the same ones. (In the
+    // lanes' own order the largest tile is as fast, one of 64x128 a third slower.)
     const int group = GROUPS == 1 ? 0 : thread / GROUP, member = GROUPS == 1 ? thread : thread % GROUP;
     const int warp = member / 32, lane = member % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);

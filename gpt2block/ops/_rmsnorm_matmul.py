@@ -35,7 +35,7 @@ from gpt2block.weight_matrix import WeightMatrix
 
 MOST_ROWS = 4 * 65535  # the grid's second axis, of blocks of 4 rows and more
 FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
-UNFUSED_FROM = {"rmsnorm_matmul": 256, "rmsnorm_ffn": 64}  # rows, with which "unfused" is it
+UNFUSED_FROM = 64  # rows, with which "unfused" is it for the feed-forward
 
 
 class Job(NamedTuple):
@@ -209,8 +209,8 @@ def _choose(job: Job, variant: str | None) -> str:
     if variant is None:
         if problem or M <= FEW_ROWS:
             return "matvec"
-        few = UNFUSED_FROM[job.operation.name] > M
-        return "mma" if few or job.residual is not None else "unfused"
+        apart = len(job.matrices) == 2 and job.residual is None and M >= UNFUSED_FROM
+        return "unfused" if apart else "mma"
     name = job.operation.variant(variant).name
     if name == "mma" and problem:
         raise InputError(f"{job.operation.name} variant mma: {problem}: use variant matvec")
@@ -324,8 +324,8 @@ def rmsnorm_matmul(
 
     x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may lie apart. w: an array
     (K, N) of the same dtype, or a `WeightMatrix` of that or FP8, in either layout. Without a
-    variant: matvec for one row or two, then mma, and unfused for many, as measured on an H200;
-    matvec where the sizes or the GPU allow nothing else.
+    variant: matvec for one row or two, mma for more, as measured on an H200; matvec where the
+    sizes or the GPU allow nothing else.
     """
     (gamma,) = contiguous(gamma)
     return call(
@@ -376,7 +376,8 @@ def rmsnorm_ffn(
 ) -> CudaArray | tuple[CudaArray, CudaArray]:
     """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
 
-    dtypes, weights and variants as in `rmsnorm_matmul`. With a residual the result is a pair: the
+    dtypes, weights and variants as in `rmsnorm_matmul`, but without a residual the default for
+    many rows is unfused. With a residual the result is a pair: the
     output, and x + residual in the dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
