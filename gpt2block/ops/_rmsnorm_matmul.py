@@ -377,8 +377,8 @@ def rmsnorm_ffn(
     """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
 
     dtypes, weights and variants as in `rmsnorm_matmul`, but without a residual the default for
-    many rows is unfused. With a residual the result is a pair: the
-    output, and x + residual in the dtype of x.
+    many rows is unfused. With a residual the result is a pair: the output, and x + residual in the
+    dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
     bound = call(bind_ffn, (x, gamma, w1, w3, residual), eps=eps, variant=variant)
