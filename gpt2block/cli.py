@@ -258,6 +258,8 @@ def kernels(
             print(json.dumps({"run": False, "why": problem, "rows": []}))
         else:
             print_not_run(console(), found, variants, problem)
+        if plot is not None:
+            raise InputError(f"--plot {plot}: nothing was measured, so nothing is drawn")
         return
     every = sweep or plot is not None
     series = [sizes] if shape or every else all_sizes(found)
@@ -284,7 +286,8 @@ def _show_measured(
         }
         print(json.dumps(_for_json(report)))
     elif len(results) > 1:
-        print_series(console(), found, measured, ceiling)
+        skipped = [line for _, lines in results for line in lines]
+        print_series(console(), found, measured, skipped, ceiling)
     else:
         print_measurements(console(), *results[0], ceiling)
     if plot is not None:

@@ -112,9 +112,13 @@ def _print_how(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
 
 
 def print_series(
-    out: Console, operation: Operation, series: list[list[Measurement]], ceiling: Ceilings
+    out: Console,
+    operation: Operation,
+    series: list[list[Measurement]],
+    skipped: list[str],
+    ceiling: Ceilings,
 ) -> None:
-    """A row a size, a column a variant: GPU µs, and where the fastest changes."""
+    """A row a size, a column a variant: GPU µs, where the fastest changes, what did not run."""
     first = series[0][0]
     name, _ = operation.series or ("", 1)
     fixed = ", ".join(f"{key} {size}" for key, size in first.sizes.items() if key != name)
@@ -142,6 +146,8 @@ def print_series(
     for (_, before), (size, variant) in pairwise(fastest):
         if variant != before:
             out.print(f"from {name} = {size} on, {variant} is faster than {before}")
+    for line in dict.fromkeys(skipped):
+        out.print(f"not run: {escape(line)}")
 
 
 def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
@@ -163,7 +169,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
     unit = rows[0].unit
     dtype = rows[0].dtype
     best = ceiling.copy_gb_s if unit == "GB/s" else ceiling.tflop_s(dtype)
-    label = "copy" if unit == "GB/s" else f"cuBLAS {dtype}"
+    label = "copy" if unit == "GB/s" else f"cuBLAS {'float32' if dtype == 'float32' else 'float16'}"
     axes.axhline(best, color="black", linestyle="--", label=f"{label}, {best:.0f} {unit}")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("block size (threads)")

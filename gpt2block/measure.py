@@ -131,11 +131,13 @@ def measure(
             try:
                 bound = [bind(arrays, out) for arrays, out in zip(sets, outs, strict=True)]
             except InputError as error:
-                skipped.append(f"{variant.name}, block {block or variant.block}: {error}")
+                at = f", block {block or variant.block}" if variant.blocks else ""
+                skipped.append(f"{variant.name}{at}: {error}")
                 continue
             outs = [b.out for b in bound]
             kept.append(bound)
             name = f"{variant.name}/{block}"
+            poison(bound[0].out, sets[0])
             found[name] = variant, block, _errors(bound[0].run().get(), truth)
             launches = [launch for b in bound for launch in b.launches]
             replays[name] = timing.captured(launches * rounds)
@@ -205,8 +207,23 @@ def _rate(
     return (moved, "GB/s", of_copy) if memory else (computed, "TFLOP/s", of_product)
 
 
+def poison(out: Any, inputs: tuple[Any, ...]) -> None:
+    """NaN, or 255, all over an output, so that what a kernel leaves out shows.
+
+    Not where it works in place: then `out` is an input.
+    """
+    if not any(out is array for array in inputs):
+        out.data.memset(0xFF, out.nbytes)
+
+
 def _errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
-    """`errors` where the truth is a number: elsewhere an operation promises nothing."""
+    """`errors` where the truth is a number: elsewhere an operation promises nothing.
+
+    Bytes are right or wrong: one that is not the same counts as all that could be.
+    """
+    if truth.dtype.kind in "iu":
+        wrong = float((got != truth).any())
+        return 255 * wrong, wrong
     stated = np.isfinite(truth)
     return errors(got, truth) if stated.all() else errors(got[stated], truth[stated])
 

@@ -94,7 +94,7 @@ PEERS: Mapping[str, Callable[..., Tensor]] = {
 
 # What an operation computes itself and PyTorch is given in advance, from its first input.
 PREPARED: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "rope": _turns,
+    "rope": lambda x: _turns(x, x.shape[-1]),
     "rmsnorm_matmul": _turns,
 }
 

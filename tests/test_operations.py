@@ -97,6 +97,42 @@ def test_without_a_gpu_no_kernel_is_ever_called_ok(
     assert "ok" not in printed.lower().replace("kernel", "")
 
 
+def test_bytes_are_right_or_wrong() -> None:
+    truth = np.arange(5, dtype=np.uint8)
+    assert measure._errors(truth.copy(), truth) == (0, 0)
+    assert measure._errors(truth + np.uint8(1), truth) == (255, 1)
+
+
+def test_without_a_gpu_nothing_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
+    with pytest.raises(SystemExit) as done:
+        cli.main(["kernels", "trimat", "--plot", str(tmp_path / "x.png")])
+    assert done.value.code == 2
+    assert "nothing was measured, so nothing is drawn" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt2block.ops._arrays import Bound  # noqa: PLC0415
+
+    runs = {"count": 0}
+    run = Bound.run
+
+    def only_the_first(bound: Bound) -> Any:
+        runs["count"] += 1
+        return run(bound) if runs["count"] == 1 else bound.out
+
+    monkeypatch.setattr(Bound, "run", only_the_first)
+    operation = find("softmax")
+    stored = measure.check_storage(operation)
+    ceiling = Ceilings(4000.0, 50.0)
+    sizes = small(operation)
+    rows, _ = measure.measure(operation, operation.variants, sizes, ceiling, stored)
+    assert [row.right for row in rows] == [True, False, False, False]
+
+
 def test_the_list_names_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["kernels"], ["kernels", "--json"]):
         with pytest.raises(SystemExit):
@@ -196,6 +232,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
     monkeypatch.setattr(measure, "_rotated", lambda host, traffic: ([host, host], 5))
     monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
+    monkeypatch.setattr(measure, "poison", lambda out, inputs: None)
     monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
     monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
 
@@ -299,10 +336,12 @@ def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[
         ]
         for at in sizes[:4]
     ]
-    print_series(Console(width=120), operation, series, Ceilings(4000.0, 50.0, 700.0))
+    skipped = ["mma: takes float16"] * 2
+    print_series(Console(width=120), operation, series, skipped, Ceilings(4000.0, 50.0, 700.0))
     printed = capsys.readouterr().out
     assert "from M = 8 on, mma is faster than matvec" in printed
     assert printed.count("WRONG") == 1
+    assert printed.count("not run: mma: takes float16") == 1
     assert printed.count("    ok ") == 3
 
 

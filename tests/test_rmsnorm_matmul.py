@@ -404,6 +404,35 @@ def test_a_batch_has_positions_of_its_own() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", [None, "unfused"])
+@pytest.mark.parametrize("half_split", [False, True])
+def test_more_axes_in_front(variant: str | None, half_split: bool) -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    given = arrays(Case(24, 64, 32, "float16"), "KN")
+    x = cupy.asarray(np.ascontiguousarray(given.x)).reshape(2, 3, 4, 64)
+    gamma, w = cupy.asarray(given.gamma), cupy.asarray(given.first.data)
+    options: dict[str, Any] = {"head_dim": 16, "start": 5, "half_split": half_split}
+    options["variant"] = variant
+    deep = ops.rmsnorm_matmul(x, gamma, w, **options)
+    flat = ops.rmsnorm_matmul(x.reshape(6, 4, 64), gamma, w, **options)
+    cupy.testing.assert_array_equal(deep.reshape(6, 4, 32), flat)
+
+
+@pytest.mark.gpu
+def test_a_row_too_long_for_matvec_takes_tiles() -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, gamma = cupy.ones((1, 65_536), "float16"), cupy.ones(65_536, "float16")
+    w = cupy.full((65_536, 16), 2.0**-16, "float16")
+    np.testing.assert_allclose(ops.rmsnorm_matmul(x, gamma, w).get(), 1, rtol=1e-3)
+
+
+@pytest.mark.gpu
 def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
     import cupy  # noqa: PLC0415
 
@@ -428,6 +457,8 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
     [
         ({"variant": "wgmma"}, "unknown variant 'wgmma': expected one of matvec, mma, unfused"),
         ({"head_dim": 9}, "head_dim 9: expected an even number that divides N 48"),
+        ({"head_dim": 16.0}, "head_dim 16.0: expected an even number that divides N 48"),
+        ({"head_dim": True}, "head_dim True: expected an even number that divides N 48"),
         ({"head_dim": 36}, "head_dim 36: expected an even number that divides N 48"),
         ({"head_dim": 8, "start": -1}, "start: expected a whole number from 0 to 1,048,575"),
         ({"variant": "mma"}, "variant mma: takes float16 and bfloat16: use variant matvec"),

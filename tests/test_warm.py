@@ -114,6 +114,35 @@ def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> No
     assert not warm._recipes
 
 
+def test_options_that_compare_equal_are_told_apart(warm: ModuleType, cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    qkv = random(cp, 0, 1, 8, 3, 2, 4)
+    for fill in (0.0, -0.0, 0.0):
+        above = ops.trimat(qkv, fill)[0, 0].get()[0, 1:]
+        assert (np.signbit(above) == np.signbit(fill)).all()
+    flat = random(cp, 1, 4, 12)
+    ops.attention(flat, 1)
+    with pytest.raises(InputError, match="n_head"):
+        ops.attention(flat, True)
+    count = len(warm._recipes)
+    x, gamma = random(cp, 0, 4, 64), cp.ones(64, "float32")
+    cp.testing.assert_array_equal(ops.rmsnorm(x, gamma, np.float64(1e-6)), ops.rmsnorm(x, gamma))
+    assert len(warm._recipes) == count + 1  # a number that is not Python's own is bound anew
+
+
+def test_memory_of_a_copy_lives_until_the_kernel_has_read_it(
+    warm: ModuleType, cp: ModuleType
+) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, gamma, w = random(cp, 0, 64, 6).T, cp.ones(64, "float32"), random(cp, 1, 64, 32)
+    with pytest.raises(InputError, match="x: expected rows at one distance"):
+        ops.BINDERS["rmsnorm_matmul"]((x, gamma, w))
+    expected = ops.rmsnorm_matmul(cp.ascontiguousarray(x), gamma, w)
+    cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, w), expected)
+
+
 def test_the_recipes_do_not_grow_without_end(
     warm: ModuleType, cp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,10 @@ def check(
         raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
     if array.dtype.name != dtype:
         raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
+    if array.data.ptr % array.itemsize:
+        raise InputError(
+            f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
+        )
     if not strided and not array.flags.c_contiguous:
         raise InputError(f"{name}: expected a C-contiguous array: use cupy.ascontiguousarray")
     device = cupy.cuda.Device().id

@@ -11,7 +11,7 @@ from gpt2block.errors import InputError
 from gpt2block.kernels import STORAGE, Defines, Launch, launch
 from gpt2block.operations._types import Variant, check_block
 from gpt2block.operations.layernorm import MAX_THREADS, OPERATION, row_shape
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output, overlap
 from gpt2block.ops._warm import call
 
 BLOCK = 256  # of the ten-step kernels
@@ -52,8 +52,10 @@ def bind(
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
     size = check_block(OPERATION.name, chosen, block)
     out = output(out, x.shape, storage)
-    if out.data.ptr == x.data.ptr:
-        raise InputError("out: expected another array than x: the kernels do not work in place")
+    if overlap(out, x):
+        raise InputError("out: overlaps x: expected another array, as nothing works in place")
+    if not stats and chosen.name == "6" and (mean is not None or rstd is not None):
+        raise InputError("layernorm: mean and rstd are written with stats only: pass stats=True")
     extra: tuple[CudaArray, ...] = ()
     if stats or chosen.name != "6":
         extra = (output(mean, tuple(rows), name="mean"), output(rstd, tuple(rows), name="rstd"))
@@ -69,6 +71,8 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
     check("gamma", gamma, (C,))
     check("beta", beta, (C,))
     out = output(out, x.shape)
+    if overlap(out, x):
+        raise InputError("out: overlaps x: expected another array, as nothing works in place")
     rows = x.size // C
     name, width = ("layernorm768_kernel", ()) if C == 768 else ("layernorm_kernel", (C,))
     args = (x, out, gamma, beta, rows, *width)

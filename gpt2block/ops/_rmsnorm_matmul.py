@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple, overload
 
 import cupy
@@ -27,13 +28,15 @@ from gpt2block.ops._arrays import (
     contiguous,
     device_attribute,
     output,
+    overlap,
     row_stride,
 )
 from gpt2block.ops._rope import check_turn
 from gpt2block.ops._warm import call
 from gpt2block.weight_matrix import WeightMatrix
 
-MOST_ROWS = 4 * 65535  # the grid's second axis, of blocks of 4 rows and more
+MOST_BLOCKS = 65535  # along the grid's second axis
+LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
 FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
 UNFUSED_FROM = 64  # rows, with which "unfused" is it for the feed-forward
 
@@ -81,10 +84,13 @@ def _check(
         raise InputError(
             f"x: expected (..., T, K) in {', '.join(STORAGE)}, got {x.dtype} {x.shape}"
         )
+    check("x", x, dtype=storage, strided=True)
     stride = row_stride("x", x)
     if stride is None:
-        x = cupy.ascontiguousarray(x)
-        stride = x.shape[-1]
+        raise InputError(
+            f"x: expected rows at one distance, got strides {x.strides} for shape {x.shape}: use "
+            "cupy.ascontiguousarray"
+        )
     K = x.shape[-1]
     check("gamma", gamma, (K,), storage)
     if residual is not None:
@@ -97,11 +103,9 @@ def _check(
                 f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
                 f"{weights[0][0]}, got N {w.N}, {w.dtype}, layout {w.layout}"
             )
-    if x.size // K > MOST_ROWS:
-        raise InputError(f"x: at most {MOST_ROWS:,} rows, got {x.size // K:,}")
     out = output(out, (*x.shape[:-1], first.N), storage)
-    if out.data.ptr in {array.data.ptr for array in (x, residual) if array is not None}:
-        raise InputError("out: expected another array than x and residual: not done in place")
+    if any(overlap(out, array) for array in (x, residual) if array is not None):
+        raise InputError("out: overlaps x or residual: expected another array")
     return Job(operation, x, residual, gamma, matrices, out, float(eps), stride)
 
 
@@ -132,8 +136,11 @@ def bind_matmul(
     job = _check(RMSNORM_MATMUL, x, None, gamma, (("w", w),), out, eps)
     M, N, K = job.sizes
     turns = head_dim is not None
-    if head_dim is not None and (head_dim < 2 or head_dim % 2 or N % head_dim):
-        raise InputError(f"head_dim {head_dim}: expected an even number that divides N {N}")
+    if head_dim is not None:
+        whole = isinstance(head_dim, Integral) and not isinstance(head_dim, bool)
+        if not whole or head_dim < 2 or head_dim % 2 or N % head_dim:
+            raise InputError(f"head_dim {head_dim!r}: expected an even number that divides N {N}")
+        head_dim = int(head_dim)
     check_turn(start, theta, job.x.shape[-2])
     chosen = _choose(job, variant)
     scale, seq_len = job.matrices[0].scale, job.x.shape[-2]
@@ -151,7 +158,7 @@ def bind_matmul(
         return Bound(job.out, (_launch(job, FILE, where, args),))
 
     apart = turns and (half_split or chosen == "unfused")  # the angle in a launch of its own
-    rope = _turn(job, head_dim, start, theta, half_split) if apart else ()
+    rope = _turn(job, head_dim or 0, start, theta, half_split) if apart else ()
     dim = 0 if apart else head_dim or 0
     if chosen == "mma":
         args = product(job.x, job.gamma, job.stride, dim)
@@ -163,9 +170,9 @@ def bind_matmul(
 
 
 def _turn(
-    job: Job, head_dim: int | None, start: int, theta: float, half_split: bool
+    job: Job, head_dim: int, start: int, theta: float, half_split: bool
 ) -> tuple[Launch, ...]:
-    heads = job.out.reshape(*job.out.shape[:-1], -1, head_dim)
+    heads = job.out.reshape(-1, job.out.shape[-2], job.matrices[0].N // head_dim, head_dim)
     bound = _rope.bind((heads,), heads, start=start, theta=theta, half_split=half_split)
     return bound.launches
 
@@ -207,7 +214,8 @@ def _choose(job: Job, variant: str | None) -> str:
     M = job.sizes[0]
     problem = _not_for_tiles(job)
     if variant is None:
-        if problem or M <= FEW_ROWS:
+        fits = job.x.shape[-1] <= LONGEST_FOR_FEW
+        if problem or (M <= FEW_ROWS and fits):
             return "matvec"
         apart = len(job.matrices) == 2 and job.residual is None and M >= UNFUSED_FROM
         return "unfused" if apart else "mma"
@@ -285,8 +293,11 @@ def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
     if where is None:
         raise InputError(
             f"K {K:,}: a row of {4 * K:,} bytes does not fit in the {most_shared:,} bytes of this "
-            "GPU's shared memory"
+            "GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
+    if where.grid[1] > MOST_BLOCKS:
+        most = MOST_BLOCKS * (M // where.grid[1])
+        raise InputError(f"x: about {most:,} rows of K {K:,} at most for matvec, got {M:,}")
     return where
 
 
@@ -309,6 +320,12 @@ def _launch(job: Job, file: str, where: Geometry, args: tuple[Any, ...]) -> Laun
     )
 
 
+def _rows(x: Any) -> Any:
+    """x, or a copy where its rows do not lie at one distance."""
+    apart = isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None
+    return cupy.ascontiguousarray(x) if apart else x
+
+
 def rmsnorm_matmul(
     x: CudaArray,
     gamma: CudaArray,
@@ -327,10 +344,9 @@ def rmsnorm_matmul(
     variant: matvec for one row or two, mma for more, as measured on an H200; matvec where the
     sizes or the GPU allow nothing else.
     """
-    (gamma,) = contiguous(gamma)
     return call(
         bind_matmul,
-        (x, gamma, w),
+        (_rows(x), *contiguous(gamma), w),
         eps=eps,
         head_dim=head_dim,
         start=start,
@@ -381,5 +397,5 @@ def rmsnorm_ffn(
     dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
-    bound = call(bind_ffn, (x, gamma, w1, w3, residual), eps=eps, variant=variant)
+    bound = call(bind_ffn, (_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)
     return bound.out if residual is None else (bound.out, *bound.extra)

@@ -17,7 +17,7 @@ from gpt2block.kernels import Launch
 from gpt2block.ops._arrays import Bound, CudaArray
 from gpt2block.weight_matrix import WeightMatrix
 
-MOST = 4096  # recipes kept; then all are forgotten
+MOST = 4096  # recipes kept; then the oldest is forgotten
 ALIGNED = 16  # bytes that the ops ask for at most
 
 
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
         return Bound(made[0], (), tuple(made[1:]))
 
 
-_recipes: dict[Hashable, Recipe | None] = {}
+_recipes: dict[Hashable, Recipe] = {}
 
 
 def call(
@@ -55,18 +55,31 @@ def call(
     key = (
         bind,
         cupy.cuda.runtime.getDevice(),
-        *(_described(value) for value in inputs),
-        *options.values(),  # of one bind, always the same names
+        *map(_described, inputs),
+        *map(_exactly, options.values()),  # of one bind, always the same names
     )
     recipe = _recipes.get(key)
     if recipe is not None:
-        return recipe.run(arrays)
+        try:
+            return recipe.run(arrays)
+        except cupy.cuda.memory.OutOfMemoryError:  # bind can say more about it
+            return _bound_and_run(bind, inputs, out, options)
     bound = _bound_and_run(bind, inputs, out, options)
-    if key not in _recipes:
+    recipe = _recipe(arrays, bound)
+    if recipe is not None:
         if len(_recipes) >= MOST:
-            _recipes.clear()
-        _recipes[key] = _recipe(arrays, bound)
+            _recipes.pop(next(iter(_recipes)), None)
+        _recipes[key] = recipe
     return bound
+
+
+def _exactly(option: Any) -> Hashable:
+    """An option so that only the same one is equal: not 1 and True, nor 0.0 and -0.0."""
+    if option is None or type(option) is bool or type(option) is int or type(option) is str:
+        return type(option), option
+    if type(option) is float:
+        return float, option.hex()
+    return object()  # anything else is bound anew
 
 
 def _bound_and_run(
