@@ -31,7 +31,7 @@ from gpt2block.cli_kernels import (
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
 from gpt2block.operations import Operation, all_sizes, find, parse_sizes
 
-WIDTH_WHEN_PIPED = 100
+WIDTH_WHEN_PIPED = 120
 DEFAULT_SEQ_LEN = 128
 
 app = typer.Typer(

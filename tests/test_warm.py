@@ -1,16 +1,150 @@
-"""Warm calls of the ops: a recipe serves what it was made for, and nothing else."""
+"""Warm calls of the ops: a recipe serves what it was made for, and nothing else.
+
+Without a GPU: arrays of CuPy's on memory of the host, and launches that are written down.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+import ctypes
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import InputError
+from gpt2block import InputError, kernels
 
-pytestmark = pytest.mark.gpu
+
+class Recorder:
+    """Launches in place of a GPU's: kernel, grid and arguments."""
+
+    def __init__(self, cp: ModuleType) -> None:
+        self.cp = cp
+        self.launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
+        self.memory: list[Any] = []
+
+    def array(self, shape: Any, dtype: Any = "float32", offset: int = 0) -> Any:
+        """An array on host memory, `offset` bytes past 512; never to be read."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize + offset
+        raw = (ctypes.c_char * (size + 512))()
+        self.memory.append(raw)  # so that no address comes twice
+        address = -(-ctypes.addressof(raw) // 512) * 512 + offset
+        owner = self.cp.cuda.UnownedMemory(address, size, raw, 0)
+        return self.cp.ndarray(shape, dtype, self.cp.cuda.MemoryPointer(owner, 0))
+
+    def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
+        def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+            self.launches.append((name, grid, tuple(args)))
+
+        function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
+        return function
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    cp = pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
+    from gpt2block.ops import _arrays, _warm  # noqa: PLC0415
+
+    recorder = Recorder(cp)
+    attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
+    device = SimpleNamespace(id=0, attributes=attributes, compute_capability="90")
+    monkeypatch.setattr(cp.cuda, "Device", lambda *_: device)
+    monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(cp, "empty", recorder.array)
+    monkeypatch.setattr(kernels, "load", recorder.load)
+    caches = (_warm._recipes.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
+    for forget in caches:
+        forget()
+    yield recorder
+    for forget in caches:  # what this device said is not true of another one
+        forget()
+
+
+def test_addresses_alone_change(host: Recorder) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _warm  # noqa: PLC0415
+
+    outs = []
+    for _ in range(3):
+        x, gamma = host.array((40, 96)), host.array(96)
+        outs.append((x, gamma, ops.layernorm_gelu(x, gamma)))
+    assert len(_warm._recipes) == 1
+    first, *others = host.launches
+    for (name, grid, args), arrays in zip(host.launches, outs, strict=True):
+        x, gamma, out = arrays
+        assert (name, grid) == first[:2]
+        assert args[:4] == (x.data.ptr, out.data.ptr, gamma.data.ptr, 0)
+        assert args[4:] == first[2][4:]
+        assert [type(a) for a in args] == [type(a) for a in first[2]]
+    assert len(others) == 2
+
+
+def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _warm  # noqa: PLC0415
+
+    def call(x: Any, **options: Any) -> None:
+        ops.rmsnorm(x, host.array(x.shape[-1], x.dtype), **options)
+
+    wide = host.array((4, 128))
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (host.array((4, 64)), {}),
+        (host.array((4, 64), offset=4), {}),
+        (host.array((2, 64)), {}),
+        (host.array((4, 64), "float16"), {}),
+        (wide[:, :64], {}),
+        (host.array((4, 64)), {"eps": 0.5}),
+        (host.array((4, 64)), {"eps": 1}),
+        (host.array((4, 64)), {"block": 64}),
+    ]
+    for count, (x, options) in enumerate(cases, 1):
+        for _ in range(2):
+            call(x, **options)
+        assert len(_warm._recipes) == count
+    call(host.array((4, 64)), eps=np.float64(0.5))  # not Python's own number: bound each time
+    assert len(_warm._recipes) == len(cases)
+
+
+def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    qkv = host.array((1, 8, 3, 2, 4))
+    for fill in (0.0, -0.0, 0.0, -0.0):
+        ops.trimat(qkv, fill)
+        filled = [args for name, _, args in host.launches if name == "trimat_fill"][-1]
+        values = [a for a in filled if isinstance(a, np.float32)]
+        assert [np.signbit(v) for v in values] == [np.signbit(fill)]
+    flat = host.array((4, 12))
+    ops.attention(flat, 1, variant="online")
+    with pytest.raises(InputError, match="n_head"):
+        ops.attention(flat, True, variant="online")
+
+
+def test_an_array_given_twice_leaves_no_recipe(host: Recorder) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _warm  # noqa: PLC0415
+
+    x, y = host.array((5, 7)), host.array((5, 7))
+    ops.add(x, x)
+    assert not _warm._recipes
+    ops.add(x, y)
+    ops.add(y, x)
+    assert len(_warm._recipes) == 1
+    assert host.launches[-1][2][:2] == (y.data.ptr, x.data.ptr)
+
+
+def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _warm  # noqa: PLC0415
+
+    monkeypatch.setattr(_warm, "MOST", 3)
+    for n in range(1, 9):
+        ops.softmax(host.array((2, n)))
+        assert len(_warm._recipes) <= 3
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -34,6 +168,7 @@ def random(cp: ModuleType, seed: int, *shape: int, dtype: Any = np.float32) -> A
     return cp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
+@pytest.mark.gpu
 def test_a_warm_call_gives_the_bits_of_a_cold_one(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
@@ -44,17 +179,20 @@ def test_a_warm_call_gives_the_bits_of_a_cold_one(warm: ModuleType, cp: ModuleTy
     assert len(warm._recipes) == 1
 
 
+@pytest.mark.gpu
 def test_every_output_is_new(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
-    x, one = random(cp, 0, 6, 64), cp.ones(64, "float32")
-    results = [ops.layernorm(x, one, one, variant=6, stats=True) for _ in range(3)]
+    x, gamma, beta = random(cp, 0, 6, 64), cp.ones(64, "float32"), cp.zeros(64, "float32")
+    results = [ops.layernorm(x, gamma, beta, variant=6, stats=True) for _ in range(3)]
+    assert len(warm._recipes) == 1
     assert len({array.data.ptr for result in results for array in result}) == 9
     for result in results[1:]:
         for array, first in zip(result, results[0], strict=True):
             cp.testing.assert_array_equal(array, first)
 
 
+@pytest.mark.gpu
 def test_what_a_launch_depends_on_makes_another_recipe(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
@@ -69,8 +207,8 @@ def test_what_a_launch_depends_on_makes_another_recipe(warm: ModuleType, cp: Mod
         (base[: 4 * 64].reshape(4, 64).astype("float16"), {}),
     ]
     for count, (x, options) in enumerate(cases, 1):
-        gamma = one.astype(x.dtype)
-        got = [ops.layernorm(x, gamma, gamma, variant=6, **options) for _ in range(2)]
+        gamma, beta = one.astype(x.dtype), 2 * one.astype(x.dtype)
+        got = [ops.layernorm(x, gamma, beta, variant=6, **options) for _ in range(2)]
         cp.testing.assert_array_equal(*got)
         assert len(warm._recipes) == count
     flat, tall = random(cp, 0, 3, 8, 4, 64), random(cp, 0, 3, 4, 8, 64).swapaxes(1, 2)
@@ -79,15 +217,7 @@ def test_what_a_launch_depends_on_makes_another_recipe(warm: ModuleType, cp: Mod
     np.testing.assert_array_equal(ops.rope(tall).get(), ops.rope(tall.copy()).get())
 
 
-def test_an_array_given_twice_keeps_no_recipe(warm: ModuleType, cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    x, y = random(cp, 0, 5, 7), random(cp, 1, 5, 7)
-    cp.testing.assert_array_equal(ops.add(x, x), x + x)
-    cp.testing.assert_array_equal(ops.add(x, y), x + y)
-    cp.testing.assert_array_equal(ops.add(y, x), x + y)
-
-
+@pytest.mark.gpu
 def test_weights_in_another_format_are_another_recipe(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
     from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
@@ -102,6 +232,7 @@ def test_weights_in_another_format_are_another_recipe(warm: ModuleType, cp: Modu
                 cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, matrix), cold)
 
 
+@pytest.mark.gpu
 def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
@@ -114,6 +245,7 @@ def test_a_refused_call_is_refused_again(warm: ModuleType, cp: ModuleType) -> No
     assert not warm._recipes
 
 
+@pytest.mark.gpu
 def test_options_that_compare_equal_are_told_apart(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
@@ -128,9 +260,10 @@ def test_options_that_compare_equal_are_told_apart(warm: ModuleType, cp: ModuleT
     count = len(warm._recipes)
     x, gamma = random(cp, 0, 4, 64), cp.ones(64, "float32")
     cp.testing.assert_array_equal(ops.rmsnorm(x, gamma, np.float64(1e-6)), ops.rmsnorm(x, gamma))
-    assert len(warm._recipes) == count + 1  # a number that is not Python's own is bound anew
+    assert len(warm._recipes) == count + 1  # a number that is not Python's own is bound each time
 
 
+@pytest.mark.gpu
 def test_memory_of_a_copy_lives_until_the_kernel_has_read_it(
     warm: ModuleType, cp: ModuleType
 ) -> None:
@@ -141,14 +274,3 @@ def test_memory_of_a_copy_lives_until_the_kernel_has_read_it(
         ops.BINDERS["rmsnorm_matmul"]((x, gamma, w))
     expected = ops.rmsnorm_matmul(cp.ascontiguousarray(x), gamma, w)
     cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, w), expected)
-
-
-def test_the_recipes_do_not_grow_without_end(
-    warm: ModuleType, cp: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    monkeypatch.setattr(warm, "MOST", 3)
-    for n in range(1, 9):
-        ops.softmax(random(cp, 0, 2, n))
-        assert len(warm._recipes) <= 3

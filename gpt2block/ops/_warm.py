@@ -38,6 +38,7 @@ class Recipe(NamedTuple):
         return Bound(made[0], (), tuple(made[1:]))
 
 
+_PLAIN = (type(None), bool, int, float, str)  # types of options that can be told apart
 _recipes: dict[Hashable, Recipe] = {}
 
 
@@ -49,8 +50,9 @@ def call(
 ) -> Bound:
     """`bind(inputs, out, **options)`, and run. The launches are not part of the result."""
     arrays = list(_arrays(inputs))
-    known = out is None and all(isinstance(array, cupy.ndarray) for array in arrays)
-    if not known:  # the caller's memory may overlap, and bind says what is wrong with the others
+    plain = all(type(option) in _PLAIN for option in options.values())
+    known = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
+    if out is not None or not known:  # may overlap an input; bind says what is wrong with others
         return _bound_and_run(bind, inputs, out, options)
     key = (
         bind,
@@ -75,11 +77,7 @@ def call(
 
 def _exactly(option: Any) -> Hashable:
     """An option so that only the same one is equal: not 1 and True, nor 0.0 and -0.0."""
-    if option is None or type(option) is bool or type(option) is int or type(option) is str:
-        return type(option), option
-    if type(option) is float:
-        return float, option.hex()
-    return object()  # anything else is bound anew
+    return type(option), option.hex() if type(option) is float else option
 
 
 def _bound_and_run(
