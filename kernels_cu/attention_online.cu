@@ -41,6 +41,7 @@
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
 #include "common.cuh"
+#include "copies.cuh"
 
 #ifndef NH
 #define NH 12
@@ -73,27 +74,6 @@ constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS in whole float4, filled up wi
 constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 rows in a row then start in 8 different groups of 4 banks
 constexpr int V_STRIDE = 32 * GROUPS;
 constexpr int P_STRIDE = 32 + 16;  // the 4 float4 that a quarter of a warp stores in each of two rows: 8 groups again
-
-__device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
-
-__device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
-
-// 16 bytes from global to shared memory, there after wait_for_copies.
-__device__ __forceinline__ void copy_vec(float* shared, const float* global) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
-                 "l"(__cvta_generic_to_global(global))
-                 : "memory");
-#else
-    st_vec(shared, ld_vec(global));
-#endif
-}
-
-__device__ __forceinline__ void wait_for_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 
 // Calls copy(row, more, d) for every float4 of COUNT rows of a head: of row + more, from element d on. A warp's lie
 // side by side. Where a thread can keep to one d, row is its first row and more a constant to the compiler. With HS

@@ -24,6 +24,8 @@
 // floats: DEPTH * (ROWS + 4 + COLUMNS) * STAGES, or ROWS * COLUMNS * GROUPS / 2 if GROUPS > 1 and that is more.
 // WIDTH 4: 16-byte copies of B and stores to C, for N a multiple of 4, B and C on 16 bytes; else 1. Before sm_80 there
 // is no cp.async: there the next slice passes through registers and is waited for.
+#include "copies.cuh"
+
 #ifndef MM_ROWS
 #define MM_ROWS 128
 #endif
@@ -70,10 +72,6 @@ static_assert(DEPTH % 8 == 0 && DEPTH % GROUPS == 0, "8 lanes copy neighbours al
 static_assert((GROUPS & (GROUPS - 1)) == 0, "the sums of the groups are added in a tree");
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 static_assert(THREADS % (COLUMNS / WIDTH) == 0, "a thread copies the same column of some rows of B");
-
-__device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
-
-__device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
 __device__ __forceinline__ void ld_four(float* to, const float* p) {
     const float4 v = ld_vec(p);

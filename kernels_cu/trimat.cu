@@ -25,6 +25,8 @@
 // The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp is 8 tiles wide and 4
 // high, near to square, so that a pair of its loads touches 8 + 4 rows (it would be 16 + 2 with 16 tiles side by side).
 // Any T; any HS that is a multiple of 4, so that every row starts on 16 bytes when qkv does. out on 16 bytes, too.
+#include "copies.cuh"
+
 #ifndef NH
 #define NH 12
 #endif
@@ -46,10 +48,6 @@ __device__ Head find_head(const float* qkv, float* out, int T, int index) {  // 
     const float* q = qkv + (long long)(index / NH) * T * ROW + (index % NH) * HS;
     return {q, q + NH * HS, out + (long long)index * T * T};
 }
-
-__device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
-
-__device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
 __device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  // a constant to the compiler
 

@@ -19,6 +19,8 @@
 //
 // Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; any HS that is a multiple of 4; qkv and out
 // on 16 bytes. GPUs before sm_80 have no cp.async: there the next slice passes through registers and is waited for.
+#include "copies.cuh"
+
 #ifndef NH
 #define NH 12
 #endif
@@ -33,28 +35,7 @@ constexpr int SLICE = 16;
 constexpr int STRIDE = SLICE + 4;  // 8 rows in a row then start in 8 different groups of 4 banks
 constexpr int BUFFER = TILE * STRIDE;
 
-__device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
-
-__device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
-
 __device__ __forceinline__ void st_stream(float* p, float4 v) { __stcs(reinterpret_cast<float4*>(p), v); }
-
-// 16 bytes from global to shared memory, there after wait_for_copies.
-__device__ __forceinline__ void copy_vec(float* shared, const float* global) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
-                 "l"(__cvta_generic_to_global(global))
-                 : "memory");
-#else
-    st_vec(shared, ld_vec(global));
-#endif
-}
-
-__device__ __forceinline__ void wait_for_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 
 // Adds a slice's products to the thread's sums. lhs and rhs point to its first rows in shared memory; the next ones of
 // lhs follow every 4 rows, those of rhs every 8, a group of 4 columns filling 32 rows.
