@@ -224,7 +224,8 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
 }
 
 // Both products of every pair and row of the block, without the row's factor. columns(pair) gives a pair's two columns,
-// of `first` and of `second`; End(columns, row) prepares what comes after a product, and is called with the two.
+// of `first` and of `second`; prepare(columns, row) makes an End while weights travel, which is then called with the
+// two products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {
