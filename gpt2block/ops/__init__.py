@@ -1,8 +1,8 @@
 """The CUDA meaning of every operation: names and signatures of `gpt2block.reference`.
 
-Each function takes float32 CuPy arrays, checks them, launches on the current stream and returns a
-new array. `BINDERS` holds the layer below: `bind(inputs, out, **attrs)` checks once and returns the
-launches, which a Block walks again and again.
+Each function takes CuPy arrays, float32 and where it says so 16 bits, checks them, launches on the
+current stream and returns a new array. `BINDERS` holds the layer below: `bind(inputs, out,
+**attrs)` checks once and returns the launches, which a Block walks again and again.
 """
 
 from collections.abc import Callable, Mapping
