@@ -7,10 +7,10 @@ from typing import Any
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import FP8, STORAGE, launch
+from gpt2block.kernels import FP8, launch
 from gpt2block.operations import fp8
 from gpt2block.operations._types import check_block
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output, storage
 from gpt2block.weight_matrix import check_layout
 
 FASTEST = "vectors"
@@ -29,8 +29,8 @@ def bind(
 ) -> Bound:
     """inputs (x,) of any shape, out as x, uint8; with `scale` (N,) x is (K, N) or, "NK", (N, K)."""
     (x,) = inputs
-    storage = _storage(x)
-    check("x", x, dtype=storage)
+    dtype = storage(x)
+    check("x", x, dtype=dtype)
     if format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
     arrays = [x]
@@ -57,7 +57,7 @@ def bind(
         where.block,
         args,
         defines=where.defines,
-        storage=storage,
+        storage=dtype,
         weights=format,
     )
     return Bound(out, (call,))
@@ -91,8 +91,8 @@ def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
     Infinity where a channel holds infinity or NaN; zero where nothing is a normal float32.
     """
     (w,) = contiguous(w)
-    storage = _storage(w)
-    check("w", w, dtype=storage)
+    dtype = storage(w)
+    check("w", w, dtype=dtype)
     check_layout(layout)
     if w.ndim != 2:
         raise InputError(f"w: expected a matrix, got shape {w.shape}")
@@ -110,14 +110,9 @@ def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
         where.block,
         args,
         defines=where.defines,
-        storage=storage,
+        storage=dtype,
     ).run()
     return most
-
-
-def _storage(x: Any) -> str:
-    dtype = x.dtype.name if isinstance(x, cupy.ndarray) else ""
-    return str(dtype) if dtype in STORAGE else "float32"
 
 
 def _alignment(arrays: list[CudaArray]) -> int:

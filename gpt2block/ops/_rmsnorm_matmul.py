@@ -23,6 +23,7 @@ from gpt2block.ops import _rmsnorm, _rope
 from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
+    alignment,
     check,
     compute_capability,
     contiguous,
@@ -272,11 +273,11 @@ def _without_norm(job: Job) -> tuple[str, Geometry]:
 def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
     M, N, K = job.sizes
     first = job.matrices[0]
-    arrays = [job.x, job.gamma] + ([] if job.residual is None else [job.residual])
+    arrays = [a.data.ptr for a in (job.x, job.gamma, job.residual) if a is not None]
     width = 16 // job.x.itemsize
-    while K % width or job.stride % width or _alignment(arrays) % (width * job.x.itemsize):
+    while K % width or job.stride % width or alignment(*arrays) % (width * job.x.itemsize):
         width //= 2
-    weights = [w.data for w in job.matrices]
+    weights = [w.data.data.ptr for w in job.matrices]
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
     where = matvec(
         M,
@@ -287,7 +288,7 @@ def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
         first.layout,
         pairing,
         head_dim,
-        _alignment(weights),
+        alignment(*weights),
         most_shared,
     )
     if where is None:
@@ -299,11 +300,6 @@ def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
         most = MOST_BLOCKS * (M // where.grid[1])
         raise InputError(f"x: about {most:,} rows of K {K:,} at most for matvec, got {M:,}")
     return where
-
-
-def _alignment(arrays: list[CudaArray]) -> int:
-    """In bytes, 16 at most."""
-    return int(min(16, *(array.data.ptr & -array.data.ptr for array in arrays)))
 
 
 def _launch(job: Job, file: str, where: Geometry, args: tuple[Any, ...]) -> Launch:
