@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.errors import InputError
 from gpt2block.kernels import signatures
-from gpt2block.operations._types import check_block
-from gpt2block.operations.trimat import FILE, FILL, OPERATION, fill_geometry, geometry
+from gpt2block.operations._types import Geometry, check_block
+from gpt2block.operations.trimat import FILE, OPERATION, fill_geometry, geometry
 from tests import plain
 from tests.cpu_cuda import loader
 
@@ -52,13 +52,15 @@ class OnShim:
         chosen = OPERATION.variant(variant)
         B, T, _, NH, HS = qkv.shape
         out = untouched(B, T, NH)
-        options: dict[str, Any] = {"defines": (("NH", NH), ("HS", HS)), "order": self.order}
-        shape = geometry(chosen, B, T, NH, check_block("trimat", chosen, block))
-        loader.run(chosen.file, chosen.kernels[0], *shape, [qkv, out, T], **options)
+        how = geometry(chosen, B, T, NH, HS, check_block("trimat", chosen, block))
+        self._run(chosen.file, how, [qkv, out, T])
         if fill is not None:
-            args = [out, T, B * NH * T, fill]
-            loader.run(FILE, FILL, *fill_geometry(B, T, NH), args, **options)
+            self._run(FILE, fill_geometry(B, T, NH, HS), [out, T, B * NH * T, fill])
         return out
+
+    def _run(self, file: str, how: Geometry, args: list[Any]) -> None:
+        where = (how.kernel, how.grid, how.block)
+        loader.run(file, *where, args, defines=how.defines, order=self.order)
 
 
 class OnGpu:
@@ -252,15 +254,15 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     source = loader.Source.shipped(chosen.file)
     parts = source.text.split("__syncthreads();")
     assert len(parts) == barriers + 1
-    qkv, shape = random(1, 40, 1, 64), geometry(chosen, 1, 40, 1, 256)
+    qkv, shape = random(1, 40, 1, 64), geometry(chosen, 1, 40, 1, 64, 256)
     for n in range(barriers):
         edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
         results = []
         for order in loader.ORDERS:
             out = untouched(1, 40, 1)
-            args, defines = [qkv, out, 40], (("NH", 1), ("HS", 64))
             racing = loader.Source(chosen.file, edited)
-            loader.run(racing, chosen.kernels[0], *shape, args, defines=defines, order=order)
+            where, args = (shape.kernel, shape.grid, shape.block), [qkv, out, 40]
+            loader.run(racing, *where, args, defines=shape.defines, order=order)
             results.append(below(out))
         right = below(OnShim("forward")(variant, qkv))
         assert any(not np.array_equal(result, right) for result in results)

@@ -270,7 +270,7 @@ def test_memory_of_a_copy_lives_until_the_kernel_has_read_it(
     from gpt2block import ops  # noqa: PLC0415
 
     x, gamma, w = random(cp, 0, 64, 6).T, cp.ones(64, "float32"), random(cp, 1, 64, 32)
-    with pytest.raises(InputError, match="x: expected rows at one distance"):
+    with pytest.raises(InputError, match="x: expected contiguous rows at one distance"):
         ops.BINDERS["rmsnorm_matmul"]((x, gamma, w))
     expected = ops.rmsnorm_matmul(cp.ascontiguousarray(x), gamma, w)
     cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, w), expected)

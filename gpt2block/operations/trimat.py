@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
-from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
+from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "trimat.cu"
 PIPELINED = "trimat_pipelined.cu"
@@ -84,24 +83,21 @@ OPERATION = Operation(
 )
 
 
-class Geometry(NamedTuple):
-    """How a variant is launched."""
-
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-
-
-def geometry(variant: Variant, B: int, T: int, NH: int, threads: int) -> Geometry:
-    """For B sequences of length T with NH heads; `threads` of a block."""
+def geometry(variant: Variant, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
+    """For B sequences of length T with NH heads of HS channels; `threads` of a block."""
     tiles = ceil(T / TILE)
-    if variant.name == "tri5":
-        return Geometry((tiles * (tiles + 1) // 2, B * NH), (threads,))
-    if variant.name == "tri4":
-        return Geometry((tiles, tiles, B * NH), (16, 16))
     rows = threads // SIDE  # 8 tiles side by side, this many one above the other
-    return Geometry((ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH), (SIDE, rows))
+    grid: tuple[int, ...] = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
+    block: tuple[int, ...] = (SIDE, rows)
+    if variant.name == "tri5":
+        grid, block = (tiles * (tiles + 1) // 2, B * NH), (threads,)
+    elif variant.name == "tri4":
+        grid, block = (tiles, tiles, B * NH), (16, 16)
+    (kernel,) = variant.kernels
+    return Geometry(kernel, grid, block, defines=(("NH", NH), ("HS", HS)))
 
 
-def fill_geometry(B: int, T: int, NH: int) -> Geometry:
+def fill_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
     """For trimat_fill."""
-    return Geometry((ceil(B * NH * T / FILL_ROWS),), (32 * FILL_ROWS,))
+    grid = (ceil(B * NH * T / FILL_ROWS),)
+    return Geometry(FILL, grid, (32 * FILL_ROWS,), defines=(("NH", NH), ("HS", HS)))

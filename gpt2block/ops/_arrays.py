@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import STORAGE, Launch
+from gpt2block.kernels import STORAGE, Launch, launch
+from gpt2block.operations._types import Geometry
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
@@ -26,9 +27,30 @@ class Bound(NamedTuple):
 
     def run(self) -> CudaArray:
         """Launch on the current stream; returns `out`."""
-        for launch in self.launches:
-            launch.run()
+        for each in self.launches:
+            each.run()
         return self.out
+
+
+def launch_at(
+    file: str,
+    where: Geometry,
+    args: tuple[Any, ...],
+    storage: str = "float32",
+    weights: str | None = None,
+) -> Launch:
+    """`kernels.launch` of what a geometry says."""
+    return launch(
+        file,
+        where.kernel,
+        where.grid,
+        where.block,
+        args,
+        shared=where.shared,
+        defines=where.defines,
+        storage=storage,
+        weights=weights,
+    )
 
 
 def check(
@@ -116,6 +138,24 @@ def row_stride(name: str, x: CudaArray) -> int | None:
             return None
         rows *= n
     return distance if rows > 1 else int(x.shape[-1])
+
+
+def checked_row_stride(name: str, x: CudaArray) -> int:
+    """`row_stride`, or InputError where there is none."""
+    stride = row_stride(name, x)
+    if stride is None:
+        raise InputError(
+            f"{name}: expected contiguous rows at one distance, got strides {x.strides} for shape "
+            f"{x.shape}: use cupy.ascontiguousarray"
+        )
+    return stride
+
+
+def in_rows(x: Any) -> Any:
+    """x, or a copy where a CuPy array has no `row_stride`."""
+    if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
+        return cupy.ascontiguousarray(x)
+    return x
 
 
 def overlap(a: CudaArray, b: CudaArray) -> bool:

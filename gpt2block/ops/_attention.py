@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch, load
+from gpt2block.kernels import load
 from gpt2block.operations._types import Geometry, Variant, check_block
 from gpt2block.operations.attention import OPERATION, geometry
 from gpt2block.ops._arrays import (
@@ -18,6 +18,7 @@ from gpt2block.ops._arrays import (
     check,
     contiguous,
     device_attribute,
+    launch_at,
     output,
 )
 from gpt2block.ops._warm import call
@@ -62,15 +63,7 @@ def bind(
     if variant == "online":
         _check_aligned("out", out)
         args = (*args, int(bool(causal)))
-    call = launch(
-        chosen.file,
-        only.kernel,
-        only.grid,
-        only.block,
-        args,
-        shared=only.shared,
-        defines=only.defines,
-    )
+    call = launch_at(chosen.file, only, args)
     return Bound(out, (call,))
 
 
@@ -105,10 +98,7 @@ def _bind_naive(
         (qkv, scores, out, T, out.size, causal),
     )
     file = OPERATION.variant("naive").file
-    calls = tuple(
-        launch(file, step.kernel, step.grid, step.block, args, defines=step.defines)
-        for step, args in zip(where, arguments, strict=True)
-    )
+    calls = tuple(launch_at(file, step, args) for step, args in zip(where, arguments, strict=True))
     return Bound(out, calls, (scores,))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import FP8, launch
+from gpt2block.kernels import FP8
 from gpt2block.operations import fp8
 from gpt2block.operations._types import check_block
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output, storage
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
 from gpt2block.weight_matrix import check_layout
 
 FASTEST = "vectors"
@@ -50,16 +50,7 @@ def bind(
         chosen, x.size, x.itemsize, _alignment(arrays), row, layout, bool(saturate), block
     )
     args = (x, scale, out, x.size, row or x.size)
-    call = launch(
-        fp8.FILE,
-        where.kernel,
-        where.grid,
-        where.block,
-        args,
-        defines=where.defines,
-        storage=dtype,
-        weights=format,
-    )
+    call = launch_at(fp8.FILE, where, args, storage=dtype, weights=format)
     return Bound(out, (call,))
 
 
@@ -103,15 +94,7 @@ def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
     most = cupy.empty(w.shape[layout.index("N")], "float32")
     sizes = (rows, columns) if layout == "KN" else (columns,)
     args = (w, most, *sizes)
-    launch(
-        fp8.FILE,
-        where.kernel,
-        where.grid,
-        where.block,
-        args,
-        defines=where.defines,
-        storage=dtype,
-    ).run()
+    launch_at(fp8.FILE, where, args, storage=dtype).run()
     return most
 
 

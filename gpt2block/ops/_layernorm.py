@@ -8,10 +8,19 @@ from typing import Any, Literal, overload
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import STORAGE, Defines, Launch, launch
+from gpt2block.kernels import Defines, Launch, launch
 from gpt2block.operations._types import Variant, check_block
 from gpt2block.operations.layernorm import MAX_THREADS, OPERATION, row_shape
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output, overlap
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    alignment,
+    check,
+    contiguous,
+    output,
+    overlap,
+    storage,
+)
 from gpt2block.ops._warm import call
 
 BLOCK = 256  # of the ten-step kernels
@@ -42,16 +51,16 @@ def bind(
             raise InputError("layernorm: block, mean and rstd need a variant: pass variant=1 to 6")
         return _bind_ten_step(x, gamma, beta, out, eps)
     chosen = OPERATION.variant(variant)
-    storage = _storage(chosen, x)
-    check("x", x, dtype=storage)
+    dtype = _storage(chosen, x)
+    check("x", x, dtype=dtype)
     *rows, C = x.shape
-    check("gamma", gamma, (C,), storage)
-    check("beta", beta, (C,), storage)
+    check("gamma", gamma, (C,), dtype)
+    check("beta", beta, (C,), dtype)
     N = x.size // C
     if N > MAX_ROWS or C > MAX_C:
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
     size = check_block(OPERATION.name, chosen, block)
-    out = output(out, x.shape, storage)
+    out = output(out, x.shape, dtype)
     if overlap(out, x):
         raise InputError("out: overlaps x: expected another array, as nothing works in place")
     if not stats and chosen.name == "6" and (mean is not None or rstd is not None):
@@ -61,7 +70,7 @@ def bind(
         extra = (output(mean, tuple(rows), name="mean"), output(rstd, tuple(rows), name="rstd"))
     arrays = (x, gamma, beta, out, *(extra or (None, None)))
     if chosen.name == "6":
-        return Bound(out, (_rows(arrays, storage, float(eps), N, C, size, block),), extra)
+        return Bound(out, (_rows(arrays, float(eps), N, C, size, block),), extra)
     return Bound(out, _ladder(chosen, arrays, float(eps), N, C, size), extra)
 
 
@@ -82,10 +91,7 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
 
 def _storage(variant: Variant, x: Any) -> str:
     """The dtype that x, gamma, beta and out must have; InputError when the variant has no such."""
-    dtype = x.dtype.name if isinstance(x, cupy.ndarray) else "float32"
-    if variant.name != "6" or dtype not in STORAGE:
-        return "float32"
-    return str(dtype)
+    return storage(x) if variant.name == "6" else "float32"
 
 
 def _ladder(
@@ -113,12 +119,12 @@ def _ladder(
 
 
 def _rows(
-    arrays: tuple[Any, ...], storage: str, eps: float, N: int, C: int, block: int, asked: int | None
+    arrays: tuple[Any, ...], eps: float, N: int, C: int, block: int, asked: int | None
 ) -> Launch:
     """Kernel 6, with the constants that fit C and the arrays' alignment."""
     x = arrays[0]
-    alignment = min(array.data.ptr & -array.data.ptr for array in arrays[:4])
-    shape = row_shape(C, x.dtype.itemsize, alignment)
+    together = alignment(*(array.data.ptr for array in arrays[:4]))
+    shape = row_shape(C, x.dtype.itemsize, together)
     if shape.threads > block:
         if asked is not None:
             raise InputError(
@@ -131,7 +137,7 @@ def _rows(
     defines = tuple(zip(names, (*shape, rows), strict=True))
     args, grid = (*arrays, eps, N, C), (ceil(N / rows),)
     file, kernel = "layernorm_rows.cu", "layernorm_forward_kernel6"
-    return launch(file, kernel, grid, (block,), args, defines=defines, storage=storage)
+    return launch(file, kernel, grid, (block,), args, defines=defines, storage=x.dtype.name)
 
 
 @overload

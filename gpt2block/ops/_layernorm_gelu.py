@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, device_attribute, output
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    check,
+    contiguous,
+    device_attribute,
+    launch_at,
+    output,
+)
 from gpt2block.ops._warm import call
 
 
@@ -53,15 +60,7 @@ def bind(
     args: tuple[Any, ...] = (x, out, rows, hidden, float(eps))
     if chosen.name == "rows":
         args = (x, out, gamma, beta, rows, float(eps))
-    call = launch(
-        FILE,
-        where.kernel,
-        where.grid,
-        where.block,
-        args,
-        shared=where.shared,
-        defines=where.defines,
-    )
+    call = launch_at(FILE, where, args)
     return Bound(out, (call,))
 
 

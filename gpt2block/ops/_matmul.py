@@ -6,7 +6,6 @@ from math import prod
 from typing import Any
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations.matmul import OPERATION, TILE, geometry
 from gpt2block.ops._arrays import (
     Bound,
@@ -15,6 +14,7 @@ from gpt2block.ops._arrays import (
     check,
     contiguous,
     device_attribute,
+    launch_at,
     output,
     overlap,
 )
@@ -47,15 +47,7 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str 
 
     width = 1 if N % 4 or w.data.ptr % 16 or out.data.ptr % 16 else 4
     how = geometry(chosen, M, N, width, device_attribute("MultiProcessorCount"))
-    call = launch(
-        chosen.file,
-        how.kernel,
-        how.grid,
-        how.block,
-        (a, w, bias, out, M, K, N),
-        shared=how.shared,
-        defines=how.defines,
-    )
+    call = launch_at(chosen.file, how, (a, w, bias, out, M, K, N))
     return Bound(out, (call,))
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
-
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.rmsnorm import OPERATION, geometry
 from gpt2block.ops._arrays import (
@@ -15,11 +12,13 @@ from gpt2block.ops._arrays import (
     CudaArray,
     alignment,
     check,
+    checked_row_stride,
     contiguous,
     device_attribute,
+    in_rows,
+    launch_at,
     output,
     overlap,
-    row_stride,
     storage,
 )
 from gpt2block.ops._warm import call
@@ -51,12 +50,7 @@ def bind(
     rows = x.size // C
     if rows > MAX_ROWS or C > MAX_C:
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
-    stride = row_stride("x", x)
-    if stride is None:
-        raise InputError(
-            f"x: expected contiguous rows at one distance, got strides {x.strides} for shape "
-            f"{x.shape}: use cupy.ascontiguousarray"
-        )
+    stride = checked_row_stride("x", x)
     out = output(out, x.shape, dtype)
     if overlap(x, out):
         raise InputError("out: overlaps x: expected another array, as this is not done in place")
@@ -65,10 +59,7 @@ def bind(
     width = alignment(x.data.ptr, weight.data.ptr, out.data.ptr, item * C, item * stride) // item
     where = geometry(chosen, rows, C, width, device_attribute("MultiProcessorCount"), block)
     args = (x, weight, out, stride, float(eps), rows)
-    grid, defines = where.grid, where.defines
-    call = launch(
-        chosen.file, where.kernel, grid, where.block, args, defines=defines, storage=dtype
-    )
+    call = launch_at(chosen.file, where, args, storage=dtype)
     return Bound(out, (call,))
 
 
@@ -88,7 +79,5 @@ def rmsnorm(
     More threads share a row where there are few rows, so the same row may differ in its last bits
     in a batch of another size; `block`, the threads of a row, fixes it.
     """
-    if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
-        (x,) = contiguous(x)
     (weight,) = contiguous(weight)
-    return call(bind, (x, weight), out, eps=eps, variant=variant, block=block).out
+    return call(bind, (in_rows(x), weight), out, eps=eps, variant=variant, block=block).out

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import FP8, STORAGE, Launch, launch
+from gpt2block.kernels import FP8, Launch
 from gpt2block.operations import _mma
 from gpt2block.operations._types import Geometry, Operation
 from gpt2block.operations.rmsnorm_matmul import (
@@ -25,12 +25,15 @@ from gpt2block.ops._arrays import (
     CudaArray,
     alignment,
     check,
+    checked_row_stride,
     compute_capability,
     contiguous,
     device_attribute,
+    in_rows,
+    launch_at,
     output,
     overlap,
-    row_stride,
+    storage,
 )
 from gpt2block.ops._rope import check_turn
 from gpt2block.ops._warm import call
@@ -80,23 +83,16 @@ def _check(
     out: CudaArray | None,
     eps: float,
 ) -> Job:
-    storage = x.dtype.name if isinstance(x, cupy.ndarray) else "float32"
-    if storage not in STORAGE or getattr(x, "ndim", 2) < 2:
-        raise InputError(
-            f"x: expected (..., T, K) in {', '.join(STORAGE)}, got {x.dtype} {x.shape}"
-        )
-    check("x", x, dtype=storage, strided=True)
-    stride = row_stride("x", x)
-    if stride is None:
-        raise InputError(
-            f"x: expected rows at one distance, got strides {x.strides} for shape {x.shape}: use "
-            "cupy.ascontiguousarray"
-        )
+    dtype = storage(x)
+    check("x", x, dtype=dtype, strided=True)
+    if x.ndim < 2:
+        raise InputError(f"x: expected (..., T, K), got {x.shape}")
+    stride = checked_row_stride("x", x)
     K = x.shape[-1]
-    check("gamma", gamma, (K,), storage)
+    check("gamma", gamma, (K,), dtype)
     if residual is not None:
-        check("residual", residual, x.shape, storage)
-    matrices = tuple(_matrix(name, w, K, storage) for name, w in weights)
+        check("residual", residual, x.shape, dtype)
+    matrices = tuple(_matrix(name, w, K, dtype) for name, w in weights)
     first = matrices[0]
     for (name, _), w in zip(weights, matrices, strict=True):
         if (w.N, w.dtype, w.layout) != (first.N, first.dtype, first.layout):
@@ -104,7 +100,7 @@ def _check(
                 f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
                 f"{weights[0][0]}, got N {w.N}, {w.dtype}, layout {w.layout}"
             )
-    out = output(out, (*x.shape[:-1], first.N), storage)
+    out = output(out, (*x.shape[:-1], first.N), dtype)
     if any(overlap(out, array) for array in (x, residual) if array is not None):
         raise InputError("out: overlaps x or residual: expected another array")
     return Job(operation, x, residual, gamma, matrices, out, float(eps), stride)
@@ -303,23 +299,7 @@ def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:
 
 
 def _launch(job: Job, file: str, where: Geometry, args: tuple[Any, ...]) -> Launch:
-    return launch(
-        file,
-        where.kernel,
-        where.grid,
-        where.block,
-        args,
-        shared=where.shared,
-        defines=where.defines,
-        storage=job.storage,
-        weights=job.weights,
-    )
-
-
-def _rows(x: Any) -> Any:
-    """x, or a copy where its rows do not lie at one distance."""
-    apart = isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None
-    return cupy.ascontiguousarray(x) if apart else x
+    return launch_at(file, where, args, storage=job.storage, weights=job.weights)
 
 
 def rmsnorm_matmul(
@@ -342,7 +322,7 @@ def rmsnorm_matmul(
     """
     return call(
         bind_matmul,
-        (_rows(x), *contiguous(gamma), w),
+        (in_rows(x), *contiguous(gamma), w),
         eps=eps,
         head_dim=head_dim,
         start=start,
@@ -393,5 +373,5 @@ def rmsnorm_ffn(
     dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
-    bound = call(bind_ffn, (_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)
+    bound = call(bind_ffn, (in_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)
     return bound.out if residual is None else (bound.out, *bound.extra)

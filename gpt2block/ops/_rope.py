@@ -9,7 +9,6 @@ from typing import Any
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.rope import MOST_POSITIONS, OPERATION, exponent_step, geometry
 from gpt2block.ops._arrays import (
@@ -20,6 +19,7 @@ from gpt2block.ops._arrays import (
     contiguous,
     device_attribute,
     element_strides,
+    launch_at,
     output,
     overlap,
     storage,
@@ -76,10 +76,7 @@ def bind(
     where = geometry(chosen, B, T, H, D, bool(half_split), width, sms, block)
     both = (number for pair in zip(strides, out_strides, strict=True) for number in pair)
     args = (x, out, *both, int(start), *exponent_step(float(theta), D), T, H)
-    grid, defines = where.grid, where.defines
-    call = launch(
-        chosen.file, where.kernel, grid, where.block, args, defines=defines, storage=dtype
-    )
+    call = launch_at(chosen.file, where, args, storage=dtype)
     return Bound(out, (call,))
 
 

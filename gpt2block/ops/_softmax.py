@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.softmax import (
     FILE,
@@ -13,7 +12,15 @@ from gpt2block.operations.softmax import (
     OPERATION,
     geometry,
 )
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, device_attribute, output
+from gpt2block.ops._arrays import (
+    Bound,
+    CudaArray,
+    check,
+    contiguous,
+    device_attribute,
+    launch_at,
+    output,
+)
 from gpt2block.ops._warm import call
 
 MAX_ROWS = 2**31 - 1
@@ -55,7 +62,7 @@ def bind(
     sms = device_attribute("MultiProcessorCount")
     where = geometry(chosen, rows, n, width, sms, block, bool(causal))
     args = (scores, out, rows, n)
-    call = launch(FILE, where.kernel, where.grid, where.block, args, defines=where.defines)
+    call = launch_at(FILE, where, args)
     return Bound(out, (call,))
 
 

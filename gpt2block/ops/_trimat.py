@@ -9,10 +9,9 @@ import cupy
 import numpy as np
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
-from gpt2block.operations.trimat import FILE, FILL, OPERATION, fill_geometry, geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.operations.trimat import FILE, OPERATION, fill_geometry, geometry
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output
 from gpt2block.ops._warm import call
 
 MAX_HEADS = 65535  # an axis of the grid
@@ -46,13 +45,11 @@ def bind(
         if array.data.ptr % 16:
             raise InputError(f"{name}: expected data aligned to 16 bytes: pass a copy, .copy()")
 
-    defines = (("NH", NH), ("HS", HS))
-    (kernel,) = chosen.kernels
-    shape = geometry(chosen, B, T, NH, threads)
-    launches = [launch(chosen.file, kernel, *shape, (qkv, out, T), defines=defines)]
+    where = geometry(chosen, B, T, NH, HS, threads)
+    launches = [launch_at(chosen.file, where, (qkv, out, T))]
     if value is not None and T > 1:
         args = (out, T, B * NH * T, value)
-        launches.append(launch(FILE, FILL, *fill_geometry(B, T, NH), args, defines=defines))
+        launches.append(launch_at(FILE, fill_geometry(B, T, NH, HS), args))
     return Bound(out, tuple(launches))
 
 
