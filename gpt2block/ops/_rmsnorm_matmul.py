@@ -108,10 +108,9 @@ def _check(
 
 def _matrix(name: str, w: Any, K: int, storage: str) -> WeightMatrix:
     """Weights as they are given, checked; an array is (K, N)."""
-    if not isinstance(w, WeightMatrix):
-        check(name, w, dtype=storage)
+    data, dtype = (w.data, w.dtype) if isinstance(w, WeightMatrix) else (w, storage)
+    check(name, data, dtype="uint8" if dtype in FP8 else storage)
     matrix = w if isinstance(w, WeightMatrix) else WeightMatrix(w, storage)
-    check(name, matrix.data, dtype="uint8" if matrix.dtype in FP8 else storage)
     if matrix.K != K:
         raise InputError(f"{name}: expected K {K} to match x, got {matrix.K} ({matrix.layout})")
     return matrix
