@@ -278,15 +278,15 @@ def _show_measured(
 ) -> bool:
     """Print one result for each size, draw the first; False when a variant was wrong."""
     measured = [rows for rows, _ in results]
+    skipped = [line for _, lines in results for line in lines]
     if as_json:
         report = {
             "ceilings": asdict(ceiling),
             "rows": [asdict(row) for rows in measured for row in rows],
-            "skipped": [line for _, lines in results for line in lines],
+            "skipped": skipped,
         }
         print(json.dumps(_for_json(report)))
     elif len(results) > 1:
-        skipped = [line for _, lines in results for line in lines]
         print_series(console(), found, measured, skipped, ceiling)
     else:
         print_measurements(console(), *results[0], ceiling)
