@@ -63,8 +63,7 @@ def bind(
     if variant == "online":
         _check_aligned("out", out)
         args = (*args, int(bool(causal)))
-    call = launch_at(chosen.file, only, args)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(chosen.file, only, args),))
 
 
 def _check_aligned(name: str, array: CudaArray) -> None:

@@ -50,8 +50,7 @@ def bind(
         chosen, x.size, x.itemsize, _alignment(arrays), row, layout, bool(saturate), block
     )
     args = (x, scale, out, x.size, row or x.size)
-    call = launch_at(fp8.FILE, where, args, storage=dtype, weights=format)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(fp8.FILE, where, args, storage=dtype, weights=format),))
 
 
 def to_fp8(

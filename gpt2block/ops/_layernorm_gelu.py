@@ -60,8 +60,7 @@ def bind(
     args: tuple[Any, ...] = (x, out, rows, hidden, float(eps))
     if chosen.name == "rows":
         args = (x, out, gamma, beta, rows, float(eps))
-    call = launch_at(FILE, where, args)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(FILE, where, args),))
 
 
 def layernorm_gelu(

@@ -47,8 +47,7 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str 
 
     width = 1 if N % 4 or w.data.ptr % 16 or out.data.ptr % 16 else 4
     how = geometry(chosen, M, N, width, device_attribute("MultiProcessorCount"))
-    call = launch_at(chosen.file, how, (a, w, bias, out, M, K, N))
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(chosen.file, how, (a, w, bias, out, M, K, N)),))
 
 
 def check_limits(a: Shape, *_: Shape) -> None:

@@ -59,8 +59,7 @@ def bind(
     width = alignment(x.data.ptr, weight.data.ptr, out.data.ptr, item * C, item * stride) // item
     where = geometry(chosen, rows, C, width, device_attribute("MultiProcessorCount"), block)
     args = (x, weight, out, stride, float(eps), rows)
-    call = launch_at(chosen.file, where, args, storage=dtype)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(chosen.file, where, args, storage=dtype),))
 
 
 def rmsnorm(

@@ -76,8 +76,7 @@ def bind(
     where = geometry(chosen, B, T, H, D, bool(half_split), width, sms, block)
     both = (number for pair in zip(strides, out_strides, strict=True) for number in pair)
     args = (x, out, *both, int(start), *exponent_step(float(theta), D), T, H)
-    call = launch_at(chosen.file, where, args, storage=dtype)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(chosen.file, where, args, storage=dtype),))
 
 
 def _sizes(x: CudaArray) -> tuple[int, int, int, int]:

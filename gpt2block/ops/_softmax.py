@@ -62,8 +62,7 @@ def bind(
     sms = device_attribute("MultiProcessorCount")
     where = geometry(chosen, rows, n, width, sms, block, bool(causal))
     args = (scores, out, rows, n)
-    call = launch_at(FILE, where, args)
-    return Bound(out, (call,))
+    return Bound(out, (launch_at(FILE, where, args),))
 
 
 def softmax(
