@@ -96,6 +96,28 @@ class GPT2Config:
             tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),
         )
 
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The object of a `config.json` that `transformers` reads as this model."""
+        end_of_text = 50256 if self.vocab_size == 50257 else None  # other vocabularies: not known
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_layer": self.n_layer,
+            "n_head": self.n_head,
+            "n_embd": self.n_embd,
+            "n_inner": None,
+            "n_positions": self.n_ctx,
+            "n_ctx": self.n_ctx,
+            "vocab_size": self.vocab_size,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": self.eps,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text,
+        }
+
 
 SIZES: Mapping[str, GPT2Config] = {
     "gpt2": GPT2Config(),
@@ -104,12 +126,21 @@ SIZES: Mapping[str, GPT2Config] = {
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
 
+# The sizes by their number of parameters
+ALIASES: Mapping[str, str] = {
+    "124M": "gpt2",
+    "355M": "gpt2-medium",
+    "774M": "gpt2-large",
+    "1558M": "gpt2-xl",
+}
+
 
 def size(name: str) -> GPT2Config:
-    """The config of a GPT-2 size by name; InputError lists the known names."""
-    if name not in SIZES:
-        raise InputError(f"unknown size {name!r}: expected one of {', '.join(SIZES)}")
-    return SIZES[name]
+    """The config of a GPT-2 size by name, "gpt2" or "124M"; InputError lists the known names."""
+    known = (*SIZES, *ALIASES)
+    if name not in known:
+        raise InputError(f"unknown size {name!r}: expected one of {', '.join(known)}")
+    return SIZES[ALIASES.get(name, name)]
 
 
 def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
@@ -129,3 +160,17 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
         "w_proj": (4 * C, C),
         "b_proj": (C,),
     }
+
+
+def model_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Name → shape of all tensors of a model, in the order they are given everywhere.
+
+    wte, wpe, the blocks' as `h.N.` and a name of `block_shapes`, gamma_f, beta_f, and lm_head where
+    it is not wte. Matrices of blocks are (in, out); wte and lm_head are (vocab_size, C).
+    """
+    C = config.n_embd
+    shapes: dict[str, tuple[int, ...]] = {"wte": (config.vocab_size, C), "wpe": (config.n_ctx, C)}
+    for layer in range(config.n_layer):
+        shapes |= {f"h.{layer}.{name}": shape for name, shape in block_shapes(C).items()}
+    shapes |= {"gamma_f": (C,), "beta_f": (C,)}
+    return shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, C)}

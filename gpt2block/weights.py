@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.config import SIZES, GPT2Config, block_shapes, check_count, check_eps, size
+from gpt2block.config import (
+    SIZES,
+    GPT2Config,
+    block_shapes,
+    check_count,
+    check_eps,
+    model_shapes,
+    size,
+)
 from gpt2block.errors import InputError
 
 Array = NDArray[np.floating[Any]]
@@ -120,23 +128,16 @@ class BlockWeights:
         GPT2Config or the name of a size, such as "gpt2-xl".
         """
         config = size(config) if isinstance(config, str) else config
-        rng = np.random.default_rng(seed)
-        tensors: dict[str, Array] = {}
-        for name, shape in block_shapes(config.n_embd).items():
-            if name.startswith("gamma"):
-                tensors[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
-            elif name.startswith("beta"):
-                tensors[name] = rng.uniform(-0.1, 0.1, shape).astype(np.float32)
-            else:
-                tensors[name] = np.float32(0.02) * rng.standard_normal(shape, dtype=np.float32)
+        tensors = _random(np.random.default_rng(seed), block_shapes(config.n_embd))
         return cls(**tensors, n_head=config.n_head, eps=config.eps)
 
     @classmethod
     def from_pretrained(cls, checkpoint: str | Path | Checkpoint, layer: int = 0) -> BlockWeights:
         """Block `layer` of a checkpoint, as float32; only that block's tensors are read.
 
-        `checkpoint`: a Hugging Face directory, a `.safetensors` file, a hub id such as "gpt2",
-        "shakespeare", the model in the package, or an opened Checkpoint. Raises CheckpointError.
+        `checkpoint`: an opened Checkpoint, or what `Checkpoint.open` takes: a Hugging Face
+        directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, "shakespeare",
+        the model in the package. Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint)
         tensors = opened.read_block(layer)
@@ -168,6 +169,58 @@ class GPT2Weights:
         wanted = range(opened.config.n_layer) if layers is None else layers
         blocks = tuple(BlockWeights.from_pretrained(opened, layer) for layer in wanted)
         return cls(opened.config, wte, wpe, blocks, gamma_f, beta_f, lm_head)
+
+    @classmethod
+    def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> GPT2Weights:
+        """A model of random weights, distributed as in `BlockWeights.random`, wte and wpe as W."""
+        config = size(config) if isinstance(config, str) else config
+        tensors = _random(np.random.default_rng(seed), model_shapes(config))
+        blocks = tuple(
+            BlockWeights(
+                **{name: tensors[f"h.{layer}.{name}"] for name in block_shapes(config.n_embd)},
+                n_head=config.n_head,
+                eps=config.eps,
+            )
+            for layer in range(config.n_layer)
+        )
+        wte, wpe, gamma_f, beta_f = (tensors[name] for name in ("wte", "wpe", "gamma_f", "beta_f"))
+        return cls(config, wte, wpe, blocks, gamma_f, beta_f, tensors.get("lm_head", wte))
+
+    def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
+        """Name, array and layout of every tensor, as `Checkpoint.tensors` gives them.
+
+        The arrays are these very ones. Raises InputError where blocks have been left out.
+        """
+        if len(self.blocks) != self.config.n_layer:
+            raise InputError(
+                f"blocks: expected all {self.config.n_layer} of the model, got {len(self.blocks)}"
+            )
+        yield "wte", self.wte, "NK"
+        yield "wpe", self.wpe, None
+        for layer, block in enumerate(self.blocks):
+            for name, array in block.tensors().items():
+                yield f"h.{layer}.{name}", array, "KN" if array.ndim == 2 else None
+        yield "gamma_f", self.gamma_f, None
+        yield "beta_f", self.beta_f, None
+        if not self.config.tie_word_embeddings:
+            yield "lm_head", self.lm_head, "NK"
+
+
+def _random(
+    rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NDArray[np.float32]]:
+    """γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), all else ~ N(0, 0.02), drawn in this order."""
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for name, shape in shapes.items():
+        kind = name.rpartition(".")[2]
+        if kind.startswith("gamma"):
+            tensors[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
+        elif kind.startswith("beta"):
+            tensors[name] = rng.uniform(-0.1, 0.1, shape).astype(np.float32)
+        else:
+            tensors[name] = rng.standard_normal(shape, dtype=np.float32)
+            tensors[name] *= np.float32(0.02)
+    return tensors
 
 
 def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights
-from gpt2block.checkpoints import Checkpoint
+from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.config import model_shapes
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
 CONFIG = {
@@ -40,6 +41,12 @@ NAMES = {
     "b_fc": "mlp.c_fc.bias",
     "w_proj": "mlp.c_proj.weight",
     "b_proj": "mlp.c_proj.bias",
+}
+ENDS = {
+    "wte": "wte.weight",
+    "wpe": "wpe.weight",
+    "gamma_f": "ln_f.weight",
+    "beta_f": "ln_f.bias",
 }
 
 
@@ -107,6 +114,96 @@ def test_an_untied_lm_head(directory: Path) -> None:
     np.testing.assert_array_equal(GPT2Weights.from_pretrained(str(directory)).lm_head, head)
 
 
+def test_all_tensors_in_order(directory: Path) -> None:
+    checkpoint = Checkpoint.open(directory)
+    stored = hugging_face_tensors(SMALL)
+    found = list(checkpoint.tensors())
+    shapes = model_shapes(SMALL)
+    assert [name for name, _, _ in found] == list(shapes) == list(checkpoint.stored)
+    assert list(shapes)[:4] == ["wte", "wpe", "h.0.gamma1", "h.0.beta1"]
+    assert list(shapes)[-3:] == ["h.1.b_proj", "gamma_f", "beta_f"]
+    for name, array, layout in found:
+        block, _, kind = name.rpartition(".")
+        theirs = ENDS[name] if not block else f"{block}.{NAMES[kind]}"
+        np.testing.assert_array_equal(array, stored[theirs])
+        assert array.shape == shapes[name]
+        assert layout == ("NK" if name == "wte" else "KN" if kind.startswith("w_") else None)
+    assert checkpoint.nbytes == sum(array.nbytes for _, array, _ in found)
+    assert "h.1.mlp.c_fc.weight" in checkpoint.names
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+def test_tensors_come_in_the_stored_dtype(directory: Path, dtype: Any) -> None:
+    tensors = hugging_face_tensors(SMALL) | {"lm_head.weight": np.ones((5, 48))}
+    save_file({n: a.astype(dtype) for n, a in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
+    found = list(Checkpoint.open(directory).tensors())
+    assert {a.dtype for _, a, _ in found} == {
+        np.dtype(np.float32 if dtype == np.float64 else dtype)
+    }
+    assert found[-1][0::2] == ("lm_head", "NK")
+
+
+def test_weights_give_what_the_checkpoint_gives(directory: Path) -> None:
+    weights = GPT2Weights.from_pretrained(directory)
+    for ours, theirs in zip(weights.tensors(), Checkpoint.open(directory).tensors(), strict=True):
+        assert ours[0::2] == theirs[0::2]
+        np.testing.assert_array_equal(ours[1], theirs[1])
+    some_blocks = GPT2Weights.from_pretrained(directory, layers=[1])
+    with pytest.raises(InputError, match="expected all 2 of the model, got 1"):
+        list(some_blocks.tensors())
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """The model in three files and their index; → which tensor is in which."""
+    tensors = hugging_face_tensors(SMALL, "transformer.")
+    weight_map: dict[str, str] = {}
+    for i in range(3):
+        file = f"model-0000{i + 1}-of-00003.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[i::3]}
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return weight_map
+
+
+def test_shards(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        got = BlockWeights.from_pretrained(path, layer=1)
+        np.testing.assert_array_equal(got.w_proj, BlockWeights.random(1, SMALL).w_proj)
+    assert len(list(Checkpoint.open(tmp_path).tensors())) == 28
+
+
+def test_shards_that_are_not_there(tmp_path: Path) -> None:
+    weight_map = sharded(tmp_path)
+    names = sorted(set(weight_map.values()))
+    (tmp_path / names[0]).unlink()
+    (tmp_path / names[2]).unlink()
+    refused(tmp_path, "2 of 3 files missing beside it", f"{names[0]}, {names[2]}")
+    first = f"model.safetensors.index.json: expected names of files beside it, got ../{names[0]}"
+    for content, message in (
+        ({}, "expected weight_map"),
+        ({"weight_map": []}, "expected weight_map"),
+        ({"weight_map": {}}, "expected weight_map"),
+        ([], "expected weight_map"),
+        ({"weight_map": {"wte.weight": f"../{names[0]}", "wpe.weight": names[1]}}, first),
+        ({"weight_map": {"wte.weight": names[1], "wpe.weight": 3}}, "1 of 2 files missing"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+        refused(tmp_path, message)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    refused(tmp_path, "cannot be read as JSON")
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    names = sorted(set(sharded(tmp_path).values()))
+    save_file(hugging_face_tensors(SMALL), tmp_path / names[0])
+    refused(tmp_path, "20 tensors are there twice: ", ", …")
+
+
 def test_the_model_on_board() -> None:
     model = GPT2Weights.from_pretrained("shakespeare")
     assert model.config == GPT2Config(
@@ -167,6 +264,45 @@ def test_hub_id_from_an_offline_cache(cache: Path) -> None:
     )
     expected = BlockWeights.random(1, GPT2Config()).w_fc[3, 5]
     assert printed == f"{config} (50257, 768) {float(expected).hex()}"
+
+
+def test_shards_from_an_offline_cache(cache: Path) -> None:
+    """By the other name of a size; without one of its shards it is not to be had."""
+    weight_map = sharded(cache)
+    code = (
+        "from gpt2block import *; print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])"
+    )
+    assert run_offline(cache, code) == str(BlockWeights.random(1, SMALL).w_fc[3, 5])
+    (cache / next(iter(weight_map.values()))).unlink()
+    code = "from gpt2block import *\ntry: GPT2Weights.from_pretrained('gpt2')\n"
+    printed = run_offline(cache, code + "except CheckpointError as e: print(e)")
+    assert printed.startswith("gpt2: neither in the Hugging Face cache nor to be had")
+
+
+def test_shards_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has them, and no model.safetensors; the cache is empty at first."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    hub, cached = tmp_path / "hub", tmp_path / "cache"
+    hub.mkdir()
+    cached.mkdir()
+    weight_map = sharded(hub)
+
+    def download(repo: str, name: str, local_files_only: bool = False) -> str:
+        if not (cached / name).exists():
+            if local_files_only:
+                raise LocalEntryNotFoundError(f"{name} is not in the cache")
+            if not (hub / name).exists():
+                raise EntryNotFoundError(f"{repo} has no {name}")
+            (cached / name).write_bytes((hub / name).read_bytes())
+        return str(cached / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    got = BlockWeights.from_pretrained("someone/gpt2-in-parts", layer=1)
+    np.testing.assert_array_equal(got.w_proj, BlockWeights.random(1, SMALL).w_proj)
+    assert {p.name for p in cached.iterdir()} == {p.name for p in hub.iterdir()}
+    (cached / next(iter(weight_map.values()))).unlink()  # an interrupted download
+    assert len(list(Checkpoint.open("someone/gpt2-in-parts").tensors())) == 28
 
 
 def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
@@ -236,6 +372,35 @@ def test_a_missing_tensor(directory: Path) -> None:
     del tensors["h.1.ln_2.bias"]
     save_file(tensors, directory / "model.safetensors")
     refused(directory, "1 tensors missing: h.1.ln_2.bias", layer=1)
+
+
+def test_everything_that_is_wrong_is_told_at_once(directory: Path) -> None:
+    """Before any tensor is read; old masks and a tied lm_head may be there."""
+    tensors = hugging_face_tensors(SMALL)
+    tensors["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
+    tensors["lm_head.weight"] = tensors["wte.weight"].copy()
+    save_file(tensors, directory / "model.safetensors")
+    assert len(list(Checkpoint.open(directory).tensors())) == 28
+    for name in [name for name in tensors if name.startswith("h.0.ln_")] + ["wpe.weight"]:
+        del tensors[name]
+    tensors["h.1.mlp.c_fc.bias"] = np.zeros((192, 1), np.float32)
+    tensors["h.1.ln_1.bias"] = np.zeros(48, np.int32)
+    tensors["score.weight"] = np.zeros((2, 48), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    refused(
+        directory,
+        "5 tensors missing: wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.ln_2.weight, …; ",
+        "1 tensors unexpected: score.weight; ",
+        "1 tensors misshapen: h.1.mlp.c_fc.bias: expected shape (192,), got (192, 1); ",
+        "1 tensors of another dtype: h.1.ln_1.bias: expected one of F64, F32, F16, BF16, got I32",
+    )
+
+
+def test_a_tensor_with_and_without_the_prefix(directory: Path) -> None:
+    tensors = hugging_face_tensors(SMALL)
+    tensors["transformer.wpe.weight"] = tensors["wpe.weight"].copy()
+    save_file(tensors, directory / "model.safetensors")
+    refused(directory, "1 tensors are there twice: wpe.weight")
 
 
 def test_a_tensor_of_integers(directory: Path) -> None:
@@ -311,3 +476,125 @@ def test_a_config_that_is_no_object(directory: Path, text: str) -> None:
 def test_an_odd_width_needs_its_config(directory: Path) -> None:
     (directory / "config.json").unlink()
     refused(directory, "expected config.json beside it", "width 48 is no GPT-2 size")
+
+
+def opens_or_is_refused(folder: Path) -> None:
+    """A checkpoint that can be read whole, or a CheckpointError; nothing else may come out."""
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except CheckpointError:
+        return
+    assert len(list(checkpoint.tensors())) == 28
+
+
+@given(at=st.floats(0, 1), damage=st.binary(min_size=1, max_size=12), in_header=st.booleans())
+def test_damaged_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, at: float, damage: bytes, in_header: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    file = folder / "model.safetensors"
+    save_file(hugging_face_tensors(SMALL), file)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    whole = file.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    place = int(at * (length if in_header else len(whole)))
+    file.write_bytes(whole[:place] + damage + whole[place + len(damage) :])
+    opens_or_is_refused(folder)
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(["dtype", "shape", "data_offsets"]),
+        st.sampled_from(
+            [
+                None,
+                "F16",
+                "F4",
+                7,
+                -1,
+                [],
+                [0, 0],
+                [48],
+                [-48],
+                [2**62, 4],
+                [0, 2**63],
+                {},
+                "x",
+                [[]],
+            ]
+        ),
+        min_size=1,
+    ),
+    tensor=st.sampled_from(["wte.weight", "ln_f.bias", "h.0.attn.bias", "__metadata__"]),
+)
+def test_forged_headers(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], tensor: str
+) -> None:
+    folder = tmp_path_factory.mktemp("forged")
+    file = folder / "model.safetensors"
+    save_file(hugging_face_tensors(SMALL), file, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    whole = file.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:length])
+    header[tensor] = {**header[tensor], **changes}
+    forged = json.dumps(header).encode()
+    file.write_bytes(len(forged).to_bytes(8, "little") + forged + whole[length:])
+    opens_or_is_refused(folder)
+
+
+@given(
+    config=st.dictionaries(
+        st.sampled_from([*CONFIG, "n_inner", "activation_function", "layer_norm_epsilon", "x"]),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=3)
+        | st.sampled_from([2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30]),
+    )
+)
+def test_configs_of_anything(
+    tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("config")
+    save_file(hugging_face_tensors(SMALL), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    opens_or_is_refused(folder)
+
+
+MEASURE = """
+import sys
+import numpy as np
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+
+def memory(kind):  # of this process: ru_maxrss would begin with that of the one that started it
+    status = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+    return 1024 * int(status[kind].split()[0])
+
+before = memory("VmRSS")
+checkpoint = Checkpoint.open(sys.argv[1])
+kept = {}
+for name, array, _ in checkpoint.tensors():
+    kept[name] = array.astype(sys.argv[2], copy=False)
+    del array
+print(memory("VmHWM") - before, sum(a.nbytes for a in kept.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "float16"])
+def test_peak_memory(tmp_path: Path, stored: str, wanted: str) -> None:
+    """At most 1.2 times the file or the weights as they are wanted, and one tensor."""
+    config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=30_000)
+    save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
+    checkpoint = Checkpoint.open(tmp_path)
+    largest = checkpoint.stored["wte"].nbytes
+    run = [sys.executable, "-c", MEASURE, str(tmp_path), wanted]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    peak, kept = map(int, done.stdout.split())
+    file = checkpoint.file.stat().st_size
+    assert max(file, kept) > 100e6 or stored == wanted == "float16"
+    assert peak <= 1.2 * max(file, kept) + largest, f"{peak:,} for {file:,} and {kept:,}"
+    print(f"peak {peak / max(file, kept):.2f}")

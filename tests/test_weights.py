@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import SIZES, BlockWeights, GPT2Config, InputError, random_input
+from gpt2block import SIZES, BlockWeights, GPT2Config, GPT2Weights, InputError, random_input
+from gpt2block.config import model_shapes, size
 from gpt2block.weights import packed_offsets
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
@@ -99,6 +101,37 @@ def test_random_takes_the_name_of_a_size() -> None:
     assert BlockWeights.random(0, "gpt2-medium").n_head == 16
     with pytest.raises(InputError, match="unknown size 'gpt3'"):
         BlockWeights.random(0, "gpt3")
+
+
+def test_the_sizes_have_two_names() -> None:
+    numbers = ("124M", "355M", "774M", "1558M")
+    for name, number in zip(SIZES, numbers, strict=True):
+        assert size(number) is size(name) is SIZES[name]
+        parameters = sum(math.prod(shape) for shape in model_shapes(size(name)).values())
+        assert number == f"{parameters / 1e6:.0f}M"
+    with pytest.raises(InputError, match=r"expected one of gpt2, .*, 1558M"):
+        size("125M")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_random_model(tied: bool) -> None:
+    config = GPT2Config(3, 2, 16, 9, 30, tie_word_embeddings=tied)
+    w = GPT2Weights.random(7, config)
+    found = list(w.tensors())
+    assert {name: array.shape for name, array, _ in found} == model_shapes(config)
+    assert (w.lm_head is w.wte) == tied
+    for (name, array, layout), (_, again, _) in zip(
+        found, GPT2Weights.random(7, config).tensors(), strict=True
+    ):
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, again)
+        kind = name.rpartition(".")[2]
+        assert layout == (
+            "KN" if kind[:2] == "w_" else "NK" if kind in ("wte", "lm_head") else None
+        )
+        low, high = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}.get(kind[0], (-0.12, 0.12))
+        assert low <= array.min() < array.max() <= high
+    assert len({array.ravel()[0] for _, array, _ in found}) == len(found)
 
 
 @pytest.mark.parametrize(

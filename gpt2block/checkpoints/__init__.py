@@ -1,0 +1,10 @@
+"""GPT-2 checkpoints: Hugging Face directories, files and hub ids, and llm.c's `.bin` files.
+
+`Checkpoint.open` finds one, `save_pretrained` writes one that `transformers` loads.
+"""
+
+from gpt2block.checkpoints.checkpoint import ON_BOARD, Checkpoint
+from gpt2block.checkpoints.saving import TensorSource, save_pretrained
+from gpt2block.checkpoints.stored import Stored
+
+__all__ = ["ON_BOARD", "Checkpoint", "Stored", "TensorSource", "save_pretrained"]

@@ -1,0 +1,165 @@
+"""Writing what `transformers` loads: config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checkpoints.checkpoint import Checkpoint
+from gpt2block.checkpoints.hugging_face import (
+    CONFIG,
+    DTYPE_NAMES,
+    INDEX,
+    PREFIX,
+    TOKENIZER,
+    WEIGHTS,
+    layout_of,
+    name_of,
+)
+from gpt2block.checkpoints.stored import DTYPES, itemsize, some
+from gpt2block.config import GPT2Config, model_shapes
+from gpt2block.errors import CheckpointError, InputError
+
+SAVED_DTYPES = ("float32", "float16", "bfloat16")
+_SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
+
+
+class TensorSource(Protocol):
+    """What a model can be made of: GPT2Weights and Checkpoint are such."""
+
+    @property
+    def config(self) -> GPT2Config: ...
+
+    def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
+        """Name, array and layout of every tensor, as `Checkpoint.tensors` gives them."""
+
+
+def save_pretrained(
+    directory: str | Path,
+    weights: TensorSource,
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a Hugging Face directory, which `transformers` and `Checkpoint.open` load.
+
+    directory: made where it is not there. weights: GPT2Weights, a Checkpoint or another
+    TensorSource, read once, a tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
+    keeps that of each tensor. tokenizer: a tokenizer.json to copy; by default that of a Checkpoint.
+
+    What is there already is replaced with `overwrite` only, and then by whole files: an error on
+    the way leaves all as it was. → the directory.
+
+    Raises InputError for wrong arguments and for weights beyond what the dtype can hold,
+    CheckpointError where nothing can be written.
+    """
+    directory = Path(directory).expanduser()
+    if dtype not in (None, *SAVED_DTYPES):
+        raise InputError(f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {dtype!r}")
+    if tokenizer is None and isinstance(weights, Checkpoint):
+        beside = weights.directory / TOKENIZER
+        tokenizer = beside if beside.is_file() else None
+    there = [name for name in (CONFIG, WEIGHTS, INDEX) if (directory / name).exists()]
+    if there and not overwrite:
+        raise InputError(
+            f"{directory}: {some(there)} already there: give another directory or overwrite=True"
+        )
+    with _filled_at_once(directory) as new:
+        stored = _write_weights(new / WEIGHTS, weights, dtype)
+        config = weights.config.to_hugging_face() | {"torch_dtype": stored}
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, new / TOKENIZER)
+    return directory
+
+
+@contextmanager
+def _filled_at_once(directory: Path) -> Iterator[Path]:
+    """A folder whose files are moved to `directory` when all has gone well."""
+    new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with TemporaryDirectory(dir=directory, prefix=".saving-") as name:
+                yield Path(name)
+                for file in sorted(Path(name).iterdir()):
+                    os.replace(file, directory / file.name)
+        except BaseException:
+            if new:
+                with suppress(OSError):  # not empty
+                    directory.rmdir()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error}") from error
+
+
+def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
+    """A .safetensors file; → wte's dtype.
+
+    The header comes first in the file and tells the dtypes, which are known when all tensors have
+    come: room is left for the longest it can become, and blanks fill what it does not need.
+    """
+    shapes = model_shapes(weights.config)
+    room = len(_header(shapes, dict.fromkeys(shapes, "float32"))) + len(shapes)  # "BF16" for "F32"
+    room += -(8 + room) % 8
+    dtypes: dict[str, str] = {}
+    with file.open("wb") as stream:
+        stream.seek(8 + room)
+        expected = iter(shapes)
+        for name, array, layout in weights.tensors():
+            awaited = next(expected, "no more")
+            if name != awaited:
+                raise InputError(f"weights: expected {awaited} at this place, got {name}")
+            converted = _converted(name, array, layout, shapes[name], dtype)
+            dtypes[name] = converted.dtype.name
+            stream.write(converted.reshape(-1).view(np.uint8).data)
+        missing = list(expected)
+        if missing:
+            raise InputError(f"weights: {len(missing)} tensors missing: {some(missing)}")
+        stream.seek(0)
+        stream.write(room.to_bytes(8, "little") + _header(shapes, dtypes).ljust(room))
+    return dtypes["wte"]
+
+
+def _converted(
+    name: str, array: NDArray[Any], layout: str | None, shape: tuple[int, ...], dtype: str | None
+) -> NDArray[Any]:
+    """C-contiguous, as Hugging Face lays it out."""
+    if not isinstance(array, np.ndarray) or array.dtype.name not in DTYPES:
+        got = getattr(array, "dtype", type(array).__name__)
+        raise InputError(f"{name}: expected a NumPy array of {' or '.join(DTYPES)}, got {got}")
+    if layout != layout_of(name):
+        array = array.T
+    if array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    if dtype is None:
+        dtype = "float32" if array.dtype == np.float64 else array.dtype.name
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(array, DTYPES[dtype])
+    if converted.dtype != array.dtype:
+        beyond = int((np.isinf(converted) & np.isfinite(array)).sum())
+        if beyond:
+            raise InputError(f"{name}: {beyond:,} weights are beyond {dtype}: use float32")
+    return converted
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> bytes:
+    """JSON with name, dtype, shape and place of each tensor, one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` asks for it
+    end = 0
+    for ours, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * itemsize(dtypes[ours])
+        name = name_of(ours) if ours == "lm_head" else PREFIX + name_of(ours)
+        kind = _SAFETENSORS_NAMES[dtypes[ours]]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    return json.dumps(header, separators=(",", ":")).encode()

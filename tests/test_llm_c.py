@@ -1,0 +1,189 @@
+"""llm.c's .bin files: both versions, the padded vocabulary, and every way a header can be wrong."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt2block import CheckpointError, GPT2Config, GPT2Weights
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+
+SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=7, vocab_size=5)
+PADDED = 8
+DTYPES = {3: np.float32, 5: ml_dtypes.bfloat16}
+FIELDS = ("magic", "version", "n_ctx", "vocab_size", "n_layer", "n_head", "n_embd", "padded")
+
+
+def header(**changed: int) -> bytes:
+    """256 int32: SMALL's header, but for some fields."""
+    good = (20240326, 3, 7, 5, 2, 3, 24, PADDED)
+    fields = dict(zip(FIELDS, good, strict=True)) | changed
+    return struct.pack("<256i", *fields.values(), *[0] * 248)
+
+
+def written(weights: GPT2Weights, version: int = 3) -> bytes:
+    """What llm.c writes: kind after kind, each for all layers, matrices (out, in)."""
+    w = weights
+    rows = np.full((PADDED - len(w.wte), w.config.n_embd), np.float32(9))  # the padding
+    kinds: list[Any] = [w.wte, rows, w.wpe]
+    kinds += [b.gamma1 for b in w.blocks]
+    kinds += [b.beta1 for b in w.blocks]
+    kinds += [b.w_qkv.T for b in w.blocks]
+    kinds += [b.b_qkv for b in w.blocks]
+    kinds += [b.w_attn.T for b in w.blocks]
+    kinds += [b.b_attn for b in w.blocks]
+    kinds += [b.gamma2 for b in w.blocks]
+    kinds += [b.beta2 for b in w.blocks]
+    kinds += [b.w_fc.T for b in w.blocks]
+    kinds += [b.b_fc for b in w.blocks]
+    kinds += [b.w_proj.T for b in w.blocks]
+    kinds += [b.b_proj for b in w.blocks]
+    kinds += [w.gamma_f, w.beta_f]
+    data = b"".join(np.ascontiguousarray(a).astype(DTYPES[version]).tobytes() for a in kinds)
+    return header(version=version) + data
+
+
+WEIGHTS = GPT2Weights.random(3, SMALL)
+GOOD = written(WEIGHTS)
+
+
+def saved(folder: Path, content: bytes, name: str = "gpt2_124M.bin") -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+@pytest.mark.parametrize("version", [3, 5])
+@pytest.mark.parametrize("name", ["gpt2_124M.bin", "model", "weights.safetensors"])
+def test_all_tensors(tmp_path: Path, version: int, name: str) -> None:
+    """A file is known by its magic number, whatever its name."""
+    checkpoint = Checkpoint.open(saved(tmp_path, written(WEIGHTS, version), name))
+    assert checkpoint.config == SMALL
+    expected = list(WEIGHTS.tensors())
+    found = list(checkpoint.tensors())
+    assert [name for name, _, _ in found] == [name for name, _, _ in expected]
+    for (tensor, array, layout), (_, truth, _) in zip(found, expected, strict=True):
+        assert array.dtype == DTYPES[version]
+        assert layout == ("NK" if tensor == "wte" or ".w_" in tensor else None)
+        stored = truth.T if tensor.startswith("h.") and layout else truth
+        np.testing.assert_array_equal(array, stored.astype(DTYPES[version]))
+
+
+def test_a_model_of_it(tmp_path: Path) -> None:
+    loaded = GPT2Weights.from_pretrained(saved(tmp_path, GOOD))
+    for (_, array, _), (_, truth, _) in zip(loaded.tensors(), WEIGHTS.tensors(), strict=True):
+        assert array.dtype == np.float32
+        assert array.flags.c_contiguous
+        np.testing.assert_array_equal(array, truth)
+    assert loaded.lm_head is loaded.wte
+
+
+def test_as_a_hugging_face_directory(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(saved(tmp_path, written(WEIGHTS, 5)))
+    again = Checkpoint.open(save_pretrained(tmp_path / "hf", checkpoint))
+    assert again.config == SMALL
+    for (_, array, layout), (_, truth, _) in zip(again.tensors(), WEIGHTS.tensors(), strict=True):
+        assert layout in ("KN", "NK", None)
+        np.testing.assert_array_equal(array, truth.astype(ml_dtypes.bfloat16))
+
+
+def refused(file: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"magic": 20240325}, ["a pickle (.bin)", "a model of llm.c"]),
+        ({"magic": 20240520}, ["expected a model of llm.c", "got tokens"]),
+        ({"magic": 20240328}, ["got a tokenizer, magic 20240328"]),
+        ({"version": 2}, ["expected version 3 (float32) or 5 (bfloat16), got 2"]),
+        ({"version": -3}, ["got -3"]),
+        ({"n_layer": -1}, ["n_layer: expected a positive integer, got -1"]),
+        ({"n_ctx": 0}, ["n_ctx: expected a positive integer, got 0"]),
+        ({"n_head": 5}, ["n_embd 24 is not a multiple of n_head 5"]),
+        ({"padded": 4}, ["a padded vocab_size of at least 5, got 4"]),
+        ({"padded": -8}, ["a padded vocab_size of at least 5, got -8"]),
+        ({"padded": 9}, ["truncated", f"the file has {len(GOOD):,}"]),
+        ({"n_layer": 2**31 - 1}, ["truncated"]),
+        ({"n_layer": 2**31 - 1, "n_embd": 2**31 - 2, "n_head": 2}, ["truncated"]),
+        ({"n_layer": 1}, ["too long"]),
+        ({"version": 5}, ["too long"]),
+    ],
+)
+def test_a_header_of_something_else(
+    tmp_path: Path, changed: dict[str, int], words: list[str]
+) -> None:
+    refused(saved(tmp_path, header(**changed) + GOOD[1024:]), *words)
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    refused(saved(tmp_path, GOOD[:1023]), "expected a header of 1024 bytes, got 1023")
+    refused(saved(tmp_path, GOOD[:3]), "a pickle (.bin)")
+    refused(saved(tmp_path, b""), "a pickle (.bin)")
+    refused(saved(tmp_path, GOOD[:-1]), "truncated")
+    refused(saved(tmp_path, GOOD + b"\0"), "too long")
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
+    refused(saved(tmp_path, pointer), "a Git-LFS pointer of", "git lfs pull")
+
+
+def test_a_directory_that_holds_one(tmp_path: Path) -> None:
+    saved(tmp_path, GOOD)
+    with pytest.raises(CheckpointError, match=r"give the path of the file: .*gpt2_124M\.bin"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
+    file = saved(tmp_path, GOOD)
+    checkpoint = Checkpoint.open(file)
+    file.write_bytes(GOOD[:-5])
+    with pytest.raises(CheckpointError, match=r"lnfb: expected 96 bytes .* got 91: the file has"):
+        list(checkpoint.tensors())
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        list(checkpoint.tensors())
+
+
+def opens_or_is_refused(file: Path) -> None:
+    """A checkpoint that can be read whole, or a CheckpointError; nothing else may come out."""
+    try:
+        checkpoint = Checkpoint.open(file)
+    except CheckpointError:
+        return
+    assert sum(array.nbytes for _, array, _ in checkpoint.tensors()) <= file.stat().st_size
+
+
+@given(at=st.integers(0, 39), damage=st.binary(max_size=8), cut=st.integers(0, 3))
+def test_damaged_headers(
+    tmp_path_factory: pytest.TempPathFactory, at: int, damage: bytes, cut: int
+) -> None:
+    bad = GOOD[:at] + damage + GOOD[at + len(damage) : len(GOOD) - cut]
+    opens_or_is_refused(saved(tmp_path_factory.mktemp("damaged"), bad))
+
+
+@given(
+    fields=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6), version=st.sampled_from([3, 5])
+)
+def test_headers_of_random_numbers(
+    tmp_path_factory: pytest.TempPathFactory, fields: list[int], version: int
+) -> None:
+    start = struct.pack(f"<{2 + len(fields)}i", 20240326, version, *fields)
+    opens_or_is_refused(saved(tmp_path_factory.mktemp("random"), start + GOOD[len(start) :]))
+
+
+@given(content=st.binary(max_size=2000))
+def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("random")
+    opens_or_is_refused(saved(folder, content))
+    opens_or_is_refused(saved(folder, content, "model.safetensors"))
