@@ -10,6 +10,8 @@ from gpt2block import doctor, reference
 from gpt2block.block import Block, Comparison, solve
 from gpt2block.config import SIZES, GPT2Config
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+from gpt2block.model import GPT2
+from gpt2block.sampling import Sampling
 from gpt2block.weight_matrix import WeightMatrix
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from gpt2block import ops as ops
 
 __all__ = [
+    "GPT2",
     "SIZES",
     "Block",
     "BlockWeights",
@@ -27,6 +30,7 @@ __all__ = [
     "GPT2Weights",
     "InputError",
     "KernelError",
+    "Sampling",
     "WeightMatrix",
     "random_input",
     "reference",

@@ -1,4 +1,4 @@
-"""The command line: `gpt2block block`, `check`, `bench` and `kernels`."""
+"""The command line: `gpt2block block`, `check`, `bench`, `kernels`, and those of cli_model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gpt2block import doctor, measure, walkthrough
+from gpt2block import cli_model, doctor, measure, walkthrough
 from gpt2block.bench import block_against_document
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli_kernels import (
@@ -28,6 +28,7 @@ from gpt2block.cli_kernels import (
     print_not_run,
     print_series,
 )
+from gpt2block.cli_model import Device
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
 from gpt2block.operations import Operation, all_sizes, find, parse_sizes
 
@@ -41,12 +42,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="GPT-2 from readable CUDA kernels, each held against its NumPy meaning.",
 )
+cli_model.register(app)  # generate, score, info: first in the help
 # Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Device = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="cuda, cuda:N or cpu; the best there is by default."),
-]
 
 
 def console() -> Console:

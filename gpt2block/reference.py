@@ -8,13 +8,14 @@ Every function takes (T, C) as well as (B, T, C).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.errors import InputError
+from gpt2block.sampling import Sampling, choose, rows_of
 
 if TYPE_CHECKING:
     from gpt2block.weight_matrix import WeightMatrix
@@ -22,10 +23,30 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.floating[Any]]
 
+# Looked at together in attention_cached: keys that all of them lie before are not touched, and the
+# products of so few (16 x 256 x 64) are too small for BLAS to wake threads for, which on a busy
+# machine may take longer than the product.
+QUERIES = 16
+
 
 def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
     """Token plus position embedding. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
     embedded: Array = wte[ids] + wpe[: ids.shape[-1]]
+    return embedded
+
+
+def encoder_rows(
+    ids: NDArray[np.integer[Any]],
+    positions: NDArray[np.integer[Any]],
+    wte: Array | WeightMatrix,
+    wpe: Array,
+) -> Array:
+    """`encoder` where each token has a position of its own.
+
+    ids (N,), positions (N,), wte (V, C), also as a WeightMatrix, wpe (n_ctx, C) → (N, C).
+    """
+    table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
+    embedded: Array = table[ids].astype(wpe.dtype, copy=False) + wpe[positions]
     return embedded
 
 
@@ -73,6 +94,30 @@ def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     return out.reshape(*batch, T, three_c // 3)
 
 
+def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+    """Causal attention of new tokens over the keys and values of their whole sequence so far.
+
+    q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), whose further rows
+    are not looked at → (T, C), in the dtype of q. The query at position p sees keys 0…p.
+    """
+    T, C = q.shape
+    k, v = (a[: start + T].astype(q.dtype, copy=False) for a in (k, v))
+    if T > QUERIES:
+        firsts = range(0, T, QUERIES)
+        parts = [attention_cached(q[t : t + QUERIES], k, v, start + t, n_head) for t in firsts]
+        return np.concatenate(parts)
+    seen = np.tri(T, start + T, start, dtype=bool)
+    k, v = (a.reshape(-1, n_head, C // n_head).swapaxes(0, 1) for a in (k, v))  # (NH, …, HS)
+    scores = q.reshape(T, n_head, -1).swapaxes(0, 1) @ k.swapaxes(1, 2) / math.sqrt(C // n_head)
+    p = softmax(np.where(seen, scores, -np.inf))  # (NH, T, start + T)
+    if np.isfinite(v).all():
+        out: Array = (p @ v).swapaxes(0, 1)  # (T, NH, HS)
+    else:  # 0 · NaN would be NaN
+        ends = range(start + 1, start + T + 1)
+        out = np.stack([(p[:, t, None, :n] @ v[:, :n])[:, 0] for t, n in enumerate(ends)])
+    return np.ascontiguousarray(out).reshape(T, C)
+
+
 def softmax(scores: Array, causal: bool = False) -> Array:
     """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing.
 
@@ -116,6 +161,27 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     return result
 
 
+def linear(
+    x: Array,
+    w: Array | WeightMatrix,
+    bias: Array | None = None,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    residual: Array | None = None,
+    gelu: bool = False,
+    eps: float = 1e-5,
+) -> Array:
+    """[residual +] [GELU](n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
+
+    x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
+    """
+    n = x if gamma is None or beta is None else layernorm(x, gamma, beta, eps)
+    product = matmul_bias(n, _matrix(w, x), bias)
+    if gelu:
+        product = _gelu(product)
+    return product if residual is None else residual + product
+
+
 def add(a: Array, b: Array) -> Array:
     """a + b, the residual connection. Same shapes."""
     return a + b
@@ -129,6 +195,9 @@ def gelu(x: Array) -> Array:
     cube = x * x * x  # x**3 calls pow, twenty times slower
     tanh: Array = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * cube))
     return 0.5 * x * (1 + tanh)
+
+
+_gelu = gelu  # where an argument has the name
 
 
 def layernorm_gelu(
@@ -293,6 +362,40 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
     else:
         values[fp8.nan] = np.nan
     return values
+
+
+def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
+    """logits[target] - log Σ exp(logits) of each row. logits (..., V), targets (...) → (...).
+
+    NaN for a target outside 0…V-1, and for a row with NaN or +inf, or of -inf alone.
+    """
+    V = logits.shape[-1]
+    known = (targets >= 0) & (targets < V)
+    at = np.where(known, targets, 0)[..., None]
+    with np.errstate(invalid="ignore"):
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        total: Array = np.exp(shifted).sum(axis=-1)
+        found: Array = np.take_along_axis(shifted, at, axis=-1)[..., 0] - np.log(total)
+    return np.where(known, found, found.dtype.type(math.nan))
+
+
+def sample_token(
+    logits: Array,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    step: int = 0,
+    seen: NDArray[np.uint8] | None = None,
+) -> NDArray[np.int32]:
+    """The next token of each row, as `sampling.choose` draws it. logits (B, V) → (B,).
+
+    sampling: what all rows ask for, or each. step: how many tokens were drawn so far. seen (B, V):
+    not 0 for tokens that were there. -1 where a row has NaN, or -inf alone.
+    """
+    rows = rows_of(sampling, len(logits))
+    tokens = [
+        choose(logits[b], row, step, None if seen is None else seen[b]).token
+        for b, row in enumerate(rows)
+    ]
+    return np.array(tokens, np.int32)
 
 
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:

@@ -131,13 +131,13 @@ class WeightMatrix:
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
     def dequantized(self) -> NDArray[np.float32]:
-        """The weights as NumPy float32 (K, N), in either layout."""
+        """The weights as NumPy float32 (K, N), in either layout; a view where nothing changes."""
         values = _host(self.data)
         if self.dtype in FP8:
             values = reference.from_fp8(values, self.dtype)
-        values = values.astype(np.float32)
+        values = values.astype(np.float32, copy=False)
         if self.layout == "NK":
-            values = np.ascontiguousarray(values.T)
+            values = values.T
         return values if self.scale is None else values * _host(self.scale)
 
 

@@ -24,7 +24,7 @@
 // floats: DEPTH * (ROWS + 4 + COLUMNS) * STAGES, or ROWS * COLUMNS * GROUPS / 2 if GROUPS > 1 and that is more.
 // WIDTH 4: 16-byte copies of B and stores to C, for N a multiple of 4, B and C on 16 bytes; else 1. Before sm_80 there
 // is no cp.async: there the next slice passes through registers and is waited for.
-#include "copies.cuh"
+#include "registers.cuh"
 
 #ifndef MM_ROWS
 #define MM_ROWS 128
@@ -54,11 +54,6 @@
 constexpr int ROWS = MM_ROWS, COLUMNS = MM_COLUMNS, DEPTH = MM_DEPTH, SIDE = MM_SIDE, GROUPS = MM_GROUPS;
 constexpr int STAGES = MM_STAGES, WIDTH = MM_WIDTH;
 constexpr int BAND = 16;  // rows of tiles
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int UNROLL = 2;  // steps along k: with more, registers spill there
-#else
-constexpr int UNROLL = 16;
-#endif
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 32;
 constexpr int WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int GROUP = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;  // threads
@@ -72,65 +67,6 @@ static_assert(DEPTH % 8 == 0 && DEPTH % GROUPS == 0, "8 lanes copy neighbours al
 static_assert((GROUPS & (GROUPS - 1)) == 0, "the sums of the groups are added in a tree");
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 static_assert(THREADS % (COLUMNS / WIDTH) == 0, "a thread copies the same column of some rows of B");
-
-__device__ __forceinline__ void ld_four(float* to, const float* p) {
-    const float4 v = ld_vec(p);
-    to[0] = v.x;
-    to[1] = v.y;
-    to[2] = v.z;
-    to[3] = v.w;
-}
-
-// 4 or 1 values from global to shared memory, or zeros; there after their group of copies was waited for.
-template <int VALUES>
-__device__ __forceinline__ void copy(float* shared, const float* global, bool inside) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    const int bytes = inside ? 4 * VALUES : 0;  // that are read; the rest is filled with zeros
-    if (VALUES == 4) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
-    }
-#else
-    if (VALUES == 4) {
-        st_vec(shared, inside ? ld_vec(global) : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-    } else {
-        *shared = inside ? *global : 0.0f;
-    }
-#endif
-}
-
-__device__ __forceinline__ void end_group_of_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// All groups of this thread's copies have arrived but the last ones.
-template <int LAST>
-__device__ __forceinline__ void wait_for_copies_but() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
-#endif
-}
-
-// Adds the products of a group's share of a slice. a and b point to the thread's first row and column in it.
-__device__ __forceinline__ void add_slice(float (&sum)[SIDE][8], const float* a, const float* b) {
-#pragma unroll UNROLL
-    for (int k = 0; k < SHARE; ++k) {
-        float row[SIDE], column[8];
-#pragma unroll
-        for (int r = 0; r < SIDE; r += 4) ld_four(row + r, a + k * STRIDE + 8 * r);
-#pragma unroll
-        for (int c = 0; c < 8; c += 4) ld_four(column + c, b + k * COLUMNS + 4 * c);
-#pragma unroll
-        for (int r = 0; r < SIDE; ++r) {
-#pragma unroll
-            for (int c = 0; c < 8; ++c) sum[r][c] += row[r] * column[c];
-        }
-    }
-}
 
 // A tree over the groups: the upper half hands its sums to the lower half, until the first group has them all.
 __device__ __forceinline__ void add_groups(float (&sum)[SIDE][8], float* shared, int group, int member) {
@@ -234,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MM_BLOCKS) matmul_forward_
         __syncthreads();  // the slice is complete, and the one before, whose buffer is filled next, has been read
         if (slice + STAGES - 1 < slices) copy_slice(slice + STAGES - 1, true, shared + next);
         end_group_of_copies();
-        add_slice(sum, shared + now + a_at, shared + now + b_at);
+        add_slice<SHARE, STRIDE, COLUMNS>(sum, shared + now + a_at, shared + now + b_at);
         next = now;
         now = now == (STAGES - 1) * STAGE ? 0 : now + STAGE;
     }

@@ -15,6 +15,7 @@
 #pragma once
 #include "common.cuh"
 #include "storage.cuh"
+#include "stream.cuh"
 
 #ifndef MV_NK
 #define MV_NK 1
@@ -76,22 +77,6 @@ __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
             x[e] = v.x, x[e + 1] = v.y, x[e + 2] = v.z, x[e + 3] = v.w;
         }
     }
-}
-
-// Weights are read once. As assembly these loads stay where they stand, before x is waited for; neighbouring blocks
-// need the other sectors of the same 128 bytes soon.
-template <typename Vector>
-__device__ __forceinline__ Vector stream_in(const W* from) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
-    if constexpr (sizeof(Vector) == 16) {
-        Vector v;
-        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.raw.x), "=r"(v.raw.y), "=r"(v.raw.z), "=r"(v.raw.w)
-                     : "l"(from));
-        return v;
-    }
-#endif
-    return Vector::load_once(from);
 }
 
 // The weights of a thread, always MV_UNROLL steps ahead. k: the first row of W, or place in it, that is this thread's.

@@ -10,6 +10,8 @@
 // Vec<E, WIDTH> moves WIDTH elements of E in one instruction: a power of two, at most 16 bytes, and aligned to that.
 #pragma once
 
+__device__ __forceinline__ float widen(float value) { return value; }
+
 #if defined(STORAGE_FP16) || defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
 #include <cuda_fp16.h>
 __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
@@ -25,7 +27,6 @@ typedef __half T;
 __device__ __forceinline__ T narrow(float value) { return __float2half_rn(value); }
 #else
 typedef float T;
-__device__ __forceinline__ float widen(T value) { return value; }
 __device__ __forceinline__ T narrow(float value) { return value; }
 #endif
 
@@ -69,6 +70,10 @@ __device__ __forceinline__ void widen(unsigned bytes, float* v) {
 typedef T W;
 #endif
 
+__device__ __forceinline__ void narrow_to(float& to, float value) { to = value; }
+template <typename E>
+__device__ __forceinline__ void narrow_to(E& to, float value) { to = narrow(value); }
+
 template <int BYTES> struct Bits;
 template <> struct Bits<1> { typedef unsigned char type; };
 template <> struct Bits<2> { typedef unsigned short type; };
@@ -94,7 +99,7 @@ struct Vec {
         Vec vector;
         E* elements = reinterpret_cast<E*>(&vector.raw);
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) elements[k] = narrow(v[k]);
+        for (int k = 0; k < WIDTH; ++k) narrow_to(elements[k], v[k]);
         return vector;
     }
 

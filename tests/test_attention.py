@@ -242,14 +242,15 @@ def test_a_missing_barrier_shows(n: int) -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     shipped = loader.Source.shipped(OPERATION.variant("online").file)
-    parts = [shipped.text]
+    header = "attention_online.cuh"
+    parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
     for barrier in ("__syncthreads();", "__syncwarp();"):
         parts = [piece for part in parts for piece in part.split(barrier)]
     assert len(parts) == 5
     names = ["__syncthreads();", "__syncthreads();", "__syncwarp();", "__syncwarp();"]
     names[n] = ""
     text = "".join(a + b for a, b in zip(parts, [*names, ""], strict=True))
-    racing = loader.Source(shipped.name, text)
+    racing = loader.Source(shipped.name, shipped.text, ((header, text),))
     qkv = normal(0, 150, 48)
     right = on_cpu("online", qkv, 1, False)
     results = [on_cpu("online", qkv, 1, False, order=o, source=racing) for o in loader.ORDERS]

@@ -18,12 +18,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from gpt2block import GPT2Config, GPT2Weights, reference
+from gpt2block import GPT2, GPT2Config, GPT2Weights, reference
 from gpt2block.checkpoints import Checkpoint
 from tests import plain
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
 Array = NDArray[np.floating[Any]]
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,35 @@ def test_a_head_of_its_own(expected: dict[str, Array], untied: Path) -> None:
     found = computed(weights, expected["ids"], np.float32)["logits"]
     sequential = plainly(weights, expected["ids"])["logits"]
     plain.assert_as_accurate(found, golden.astype(np.float64), sequential)
+
+
+@everywhere
+def test_the_whole_model(expected: dict[str, Array], device: str) -> None:
+    model, ids = GPT2.from_pretrained(GOLDEN, device=device), expected["ids"]
+    states = model.hidden_states(ids)
+    found = {"stream": states[:-1], "hidden": states[-1], "logits": model(ids)}
+    for name, array in plainly(GPT2Weights.from_pretrained(GOLDEN), ids).items():
+        plain.assert_as_accurate(found[name], expected[name].astype(np.float64), array)
+
+
+@everywhere
+def test_the_whole_model_token_by_token(expected: dict[str, Array], device: str) -> None:
+    model, ids = GPT2.from_pretrained(GOLDEN, device=device), expected["ids"]
+    kv_cache = model.new_cache(len(ids))
+    steps = [model(ids[:, t : t + 1], cache=kv_cache, last=True) for t in range(ids.shape[-1])]
+    sequential = plainly(GPT2Weights.from_pretrained(GOLDEN), ids)["logits"]
+    golden = expected["logits"].astype(np.float64)
+    plain.assert_as_accurate(np.stack(steps, axis=1), golden, sequential)
+
+
+@everywhere
+def test_the_whole_model_with_a_head_of_its_own(
+    expected: dict[str, Array], untied: Path, device: str
+) -> None:
+    found = GPT2.from_pretrained(untied, device=device)(expected["ids"])
+    sequential = plainly(GPT2Weights.from_pretrained(untied), expected["ids"])["logits"]
+    golden = expected["untied_logits"].astype(np.float64)
+    plain.assert_as_accurate(found, golden, sequential)
 
 
 def test_every_part_of_a_block_shows(expected: dict[str, Array]) -> None:

@@ -259,6 +259,9 @@ each later one only its last {stride} (the last window what is left). So every b
 exactly once, from at least {window - stride} (except near the start) and at most {window - 1}
 preceding bytes.
 
+With the validation text in a file, `gpt2block score validation.txt --stride {stride}` repeats it;
+[docs/dtypes.md](../../../docs/dtypes.md) has the loss with weights in bf16 and FP8.
+
 ![Loss in nats per byte over the training steps](loss.png)
 """
 

@@ -11,15 +11,20 @@ from collections.abc import Mapping
 from gpt2block.errors import InputError
 from gpt2block.operations import (
     attention,
+    attention_cached,
     block,
     encoder,
+    encoder_rows,
     fp8,
     layernorm,
     layernorm_gelu,
+    linear,
+    log_likelihood,
     matmul,
     rmsnorm,
     rmsnorm_matmul,
     rope,
+    sample,
     softmax,
     trimat,
 )
@@ -32,9 +37,11 @@ OPERATIONS: Mapping[str, Operation] = {
         trimat.OPERATION,
         layernorm_gelu.OPERATION,
         encoder.OPERATION,
+        encoder_rows.OPERATION,
         softmax.OPERATION,
         matmul.OPERATION,
         attention.OPERATION,
+        attention_cached.OPERATION,
         block.ADD,
         block.GELU,
         rmsnorm.OPERATION,
@@ -42,6 +49,9 @@ OPERATIONS: Mapping[str, Operation] = {
         rmsnorm_matmul.RMSNORM_MATMUL,
         rmsnorm_matmul.RMSNORM_FFN,
         fp8.OPERATION,
+        linear.OPERATION,
+        sample.OPERATION,
+        log_likelihood.OPERATION,
     )
 }
 

@@ -9,29 +9,44 @@ from collections.abc import Callable, Mapping
 
 from gpt2block.ops import (
     _attention,
+    _attention_cached,
     _elementwise,
     _encoder,
+    _encoder_rows,
     _fp8,
     _layernorm,
     _layernorm_gelu,
+    _linear,
+    _log_likelihood,
     _matmul,
     _rmsnorm,
     _rmsnorm_matmul,
     _rope,
+    _sample,
     _softmax,
     _trimat,
 )
 from gpt2block.ops._arrays import Bound
 from gpt2block.ops._attention import attention
+from gpt2block.ops._attention_cached import (
+    attention_cached,
+    attention_packed,
+    attention_split,
+    kv_append,
+)
 from gpt2block.ops._elementwise import add, gelu
 from gpt2block.ops._encoder import encoder
+from gpt2block.ops._encoder_rows import encoder_rows
 from gpt2block.ops._fp8 import to_fp8
 from gpt2block.ops._layernorm import layernorm
 from gpt2block.ops._layernorm_gelu import layernorm_gelu
+from gpt2block.ops._linear import linear
+from gpt2block.ops._log_likelihood import log_likelihood
 from gpt2block.ops._matmul import matmul_bias
 from gpt2block.ops._rmsnorm import rmsnorm
 from gpt2block.ops._rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
 from gpt2block.ops._rope import rope
+from gpt2block.ops._sample import SampleState, mark_seen, sample_token
 from gpt2block.ops._softmax import softmax
 from gpt2block.ops._trimat import trimat
 
@@ -39,10 +54,12 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "layernorm": _layernorm.bind,
     "matmul_bias": _matmul.bind,
     "attention": _attention.bind,
+    "attention_cached": _attention_cached.bind_sequence,
     "add": _elementwise.bind_add,
     "gelu": _elementwise.bind_gelu,
     "layernorm_gelu": _layernorm_gelu.bind,
     "encoder": _encoder.bind,
+    "encoder_rows": _encoder_rows.bind,
     "softmax": _softmax.bind,
     "trimat": _trimat.bind,
     "rmsnorm": _rmsnorm.bind,
@@ -50,6 +67,9 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "rmsnorm_matmul": _rmsnorm_matmul.bind_matmul,
     "rmsnorm_ffn": _rmsnorm_matmul.bind_ffn,
     "to_fp8": _fp8.bind,
+    "linear": _linear.bind,
+    "sample_token": _sample.bind,
+    "log_likelihood": _log_likelihood.bind,
 }
 
 # Op → what checks the shapes of its inputs against the hardware's limits, before any allocation.
@@ -62,17 +82,27 @@ __all__ = [
     "BINDERS",
     "LIMITS",
     "Bound",
+    "SampleState",
     "add",
     "attention",
+    "attention_cached",
+    "attention_packed",
+    "attention_split",
     "encoder",
+    "encoder_rows",
     "gelu",
+    "kv_append",
     "layernorm",
     "layernorm_gelu",
+    "linear",
+    "log_likelihood",
+    "mark_seen",
     "matmul_bias",
     "rmsnorm",
     "rmsnorm_ffn",
     "rmsnorm_matmul",
     "rope",
+    "sample_token",
     "softmax",
     "to_fp8",
     "trimat",

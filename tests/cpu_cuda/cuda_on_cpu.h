@@ -147,8 +147,27 @@ T __ldcs(const T* pointer) {
 }
 
 template <typename T>
+T __ldcg(const T* pointer) {
+    return *pointer;
+}
+
+template <typename T>
 void __stcs(T* pointer, T value) {
     *pointer = value;
+}
+
+// Only one fiber runs at a time, and every one sees what was written before.
+inline void __threadfence() {}
+
+template <typename T>
+T atomicAdd(T* pointer, T value) {
+    const T old = *pointer;
+    *pointer = old + value;
+    return old;
+}
+
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
 
 // Byte i of the result is the one that nibble i of `selector` names: 0 to 3 of x, 4 to 7 of y.

@@ -1,0 +1,97 @@
+"""What a GPT-2 asks of a backend: logits, hidden states, likelihoods, and rows being continued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.config import GPT2Config
+from gpt2block.errors import InputError
+from gpt2block.kernels import FP8, STORAGE
+from gpt2block.sampling import Sampling
+
+Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
+Floats = NDArray[np.float32]
+Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix
+Want = Literal["logits", "last", "hidden", "states"]
+
+DTYPES = (*STORAGE, *FP8)
+_KV_CACHE = {"float32": "float32", "float16": "float16"}
+
+
+def kv_cache_dtype(dtype: str) -> str:
+    """The dtype of the keys and values kept beside weights of `dtype`: bfloat16 beside FP8."""
+    return _KV_CACHE.get(dtype, "bfloat16")
+
+
+def check_dtype(dtype: str) -> None:
+    """InputError unless weights can be stored so."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+class KVCache(Protocol):
+    """The keys and values of a batch of sequences, room for `n_ctx` tokens each."""
+
+    batch: int
+    n_ctx: int
+    lengths: list[int]  # tokens of each row that are in it
+
+    @property
+    def nbytes(self) -> int:
+        """Of all keys and values."""
+
+
+class Decoding(Protocol):
+    """Rows being continued, a token each at a time; their state stays on the device."""
+
+    def next(self) -> tuple[Ids, Floats]:
+        """The next token of every row and its log-probability under the raw logits, (B,) each.
+
+        The first call samples what follows the prompts. A token of -1: the logits were NaN.
+        """
+
+    def restart(self, row: int, ids: Ids) -> None:
+        """Let `row` go on as if it had these tokens, the last of them just sampled, and no others.
+
+        What it has sampled so far still counts for the repetition penalty and the random numbers.
+        """
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row that are in its cache; the one sampled last is not."""
+
+
+class ModelEngine(Protocol):
+    """A GPT-2 on one backend. Sequences are checked by the caller: ids in range, not too long."""
+
+    config: GPT2Config
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights as they are stored here."""
+
+    def describe(self) -> str:
+        """The device in words."""
+
+    def new_cache(self, batch: int, n_ctx: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `n_ctx` tokens."""
+
+    def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
+        """Of each sequence: "logits" (T, V), those of the "last" token (V,), or after the final
+        LayerNorm "hidden" (T, C); "states" (n_layer + 2, T, C), the residual stream before, between
+        and after the blocks, and hidden.
+
+        With a cache the sequences go on behind what its rows hold, one for each row (an empty one
+        leaves its row alone).
+        """
+
+    def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        """Of each sequence (T - 1,): the log-probability of every token after its first."""
+
+    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> Decoding:
+        """Rows that start with these prompts, each of at least one token."""

@@ -1,0 +1,524 @@
+"""GPT-2 on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
+
+Prefill takes the new tokens of all sequences as rows of one matrix; only attention, the encoder and
+the kv_cache know of sequences. Decoding is a plan of its own, five kernels a layer for a row each:
+
+    qkv         LayerNorm, product; q, and the new key and value into the kv_cache
+    attention   split over the keys; the last block of a head puts its splits together
+    attn        product, residual
+    fc          LayerNorm, product, GELU
+    proj        product, residual
+
+with the encoder before, and the final LayerNorm with lm_head and the sampler behind. Tokens and
+positions are in device memory, so a step is the same graph each time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gpt2block import doctor, overlap
+from gpt2block.config import GPT2Config
+from gpt2block.engines.model import Floats, Ids, Tensors, Want, kv_cache_dtype
+from gpt2block.kernels import Launch
+from gpt2block.ops import (
+    _attention_cached,
+    _encoder_rows,
+    _layernorm,
+    _linear,
+    _log_likelihood,
+    _sample,
+)
+from gpt2block.ops._arrays import Bound, CudaArray, compute_capability
+from gpt2block.sampling import Sampling
+from gpt2block.weight_matrix import WeightMatrix
+
+ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
+TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
+KEPT_SHAPES = 4  # of a prefill, with their buffers and launches
+KEPT_CACHES = 2  # of ended decodings, with their graphs
+OVERLAPS_FROM = 90  # compute capability with programmatic dependent launch
+
+
+class CudaCache:
+    """Keys and values of each layer, (batch, n_ctx, C); and what a decode step over them needs."""
+
+    def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
+        self.batch, self.n_ctx = batch, n_ctx
+        self.lengths = [0] * batch
+        shape = (batch, n_ctx, config.n_embd)
+        self.layers = [
+            tuple(cupy.zeros(shape, _dtype(dtype)) for _ in "kv") for _ in range(config.n_layer)
+        ]
+        self.step: _Step | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(half.nbytes) for layer in self.layers for half in layer)
+
+
+class CudaModel:
+    """A GPT-2 on one GPU. Activations are float32; matrices are stored in `dtype`, (N, K).
+
+    Thread-safe: calls take turns on one stream.
+    """
+
+    def __init__(self, config: GPT2Config, tensors: Tensors, dtype: str, device: int) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self._vectors: dict[str, CudaArray] = {}
+        self._matrices: dict[str, WeightMatrix] = {}
+        self._prefills: OrderedDict[tuple[int, ...], _Prefill] = OrderedDict()
+        self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
+        self._lock = threading.RLock()
+        with cupy.cuda.Device(device):
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            with self.stream:
+                for name, array, layout in tensors:
+                    self._put(name, cupy.asarray(array), layout)
+                    del array  # before the next one is read
+                self._matrices.setdefault("lm_head", self._matrices["wte"])
+                self.stream.synchronize()
+
+    def _put(self, name: str, array: CudaArray, layout: str | None) -> None:
+        if layout is None:
+            self._vectors[name] = array.astype("float32", copy=False)
+            return
+        rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
+        self._matrices[name] = WeightMatrix.quantize(rows, self.dtype, "NK", name)
+
+    @property
+    def nbytes(self) -> int:
+        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
+        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
+
+    def describe(self) -> str:
+        return doctor.describe_device(self.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Alone on the model's stream."""
+        with self._lock, cupy.cuda.Device(self.device), self.stream:
+            yield
+
+    def new_cache(self, batch: int, n_ctx: int) -> CudaCache:
+        with self.running():
+            return CudaCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))
+
+    def forward(
+        self, sequences: Sequence[Ids], want: Want, cache: CudaCache | None = None
+    ) -> list[Floats]:
+        with self.running():
+            if cache is None:
+                found: list[Floats] = []
+                for group in _groups(sequences):
+                    found += self._forward(group, want, self._scratch(group))
+                return found
+            if want not in ("last", "logits"):
+                return self._forward(sequences, want, cache)
+            # A row's kernels depend on its own tokens alone, and so do its bits.
+            alone = [len(ids) == 1 for ids in sequences]
+            nothing = np.empty(0, np.int32)
+            several = [nothing if one else ids for one, ids in zip(alone, sequences, strict=True)]
+            logits = [np.empty(0, np.float32)] * len(sequences)
+            if any(map(len, several)):
+                logits = self._forward(several, want, cache)
+            if any(alone):
+                of_one = self.step(cache).logits_of(sequences, alone)
+                for row in np.flatnonzero(alone):
+                    logits[row] = of_one[row] if want == "last" else of_one[row, None]
+            return logits
+
+    def _scratch(self, sequences: Sequence[Ids]) -> CudaCache:
+        """A kv_cache that every layer overwrites, for sequences that nobody will continue."""
+        shape = len(sequences), max(map(len, sequences))
+        cache = self._scratches.get(shape)
+        if cache is None:
+            one_layer = replace(self.config, n_layer=1)
+            cache = CudaCache(one_layer, *shape, kv_cache_dtype(self.dtype))
+            self._scratches[shape] = cache
+            if len(self._scratches) > KEPT_SHAPES:
+                self._scratches.popitem(last=False)
+        self._scratches.move_to_end(shape)
+        cache.lengths = [0] * cache.batch
+        return cache
+
+    def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
+        prefill = self.prefill(sequences, cache, keep_states=want == "states")
+        ends = prefill.ends
+        if want == "last":
+            logits = self.logits_of_last(prefill).get()
+            rows = iter(logits)
+            return [next(rows) if len(ids) else np.empty(0, np.float32) for ids in sequences]
+        if want == "logits":
+            parts = [logits.get() for logits in self._logits(prefill.hidden)]
+            return np.split(np.concatenate(parts), ends[:-1])
+        hidden = prefill.hidden.get()
+        if want == "hidden":
+            return np.split(hidden, ends[:-1])
+        return np.split(np.stack([*prefill.states, hidden]), ends[:-1], axis=1)
+
+    def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        found: list[Floats] = []
+        with self.running():
+            for group in _groups(sequences):
+                prefill = self.prefill(group, self._scratch(group))
+                targets = cupy.asarray(np.roll(np.concatenate(group), -1))  # the last of each: any
+                parts, first = [], 0
+                for logits in self._logits(prefill.hidden):
+                    some = targets[first : first + len(logits)]
+                    parts.append(_log_likelihood.bind((logits, some)).run().get())
+                    first += len(logits)
+                rows = np.split(np.concatenate(parts), prefill.ends[:-1])
+                found += [row[:-1] for row in rows]
+        return found
+
+    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
+        with self.running():
+            kept = [cache for cache in self._free if cache.batch == len(prompts)]
+            if kept:
+                self._free.remove(kept[0])
+                cache = kept[0]
+                cache.lengths = [0] * cache.batch
+            else:
+                cache = self.new_cache(len(prompts), self.config.n_ctx)
+            decoding = CudaDecoding(self, cache, prompts, sampling)
+            weakref.finalize(decoding, self._free.append, cache).atexit = False
+            return decoding
+
+    def step(self, cache: CudaCache) -> _Step:
+        if cache.step is None:
+            cache.step = _Step(self, cache)
+        return cache.step
+
+    def prefill(
+        self, sequences: Sequence[Ids], cache: CudaCache, keep_states: bool = False
+    ) -> _Prefill:
+        """The sequences through all blocks, behind what the cache's rows hold."""
+        lengths = [len(ids) for ids in sequences]
+        key = (sum(lengths), max(lengths), id(cache))
+        prefill = self._prefills.get(key)
+        if prefill is None:  # it keeps its cache alive, so no other one has this id
+            prefill = self._prefills[key] = _Prefill(self, cache, sum(lengths), max(lengths))
+            if len(self._prefills) > KEPT_SHAPES:
+                self._prefills.popitem(last=False)
+        self._prefills.move_to_end(key)
+        prefill.run(sequences, keep_states)
+        cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
+        return prefill
+
+    def logits_of_last(self, prefill: _Prefill) -> CudaArray:
+        """Those of the last new token of every sequence that has one, (rows, V)."""
+        ends = prefill.ends
+        last = [end - 1 for end, before in zip(ends, [0, *ends], strict=False) if end > before]
+        x = prefill.x[cupy.asarray(last)]
+        return self.bind_lm_head(x, None).run()
+
+    def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
+        """Of all rows, some at a time."""
+        out = cupy.empty((min(len(hidden), ROWS_AT_ONCE), self.config.vocab_size), "float32")
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            rows = hidden[first : first + ROWS_AT_ONCE]
+            inputs = (rows, self._matrices["lm_head"], None, None, None, None)
+            yield _linear.bind(inputs, out[: len(rows)], variant="tiles").run()
+
+    def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
+        inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])
+        return _encoder_rows.bind(inputs, x)
+
+    def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
+        """`which`: how the names of its γ and β go on, such as "_f", or begin, such as "h.0.1"."""
+        gamma, beta = self._norm(which)
+        inputs = (x, gamma, beta)
+        return _layernorm.bind(inputs, out, eps=self.config.eps, variant=6, stats=False)
+
+    def bind_lm_head(self, x: CudaArray, out: CudaArray | None) -> Bound:
+        inputs = (x, self._matrices["lm_head"], None, *self._norm("_f"), None)
+        return _linear.bind(inputs, out, eps=self.config.eps, variant="matvec")
+
+    def _norm(self, which: str) -> tuple[CudaArray, CudaArray]:
+        block, dot, end = which.rpartition(".")
+        gamma, beta = (self._vectors[f"{block}{dot}{kind}{end}"] for kind in ("gamma", "beta"))
+        return gamma, beta
+
+    def bind_linear(
+        self,
+        layer: int,
+        variant: str,
+        name: str,
+        x: CudaArray,
+        out: CudaArray,
+        norm: str | None = None,
+        residual: CudaArray | None = None,
+        gelu: bool = False,
+    ) -> Bound:
+        """out = [residual +] [gelu]([norm](x) · w + b) with w_`name` and b_`name` of a layer."""
+        w, bias, (gamma, beta) = self.weights(f"h.{layer}.", name, norm)
+        inputs = (x, w, bias, gamma, beta, residual)
+        return _linear.bind(inputs, out, gelu=gelu, eps=self.config.eps, variant=variant)
+
+    def weights(
+        self, h: str, name: str, norm: str | None = None
+    ) -> tuple[WeightMatrix, CudaArray, tuple[CudaArray | None, CudaArray | None]]:
+        """w_`name` and b_`name` of the layer whose tensors begin with `h`, γ and β of a norm."""
+        gamma_beta = self._norm(h + norm) if norm else (None, None)
+        return self._matrices[f"{h}w_{name}"], self._vectors[f"{h}b_{name}"], gamma_beta
+
+
+class _Prefill:
+    """N packed rows of a cache's sequences through every block: buffers and launches, bound once.
+
+    `x` is the residual stream, (N, C); `hidden` the final LayerNorm of it.
+    """
+
+    def __init__(self, model: CudaModel, cache: CudaCache, rows: int, longest: int) -> None:
+        c = model.config
+        self.cache, self.rows = cache, rows
+        self.ends: list[int] = []
+        self.states: list[Floats] = []
+        B, C = cache.batch, c.n_embd
+        self._integers = cupy.empty(3 * rows + 2 * B + 1, "int32")
+        ids, positions, row, cu_seqlens, start = cupy.split(
+            self._integers, [rows, 2 * rows, 3 * rows, 3 * rows + B + 1]
+        )
+        self.x, self.hidden = (cupy.empty((rows, C), "float32") for _ in range(2))
+        qkv, ff = (cupy.empty((rows, n * C), "float32") for n in (3, 4))
+        h = self.hidden
+        self._encoder = model.bind_encoder(ids, positions, self.x)
+        self._norm = model.bind_norm(self.x, "_f", self.hidden)
+        self._blocks: list[list[Bound]] = []
+        for layer in range(c.n_layer):
+            k, v = cache.layers[layer % len(cache.layers)]
+            name = f"h.{layer}."
+
+            linear = partial(model.bind_linear, layer, "tiles")
+            self._blocks.append(
+                [
+                    model.bind_norm(self.x, name + "1", h),
+                    linear("qkv", h, qkv),
+                    _attention_cached.bind_append((qkv, row, positions), (k, v)),
+                    _attention_cached.bind(
+                        (qkv, k, v, cu_seqlens, start), h, n_head=c.n_head, longest=longest
+                    ),
+                    linear("attn", h, self.x, residual=self.x),
+                    model.bind_norm(self.x, name + "2", h),
+                    linear("fc", h, ff, gelu=True),
+                    linear("proj", ff, self.x, residual=self.x),
+                ]
+            )
+
+    def run(self, sequences: Sequence[Ids], keep_states: bool) -> None:
+        lengths = [len(ids) for ids in sequences]
+        starts = self.cache.lengths
+        self.ends = [int(end) for end in np.cumsum(lengths)]
+        positions = [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        self._integers.set(
+            np.concatenate([*sequences, *positions, rows, [0], self.ends, starts]).astype(np.int32)
+        )
+        self._encoder.run()
+        self.states = [self.x.get()] if keep_states else []
+        for block in self._blocks:
+            for bound in block:
+                bound.run()
+            if keep_states:
+                self.states.append(self.x.get())
+        self._norm.run()
+
+
+class _Step:
+    """One token for each row of a cache: buffers, launches, and the graph of them."""
+
+    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
+        c, B = model.config, cache.batch
+        self._model, self._cache = model, cache
+        C, V = c.n_embd, c.vocab_size
+        self.x, self._q, self._attn = (cupy.zeros((B, C), "float32") for _ in range(3))
+        self._arrived = cupy.zeros((B, c.n_head), "int32")  # blocks of attention, counted
+        self._ff = cupy.empty((B, 4 * C), "float32")
+        self.logits = cupy.empty((B, V), "float32")
+        self.state = _sample.SampleState.allocate(B, V)
+        self._bounds = list(self._bind())
+        self.sampled, report = _on_host(2, 2, B)  # of steps in turn, token and logprob
+        self._sample = _sample.bind_state(self.logits, self.state, cache.n_ctx, report)
+        self._graph: Any = None
+        self._runs = 0
+
+    def _bind(self) -> Iterator[Bound]:
+        model, c, position = self._model, self._model.config, self.state.position
+        x, q, attn, ff = self.x, self._q, self._attn, self._ff
+        yield model.bind_encoder(self.state.token, position, x)
+        for layer, (k, v) in enumerate(self._cache.layers):
+            h = f"h.{layer}."
+            linear = partial(model.bind_linear, layer, "matvec")
+            w, bias, norm = model.weights(h, "qkv", "1")
+            yield _linear.bind_qkv(x, w, bias, *norm, k, v, position, q, c.eps)
+            inputs = (q, k, v, position, self._arrived)
+            yield _attention_cached.bind_split(inputs, attn, n_head=c.n_head)
+            yield linear("attn", attn, x, residual=x)
+            yield linear("fc", x, ff, norm="2", gelu=True)
+            yield linear("proj", ff, x, residual=x)
+        yield model.bind_lm_head(x, self.logits)
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Of a step, without the sampler."""
+        return tuple(launch for bound in self._bounds for launch in bound.launches)
+
+    def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
+        """Rows whose prompts are in the cache, and how they are sampled from now on."""
+        state = self.state
+        state.set(sampling)
+        state.step.fill(0)
+        state.seen.fill(0)
+        lengths = np.array([len(ids) for ids in prompts], np.int32)
+        rows = np.repeat(np.arange(len(prompts), dtype=np.int32), lengths)
+        _sample.mark_seen(cupy.asarray(np.concatenate(prompts)), cupy.asarray(rows), state.seen)
+        state.position.set(lengths - 1)
+
+    def sample(self) -> None:
+        """A token of each row from `logits`; its position moves on by one."""
+        self._sample.run()
+
+    def logits_of(self, sequences: Sequence[Ids], which: Sequence[bool]) -> Floats:
+        """Given tokens through the model, one for each of `which` rows: logits (B, V)."""
+        cache = self._cache
+        tokens = [int(ids[0]) if one else 0 for ids, one in zip(sequences, which, strict=True)]
+        at = [n if one else -1 for n, one in zip(cache.lengths, which, strict=True)]  # -1: no row
+        self.state.token.set(np.array(tokens, np.int32))
+        self.state.position.set(np.array(at, np.int32))
+        for launch in self.launches:
+            launch.run()
+        cache.lengths = [n + one for n, one in zip(cache.lengths, which, strict=True)]
+        logits: Floats = self.logits.get()
+        return logits
+
+    def run(self) -> None:
+        """A step with the sampler: as a graph from the second one on."""
+        if self._runs == 0:
+            self._run_all()
+        else:
+            if self._graph is None:
+                self._graph = self._capture()
+            self._graph.launch(self._model.stream)
+        self._runs += 1
+
+    def _run_all(self) -> None:
+        run: Callable[[Launch], None] = Launch.run
+        if compute_capability() >= OVERLAPS_FROM:
+            run = overlap.run
+        for launch in (*self.launches, *self._sample.launches):
+            run(launch)
+
+    def _capture(self) -> Any:
+        stream = self._model.stream
+        stream.begin_capture()
+        try:
+            self._run_all()
+        finally:
+            graph = stream.end_capture()
+        return graph
+
+
+class CudaDecoding:
+    """Rows being continued on a GPU. The step after the one asked for is already under way."""
+
+    def __init__(
+        self,
+        model: CudaModel,
+        cache: CudaCache,
+        prompts: Sequence[Ids],
+        sampling: Sequence[Sampling],
+    ) -> None:
+        self._model, self._cache = model, cache
+        self._step = model.step(cache)
+        self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._launched = self._returned = 0  # steps; the first is the sampler alone
+        self._ended: set[int] = set()  # rows that were full and not restarted: nobody reads them
+        prefill = model.prefill(prompts, cache)
+        self._lengths = list(cache.lengths)
+        self._step.start(prompts, sampling)
+        cupy.copyto(self._step.logits, model.logits_of_last(prefill))
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._lengths)
+
+    def next(self) -> tuple[Ids, Floats]:
+        full = self._cache.n_ctx
+        with self._model.running():
+            self._ended |= {row for row, length in enumerate(self._lengths) if length == full}
+            if self._launched == self._returned:
+                self._launch()
+            now = self._returned % 2
+            if self._returned:
+                self._lengths = [min(length + 1, full) for length in self._lengths]
+            self._returned += 1
+            if all(n < full or row in self._ended for row, n in enumerate(self._lengths)):
+                self._launch()  # it runs while the host looks at what came
+            self._done[now].synchronize()
+            tokens, logprobs = self._step.sampled[now].copy()
+            return tokens, logprobs.view(np.float32)
+
+    def _launch(self) -> None:
+        if self._launched:
+            self._step.run()
+        else:
+            self._step.sample()
+        self._done[self._launched % 2].record(self._model.stream)
+        self._launched += 1
+
+    def restart(self, row: int, ids: Ids) -> None:
+        if self._launched > self._returned:
+            raise RuntimeError("restart: only between a full row and the next token")
+        with self._model.running():
+            cache = self._cache
+            cache.lengths = list(self._lengths)
+            cache.lengths[row] = 0
+            if len(ids) > 1:
+                nothing = np.empty(0, np.int32)
+                sequences = [ids[:-1] if b == row else nothing for b in range(cache.batch)]
+                self._model.prefill(sequences, cache)
+            self._lengths[row] = len(ids) - 1
+            self._ended.discard(row)
+            self._step.state.token[row] = int(ids[-1])
+            self._step.state.position[row] = len(ids) - 1
+
+
+def _on_host(*shape: int) -> tuple[Ids, CudaArray]:
+    """Zeros of int32 in memory of the host that kernels write to, as NumPy and as CuPy see it."""
+    size = 4 * prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(size)
+    seen = np.frombuffer(memory, np.int32, size // 4).reshape(shape)
+    seen[...] = 0
+    owner = cupy.cuda.UnownedMemory(memory.ptr, size, memory, cupy.cuda.Device().id)
+    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes  # noqa: PLC0415
+
+    return ml_dtypes.bfloat16 if name == "bfloat16" else name
+
+
+def _groups(sequences: Iterable[Ids]) -> Iterator[list[Ids]]:
+    """Sequences in order, together as long as they have few enough tokens."""
+    group: list[Ids] = []
+    for ids in sequences:
+        if group and sum(map(len, group)) + len(ids) > TOKENS_AT_ONCE:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group

@@ -1,0 +1,241 @@
+"""Whole GPT-2: `GPT2.from_pretrained("gpt2").generate("…")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gpt2block.block import resolve_device
+from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.config import GPT2Config, check_count
+from gpt2block.engines.model import (
+    Floats,
+    Ids,
+    KVCache,
+    ModelEngine,
+    Tensors,
+    check_dtype,
+)
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.weights import GPT2Weights
+
+if TYPE_CHECKING:
+    import tiktoken
+    from typing_extensions import Unpack
+
+    from gpt2block.generation import Generation, Options
+    from gpt2block.scoring import Score
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+
+
+class GPT2:
+    """A GPT-2 on a GPU, or with NumPy where there is none.
+
+    weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
+    or None for the best there is. dtype: how the matrices are stored, "float32", "bfloat16",
+    "float16", "float8_e5m2" or "float8_e4m3fn"; arithmetic is float32.
+
+    Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
+    Raises InputError for wrong arguments, DeviceError when the device cannot be used.
+    """
+
+    def __init__(
+        self, weights: GPT2Weights, device: str | None = None, dtype: str = "float32"
+    ) -> None:
+        if not isinstance(weights, GPT2Weights):
+            raise InputError(
+                f"weights: expected a GPT2Weights, got {type(weights).__name__}: see "
+                "GPT2.from_pretrained"
+            )
+        self._set_up(weights.config, weights.tensors(), device, dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path | Checkpoint = ON_BOARD,
+        device: str | None = None,
+        dtype: str = "float32",
+        progress: Progress = iter,
+    ) -> GPT2:
+        """A checkpoint, read tensor by tensor straight into its place.
+
+        name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
+        Hugging Face directory or .safetensors file, an llm.c .bin, or "shakespeare", the model in
+        the package. progress: wraps the tensors as they are read. Raises CheckpointError.
+        """
+        check_dtype(dtype)
+        checkpoint = Checkpoint.open(name)
+        model = cls.__new__(cls)
+        model._checkpoint = checkpoint
+        model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, dtype)
+        return model
+
+    _checkpoint: Checkpoint | None = None
+
+    def _set_up(self, config: GPT2Config, tensors: Tensors, device: str | None, dtype: str) -> None:
+        check_dtype(dtype)
+        self.config, self.dtype = config, dtype
+        self.engine = _engine(config, tensors, device, dtype)
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        return self.engine.describe()
+
+    @property
+    def name(self) -> str:
+        """What the model was opened as."""
+        return self._checkpoint.name if self._checkpoint else "weights given as arrays"
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights where they are computed with."""
+        return self.engine.nbytes
+
+    @cached_property
+    def tokenizer(self) -> tiktoken.Encoding:
+        """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError when it cannot be had."""
+        from gpt2block import tokenizer  # noqa: PLC0415  (tiktoken takes its time)
+
+        directory = self._checkpoint.directory if self._checkpoint else None
+        return tokenizer.load(directory, self.config.vocab_size)
+
+    def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
+        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (the model's, if None)."""
+        check_count("batch", batch)
+        n_ctx = self.config.n_ctx if n_ctx is None else n_ctx
+        check_count("n_ctx", n_ctx)
+        if n_ctx > self.config.n_ctx:
+            raise InputError(
+                f"n_ctx: expected at most the model's {self.config.n_ctx}, got {n_ctx}"
+            )
+        return self.engine.new_cache(batch, n_ctx)
+
+    def __call__(self, ids: Any, cache: KVCache | None = None, last: bool = False) -> Any:
+        """Logits, float32: (T, V), (B, T, V), or a list of (T, V) for sequences of many lengths.
+
+        With `last` those of the last position only: (V,) or (B, V). With a cache the tokens go on
+        behind what its rows hold, and are added to it; row b of the ids is row b of the cache.
+        """
+        sequences, shape = self._sequences(ids, cache)
+        logits = self.engine.forward(sequences, "last" if last else "logits", cache)
+        if shape is None:
+            return np.stack(logits) if last else logits
+        return np.stack(logits).reshape(*(shape[:-1] if last else shape), -1)
+
+    def hidden_states(self, ids: Any) -> Any:
+        """The residual stream, float32: after the embedding and after each block, and after ln_f.
+
+        (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
+        """
+        sequences, shape = self._sequences(ids, None)
+        states = self.engine.forward(sequences, "states")
+        if shape is None:
+            return states
+        return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
+
+    def generate(self, prompts: Any, *, samples: int = 1, **options: Unpack[Options]) -> Any:
+        """Continue a prompt, or each of a list: `generation.generate`, which says what it takes.
+
+        A Generation (text, tokens, logprobs, finish_reason) for one prompt, a list for a list of
+        prompts; with `samples` above 1 a list for each prompt.
+        """
+        from gpt2block import generation  # noqa: PLC0415
+
+        encoding = self._encoding(prompts)
+        return generation.generate(self.engine, encoding, prompts, samples=samples, **options)
+
+    def stream(self, prompt: Any, **options: Unpack[Options]) -> Generator[str, None, Generation]:
+        """The continuation of one prompt, piece by piece as it is written, whole characters each.
+
+        The options of `generate`; the generator returns the Generation.
+        """
+        from gpt2block import generation  # noqa: PLC0415
+
+        return generation.stream(self.engine, self._encoding(prompt), prompt, **options)
+
+    def score(self, text: Any, stride: int | None = None, **options: Any) -> Score:
+        """How likely a text or a row of token ids is: log_likelihood, perplexity, bits_per_byte.
+
+        In windows of n_ctx tokens that slide by `stride`, n_ctx // 2 if None: `scoring.score`.
+        """
+        from gpt2block import scoring  # noqa: PLC0415
+
+        return scoring.score(self.engine, self._encoding(text), text, stride=stride, **options)
+
+    def embed(self, texts: Any, pooling: Literal["mean", "last"] = "mean") -> Floats:
+        """A vector (C,) of a text or token ids, (B, C) of a list: the mean or the last state."""
+        from gpt2block import scoring  # noqa: PLC0415
+
+        return scoring.embed(self.engine, self._encoding(texts), texts, pooling)
+
+    def _encoding(self, texts: Any) -> tiktoken.Encoding | None:
+        """The tokenizer; None where it cannot be had and token ids were given."""
+        several = texts if isinstance(texts, (list, tuple)) else [texts]
+        try:
+            return self.tokenizer
+        except CheckpointError:
+            if any(isinstance(text, str) for text in several):
+                raise
+            return None
+
+    def _sequences(
+        self, ids: Any, cache: KVCache | None
+    ) -> tuple[list[Ids], tuple[int, ...] | None]:
+        """Checked sequences, and the shape of `ids` if they all have one length."""
+        sequences, shape = as_sequences(ids, self.config.vocab_size)
+        before = [0] * len(sequences) if cache is None else cache.lengths
+        if len(before) != len(sequences):
+            raise InputError(f"ids: {len(sequences)} sequences for a cache of {len(before)} rows")
+        most = self.config.n_ctx if cache is None else cache.n_ctx
+        for row, (start, new) in enumerate(zip(before, sequences, strict=True)):
+            if start + len(new) > most:
+                behind = f" behind the {start} in the cache" if start else ""
+                raise InputError(
+                    f"ids: row {row} has {len(new)} tokens{behind}, the context is n_ctx = {most}"
+                )
+        return sequences, shape
+
+
+def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
+    """Token ids as a list of int32 arrays, and their shape, None for a list of many lengths.
+
+    InputError names the first id that is none of 0 … vocab_size - 1.
+    """
+    ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
+    rows = [np.asarray(row) for row in ids] if ragged else [np.asarray(ids)]
+    shape: tuple[int, ...] | None = None
+    if ragged and len({row.shape for row in rows}) == 1:
+        shape = (len(rows), *rows[0].shape)
+    if not ragged and rows[0].ndim in (1, 2):
+        shape = rows[0].shape
+        rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
+    for b, row in enumerate(rows):
+        where = f"ids: row {b}" if len(rows) > 1 else "ids"
+        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
+            raise InputError(
+                f"{where}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
+                f"least one token each, got {row.dtype} {row.shape}"
+            )
+        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
+        if wrong.size:
+            raise InputError(
+                f"{where}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
+            )
+    return [row.astype(np.int32) for row in rows], shape
+
+
+def _engine(config: GPT2Config, tensors: Tensors, device: str | None, dtype: str) -> ModelEngine:
+    index = resolve_device(device)
+    if index is None:
+        from gpt2block.engines.model_cpu import NumpyModel  # noqa: PLC0415
+
+        return NumpyModel(config, tensors, dtype)
+    from gpt2block.engines.model_cuda import CudaModel  # noqa: PLC0415
+
+    return CudaModel(config, tensors, dtype, index)

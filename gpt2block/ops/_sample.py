@@ -1,0 +1,161 @@
+"""Choosing the next token on CUDA: kernels_cu/sample.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from gpt2block.errors import InputError
+from gpt2block.kernels import launch
+from gpt2block.operations.sample import FILE, MARK_BLOCK, MAX_V, OPERATION, geometry
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output
+from gpt2block.sampling import Sampling, parameters, rows_of
+
+MAX_ROWS = 2**31 - 1
+ENDLESS = 2**31 - 1  # positions, where nobody counts them
+DTYPES = {
+    "temperature": "float32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "repetition_penalty": "float32",
+    "top_k": "int32",
+    "seed": "int64",
+    "sample": "int32",
+    "seen": "uint8",
+    "position": "int32",
+    "step": "int32",
+    "token": "int32",
+    "logprob": "float32",
+}
+
+
+class SampleState(NamedTuple):
+    """What the kernel keeps on the device for each of B rows; its launch holds these addresses."""
+
+    temperature: CudaArray
+    top_p: CudaArray
+    min_p: CudaArray
+    repetition_penalty: CudaArray
+    top_k: CudaArray
+    seed: CudaArray  # the 64 bits, as int64
+    sample: CudaArray
+    seen: CudaArray  # (B, V): not 0 for tokens that were there
+    position: CudaArray  # of the token that comes next
+    step: CudaArray  # how many tokens were drawn
+    token: CudaArray  # the last one; -1 where logits held NaN, or -inf alone
+    logprob: CudaArray  # its log-probability under the logits alone
+
+    @classmethod
+    def allocate(cls, B: int, V: int) -> SampleState:
+        """All 0: nothing seen or drawn; `set` says what the rows ask for."""
+        return cls(**{name: cupy.zeros(_shape(name, B, V), DTYPES[name]) for name in cls._fields})
+
+    def set(self, rows: Sequence[Sampling]) -> None:
+        """What each row asks for from now on; the arrays stay where they are."""
+        if len(rows) != len(self.token):
+            raise InputError(f"sampling: expected {len(self.token)}, one a row, got {len(rows)}")
+        for name, values in parameters(rows).items():
+            getattr(self, name).set(values)
+
+
+def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
+    return (B, V) if name == "seen" else (B,)
+
+
+def bind_state(
+    logits: Any, state: SampleState, n_ctx: int = ENDLESS, report: CudaArray | None = None
+) -> Bound:
+    """The launch that chooses for each row of logits (B, V), as `state` has it, and changes that.
+
+    token and logprob are the new ones, seen has the token, position and step are one more;
+    position stays below n_ctx. out is `state.token`. report (2, 2, B) int32: token and the bits of
+    logprob once more, for even steps in its first half; it may be memory of the host.
+    """
+    check("logits", logits)
+    if logits.ndim != 2:
+        raise InputError(f"logits: expected (B, V), got shape {logits.shape}")
+    B, V = logits.shape
+    if B > MAX_ROWS or V > MAX_V:
+        raise InputError(f"logits: at most {MAX_ROWS:,} rows of {MAX_V:,}, got {logits.shape}")
+    if not 0 < n_ctx <= ENDLESS:
+        raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
+    for name, array in state._asdict().items():
+        check(name, array, _shape(name, B, V), DTYPES[name])
+    if report is not None:
+        check("report", report, (2, 2, B), "int32")
+    args = (logits, *state, report, V, n_ctx)
+    return Bound(state.token, (launch_at(FILE, geometry(B), args),), state)
+
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    step: int = 0,
+    seen: CudaArray | None = None,
+    variant: str | int | None = None,
+) -> Bound:
+    """inputs (logits (B, V),), out (B,) of int32; extra is the rest of a `SampleState`.
+
+    Without `seen`, a copy of which is used, nothing was seen. Each run is a step.
+    """
+    (logits,) = inputs
+    check("logits", logits)
+    if logits.ndim != 2:
+        raise InputError(f"logits: expected (B, V), got shape {logits.shape}")
+    OPERATION.variant(variant or OPERATION.variants[0].name)
+    B, V = logits.shape
+    state = SampleState.allocate(B, V)._replace(token=output(out, (B,), "int32"))
+    state.set(rows_of(sampling, B))
+    state.step.fill(step)
+    if seen is not None:
+        check("seen", seen, (B, V), "uint8")
+        state.seen[...] = seen
+    return bind_state(logits, state)
+
+
+def sample_token(
+    logits: CudaArray,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    step: int = 0,
+    seen: CudaArray | None = None,
+    variant: str | int | None = None,
+) -> CudaArray:
+    """`reference.sample_token` on CuPy arrays: float32, `seen` uint8; raises InputError.
+
+    It copies what is asked for to the device in each call: `SampleState` and `bind_state` do not.
+    """
+    (logits,) = contiguous(logits)
+    return bind((logits,), sampling=sampling, step=step, seen=seen, variant=variant).run()
+
+
+def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
+    """tokens (N,), rows (N,) of int32, seen (B, V) of uint8, which is out.
+
+    seen[rows[i], tokens[i]] becomes 1; what is outside is passed over.
+    """
+    check("tokens", tokens, dtype="int32")
+    check("rows", rows, tokens.shape, "int32")
+    check("seen", seen, dtype="uint8")
+    if seen.ndim != 2 or tokens.size > MAX_ROWS:
+        raise InputError(
+            f"expected up to {MAX_ROWS:,} tokens and seen (B, V), got {tokens.shape}, {seen.shape}"
+        )
+    (kernel,) = OPERATION.beside[0].kernels
+    args = (tokens, rows, seen, tokens.size, *seen.shape)
+    grid = (ceil(tokens.size / MARK_BLOCK),)
+    return Bound(seen, (launch(FILE, kernel, grid, (MARK_BLOCK,), args),))
+
+
+def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
+    """Set seen (B, V) of uint8 for the tokens (N,) of prompts, packed; rows (N,) has their rows.
+
+    Returns `seen`. Raises InputError.
+    """
+    tokens, rows = (cupy.asarray(a, np.int32) for a in contiguous(tokens, rows))
+    return bind_mark_seen(tokens, rows, seen).run()

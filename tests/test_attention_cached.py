@@ -1,0 +1,667 @@
+"""Attention over a kv_cache, the cache, and rows' embeddings: on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from math import ceil
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.kernels import FP8
+from gpt2block.operations import attention_cached as launches
+from gpt2block.operations import encoder_rows as rows_of
+from gpt2block.operations.attention_cached import SPLIT_KEYS
+from gpt2block.weight_matrix import WeightMatrix
+from tests import plain
+from tests.cpu_cuda import loader
+from tests.plain import normal
+
+Array = NDArray[Any]
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+H200 = 232448  # bytes of shared memory that a block can have
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", [*loader.ORDERS, GPU])
+one_order = pytest.mark.parametrize("where", ["shuffled", GPU])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+few = settings(max_examples=2)
+
+
+def on_shim(where: Any, file: str, how: Any, args: list[Any], *dtypes: Any) -> None:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    storage, weights = (*dtypes, None)[:2]
+    options: dict[str, Any] = {"storage": storage, "weights": weights, "order": where}
+    options |= {"shared": how.shared, "defines": how.defines}
+    loader.run(file, how.kernel, how.grid, how.block, args, **options)
+
+
+def poisoned(*shape: int) -> Array:
+    return np.full(shape, np.nan, np.float32)
+
+
+def cache(seed: int, lengths: list[int], n_ctx: int, C: int, dtype: str) -> tuple[Array, Array]:
+    """Keys and values; NaN where no sequence has any."""
+    k, v = normal(seed, 2, len(lengths), n_ctx, C).astype(DTYPES[dtype])
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = np.nan
+    return k, v
+
+
+def exact(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+    """(T, C), in float64."""
+    q, k, v = (a[: start + len(q)].astype(np.float64) for a in (q, k, v))
+    return np.asarray(reference.attention_cached(q, k, v, start, n_head))
+
+
+def plainly(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
+    """As plain.attention, with queries that begin at a position."""
+    T, C = q.shape
+    n = start + T
+    heads = [a.astype(np.float32).reshape(-1, n_head, C // n_head) for a in (q, k[:n], v[:n])]
+    q, k, v = (head.swapaxes(0, 1) for head in heads)
+    scores = plain.product(q, k.swapaxes(1, 2)) / np.float32(math.sqrt(C // n_head))
+    scores = np.where(np.tri(T, n, start, dtype=bool), scores, np.float32(-np.inf))
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = plain.product(p, v) / plain.running_sum(p)
+    return np.ascontiguousarray(out.swapaxes(0, 1)).reshape(T, C)
+
+
+def assert_right(got: Array, q: Array, k: Array, v: Array, start: int, n_head: int) -> None:
+    expected = exact(q, k, v, start, n_head), plainly(q, k, v, start, n_head)
+    plain.assert_as_accurate(got, *expected)
+
+
+# --- NumPy
+
+
+@given(T=st.integers(1, 5), start=st.integers(0, 5), n_head=st.integers(1, 3))
+def test_attention_cached_is_the_end_of_attention(T: int, start: int, n_head: int) -> None:
+    qkv = np.random.default_rng(T).standard_normal((start + T, 3 * n_head * 4))
+    q, k, v = np.split(qkv, 3, axis=1)
+    got = reference.attention_cached(q[start:], k, v, start, n_head)
+    np.testing.assert_allclose(got, reference.attention(qkv, n_head, True)[start:], rtol=1e-12)
+    v[-1] = np.nan
+    wrong = reference.attention_cached(q[start:], k, v, start, n_head)
+    np.testing.assert_allclose(wrong[:-1], got[:-1], rtol=1e-12)
+    assert np.isnan(wrong[-1]).all()
+
+
+def test_attention_cached_by_hand() -> None:
+    q, k, v = normal(0, 2, 6), normal(1, 5, 6), normal(2, 5, 6)
+    got = exact(q, k, v, 3, 2)
+    for t in range(2):
+        for h in range(2):
+            part = slice(3 * h, 3 * h + 3)
+            weights = [
+                math.exp(sum(map(float, q[t, part] * k[j, part])) / math.sqrt(3))
+                for j in range(4 + t)
+            ]
+            expected = sum(w * v[j, part].astype(float) for j, w in enumerate(weights))
+            np.testing.assert_allclose(got[t, part], expected / sum(weights), rtol=1e-5)
+
+
+def test_encoder_rows_by_hand() -> None:
+    ids, positions = np.array([4, 0, 4]), np.array([0, 6, 2])
+    wte, wpe = normal(0, 5, 3), normal(1, 7, 3)
+    got = reference.encoder_rows(ids, positions, wte, wpe)
+    for n in range(3):
+        for c in range(3):
+            assert got[n, c] == wte[ids[n], c] + wpe[positions[n], c]
+    stored = WeightMatrix.quantize(wte, "float8_e4m3fn", "NK")
+    got = reference.encoder_rows(ids, positions, stored, wpe)
+    np.testing.assert_array_equal(got, stored.dequantized().T[ids] + wpe[positions])
+
+
+# --- split: one query a sequence
+
+
+class Split(NamedTuple):
+    parts: Array
+    stats: Array
+    out: Array  # the parts put together
+
+
+def split(
+    where: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    position: Array,
+    n_head: int,
+    file: Any = "attention_split.cu",
+    runs: int = 1,
+) -> Split:
+    B, n_ctx, C = k.shape
+    S = ceil(n_ctx / SPLIT_KEYS)
+    parts, stats = poisoned(B, S, n_head, C // n_head), poisoned(B, S, n_head, 2)
+    out, arrived = poisoned(B, C), np.zeros((B, n_head), np.int32)
+    if where != "gpu":
+        how = launches.split(B, n_ctx, n_head, C // n_head, k.itemsize)
+        args = [q, k, v, position, parts, stats, n_ctx, out, arrived]
+        for _ in range(runs):
+            for array in (parts, stats, out):
+                array.fill(np.nan)
+            on_shim(where, file, how, args, k.dtype.name)
+            assert not arrived.any()
+        return Split(parts, stats, out)
+    return split_on_gpu(q, k, v, position, n_head, out)
+
+
+def split_on_gpu(q: Array, k: Array, v: Array, position: Array, n_head: int, out: Array) -> Split:
+    """Three times in a row, the same bits."""
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _attention_cached  # noqa: PLC0415
+
+    arrays = tuple(map(cupy.asarray, (q, k, v, position)))
+    arrived = cupy.zeros((len(q), n_head), "int32")
+    bound = _attention_cached.bind_split((*arrays, arrived), cupy.asarray(out), n_head=n_head)
+    results = []
+    for _ in range(3):
+        for array in (bound.out, *bound.extra):
+            array.fill(np.nan)
+        bound.run()
+        results.append(Split(*(array.get() for array in (*bound.extra, bound.out))))
+        assert not arrived.any()
+        for first, later in zip(results[0], results[-1], strict=True):
+            np.testing.assert_array_equal(first, later)
+    return results[0]
+
+
+def combined(parts: Array, stats: Array, position: Array, n_ctx: int) -> Array:
+    """(B, C): what the splits up to each position make together, in the parts' dtype."""
+    out = []
+    for b, at in enumerate(np.minimum(position, n_ctx - 1)):
+        n = at // SPLIT_KEYS + 1
+        m, l = stats[b, :n, :, 0], stats[b, :n, :, 1]  # noqa: E741
+        scale = np.exp2(m - m.max(axis=0))  # (n, NH)
+        total = (scale[..., None] * parts[b, :n]).sum(axis=0) / (scale * l).sum(axis=0)[:, None]
+        out.append(total.reshape(-1))
+        assert np.isnan(parts[b, n:]).all(), "a split behind the position was written"
+        assert np.isnan(stats[b, n:]).all()
+    return np.stack(out)
+
+
+def assert_split_right(
+    where: str, positions: list[int], n_ctx: int, n_head: int, size: int, dtype: str
+) -> None:
+    lengths = [min(at, n_ctx - 1) + 1 for at in positions]
+    k, v = cache(size, lengths, n_ctx, n_head * size, dtype)
+    q, position = normal(1, len(positions), n_head * size), np.array(positions, np.int32)
+    got = split(where, q, k, v, position, n_head)
+    parts, stats = got.parts, got.stats
+    together = combined(parts, stats, position, n_ctx)
+    truth = combined(parts.astype(np.float64), stats.astype(np.float64), position, n_ctx)
+    plain.assert_as_accurate(got.out, truth, together)
+    for b, length in enumerate(lengths):
+        for rows in (together, got.out):
+            assert_right(rows[b, None], q[b, None], k[b], v[b], length - 1, n_head)
+        top = np.array([
+            (q[b, part].astype(np.float64) * k[b, :length, part].astype(np.float64)).sum(1).max()
+            for part in (slice(h * size, h * size + size) for h in range(n_head))
+        ]) * math.log2(math.e) / math.sqrt(size)  # fmt: skip
+        most = stats[b, : (length - 1) // SPLIT_KEYS + 1, :, 0].max(axis=0)
+        np.testing.assert_allclose(most, top, rtol=1e-4)
+
+
+@on_every_backend
+@every_dtype
+def test_split_over_positions(where: str, dtype: str) -> None:
+    assert_split_right(where, [0, 1, 126, 127, 128, 149, 150], 150, 1, 64, dtype)
+
+
+@on_every_backend
+@few
+@given(
+    position=st.integers(0, 140),
+    heads=st.sampled_from([(3, 16), (2, 7), (5, 2), (3, 20), (2, 48)]),
+    dtype=st.sampled_from(list(DTYPES)),
+)
+@example(position=0, heads=(2, 1), dtype="float16")
+@example(position=139, heads=(2, 25), dtype="bfloat16")
+def test_split_of_any_head(where: str, position: int, heads: tuple[int, int], dtype: str) -> None:
+    assert_split_right(where, [position, 5], 139, *heads, dtype)
+
+
+@one_order
+@pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "bfloat16"), (255, "float16")])
+def test_split_of_large_heads(where: str, size: int, dtype: str) -> None:
+    """Some in several rounds."""
+    assert_split_right(where, [129, 40], 131, 1, size, dtype)
+
+
+@one_order
+@every_dtype
+def test_split_alone_and_in_a_batch(where: str, dtype: str) -> None:
+    k, v = cache(0, [140, 3, 128], 141, 48, dtype)
+    q, position = normal(1, 3, 48), np.array([139, 2, 127], np.int32)
+    together = split(where, q, k, v, position, 3)
+    for b in (0, 2):
+        one = slice(b, b + 1)
+        alone = split(where, q[one], k[one], v[one], position[one], 3)
+        for got, row in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(got, row[one])
+    # and in a longer cache
+    wide_k, wide_v = (np.concatenate([a] + [np.full_like(a, np.nan)] * 7, axis=1) for a in (k, v))
+    longer = split(where, q, wide_k, wide_v, position, 3)
+    np.testing.assert_array_equal(longer.parts[:, :2], together.parts)
+    np.testing.assert_array_equal(longer.out, together.out)
+
+
+@on_every_backend
+@pytest.mark.parametrize(("S", "dtype"), [(1, "float32"), (8, "bfloat16"), (20, "float16")])
+def test_splits_are_put_together_by_the_last_one(where: str, S: int, dtype: str) -> None:
+    n_ctx, size = S * SPLIT_KEYS - 1, 16
+    positions = [n_ctx - 1, *(at for at in (1023, 1024, 127) if at < n_ctx), 9000]
+    k, v = cache(S, [min(at + 1, n_ctx) for at in positions], n_ctx, 3 * size, dtype)
+    q, position = normal(1, len(positions), 3 * size), np.array(positions, np.int32)
+    position[0] = -1  # no row
+    got = split(where, q, k, v, position, 3, runs=2)
+    assert np.isnan(got.out[0]).all()
+    for b in range(1, len(positions)):
+        at = min(positions[b], n_ctx - 1)
+        assert_right(got.out[b, None], q[b, None], k[b], v[b], at, 3)
+
+
+@one_order
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_split_of_values_that_are_not_finite(where: str, value: float) -> None:
+    """In V they reach the one channel they stand in; a key of -inf weighs nothing."""
+    k, v = cache(0, [140], 141, 48, "float32")
+    q, position = np.abs(normal(1, 1, 48)) + np.float32(0.1), np.array([139], np.int32)
+    clean = split(where, q, k, v, position, 3).out
+    v[0, 77, 19] = value
+    got = split(where, q, k, v, position, 3).out
+    assert not np.isfinite(got[0, 19])
+    np.testing.assert_array_equal(np.delete(got, 19, 1), np.delete(clean, 19, 1))
+    v[0, 77, 19] = 0
+    k[0, :130, 3] = -np.inf  # the whole first split
+    q[0, 3] = 1
+    got = split(where, q, k, v, position, 3).out
+    rest = exact(q[:, :16], k[0, 130:140, :16], v[0, 130:140, :16], 9, 1)
+    np.testing.assert_allclose(got[0, :16], rest[0], rtol=1e-5)
+
+
+def test_split_loads_again_when_the_hint_was_wrong() -> None:
+    """As if the position had been another one before the kernel in front ended."""
+    shipped = loader.Source.shipped("attention_split.cu")
+    old = "min(*(const volatile int*)own_position, n_ctx - 1)"
+    text = shipped.edited(old, "own_position[1]").text  # behind the only row's
+    source = loader.Source(shipped.name, text)
+    for hint in (0, 127, 139):
+        k, v = cache(0, [130 if hint < 139 else 140], 140, 48, "bfloat16")
+        q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
+        right = split("shuffled", q, k, v, position[:1].copy(), 3)
+        again = split("shuffled", q, k, v, position, 3, source)
+        for got, expected in zip(again, right, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_split_without_its_barrier_shows() -> None:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    before = "maxima[warp] = m, totals[warp] = l;\n"
+    shipped = loader.Source.shipped("attention_split.cu")
+    racing = shipped.edited(f"{before}    __syncthreads();\n", before)
+    k, v = cache(0, [128], 128, 48, "float32")
+    q, position = normal(1, 1, 48), np.array([127], np.int32)
+    right = split("forward", q, k, v, position, 3).parts
+    racing_parts = (split(order, q, k, v, position, 3, racing).parts for order in loader.ORDERS)
+    assert not all(np.array_equal(parts, right) for parts in racing_parts)
+
+
+# --- tiles: packed rows
+
+
+def packed(
+    where: str,
+    qkv: Array,
+    k: Array,
+    v: Array,
+    lengths: list[int],
+    start: list[int],
+    n_head: int,
+    shared_limit: int = H200,
+) -> Array:
+    B, n_ctx, C = k.shape
+    N, longest = len(qkv), max(lengths)
+    seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
+    out = poisoned(N, C)
+    if where != "gpu":
+        how = launches.tiles(B, longest, n_head, C // n_head, k.itemsize, shared_limit)
+        args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, N, B, 0]
+        on_shim(where, "attention_cached.cu", how, args, k.dtype.name)
+        return out
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _attention_cached  # noqa: PLC0415
+
+    results = []
+    for _ in range(2):
+        arrays = tuple(map(cupy.asarray, (qkv, k, v, seams, starts)))
+        to = cupy.asarray(out)
+        bound = _attention_cached.bind(arrays, to, n_head=n_head, longest=longest)
+        results.append(bound.run().get())
+    np.testing.assert_array_equal(*results)
+    result: Array = results[0]
+    return result
+
+
+def assert_packed_right(
+    where: str, lengths: list[int], start: list[int], n_head: int, size: int, dtype: str
+) -> None:
+    C, ends = n_head * size, [s + n for s, n in zip(start, lengths, strict=True)]
+    k, v = cache(size, ends, max(ends) + 2, C, dtype)
+    qkv = normal(3, sum(lengths), 3 * C)
+    qkv[:, C:] = np.nan  # K and V come from the cache
+    got, row = packed(where, qkv, k, v, lengths, start, n_head), 0
+    for b, length in enumerate(lengths):
+        if length:
+            rows = slice(row, row + length)
+            assert_right(got[rows], qkv[rows, :C].copy(), k[b], v[b], start[b], n_head)
+        row += length
+
+
+@on_every_backend
+@every_dtype
+def test_packed_rows(where: str, dtype: str) -> None:
+    assert_packed_right(where, [3, 0, 70, 1], [0, 9, 5, 66], 2, 16, dtype)
+
+
+@on_every_backend
+@few
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
+    start=st.integers(0, 70),
+    heads=st.sampled_from([(3, 16), (2, 7), (1, 64), (2, 12), (1, 80)]),
+    dtype=st.sampled_from(list(DTYPES)),
+)
+@example(lengths=[135], start=0, heads=(1, 64), dtype="bfloat16")
+@example(lengths=[5], start=64, heads=(2, 12), dtype="float16")
+def test_packed_rows_of_any_length(
+    where: str, lengths: list[int], start: int, heads: tuple[int, int], dtype: str
+) -> None:
+    assert_packed_right(where, lengths, [start + b for b in range(len(lengths))], *heads, dtype)
+
+
+@one_order
+@pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "float16")])
+def test_packed_rows_of_large_heads(where: str, size: int, dtype: str) -> None:
+    assert_packed_right(where, [40, 3], [3, 70], 1, size, dtype)
+
+
+@one_order
+@every_dtype
+def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(where: str, dtype: str) -> None:
+    C, lengths, start = 32, [75, 0, 40, 133], [0, 7, 90, 0]
+    k, v = cache(0, [s + n for s, n in zip(start, lengths, strict=True)], 140, C, dtype)
+    qkv = normal(1, sum(lengths), 3 * C)
+    together = np.split(packed(where, qkv, k, v, lengths, start, 2), np.cumsum(lengths)[:-1])
+    own = np.split(qkv, np.cumsum(lengths)[:-1])
+    for b in (0, 2, 3):
+        one = slice(b, b + 1)
+        alone = packed(where, own[b], k[one], v[one], lengths[one], start[one], 2)
+        np.testing.assert_array_equal(alone, together[b])
+    one, pieces, at = slice(3, 4), [1, 62, 5, 65], 0
+    for n in pieces:
+        rows = own[3][at : at + n].copy()
+        got = packed(where, rows, k[one], v[one], [n], [at], 2)
+        np.testing.assert_array_equal(got, together[3][at : at + n])
+        at += n
+
+
+def test_queries_of_a_thread_leave_the_bits_as_they_are() -> None:
+    C = 64
+    k, v = cache(0, [90], 90, C, "bfloat16")
+    qkv, seams, starts = normal(1, 90, 3 * C), np.array([0, 90], np.int32), np.zeros(1, np.int32)
+    right = packed("forward", qkv, k, v, [90], [0], 1)
+    how = launches.tiles(1, 90, 1, 64, 2, H200)
+    how = how._replace(grid=(1, 2), defines=(*how.defines, ("AO_ROWS", 4)))
+    out = poisoned(90, C)
+    args = [qkv, k, v, seams, starts, out, 3 * C, 90, 90, 1, 0]
+    on_shim("forward", "attention_cached.cu", how, args, "bfloat16")
+    np.testing.assert_array_equal(out, right)
+
+
+def test_what_lies_outside_is_left_out() -> None:
+    """Sequences beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
+    C, n_ctx = 32, 20
+    k, v = cache(0, [n_ctx] * 3, n_ctx, C, "float32")
+    qkv, out = normal(1, 30, 3 * C), poisoned(30, C)
+    seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
+    how = launches.tiles(3, 30, 2, 16, 4, H200)
+    args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, 30, 3, 0]
+    on_shim("forward", "attention_cached.cu", how, args, "float32")
+    assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
+    assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
+    assert np.isnan(out[17:]).all()
+
+
+def test_widening_before_the_barrier_is_needed() -> None:
+    """The pieces that others widen are there behind the block's barriers alone."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    shipped = loader.Source.shipped("attention_cached.cu")
+    k, v = cache(0, [130], 130, 32, "bfloat16")
+    qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
+    right = packed("forward", qkv, k, v, [130], [0], 2)
+    how = launches.tiles(1, 130, 2, 16, 2, H200)
+    for barrier in ("  // K is there, and", "  // V is there, and"):
+        edit = f"        __syncthreads();{barrier}"
+        racing = shipped.edited(edit, f"        {barrier}", header="attention_online.cuh")
+        different = False
+        for order in loader.ORDERS:
+            out = poisoned(130, 32)
+            seams = np.array([0, 130], np.int32)
+            args = [qkv, k, v, seams, starts, out, 96, 130, 130, 1, 0]
+            on_shim(order, racing, how, args, "bfloat16")  # type: ignore[arg-type]
+            different |= not np.array_equal(out, right)
+        assert different
+
+
+# --- append
+
+
+@on_every_backend
+@every_dtype
+@pytest.mark.parametrize("C", [24, 14, 9])
+def test_append(where: str, C: int, dtype: str) -> None:
+    B, n_ctx = 3, 5
+    row = np.array([2, 0, 2, -1, 3, 1, 1], np.int32)
+    position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)  # the last four are outside
+    qkv = normal(0, 7, 3 * C)
+    k, v = normal(1, 2, B, n_ctx, C).astype(DTYPES[dtype])
+    truth_k, truth_v = k.copy(), v.copy()
+    for n in range(3):
+        truth_k[row[n], position[n]] = qkv[n, C : 2 * C].astype(DTYPES[dtype])
+        truth_v[row[n], position[n]] = qkv[n, 2 * C :].astype(DTYPES[dtype])
+    if where == "gpu":
+        import cupy  # noqa: PLC0415
+
+        from gpt2block import ops  # noqa: PLC0415
+
+        arrays = [cupy.asarray(a) for a in (qkv, k, v, row, position)]
+        ops.kv_append(*arrays)
+        k, v = arrays[1].get(), arrays[2].get()
+    else:
+        how = launches.append(7, C, k.itemsize, 16)
+        on_shim(where, "kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
+    np.testing.assert_array_equal(k, truth_k)
+    np.testing.assert_array_equal(v, truth_v)
+
+
+# --- encoder_rows
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
+@pytest.mark.parametrize("C", [24, 10, 7])
+def test_encoder_rows(where: str, C: int, dtype: str) -> None:
+    V, n_ctx = 6, 9
+    ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
+    positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
+    wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
+    wpe, out = normal(1, n_ctx, C), poisoned(7, C)
+    if where == "gpu":
+        import cupy  # noqa: PLC0415
+
+        from gpt2block import ops  # noqa: PLC0415
+
+        moved = WeightMatrix.quantize(cupy.asarray(normal(0, V, C)), dtype, "NK")
+        arrays = cupy.asarray(ids), cupy.asarray(positions), moved, cupy.asarray(wpe)
+        out = ops.encoder_rows(*arrays).get()
+    else:
+        how = rows_of.geometry(7, C, wte.data.itemsize, 16)
+        fp8 = dtype if dtype in FP8 else None
+        args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
+        on_shim(where, "encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)
+    assert np.isnan(out[3:]).all()
+    table = wte.dequantized().T
+    truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
+    plain.assert_as_accurate(out[:3], truth, table[ids[:3]] + wpe[positions[:3]])
+
+
+# --- launches
+
+
+def test_launches() -> None:
+    how = launches.split(8, 1024, 12, 64, 2)
+    assert (how.grid, how.block) == ((8, 12, 8), (128,))
+    assert launches.split(8, 1000, 12, 64, 4).block == (256,)
+    assert how.shared == 64
+    with pytest.raises(InputError, match=r"n_ctx 262,145: .* at most 262,144 keys"):
+        launches.split(1, 262145, 1, 64, 2)
+    assert dict(how.defines)["AS_WIDTH"] == 8
+    how = launches.tiles(8, 1024, 12, 64, 2, H200)
+    assert (how.grid, how.block) == ((96, 8), (128,))
+    assert 2 * (how.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
+    for longest in (1, 5000):  # the keys of a tile follow from the head alone
+        assert launches.tiles(1, longest, 12, 64, 2, H200).defines == how.defines
+    with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
+        launches.split(1, 10, 1, 257, 4)
+    with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
+        launches.tiles(1, 10, 1, 256, 4, 49152)
+    with pytest.raises(InputError, match="too many for a grid"):
+        launches.tiles(1, 2**24, 1, 64, 4, H200)
+    assert dict(launches.append(5, 768, 2, 16).defines)["KV_WIDTH"] == 8
+    assert dict(launches.append(5, 768, 2, 4).defines)["KV_WIDTH"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "itemsize"),
+    [("sm_75", 64, 2), ("sm_90", 64, 2), ("sm_90", 250, 2), ("sm_90", 256, 4), ("sm_120", 128, 4)],
+)
+def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    stored = kernels.stored_as("float32" if itemsize == 4 else "bfloat16")
+    tiles, split = (
+        launches.tiles(1, 100, 2, size, itemsize, H200),
+        launches.split(1, 100, 2, size, itemsize),
+    )
+    for file, how in (("attention_cached.cu", tiles), ("attention_split.cu", split)):
+        log = kernels.compile_for(file, arch, (*stored, *how.defines)).log
+        (spills,) = (line for line in log.splitlines() if "spill" in line)
+        assert "0 bytes spill stores, 0 bytes spill loads" in spills
+
+
+# --- on the GPU alone
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_split_at_gpt2_sizes(dtype: str) -> None:
+    assert_split_right("gpu", [0, 1, 63, 127, 128, 511, 1022, 1023], 1024, 12, 64, dtype)
+    assert_split_right("gpu", [5000, 700], 1024, 25, 64, dtype)
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_packed_rows_at_gpt2_sizes(dtype: str) -> None:
+    lengths, start = [1024, 0, 300, 1, 128, 64, 63, 200], [0, 1, 511, 1023, 127, 128, 1, 824]
+    assert_packed_right("gpu", lengths, start, 12, 64, dtype)
+
+
+@pytest.mark.gpu
+def test_the_ops(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _attention_cached  # noqa: PLC0415
+
+    k, v = cache(0, [75], 80, 48, "bfloat16")
+    q = normal(1, 70, 48)
+    for _ in range(2):  # the second call is a warm one
+        got = ops.attention_cached(cp.asarray(q), cp.asarray(k[0]), cp.asarray(v[0]), 5, 3)
+        assert_right(got.get(), q, k[0], v[0], 5, 3)
+    qkv = cp.asarray(np.repeat(q, 3, axis=1).reshape(70, 48, 3).swapaxes(1, 2).reshape(70, 144))
+    seams, start = cp.asarray([0, 70], "int32"), cp.asarray([5], "int32")
+    for _ in range(2):
+        same = ops.attention_packed(qkv, cp.asarray(k), cp.asarray(v), seams, start, 3, 70)
+        assert bool((same == got).all())
+    one, position = cp.asarray(q[-1:]), cp.asarray([74], "int32")
+    for _ in range(2):
+        out = ops.attention_split(one, cp.asarray(k), cp.asarray(v), position, 3)
+        assert_right(out.get(), q[-1:], k[0], v[0], 74, 3)
+    arrays = (one, cp.asarray(k), cp.asarray(v), position)
+    bound = _attention_cached.bind_split((*arrays, None), n_head=3)
+    for _ in range(2):
+        assert_right(bound.run().get(), q[-1:], k[0], v[0], 74, 3)
+    assert not bound.extra[2].any()
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _attention_cached  # noqa: PLC0415
+
+    def split(*inputs: Any, out: Any = None) -> None:
+        _attention_cached.bind_split(inputs, out, n_head=3)
+
+    q, k = cp.zeros((5, 48), "float32"), cp.zeros((2, 9, 48), "float16")
+    qkv, at = cp.zeros((5, 144), "float32"), cp.zeros(2, "int32")
+    rows, seams = cp.zeros(5, "int32"), cp.zeros(3, "int32")
+    wide, long = cp.zeros((2, 9, 48), "float32"), cp.zeros(2, "int64")
+    cases: list[tuple[Any, tuple[Any, ...], str]] = [
+        (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
+        (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
+        (ops.attention_cached, (q, k[0], q, 0, 3), r"v: expected shape \(1, 9, 48\)"),
+        (ops.attention_packed, (qkv, k, k, at, at, 3, 5), r"cu_seqlens: expected shape \(3,\)"),
+        (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
+        (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
+        (ops.attention_split, (q, k, k, at, 3), r"q: expected shape \(2, 48\)"),
+        (ops.attention_split, (q[:2], k, wide, at, 3), "v: expected float16"),
+        (ops.attention_split, (q[:2], k, k, long, 3), "position: expected int"),
+        (split, (q[:2], k, k, at, seams), r"arrived: expected shape \(2, 3\)"),
+        (split, (q[:2], k, k, at, cp.zeros((2, 3))), "arrived: expected int32"),
+        (partial(split, out=q[1:3]), (q[:2], k, k, at, None), "out: overlaps the queries"),
+        (ops.kv_append, (qkv, k, k, rows, rows), "v: overlaps k"),
+        (
+            ops.kv_append,
+            (q, k, cp.zeros((2, 9, 48), "float16"), rows, rows),
+            r"qkv: expected shape \(5, 144\)",
+        ),
+        (ops.encoder_rows, (rows, at, q, q), r"positions: expected shape \(5,\)"),
+        (
+            ops.encoder_rows,
+            (rows, rows, q, cp.zeros((5, 40), "float32")),
+            r"wpe: expected \(n_ctx, 48\)",
+        ),
+    ]
+    for op, args, message in cases:
+        with pytest.raises(InputError, match=message):
+            op(*args)

@@ -1,0 +1,388 @@
+"""`gpt2block generate`, `score` and `info`: what is printed where, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import cli, cli_model
+from gpt2block.checkpoints import Checkpoint
+from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
+    """What the commands use of a GPT2."""
+    return SimpleNamespace(
+        engine=engine,
+        config=engine.config,
+        tokenizer=byte_encoding(end=end),
+        name="a table",
+        dtype="float32",
+        device="no device",
+    )
+
+
+class Ran(SimpleNamespace):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Command:
+    """The command line in this process, with a stand-in for the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model = stand_in(MarkovEngine(cycle(256)))
+        self.asked: list[Any] = []
+        self._patch, self._capsys = monkeypatch, capsys
+        monkeypatch.setattr(cli_model, "load_model", self._load)
+
+    def _load(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        return self.model
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Ran:
+        typed = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="ascii")
+        typed.isatty = lambda: stdin is None  # type: ignore[method-assign]
+        self._patch.setattr("sys.stdin", typed)
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(arguments))
+        out, err = self._capsys.readouterr()
+        code = end.value.code
+        return Ran(code=code or 0, out=out, err=err)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def test_generate(command: Command) -> None:
+    ran = command("generate", "abc", "--max-new-tokens", "5", "--temperature", "0")
+    assert ran.code == 0
+    assert ran.out == "abcdefgh\n"
+    assert ran.err.startswith("a table, float32, no device: 5 tokens, ")
+    assert "tokens/s, first after " in ran.err
+    assert ran.err.endswith(" s; seed 0; ended: length\n")
+    assert command.asked == [("shakespeare", "float32", None)]
+
+
+def test_options_arrive(command: Command) -> None:
+    command.model = stand_in(MarkovEngine(random_table(0, 256)))
+    options = (
+        "--model=m --dtype=bfloat16 --device=cpu --max-new-tokens=9 --temperature=0.7 --top-k=4 "
+        "--top-p=0.9 --min-p=0.1 --repetition-penalty=1.5 --seed=3 --samples=2 --json"
+    )
+    ran = command("generate", "abc", *options.split())
+    assert command.asked == [("m", "bfloat16", "cpu")]
+    (decoding,) = command.model.engine.decodings
+    assert len(decoding.sampling) == 2
+    for sample, sampling in enumerate(decoding.sampling):
+        assert vars(sampling) == {
+            "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
+            "repetition_penalty": 1.5, "seed": 3, "sample": sample,
+        }  # fmt: skip
+    assert [len(found["tokens"]) for found in ran.json["samples"]] == [9, 9]
+    assert ran.json["seed"] == 3
+
+
+def test_generate_as_json(command: Command) -> None:
+    ran = command(
+        "generate", "abc", "--json", "--stop", "nothing", "--stop", "fg", "--temperature", "0"
+    )
+    assert ran.err == ""
+    found = ran.json
+    assert list(found) == [
+        "model", "device", "dtype", "prompt", "seed", "samples", "seconds_to_first_token",
+        "tokens_per_second",
+    ]  # fmt: skip
+    assert found["prompt"] == "abc"
+    (sample,) = found["samples"]
+    assert sample["text"] == "de"
+    assert sample["tokens"] == list(b"defg")
+    assert len(sample["logprobs"]) == 4
+    assert sample["finish_reason"] == "stop"
+    assert 0 < found["seconds_to_first_token"] < 5
+    assert found["tokens_per_second"] > 0
+
+
+def test_samples_stand_one_under_the_other(command: Command) -> None:
+    command.model = stand_in(MarkovEngine(cycle(256), script=[b"one|", b"1|", b"first|"]))
+    ran = command("generate", "> ", "--samples", "3", "--stop", "|")
+    heading = "--- sample {} of 3\n> "
+    assert ran.out == (
+        f"{heading.format(1)}one\n\n{heading.format(2)}1\n\n{heading.format(3)}first\n"
+    )
+
+
+def test_lines_that_end_by_themselves(command: Command) -> None:
+    command.model = stand_in(MarkovEngine(cycle(256), script=[b"one\n|", b"1\n\n|"]))
+    ran = command("generate", "> ", "--samples", "2", "--stop", "|")
+    assert ran.out == "--- sample 1 of 2\n> one\n\n--- sample 2 of 2\n> 1\n\n"
+
+
+def test_logprobs(command: Command) -> None:
+    ran = command("generate", "a", "--logprobs", "--temperature=0", "--max-new-tokens=2")
+    text, blank, *lines = ran.out.splitlines()
+    assert (text, blank) == ("abc", "")
+    assert lines == ["  -0.0115  'b'", "  -0.0115  'c'"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "prompt"),
+    [
+        ([], b"from a pipe\n", "from a pipe"),
+        (["-"], b"two\n\n", "two\n"),
+        (["-"], "Ü\r\n".encode(), "Ü"),
+        (["this"], b"not that", "this"),
+        ([], None, cli_model.DEFAULT_PROMPT),
+        ([], b"", cli_model.DEFAULT_PROMPT),
+        (["--model", "other"], None, ""),
+    ],
+)
+def test_where_the_prompt_comes_from(
+    command: Command, arguments: list[str], stdin: bytes | None, prompt: str
+) -> None:
+    command.model = stand_in(MarkovEngine(cycle(257)), end=True)
+    ran = command("generate", *arguments, "--json", "--max-new-tokens=1", stdin=stdin)
+    assert ran.json["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "-"], "prompt: expected at least one token"),
+        (["generate", "x" * 65], "prompt: 65 tokens, the model's context is 64"),
+        (["generate", "x", "--overflow", "no"], "overflow: expected 'error' or 'truncate'"),
+        (["generate", "x", "--samples", "0"], "samples: expected a positive integer, got 0"),
+        (["generate", "x", "--top-p", "2"], "top_p: "),
+        (["generate", "x", "--tokenizer", "/no/where"], "/no/where: no tokenizer: expected"),
+        (["score", "/no/file"], "/no/file: cannot be read: No such file"),
+        (["score", "/no/file.npy"], "/no/file.npy: cannot be read as a token file"),
+        (["score", str(ROOT / "pyproject.toml"), "--stride", "64"], "stride: expected 1 to 63"),
+        (["info", "no/such/model/at/all"], "no/such/model"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(
+    command: Command, arguments: list[str], message: str
+) -> None:
+    ran = command(*arguments, stdin=b"")
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+    assert message in ran.err
+
+
+def test_stdin_that_is_no_text(command: Command) -> None:
+    ran = command("generate", stdin=b"ab\xff")
+    assert ran.code == 2
+    assert ran.err == "error: stdin: expected text in UTF-8, byte 2 is not\n"
+
+
+def test_a_file_that_is_no_text_may_hold_tokens(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"ab\xff")
+    ran = command("score", str(tmp_path / "a"))
+    assert ran.err.endswith("byte 2 is not: for a token file give --tokens\n")
+
+
+def test_a_context_that_is_full_says_what_to_do(command: Command) -> None:
+    ran = command("generate", "x" * 60)
+    assert ran.code == 0
+    assert ran.err.endswith(
+        "; ended: context (its 64 tokens are full: --overflow truncate goes on)\n"
+    )
+    assert command("generate", "x" * 60, "--json").json["samples"][0]["finish_reason"] == "context"
+
+
+def test_a_tokenizer_named_by_hand(command: Command, data: Path) -> None:
+    command.model = stand_in(MarkovEngine(np.broadcast_to(np.float32(0), (50257, 50257)), n_ctx=8))
+    ran = command("generate", "Hello", "--tokenizer", str(data / "gpt2-bpe"), "--json",
+                  "--max-new-tokens=1", "--temperature=0")  # fmt: skip
+    assert ran.json["samples"][0]["text"] == "!"
+
+
+def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("abcÜ\r\n".encode())
+    ran = command("score", str(tmp_path / "a.txt"))
+    assert ran.err == ""
+    assert "6 tokens predicted, 6 bytes" in ran.out
+    assert "64 tokens, stride 32: each token predicted from at least 32 before it" in ran.out
+    found = command("score", str(tmp_path / "a.txt"), "--json", "--stride=3").json
+    assert list(found) == [
+        "file", "model", "device", "dtype", "log_likelihood", "nats_per_token", "perplexity",
+        "bits_per_byte", "tokens", "bytes", "n_ctx", "stride", "seconds",
+    ]  # fmt: skip
+    assert (found["tokens"], found["bytes"], found["n_ctx"], found["stride"]) == (6, 6, 64, 3)
+    assert found["log_likelihood"] == pytest.approx(-4 * 10, rel=1e-2)
+    assert command("score", "-", "--json", stdin="abcÜ\r\n".encode()).json["tokens"] == 6
+
+
+def test_score_of_tokens(command: Command, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(9))
+    assert command("score", str(tmp_path / "a.npy"), "--json").json["tokens"] == 8
+    (tmp_path / "a.txt").write_bytes(np.arange(9, dtype="<u2").tobytes())
+    assert command("score", str(tmp_path / "a.txt"), "--tokens", "--json").json["tokens"] == 8
+    assert command("score", str(tmp_path / "a.txt"), "--json").json["tokens"] == 17
+    (tmp_path / "a.bin").write_text("text after all")
+    assert command("score", str(tmp_path / "a.bin"), "--text", "--json").json["tokens"] == 13
+
+
+def test_impossible_text_is_null_in_json(command: Command, tmp_path: Path) -> None:
+    table = cycle(256)
+    table[ord("a"), ord("c")] = -np.inf
+    command.model = stand_in(MarkovEngine(table))
+    (tmp_path / "a.txt").write_text("ac")
+    assert command("score", str(tmp_path / "a.txt"), "--json").json["perplexity"] is None
+
+
+def test_info() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "info", "--json"],
+        capture_output=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert list(found) == [
+        "name", "file", "config", "parameters", "dtypes", "nbytes", "memory", "tensors",
+    ]  # fmt: skip
+    assert found["parameters"] == 4_870_144
+    assert found["dtypes"] == ["float16"]
+    assert found["nbytes"] == 2 * 4_870_144
+    assert found["memory"]["float32"]["weights"] == 4 * 4_870_144
+    assert found["memory"]["float32"]["kv_cache_per_row"] == 6 * 2 * 256 * 256 * 4
+    assert found["memory"]["float8_e5m2"]["kv_cache_dtype"] == "bfloat16"
+    assert len(found["tensors"]) == 4 + 6 * 12
+    assert found["tensors"][4] == {
+        "name": "h.0.w_qkv", "in_file": "h.0.attn.c_attn.weight", "shape": [256, 768],
+        "dtype": "float16", "layout": "KN",
+    }  # fmt: skip
+
+
+def test_info_as_a_table(command: Command) -> None:
+    out = command("info").out
+    assert "6 blocks, width 256, 4 heads of 64, context 256, vocabulary 256" in out
+    assert "h.0 … h.5: w_qkv" in out
+    assert len(out.splitlines()) < 40
+
+
+def test_memory_of_each_dtype() -> None:
+    checkpoint = Checkpoint.open("shakespeare")
+    matrices = 6 * 12 * 256 * 256 + 256 * 256
+    rest = 4 * (4_870_144 - matrices)
+    assert cli_model.memory_of(checkpoint, "bfloat16") == 2 * matrices + rest
+    assert cli_model.memory_of(checkpoint, "float8_e5m2") == matrices + rest
+    scales = 4 * (6 * (768 + 256 + 1024 + 256) + 256)
+    assert cli_model.memory_of(checkpoint, "float8_e4m3fn") == matrices + rest + scales
+
+
+@pytest.mark.parametrize("name", ["generate", "score", "info"])
+def test_help_shows_an_example(command: Command, name: str) -> None:
+    assert f"Example: gpt2block {name}" in command(name, "--help").out
+
+
+def test_help_imports_neither_cupy_nor_an_engine() -> None:
+    code = (
+        "import sys\n"
+        "from gpt2block.cli import main\n"
+        "try: main(['generate', '--help'])\n"
+        "finally: print([m for m in ('cupy', 'huggingface_hub', 'gpt2block.engines.model_cpu',\n"
+        "                'gpt2block.generation', 'gpt2block.scoring') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT)
+    assert done.stdout.decode().splitlines()[-1] == "[]"
+
+
+def test_what_is_held_back_is_shown_when_it_is_interrupted(command: Command) -> None:
+    def interrupted() -> Iterator[int]:
+        yield from b"abc"
+        raise KeyboardInterrupt
+
+    command.model = stand_in(MarkovEngine(cycle(256), script=[interrupted()]))
+    ran = command("generate", "> ", "--stop", "bcd")
+    assert (ran.code, ran.out) == (130, "> abc\n")
+    assert ": 3 tokens, " in ran.err
+    assert ran.err.endswith("; ended: interrupted\n")
+
+
+def test_the_rate_counts_what_came_after_the_first_step() -> None:
+    clock = cli_model.Clock(begun=10.0, at_first=2, first=12.0, last=16.0, tokens=8)
+    assert (clock.to_first, clock.rate) == (2.0, 1.5)
+    nothing = cli_model.Clock(begun=10.0, at_first=2)
+    assert (nothing.to_first, nothing.rate) == (None, None)
+
+
+SLOW = """
+import sys, time
+from gpt2block import cli, cli_model
+from tests.markov import MarkovEngine, cycle
+from tests.test_cli_model import stand_in
+
+def slowly():
+    print("begun", file=sys.stderr, flush=True)
+    for byte in b"abcdefghijklmnopqrstuvwxyz" * 100:
+        time.sleep(0.01)
+        yield byte
+
+model = stand_in(MarkovEngine(cycle(256), n_ctx=9999, script=[slowly()]))
+cli_model.load_model = lambda *asked: model
+cli.main(["generate", "> ", "--max-new-tokens", "2600", *sys.argv[1:]])
+"""
+
+
+def slow(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_with_what_is_there(as_json: bool) -> None:
+    process = slow(*["--json"] * as_json, "--stop", "bcx")
+    assert process.stderr is not None
+    assert process.stderr.readline() == b"begun\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"Abort" not in err
+    if as_json:
+        (sample,) = json.loads(out)["samples"]
+        assert sample["finish_reason"] is None
+        assert len(sample["tokens"]) == len(sample["logprobs"]) > 0
+        assert bytes(sample["tokens"]).decode() == sample["text"]
+    else:
+        assert out.endswith(b"\n")
+        assert b"ended: interrupted" in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes as POSIX has them")
+def test_a_reader_that_has_gone() -> None:
+    process = slow()
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"> ab"
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b"begun\n"
+    assert process.wait(timeout=10) == 141

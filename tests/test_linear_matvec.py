@@ -1,0 +1,474 @@
+"""The linear layer for few rows: alone, into the KV cache, and behind attention over split keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, reference
+from gpt2block.kernels import FP8
+from gpt2block.operations.linear import FILE, OPERATION, Layout, geometry, layout, order
+from gpt2block.weight_matrix import WeightMatrix
+from tests import plain
+from tests.backends import poisoned
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+DTYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+}
+WEIGHTS = (*DTYPES, *FP8)
+EPS = 1e-5
+SHAPES = [  # (K, N) of the four GPT-2 models, of the model on board, and odd ones
+    *[(C, n * C) for C in (256, 768, 1024, 1280, 1600) for n in (1, 3, 4)],
+    *[(4 * C, C) for C in (256, 768, 1024, 1280, 1600)],
+    *[(C, 50257) for C in (768, 1600)],
+    (1, 1),
+    (1601, 333),
+]
+on_the_cpu = pytest.mark.skipif(
+    loader.missing() is not None, reason=f"no CUDA on the CPU: {loader.missing()}"
+)
+in_every_order = pytest.mark.parametrize("order", loader.ORDERS)
+every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
+
+
+class Arrays(NamedTuple):
+    x: Array  # (M, K)
+    w: WeightMatrix
+    bias: Array
+    gamma: Array
+    beta: Array
+    residual: Array  # (M, N)
+
+
+def arrays(M: int, K: int, N: int, dtype: str) -> Arrays:
+    matrix = plain.normal(1, N, K) / np.float32(math.sqrt(K))
+    return Arrays(
+        plain.normal(0, M, K),
+        WeightMatrix.quantize(matrix, dtype, "NK"),
+        plain.normal(2, N),
+        plain.normal(3, K),
+        plain.normal(4, K),
+        plain.normal(5, M, N),
+    )
+
+
+def wide(array: Array) -> Array:
+    return array.astype(np.float64)
+
+
+def stored(w: WeightMatrix, cache: str = "float32") -> dict[str, str | None]:
+    """What `T` and `W` of the kernels are."""
+    if w.dtype in FP8:
+        return {"storage": cache, "weights": w.dtype}
+    return {"storage": w.dtype, "weights": None}
+
+
+def plain_linear(
+    x: Array, given: Arrays, norm: bool, residual: bool = False, gelu: bool = False
+) -> Array:
+    n = plain.layernorm(x, given.gamma, given.beta, EPS) if norm else x
+    product = plain.matmul_bias(n, given.w.dequantized(), given.bias)
+    product = plain.gelu(product) if gelu else product
+    result: Array = given.residual + product if residual else product
+    return result
+
+
+def exact_linear(
+    x: Array, given: Arrays, norm: bool, residual: bool = False, gelu: bool = False
+) -> Array:
+    gamma, beta = (wide(given.gamma), wide(given.beta)) if norm else (None, None)
+    before = wide(given.residual) if residual else None
+    bias = wide(given.bias)
+    exact: Array = reference.linear(wide(x), given.w, bias, gamma, beta, before, gelu, EPS)
+    return exact
+
+
+# --- NumPy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_against_a_loop(norm: bool, gelu: bool) -> None:
+    given = arrays(2, 5, 3, "float8_e4m3fn")
+    got = exact_linear(given.x, given, norm, residual=True, gelu=gelu)
+    w = given.w.dequantized()
+    bias, gamma, beta, residual = (wide(array) for array in given[2:])
+    for m in range(2):
+        x = [float(v) for v in given.x[m]]
+        mean = sum(x) / 5
+        std = math.sqrt(sum((v - mean) ** 2 for v in x) / 5 + EPS)
+        if norm:
+            x = [(x[k] - mean) / std * gamma[k] + beta[k] for k in range(5)]
+        for n in range(3):
+            y = sum(x[k] * float(w[k, n]) for k in range(5)) + bias[n]
+            if gelu:
+                y *= 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            assert got[m, n] == pytest.approx(residual[m, n] + y, rel=1e-12)
+    alone = reference.linear(wide(given.x), given.w)
+    np.testing.assert_allclose(alone, wide(given.x) @ w)
+
+
+@pytest.mark.parametrize("sms", [132, 40, 1])
+@pytest.mark.parametrize("weight", [1, 2, 4])
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_every_column_and_row_has_a_block(K: int, N: int, weight: int, sms: int) -> None:
+    for M in (1, 2, 7, 8, 16, 17, 64):
+        how = layout(M, N, K, weight, sms)
+        assert how[:3] == order(N, K, weight)
+        assert K % how.width == 0
+        assert how.width * weight <= 16
+        where = geometry("linear_matvec", M, N, K, weight, norm=True, sms=sms)
+        assert where is not None
+        assert where.block[0] == 32 * how.split * how.groups <= 576
+        assert where.grid[1] * how.rows >= M
+        columns = how.groups * how.columns
+        assert (where.grid[0] * columns >= N) or how.loop
+        assert (where.grid[0] - 1) * columns < N
+        assert 4 * how.width * weight * how.columns * how.steps <= 16 * 4 * 16
+
+
+def test_the_shapes_of_gpt2_fill_an_h200_once() -> None:
+    for N in (768, 2304, 3072):
+        where = geometry("linear_matvec", 1, N, 768, 2, norm=True)
+        assert where is not None
+        assert where.grid == (128, 1)
+
+
+def test_rows_that_no_block_can_hold() -> None:
+    assert geometry("linear_matvec", 1, 8, 50_000, 2) is not None
+    assert geometry("linear_matvec", 9, 8, 50_000, 2) is not None
+    assert geometry("linear_matvec", 1, 8, 60_000, 2) is None
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Sizes, dtype of the weights, what is done; how, if not as usual."""
+
+    M: int
+    K: int
+    N: int
+    dtype: str
+    norm: bool = True
+    residual: bool = False  # in place
+    gelu: bool = False
+    how: Layout | None = None
+
+
+# width, split, steps, columns, groups, loop, blocks, rows
+ROUNDS = Layout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, several groups of columns a block
+SMALL = Layout(4, 3, 1, 2, 2, False, 1, 1)
+LONG = Layout(4, 1, 1, 2, 2, True, 1, 1)  # more of a row than registers hold
+CASES = [
+    Case(3, 48, 21, "float32", residual=True, gelu=True),
+    Case(3, 784, 31, "bfloat16", how=ROUNDS),
+    Case(1, 33, 5, "float16", norm=False, gelu=True),
+    Case(1, 528, 10, "float8_e4m3fn", residual=True),
+    Case(1, 1100, 9, "float32", how=LONG),
+    Case(2, 400, 9, "float32", norm=False, how=SMALL),
+    Case(9, 264, 7, "float8_e5m2", norm=False, residual=True, how=SMALL._replace(width=8, rows=4)),
+]
+
+
+def launch(kernel: str, where: Any, args: list[Any], order: loader.Order, **dtypes: Any) -> None:
+    loader.run(
+        FILE,
+        kernel,
+        where.grid,
+        where.block,
+        args,
+        shared=where.shared,
+        defines=where.defines,
+        order=order,
+        **dtypes,
+    )
+
+
+def run_linear(
+    given: Arrays, case: Case, order: loader.Order = "forward", blocks: int = 0
+) -> Array:
+    """linear_matvec on the CPU, with so many blocks of columns where it loops."""
+    M, N, K = len(given.x), given.w.N, given.w.K
+    size = given.w.data.itemsize
+    where = geometry("linear_matvec", M, N, K, size, norm=case.norm, how=case.how)
+    assert where is not None
+    if blocks:
+        where = where._replace(grid=(blocks, where.grid[1]))
+    out = given.residual.copy() if case.residual else poisoned(M, N)
+    norm = [given.gamma, given.beta] if case.norm else [None, None]
+    product = [given.w.data, given.w.scale, given.bias, out if case.residual else None, out]
+    args = [given.x, *norm, *product, EPS, M, N, int(case.gelu)]
+    launch("linear_matvec", where, args, order, **stored(given.w))
+    return out
+
+
+@on_the_cpu
+@in_every_order
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case, order: loader.Order) -> None:
+    given = arrays(*case[:4])
+    what = (given.x, given, case.norm, case.residual, case.gelu)
+    blocks = 2 if case.how in (ROUNDS, LONG) else 0
+    got = run_linear(given, case, order, blocks)
+    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
+
+
+@on_the_cpu
+@settings(max_examples=4)
+@given(M=st.integers(1, 6), N=st.integers(1, 40), blocks=st.integers(1, 3))
+def test_any_rows_and_columns(M: int, N: int, blocks: int) -> None:
+    given = arrays(M, 784, N, "bfloat16")
+    got = run_linear(given, Case(M, 784, N, "bfloat16", how=ROUNDS), blocks=blocks)
+    what = (given.x, given, True)
+    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
+
+
+@on_the_cpu
+def test_a_row_is_the_same_bits_alone_and_in_any_batch() -> None:
+    K, N = 264, 14
+    given = arrays(17, K, N, "float32")
+    case = Case(1, K, N, "float32", residual=True, gelu=True)
+    alone = np.concatenate(
+        [
+            run_linear(given._replace(x=x[None], residual=r[None]), case._replace(how=SMALL))
+            for x, r in zip(given.x, given.residual, strict=True)
+        ]
+    )
+    for rows in (2, 4, 8, 16):
+        columns = 2 if rows > 2 else 5
+        how = SMALL._replace(rows=rows, columns=columns, groups=1 + (rows < 16))
+        for M in {rows - 1, rows, 17}:
+            some = given._replace(x=given.x[:M], residual=given.residual[:M])
+            np.testing.assert_array_equal(run_linear(some, case._replace(how=how)), alone[:M])
+
+
+@on_the_cpu
+@in_every_order
+@pytest.mark.parametrize(
+    ("M", "dtype", "cache"),
+    [(3, "float32", "float32"), (1, "float8_e4m3fn", "bfloat16"), (2, "bfloat16", "bfloat16")],
+)
+def test_qkv(M: int, dtype: str, cache: str, order: loader.Order) -> None:
+    K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
+    given = arrays(M, K, 3 * C, dtype)
+    how = ROUNDS if dtype == "bfloat16" else None
+    where = geometry("qkv_matvec", M, 3 * C, K, given.w.data.itemsize, norm=True, how=how)
+    assert where is not None
+    position = np.array([2, -1, n_ctx], np.int32)[:M]  # of which two are nowhere
+    q = poisoned(M, C)
+    before = poisoned(M, n_ctx, C).astype(DTYPES[cache])
+    k_cache, v_cache = before.copy(), before.copy()
+    norm = [given.gamma, given.beta]
+    product = [given.w.data, given.w.scale, given.bias]
+    args = [given.x, *norm, *product, position, q, k_cache, v_cache, EPS, M, C, n_ctx]
+    launch("qkv_matvec", where, args, order, **stored(given.w, cache))
+    assert_qkv(q, k_cache, v_cache, given, position)
+
+
+def assert_qkv(q: Array, k_cache: Array, v_cache: Array, given: Arrays, position: Array) -> None:
+    C, n_ctx = q.shape[1], k_cache.shape[1]
+    truth = exact_linear(given.x, given, norm=True)
+    expected = plain_linear(given.x, given, norm=True)
+    plain.assert_as_accurate(q, truth[:, :C], expected[:, :C])
+    for i, cache in enumerate((k_cache, v_cache)):
+        at = slice((i + 1) * C, (i + 2) * C)
+        for m, p in enumerate(position):
+            there = cache[m].astype(np.float32)
+            if 0 <= p < n_ctx:
+                rounded = expected[m, at].astype(cache.dtype).astype(np.float32)
+                plain.assert_as_accurate(there[p], truth[m, at], rounded)
+                there = np.delete(there, p, axis=0)
+            assert np.isnan(there).all(), "written where nothing belongs"
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+def upload(given: Arrays) -> Arrays:
+    import cupy  # noqa: PLC0415
+
+    scale = None if given.w.scale is None else cupy.asarray(given.w.scale)
+    w = WeightMatrix(cupy.asarray(given.w.data), given.w.dtype, scale, "NK")
+    x, *others = (cupy.asarray(array) for array in (given.x, *given[2:]))
+    return Arrays(x, w, *others)
+
+
+def bound_twice(run: Any) -> Array:
+    """What `run(residual)` gives, on two runs the same bits."""
+    first, second = run(), run()
+    np.testing.assert_array_equal(first, second)
+    return np.asarray(first)
+
+
+@pytest.mark.gpu
+@every_weight
+@pytest.mark.parametrize(
+    ("M", "K", "N", "norm", "gelu"),
+    [
+        (1, 768, 768, False, False),
+        (3, 768, 3072, True, True),
+        (8, 3072, 768, False, False),
+        (17, 1600, 300, True, False),
+        (1, 256, 50257, True, False),
+        (2, 333, 77, True, True),
+    ],
+)
+def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu: bool) -> None:
+    from gpt2block.ops import _linear  # noqa: PLC0415
+
+    given = arrays(M, K, N, dtype)
+    device = upload(given)
+    affine = (device.gamma, device.beta) if norm else (None, None)
+
+    def run() -> Array:
+        out = device.residual.copy()
+        inputs = (device.x, device.w, device.bias, *affine, out)
+        host: Array = _linear.bind(inputs, out, gelu=gelu, eps=EPS, variant="matvec").run().get()
+        return host
+
+    got = bound_twice(run)
+    what = (given.x, given, norm, True, gelu)
+    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
+
+
+@pytest.mark.gpu
+@every_weight
+@pytest.mark.parametrize(("K", "N"), [(768, 2304), (3072, 768), (768, 20_000), (1601, 333)])
+def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
+    from gpt2block.ops import _linear  # noqa: PLC0415
+
+    device = upload(arrays(17, K, N, dtype))
+
+    def rows(first: int, last: int) -> Array:
+        x, residual = device.x[first:last].copy(), device.residual[first:last].copy()
+        inputs = (x, device.w, device.bias, device.gamma, device.beta, residual)
+        host: Array = _linear.bind(inputs, gelu=True, variant="matvec").run().get()
+        return host
+
+    alone = np.concatenate([rows(m, m + 1) for m in range(17)])
+    for M in range(2, 18):
+        np.testing.assert_array_equal(rows(0, M), alone[:M])
+        np.testing.assert_array_equal(rows(17 - M, 17), alone[17 - M :])
+
+
+@pytest.mark.gpu
+@every_weight
+@pytest.mark.parametrize("M", [1, 3, 8])
+def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _linear  # noqa: PLC0415
+
+    C, n_ctx = 768, 5
+    given = arrays(M, C, 3 * C, dtype)
+    device = upload(given)
+    position = np.array([4, -1, 5, 0, 1, 2, 3, 2], np.int32)[:M]
+    cache = DTYPES["bfloat16" if dtype in FP8 else dtype]
+
+    def run() -> Array:
+        caches = [cupy.full((M, n_ctx, C), np.nan, cache) for _ in range(2)]
+        norm = (device.gamma, device.beta)
+        at = cupy.asarray(position)
+        bind: Any = _linear.bind_qkv
+        bound = bind(device.x, device.w, device.bias, *norm, *caches, at, eps=EPS)
+        q, (k, v) = bound.run().get(), (each.get() for each in caches)
+        assert_qkv(q, k, v, given, position)
+        return np.concatenate([q, *(each.astype(np.float32).reshape(-1, C) for each in (k, v))])
+
+    bound_twice(run)
+
+
+@pytest.mark.gpu
+def test_the_function() -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    given = arrays(3, 64, 48, "bfloat16")
+    device = upload(given)
+    got = ops.linear(*device[:3], device.gamma, device.beta, device.residual, gelu=True)
+    what = (given.x, given, True, True, True)
+    plain.assert_as_accurate(got.get(), exact_linear(*what), plain_linear(*what))
+    deep = ops.linear(device.x.reshape(3, 1, 64), device.w, variant="matvec")
+    assert deep.shape == (3, 1, 48)
+    np.testing.assert_allclose(deep.get()[:, 0], given.x @ given.w.dequantized(), rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
+        ({"x": (2, 63)}, "w: expected K 63 to match the input, got 64"),
+        ({"x": ()}, "x: expected at least one element"),
+        ({"bias": (47,)}, r"bias: expected shape \(48,\), got \(47,\)"),
+        ({"gamma": None}, "gamma and beta: expected both, or neither"),
+        ({"beta": (63,)}, r"beta: expected shape \(64,\), got \(63,\)"),
+        ({"residual": (1, 48)}, r"residual: expected shape \(2, 48\), got \(1, 48\)"),
+        ({"w": "array"}, "w: expected a WeightMatrix, got ndarray: use .quantize"),
+        ({"w": "KN"}, r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'"),
+        ({"w": "NumPy"}, "w: expected a CuPy array, got ndarray"),
+        ({"w": "unaligned"}, "w: expected data aligned to 16 bytes: pass a copy"),
+    ],
+)
+def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    shapes = {"x": (2, 64), "bias": (48,), "gamma": (64,), "beta": (64,), "residual": (2, 48)}
+    given: dict[str, Any] = {
+        name: None if shape is None else cupy.zeros(shape, "float32")
+        for name, shape in {**shapes, **{k: v for k, v in change.items() if k in shapes}}.items()
+    }
+    data = cupy.zeros((48, 64), "float32")
+    shifted = cupy.zeros(48 * 64 + 1, "float32")[1:].reshape(48, 64)
+    weights = {
+        "array": data,
+        "KN": WeightMatrix(data.T.copy(), "float32", None, "KN"),
+        "NumPy": WeightMatrix(data.get(), "float32", None, "NK"),
+        "unaligned": WeightMatrix(shifted, "float32", None, "NK"),
+    }
+    w = weights.get(change.get("w", ""), WeightMatrix(data, "float32", None, "NK"))
+    with pytest.raises(InputError, match=message):
+        ops.linear(w=w, variant=change.get("variant", "matvec"), **given)
+
+
+@pytest.mark.gpu
+def test_wrong_caches_are_refused() -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _linear  # noqa: PLC0415
+
+    def matrix(N: int, dtype: str = "float32") -> WeightMatrix:
+        return WeightMatrix.quantize(cupy.ones((N, 64), "float32"), dtype, "NK")
+
+    x, at = cupy.zeros((2, 64), "float32"), cupy.zeros(2, "int32")
+    cache = cupy.zeros((2, 5, 16), "float32")
+    norm = (None, None, None)
+    qkv: Any = _linear.bind_qkv
+    with pytest.raises(InputError, match="w: expected 3C outputs for q, k and v, got 47"):
+        qkv(x, matrix(47), *norm, cache, cache.copy(), at)
+    with pytest.raises(InputError, match=r"k_cache: expected \(2, n_ctx, 17\), got \(2, 5, 16\)"):
+        qkv(x, matrix(51), *norm, cache, cache.copy(), at)
+    with pytest.raises(InputError, match="k_cache: expected bfloat16, got float32"):
+        qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at)
+    with pytest.raises(InputError, match="overlaps another argument"):
+        qkv(x, matrix(48), *norm, cache, cache, at)
+    with pytest.raises(InputError, match="position: expected int32, got int64"):
+        qkv(x, matrix(48), *norm, cache, cache.copy(), at.astype("int64"))
+
+
+def test_the_registry_names_the_kernels() -> None:
+    assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
+    assert [kernel for v in OPERATION.beside for kernel in v.kernels] == ["qkv_matvec"]

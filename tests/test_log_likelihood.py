@@ -1,0 +1,171 @@
+"""Log-likelihoods of tokens: on NumPy, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, reference
+from gpt2block.operations.log_likelihood import FILE, geometry
+from tests import plain
+from tests.cpu_cuda import loader
+from tests.plain import normal
+
+Array = NDArray[Any]
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
+few = settings(max_examples=4)
+
+
+def case(N: int, V: int) -> tuple[Array, Array]:
+    targets = np.random.default_rng(N).integers(V, size=N, dtype=np.int32)
+    return 3 * normal(V, N, V), targets
+
+
+def exact(x: Array, targets: Array) -> Array:
+    return np.asarray(reference.log_likelihood(x.astype(np.float64), targets))
+
+
+def sequential(x: Array, targets: Array) -> Array:
+    """The plain float32 evaluation: one sum after the other."""
+    shifted = x - x.max(axis=-1, keepdims=True)
+    total = plain.running_sum(np.exp(shifted))
+    chosen = np.take_along_axis(shifted, targets[..., None], axis=-1)
+    return np.asarray((chosen - np.log(total))[..., 0])
+
+
+def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    if where == "numpy":
+        return np.asarray(reference.log_likelihood(x, targets))
+    if where == "gpu":
+        return on_gpu(x, targets)
+    if problem := loader.missing():
+        pytest.skip(problem)
+    out = np.full(targets.shape, np.inf, np.float32)
+    how = geometry(targets.size, threads)
+    args = [x, targets, out, x.shape[-1]]
+    order: Any = where.removeprefix("cpu-")
+    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    return out
+
+
+def on_gpu(x: Array, targets: Array) -> Array:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _log_likelihood  # noqa: PLC0415
+
+    results: list[Array] = []
+    for _ in range(2):
+        out = cupy.full(targets.shape, np.inf, np.float32)
+        arrays = cupy.asarray(x), cupy.asarray(targets)
+        results.append(_log_likelihood.bind(arrays, out).run().get())
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+def test_reference_against_a_loop_by_hand() -> None:
+    x, targets = case(6, 5)
+    got = reference.log_likelihood(x.astype(np.float64).reshape(2, 3, 5), targets.reshape(2, 3))
+    for i, (row, target) in enumerate(zip(x, targets, strict=True)):
+        weights = [math.exp(value) for value in row]
+        expected = math.log(weights[target] / sum(weights))
+        assert got[i // 3, i % 3] == pytest.approx(expected, rel=1e-12)
+
+
+@on_every_backend
+@few
+@given(N=st.integers(1, 9), V=st.integers(1, 1300))
+@example(N=3, V=1)
+@example(N=3, V=512)
+@example(N=2, V=513)
+def test_log_likelihood(where: str, N: int, V: int) -> None:
+    x, targets = case(N, V)
+    got = evaluate(where, x, targets)
+    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+
+
+@on_every_backend
+def test_with_the_threads_it_ships_with(where: str) -> None:
+    x, targets = case(2, 5000)
+    got = evaluate(where, x, targets, 512)
+    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+
+
+@on_every_backend
+def test_large_logits_and_minus_infinity(where: str) -> None:
+    """exp of anything but x - max would overflow; -inf weighs nothing, wherever it stands."""
+    x, targets = case(4, 700)
+    x *= 1000
+    x[1, :690] = -np.inf
+    x[2, ::2] = -np.inf
+    x[3] = -3e38
+    targets[:] = [x[0].argmax(), 695, 5, 7]
+    got = evaluate(where, x, targets)
+    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    targets[:3] = 8, 8, 8
+    assert np.isneginf(evaluate(where, x, targets)[1:3]).all()
+
+
+@on_every_backend
+def test_rows_and_targets_that_have_none(where: str) -> None:
+    x, targets = case(8, 300)
+    clean = evaluate(where, x, targets)
+    x[1, 7], x[2, 299], x[3] = np.nan, np.inf, -np.inf
+    targets[4:7] = -1, 300, -(2**31)
+    got = evaluate(where, x, targets)
+    assert np.isnan(got[1:7]).all()
+    np.testing.assert_array_equal(got[[0, 7]], clean[[0, 7]])
+
+
+@pytest.mark.parametrize("where", [*CPU, GPU])
+@pytest.mark.parametrize("V", [33, 1001])
+def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
+    """Also where it starts elsewhere in memory: the rows are of odd length."""
+    x, targets = case(5, V)
+    together = evaluate(where, x, targets)
+    alone = [evaluate(where, x[i : i + 1], targets[i : i + 1])[0] for i in range(5)]
+    np.testing.assert_array_equal(together, alone)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "V"), [(1, 50257), (300, 50257), (3, 1_000_003)])
+def test_vocabularies(N: int, V: int) -> None:
+    x, targets = case(N, V)
+    got = on_gpu(x, targets)
+    plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
+    np.testing.assert_array_equal(on_gpu(x[-1:], targets[-1:]), got[-1:])
+
+
+@pytest.mark.gpu
+def test_calls_and_bad_inputs() -> None:
+    import cupy as cp  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, targets = (cp.asarray(a) for a in case(6, 40))
+    shaped = ops.log_likelihood(x.reshape(2, 3, 40), targets.reshape(2, 3))
+    assert shaped.shape == (2, 3)
+    np.testing.assert_array_equal(shaped.ravel().get(), ops.log_likelihood(x, targets).get())
+    strided = ops.log_likelihood(cp.asfortranarray(x), targets)
+    np.testing.assert_array_equal(strided.get(), shaped.ravel().get())
+    for logits, ids, message in (
+        (x.get(), targets, "logits: expected a CuPy array, got ndarray"),
+        (x.astype("float16"), targets, "logits: expected float32, got float16"),
+        (x, targets[:5], r"targets: expected shape \(6,\), got \(5,\)"),
+        (x, targets.astype("int64"), "targets: expected int32, got int64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.log_likelihood(logits, ids)
+    with pytest.raises(InputError, match="unknown variant"):
+        ops.log_likelihood(x, targets, variant="9")

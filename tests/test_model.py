@@ -1,0 +1,321 @@
+"""Whole GPT-2: caches, batches, dtypes, on NumPy and on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Config, InputError, reference
+from gpt2block.engines.model import DTYPES, kv_cache_dtype
+from gpt2block.kernels import FP8
+from gpt2block.sampling import Sampling
+from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights import GPT2Weights
+from tests.plain import rounding
+
+Array = NDArray[Any]
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+everywhere = pytest.mark.parametrize("device", ["cpu", GPU])
+TINY = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+ODD = GPT2Config(n_layer=1, n_head=1, n_embd=7, n_ctx=9, vocab_size=5, tie_word_embeddings=False)
+SMALL = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=300, vocab_size=501)
+
+
+@cache
+def weights(config: GPT2Config) -> GPT2Weights:
+    return GPT2Weights.random(3, config)
+
+
+@cache
+def model(config: GPT2Config, device: str, dtype: str = "float32") -> GPT2:
+    return GPT2(weights(config), device=device, dtype=dtype)
+
+
+def random_ids(config: GPT2Config, *shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).integers(config.vocab_size, size=shape, dtype=np.int32)
+
+
+def truth(w: GPT2Weights, ids: Array) -> Array:
+    """Logits in float64, nothing but the reference's ten-step blocks: (T,) → (T, V)."""
+    x: Array = reference.encoder(ids, w.wte, w.wpe).astype(np.float64)
+    for block in w.blocks:
+        x = reference.block_forward(x, block, causal=True)
+    hidden = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps)
+    return np.asarray(hidden @ w.lm_head.T.astype(np.float64))
+
+
+def float32_error(w: GPT2Weights, ids: Array) -> float:
+    """What the same in float32 NumPy errs, and the rounding term of the tests of kernels."""
+    exact = truth(w, ids)
+    x = reference.encoder(ids, w.wte, w.wpe)
+    for block in w.blocks:
+        x = reference.block_forward(x, block, causal=True)
+    plain = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps) @ w.lm_head.T
+    return float(np.abs(plain - exact).max()) + rounding(exact)
+
+
+@everywhere
+@pytest.mark.parametrize("config", [TINY, ODD, SMALL], ids=["tiny", "odd", "small"])
+def test_logits_are_those_of_the_blocks_one_after_the_other(
+    device: str, config: GPT2Config
+) -> None:
+    ids = random_ids(config, config.n_ctx)
+    expected = truth(weights(config), ids)
+    limit = 2 * float32_error(weights(config), ids)
+    got = model(config, device)(ids)
+    assert got.dtype == np.float32
+    assert np.abs(got - expected).max() <= limit
+    last = model(config, device)(ids, last=True)
+    assert last.shape == (config.vocab_size,)
+    assert np.abs(last - expected[-1]).max() <= limit
+
+
+@everywhere
+def test_shapes(device: str) -> None:
+    m = model(TINY, device)
+    V = TINY.vocab_size
+    assert m([1, 2, 3]).shape == (3, V)
+    assert m(np.ones((2, 4), np.int64)).shape == (2, 4, V)
+    assert m([[1, 2], [3, 4]]).shape == (2, 2, V)
+    assert m([[1, 2], [3, 4]], last=True).shape == (2, V)
+    ragged = m([[1, 2, 3], [4]])
+    assert [row.shape for row in ragged] == [(3, V), (1, V)]
+    assert m([[1, 2, 3], [4]], last=True).shape == (2, V)
+    assert m.hidden_states([1, 2, 3]).shape == (4, 3, 24)
+    assert m.hidden_states([[1, 2], [3, 4]]).shape == (4, 2, 2, 24)
+    assert [s.shape for s in m.hidden_states([[1], [2, 3]])] == [(4, 1, 24), (4, 2, 24)]
+
+
+@everywhere
+def test_hidden_states_are_the_residual_stream(device: str) -> None:
+    w, ids = weights(TINY), random_ids(TINY, 11)
+    states = model(TINY, device).hidden_states(ids)
+    x = reference.encoder(ids, w.wte, w.wpe)
+    np.testing.assert_array_equal(states[0], x)
+    for state, block in zip(states[1:-1], w.blocks, strict=True):
+        x = reference.block_forward(x, block, causal=True)
+        np.testing.assert_allclose(state, x, rtol=0, atol=1e-5 * np.abs(x).max())
+    hidden = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps)
+    np.testing.assert_allclose(states[-1], hidden, rtol=0, atol=1e-5 * np.abs(hidden).max())
+
+
+@everywhere
+@pytest.mark.parametrize("config", [TINY, ODD, SMALL], ids=["tiny", "odd", "small"])
+def test_cached_decoding_is_full_recomputation_at_every_position(
+    device: str, config: GPT2Config
+) -> None:
+    ids = random_ids(config, config.n_ctx)
+    m = model(config, device)
+    full = m(ids)
+    limit = 2 * float32_error(weights(config), ids)
+    kv_cache = m.new_cache()
+    for t in range(config.n_ctx):
+        step = m(ids[t : t + 1], cache=kv_cache, last=True)
+        assert kv_cache.lengths == [t + 1]
+        assert np.abs(step - full[t]).max() <= limit, t
+        assert step.argmax() == full[t].argmax(), t
+
+
+@everywhere
+def test_a_ragged_batch_goes_on_in_chunks_of_any_length(device: str) -> None:
+    m, total = model(SMALL, device), [300, 41, 129]
+    ids = [random_ids(SMALL, n, seed=n) for n in total]
+    limit = 2 * max(float32_error(weights(SMALL), row) for row in ids)
+    full = m(ids)
+    kv_cache = m.new_cache(3)
+    cuts = [(0, 130, 131, 299, 300), (0, 3, 4, 5, 41), (0, 64, 65, 128, 129)]
+    for i in range(4):
+        chunk = [row[at[i] : at[i + 1]] for row, at in zip(ids, cuts, strict=True)]
+        for got, expected, at in zip(m(chunk, cache=kv_cache), full, cuts, strict=True):
+            assert np.abs(got - expected[at[i] : at[i + 1]]).max() <= limit
+            np.testing.assert_array_equal(got.argmax(-1), expected[at[i] : at[i + 1]].argmax(-1))
+    assert kv_cache.lengths == total
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), *(pytest.param("cuda", d, marks=pytest.mark.gpu) for d in DTYPES)],
+)
+def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> None:
+    """On the GPU the same bits, after prefill and in decode; with NumPy what BLAS does differs."""
+    m = model(SMALL, device, dtype)
+    rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
+    steps = random_ids(SMALL, 17, 3, seed=5)
+
+    def run(which: range) -> list[Array]:
+        kv_cache = m.new_cache(len(which))
+        outputs = [m([rows[b] for b in which], last=True)]
+        outputs.append(m([rows[b] for b in which], cache=kv_cache, last=True))
+        for t in range(3):
+            outputs.append(m(steps[which.start : which.stop, t : t + 1], cache=kv_cache, last=True))
+        return outputs
+
+    alone = [run(range(b, b + 1)) for b in range(17)]
+    for size in (2, 8, 17):
+        for i, together in enumerate(run(range(17 - size, 17))):
+            for b in range(size):
+                expected = alone[17 - size + b][i][0]
+                if device == "cpu":
+                    np.testing.assert_allclose(
+                        together[b], expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+                    )
+                else:
+                    np.testing.assert_array_equal(together[b], expected)
+
+
+@everywhere
+def test_all_logits_are_the_same_alone_and_in_any_batch(device: str) -> None:
+    m = model(SMALL, device)
+    rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
+    for b, together in enumerate(m(rows)):
+        alone = m(rows[b])
+        if device == "cpu":
+            np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5 * np.abs(alone).max())
+        else:
+            np.testing.assert_array_equal(together, alone)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) -> None:
+    """The kv_cache is rounded, too: a relative error of that dtype's, where it is not float32."""
+    w, ids = weights(SMALL), random_ids(SMALL, 40)
+
+    def rounded(matrix: Array, layout: str = "KN") -> Array:
+        values = WeightMatrix.quantize(np.ascontiguousarray(matrix), dtype, layout).dequantized()
+        return values if layout == "KN" else np.ascontiguousarray(values.T)
+
+    names = ("w_qkv", "w_attn", "w_fc", "w_proj")
+    blocks = []
+    for block in w.blocks:
+        matrices: dict[str, Any] = {name: rounded(getattr(block, name)) for name in names}
+        blocks.append(replace(block, **matrices))
+    wte = rounded(w.wte, "NK")
+    same = replace(w, blocks=tuple(blocks), wte=wte, lm_head=wte)
+    expected = truth(same, ids)
+    kept = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[kv_cache_dtype(dtype)]
+    limit = max(2 * float32_error(same, ids), kept * np.abs(expected).max())
+    assert np.abs(model(SMALL, device, dtype)(ids) - expected).max() <= limit
+    if dtype in FP8:
+        assert np.abs(truth(w, ids) - expected).max() > 2 * limit  # it does show
+
+
+@everywhere
+def test_log_likelihoods(device: str) -> None:
+    rows = [random_ids(SMALL, n, seed=n) for n in (300, 2, 1, 70)]
+    got = model(SMALL, device).engine.log_likelihood(rows)
+    for ids, likelihoods in zip(rows, got, strict=True):
+        logits = truth(weights(SMALL), ids)[:-1]
+        exact = logits[np.arange(len(ids) - 1), ids[1:]]
+        largest = logits.max(axis=-1, initial=-np.inf)
+        exact = exact - largest - np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
+        assert likelihoods.shape == exact.shape
+        np.testing.assert_allclose(likelihoods, exact, rtol=1e-5, atol=1e-5)
+
+
+@everywhere
+def test_greedy_decoding_takes_the_likeliest(device: str) -> None:
+    m = model(SMALL, device)
+    prompts = [random_ids(SMALL, n, seed=n) for n in (5, 120, 1)]
+    decoding = m.engine.decode(prompts, [Sampling(temperature=0)] * 3)
+    texts = [list(p) for p in prompts]
+    for _ in range(20):
+        tokens, logprobs = decoding.next()
+        for b, text in enumerate(texts):
+            logits = m(np.array(text), last=True).astype(np.float64)
+            assert tokens[b] == logits.argmax()
+            expected = logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            np.testing.assert_allclose(logprobs[b], expected, rtol=1e-4, atol=1e-4)
+            text.append(int(tokens[b]))
+    assert decoding.lengths == [24, 139, 20]
+
+
+@everywhere
+def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
+    m = model(SMALL, device)
+    prompts = [random_ids(SMALL, n, seed=n) for n in (5, 50, 9)]
+    options = [
+        Sampling(temperature=1.5, top_k=40, seed=1),
+        Sampling(temperature=0.7, top_p=0.9, min_p=0.01, seed=2**40),
+        Sampling(repetition_penalty=1.3, seed=1, sample=2),
+    ]
+
+    def run(rows: list[int]) -> list[list[int]]:
+        decoding = m.engine.decode([prompts[b] for b in rows], [options[b] for b in rows])
+        drawn: list[list[int]] = np.array([decoding.next()[0] for _ in range(30)]).T.tolist()
+        return drawn
+
+    together = run([0, 1, 2])
+    assert together == [run([b])[0] for b in range(3)]
+    assert together == run([0, 1, 2])
+    assert len({tuple(row) for row in together}) == 3
+
+
+@everywhere
+def test_a_row_that_is_full_goes_on_with_other_tokens(device: str) -> None:
+    m = model(TINY, device)
+    prompts = [random_ids(TINY, n, seed=n) for n in (15, 4)]
+    greedy = [Sampling(temperature=0)] * 2
+    decoding = m.engine.decode(prompts, greedy)
+    texts = [list(p) for p in prompts]
+    windows = [list(p) for p in prompts]
+    for _ in range(16):
+        for b, length in enumerate(decoding.lengths):
+            if length == TINY.n_ctx:
+                windows[b] = windows[b][-10:]
+                decoding.restart(b, np.array(windows[b], np.int32))
+        tokens, _ = decoding.next()
+        for b in range(2):
+            expected = m(np.array(windows[b]), last=True).argmax()
+            assert tokens[b] == expected
+            texts[b].append(int(tokens[b]))
+            windows[b].append(int(tokens[b]))
+    assert decoding.lengths[1] == 19
+
+
+@everywhere
+def test_bad_ids_and_caches(device: str) -> None:
+    m = model(TINY, device)
+    for ids, message in (
+        ([1, 37], "ids: id 37 at 1: expected 0 to 36"),
+        ([[1, 2], [3, -1]], "ids: row 1: id -1 at 1: expected 0 to 36"),
+        ([], r"expected integers of shape \(T,\)"),
+        ([0.5], "got float64"),
+        ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),
+        ([[1], []], "row 1: expected integers"),
+        (np.zeros(21, int), "row 0 has 21 tokens, the context is n_ctx = 20"),
+    ):
+        with pytest.raises(InputError, match=message):
+            m(ids)
+    kv_cache = m.new_cache(2, 5)
+    m([[1, 2, 3], [4]], cache=kv_cache)
+    with pytest.raises(InputError, match=r"row 0 has 3 tokens behind the 3 in the cache, .* = 5"):
+        m([[1, 2, 3], [4, 5, 6]], cache=kv_cache)
+    with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 rows"):
+        m([1], cache=kv_cache)
+    assert kv_cache.lengths == [3, 1]
+    for arguments, message in (
+        ((0,), "batch: expected a positive integer, got 0"),
+        ((1, 21), "n_ctx: expected at most the model's 20, got 21"),
+    ):
+        with pytest.raises(InputError, match=message):
+            m.new_cache(*arguments)
+    with pytest.raises(InputError, match=r"dtype: expected one of float32, .* got 'int8'"):
+        GPT2(weights(TINY), device=device, dtype="int8")
+    with pytest.raises(InputError, match="weights: expected a GPT2Weights, got int"):
+        GPT2(3)  # type: ignore[arg-type]
+
+
+@everywhere
+def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
+    m = GPT2.from_pretrained(data / "gpt-nano-sort", device=device)
+    inputs = np.stack(np.meshgrid(*[np.arange(3)] * 6, indexing="ij"), -1).reshape(-1, 6)
+    decoding = m.engine.decode(list(inputs.astype(np.int32)), [Sampling(temperature=0)] * 729)
+    out = np.array([decoding.next()[0] for _ in range(6)]).T
+    assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729

@@ -1,0 +1,581 @@
+"""Choosing tokens: what each option means, the random numbers, and the kernel against NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, reference
+from gpt2block.kernels import Defines
+from gpt2block.operations.sample import FILE, geometry
+from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
+from tests import plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+CPU = [f"cpu-{order}" for order in loader.ORDERS]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+on_every_kernel = pytest.mark.parametrize("where", [*CPU, GPU])
+few = settings(max_examples=4)
+GREEDY = Sampling(temperature=0)
+EVERY_WAY = (
+    GREEDY,
+    Sampling(seed=1),
+    Sampling(temperature=1.7, top_k=1, seed=2),
+    Sampling(top_k=40, seed=3),
+    Sampling(temperature=0.7, top_p=0.9, seed=4),
+    Sampling(min_p=0.1, seed=2**64 - 1),
+    Sampling(temperature=0.9, top_k=20, top_p=0.8, min_p=0.02, seed=5, sample=3),
+    Sampling(repetition_penalty=1.3, top_k=9, top_p=0.95, seed=6),
+    Sampling(temperature=0, repetition_penalty=2.5),
+    Sampling(temperature=1e30, top_p=0.5, seed=7),
+    Sampling(temperature=1e-6, top_k=3, seed=8),
+    Sampling(top_k=2000, top_p=0.999, repetition_penalty=0.5, seed=2**32),
+)
+
+
+def rows_of_logits(seed: int, B: int, V: int, spread: float = 3.0, ties: bool = False) -> Array:
+    """As those of a language model: far from 0, a few far above the others."""
+    x = spread * np.random.default_rng(seed).standard_normal((B, V)) - 30
+    return (np.round(x) if ties else x).astype(np.float32)
+
+
+def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
+    return (np.random.default_rng(seed + 99).random((B, V)) < 0.3).astype(np.uint8)
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", -0.5, r"temperature: expected 0 \(greedy\), or .* to .*, got -0.5"),
+        ("temperature", math.nan, "temperature: .*got nan"),
+        ("temperature", math.inf, "temperature: .*got inf"),
+        ("temperature", 1e-40, "temperature: .*got 1e-40"),
+        ("temperature", "hot", "temperature: .*got 'hot'"),
+        ("top_k", -1, "top_k: expected how many tokens to keep, 0 to keep all, got -1"),
+        ("top_k", 1.5, "top_k: .*got 1.5"),
+        ("top_k", 2**31, "top_k: .*got 2147483648"),
+        ("top_p", 1.01, "top_p: expected a probability, 1 to keep all, got 1.01"),
+        ("top_p", -0.1, "top_p: .*got -0.1"),
+        ("min_p", 2, "min_p: expected a part of 1, 0 to keep all, got 2"),
+        ("repetition_penalty", 0, "repetition_penalty: expected .* to .*, got 0"),
+        ("seed", -1, "seed: expected an unsigned integer of 64 bits, got -1"),
+        ("seed", 2**64, "seed: .*got 18446744073709551616"),
+        ("seed", True, "seed: .*got True"),
+        ("sample", -1, "sample: expected the number of a sample from 0, got -1"),
+    ],
+)
+def test_values_that_mean_nothing(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(Sampling(), **{name: value})
+
+
+def test_rows_ask_each_for_its_own() -> None:
+    x = np.zeros((3, 5), np.float32)
+    rows = [Sampling(seed=i) for i in range(3)]
+    got = reference.sample_token(x, rows, step=7)
+    assert got.tolist() == [choose(x[i], rows[i], 7).token for i in range(3)]
+    with pytest.raises(InputError, match="sampling: expected a Sampling, or 3 of them"):
+        reference.sample_token(x, rows[:2])
+
+
+# --- the filters ---------------------------------------------------------------------------------
+
+
+def kept_by_hand(x: Array, sampling: Sampling, seen: Array) -> set[int]:
+    """The steps of `transformers` one after the other, in float64; ties stay together."""
+    scores = [float(value) for value in x]
+    for i in map(int, np.flatnonzero(seen)):
+        factor = float(np.float32(sampling.repetition_penalty))
+        scores[i] = scores[i] * factor if scores[i] < 0 else scores[i] / factor
+    scores = [score / sampling.temperature for score in scores]
+    kept = {i for i, score in enumerate(scores) if score > -math.inf}
+    if sampling.top_k:
+        last = sorted(scores, reverse=True)[min(sampling.top_k, len(scores)) - 1]
+        kept = {i for i in kept if scores[i] >= last}
+    weights = {i: math.exp(scores[i] - max(scores)) for i in kept}
+    if sampling.top_p < 1:
+        total, last, reached = sum(weights.values()), math.inf, 0.0
+        for i in sorted(kept, key=lambda i: -scores[i]):
+            if last < math.inf and reached >= float(np.float32(sampling.top_p)) * total:
+                break
+            reached, last = reached + weights[i], scores[i]
+        kept = {i for i in kept if scores[i] >= last}
+    return {i for i in kept if weights[i] >= max(float(np.float32(sampling.min_p)), 2.0**-40)}
+
+
+some_logits = st.tuples(
+    st.integers(0, 999), st.sampled_from([1, 2, 3, 17, 60]), st.sampled_from([0.1, 1.0, 4.0])
+)
+
+
+@settings(max_examples=300)
+@given(
+    logits=some_logits,
+    ties=st.booleans(),
+    hidden=st.sampled_from([0.0, 0.5, 0.95]),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0, 1e20]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 100]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.37, 0.05, 0.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0]),
+    penalty=st.sampled_from([1.0, 2.0, 0.5]),  # exact: others make and break ties by rounding
+)
+def test_what_is_kept(
+    logits: tuple[int, int, float],
+    ties: bool,
+    hidden: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+) -> None:
+    seed, V, spread = logits
+    (x,) = rows_of_logits(seed, 1, V, spread, ties) + np.float32(30)
+    x[1:][np.random.default_rng(seed).random(V - 1) < hidden] = -np.inf
+    (seen,) = some_seen(seed, 1, V)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
+    expected = kept_by_hand(x, sampling, seen)
+    assert set(np.flatnonzero(masses(x, sampling, seen)).tolist()) == expected
+    assert expected
+
+
+def test_each_filter_alone() -> None:
+    x = np.log(np.array([0.05, 0.4, 0.25, 0.25, 0.05], np.float32))
+
+    def kept(**options: Any) -> list[int]:
+        return [int(i) for i in np.flatnonzero(masses(x, Sampling(**options)))]
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=1) == [1]
+    assert kept(top_k=2) == [1, 2, 3]  # ties with the last one kept stay
+    assert kept(top_k=4) == kept(top_k=5) == kept()
+    assert kept(top_p=0.3) == kept(top_p=0) == [1]
+    assert kept(top_p=0.5) == [1, 2, 3]
+    assert kept(top_p=0.96) == kept()
+    assert kept(min_p=0.5) == [1, 2, 3]
+    assert kept(min_p=1) == [1]
+    assert kept(top_k=3, top_p=0.4) == [1]  # 0.4 of 0.9
+    assert kept(temperature=0.01) == [1]
+    x = np.arange(4, dtype=np.float32)
+    assert kept(temperature=1e30, top_p=0.5) == [2, 3]  # exactly a half
+
+
+def test_the_repetition_penalty() -> None:
+    x = np.array([2, -2, 1, -1.5, 0], np.float32)
+    seen = np.array([1, 1, 0, 0, 1], np.uint8)
+    sampling = replace(GREEDY, repetition_penalty=4)
+    assert choose(x, sampling, 0, seen).token == 2
+    mass = masses(x, replace(sampling, temperature=1), seen)
+    logits = np.array([0.5, -8, 1, -1.5, 0])
+    np.testing.assert_allclose(mass / 2**40, np.exp(logits - 1), rtol=1e-6)
+
+
+def test_rows_without_a_choice() -> None:
+    inf = np.float32(np.inf)
+    for bad in ([1, math.nan, 2], [-inf, -inf, -inf], [inf, 1, math.nan]):
+        for sampling in (GREEDY, Sampling()):
+            got = choose(np.array(bad, np.float32), sampling, 0)
+            assert got.token == -1
+            assert math.isnan(got.logprob)
+    one = np.array([-inf, 3, -inf], np.float32)
+    assert choose(one, Sampling(temperature=1e30), 5) == choose(one, GREEDY, 0) == (1, 0.0)
+    two = np.array([inf, 3, inf], np.float32)
+    assert choose(two, GREEDY, 0).token == 0
+    assert {choose(two, Sampling(), step).token for step in range(40)} == {0, 2}
+
+
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    (x,) = rows_of_logits(0, 1, 50)
+    truth = np.asarray(reference.log_likelihood(x.astype(np.float64)[None], np.arange(1)))
+    for sampling in EVERY_WAY:
+        token, logprob = choose(x, sampling, 3)
+        truth = reference.log_likelihood(x.astype(np.float64), np.array(token))
+        assert logprob == pytest.approx(float(truth), rel=1e-12)
+
+
+# --- the random numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_against_the_published_vectors(counter: str, key: str, words: str) -> None:
+    got = philox(*([int(word, 16) for word in text.split()] for text in (counter, key)))
+    assert " ".join(f"{word:08x}" for word in got) == words
+
+
+def test_seed_step_and_sample_all_count() -> None:
+    numbers = {random_bits(*n) for n in [(0, 0, 0), (1, 0, 0), (2**32, 0, 0), (0, 1, 0), (0, 0, 1)]}
+    assert len(numbers) == 5
+    assert max(numbers) < 2**64
+
+
+def chi_square(tokens: Array, probability: Array) -> float:
+    """Of counts against probabilities, in standard deviations from what it is on average."""
+    expected = probability * len(tokens)
+    counts = np.bincount(tokens, minlength=len(probability))
+    assert (counts[expected == 0] == 0).all()
+    terms = (counts - expected)[expected > 0] ** 2 / expected[expected > 0]
+    freedom = len(terms) - 1
+    return float((terms.sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("by", ["step", "sample", "seed"])
+def test_draws_have_the_probabilities(by: str) -> None:
+    (x,) = rows_of_logits(1, 1, 12, 1.0)
+    sampling = Sampling(temperature=0.8, top_k=9, seed=11)
+    mass = masses(x, sampling)
+    assert np.count_nonzero(mass) == 9
+    together = np.cumsum(mass)
+    tokens = np.empty(20_000, np.int64)
+    for i in range(len(tokens)):
+        numbers = {"seed": 11, "step": 0, "sample": 0, by: i}
+        r = random_bits(**numbers) * int(together[-1]) >> 64
+        tokens[i] = np.searchsorted(together, np.uint64(r), side="right")
+    assert tokens[0] == choose(x, replace(sampling, **({"seed": 0} if by == "seed" else {})), 0)[0]
+    weights = np.where(mass > 0, np.exp(x.astype(np.float64) / 0.8), 0)
+    probability = weights / weights.sum()
+    assert chi_square(tokens, probability) < 5
+    tilted = probability * np.linspace(0.9, 1.1, len(x))  # the bound can fail
+    assert chi_square(tokens, tilted / tilted.sum()) > 5
+
+
+# --- the kernel ----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What the kernel writes."""
+
+    seen: Array
+    position: Array
+    step: Array
+    token: Array
+    logprob: Array
+
+
+def run(
+    where: str,
+    x: Array,
+    rows: Sequence[Sampling],
+    step: int = 0,
+    seen: Array | None = None,
+    *,
+    threads: int = 128,
+    defines: Defines = (),
+    position: int = 5,
+    n_ctx: int = 1024,
+    source: loader.Source | str = FILE,
+) -> State:
+    """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    B, V = x.shape
+    before = State(
+        np.zeros((B, V), np.uint8) if seen is None else seen,
+        np.full(B, position, np.int32),
+        np.full(B, step, np.int32),
+        np.full(B, -7, np.int32),
+        np.full(B, np.inf, np.float32),
+    )
+    if where == "gpu":
+        first, second = (on_gpu(x, rows, before, n_ctx) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_array_equal(a, b)
+        return first
+    if problem := loader.missing():
+        pytest.skip(problem)
+    after = State(*(a.copy() for a in before))
+    how = geometry(B, threads, defines)
+    asked = parameters(rows)
+    report = np.full((2, 2, B), -9, np.int32)
+    args = [x, *asked.values(), *after, report, V, n_ctx]
+    order: Any = where.removeprefix("cpu-")
+    loader.run(source, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    check_report(report, step, after)
+    return after
+
+
+def check_report(report: Array, step: int, state: State) -> None:
+    """In the half of this step stands what the state has; the other half is as it was."""
+    np.testing.assert_array_equal(report[step % 2, 0], state.token)
+    np.testing.assert_array_equal(report[step % 2, 1], state.logprob.view(np.int32))
+    assert (report[1 - step % 2] == -9).all()
+
+
+def on_gpu(x: Array, rows: Sequence[Sampling], before: State, n_ctx: int) -> State:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _sample  # noqa: PLC0415
+
+    state = _sample.SampleState.allocate(*x.shape)
+    state.set(rows)
+    for name, values in before._asdict().items():
+        getattr(state, name).set(values)
+    logits = cupy.asarray(x)
+    report = cupy.full((2, 2, len(x)), -9, "int32")
+    bound = _sample.bind_state(logits, state, n_ctx, report)
+    assert bound.run() is state.token
+    after = State(*(getattr(state, name).get() for name in State._fields))
+    check_report(report.get(), int(before.step[0]), after)
+    return after
+
+
+def assert_as_chosen(
+    x: Array, rows: Sequence[Sampling], step: int, seen: Array, got: State
+) -> None:
+    """Tokens and state as NumPy has them; log-probabilities by the rule for errors."""
+    chosen = [choose(x[b], row, step, seen[b]) for b, row in enumerate(rows)]
+    tokens = np.array([token for token, _ in chosen])
+    np.testing.assert_array_equal(got.token, tokens)
+    real = np.flatnonzero(tokens >= 0)
+    marked = seen.copy()
+    marked[real, tokens[real]] = 1
+    np.testing.assert_array_equal(got.seen, marked)
+    np.testing.assert_array_equal(got.step, np.full(len(x), step + 1))
+    truth = np.array([logprob for _, logprob in chosen])
+    stated = np.isfinite(truth)
+    assert np.isnan(got.logprob[~stated]).all()
+    if stated.any():
+        plain.assert_as_accurate(
+            got.logprob[stated], truth[stated], sequential(x[stated], tokens[stated])
+        )
+
+
+def sequential(x: Array, tokens: Array) -> Array:
+    shifted = x - x.max(axis=-1, keepdims=True)
+    total = plain.running_sum(np.exp(shifted))
+    return np.asarray((np.take_along_axis(shifted, tokens[:, None], axis=-1) - np.log(total))[:, 0])
+
+
+@on_every_kernel
+@few
+@given(
+    seed=st.integers(0, 999),
+    V=st.sampled_from([1, 2, 31, 129, 1000, 4099]),
+    spread=st.sampled_from([0.01, 1.0, 5.0]),
+    ties=st.booleans(),
+    hidden=st.sampled_from([0.0, 0.5]),
+)
+def test_the_kernel_chooses_as_numpy_does(
+    where: str, seed: int, V: int, spread: float, ties: bool, hidden: float
+) -> None:
+    B = len(EVERY_WAY)
+    x, seen = rows_of_logits(seed, B, V, spread, ties), some_seen(seed, B, V)
+    x[:, 1:][np.random.default_rng(seed).random((B, V - 1)) < hidden] = -np.inf
+    got = run(where, x, EVERY_WAY, seed, seen)
+    assert_as_chosen(x, EVERY_WAY, seed, seen, got)
+
+
+@pytest.mark.parametrize("where", CPU)
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_that_do_not_fit_the_list(where: str, ties: bool) -> None:
+    B, V = len(EVERY_WAY), 3001
+    x, seen = rows_of_logits(3, B, V, ties=ties), some_seen(3, B, V)
+    for step in range(3):
+        got = run(where, x, EVERY_WAY, step, seen, defines=(("SAMPLE_LIST", 16),))
+        assert_as_chosen(x, EVERY_WAY, step, seen, got)
+
+
+@pytest.mark.parametrize("where", CPU)
+def test_candidates_whose_bound_was_too_tight(where: str) -> None:
+    """A bound that keeps the likeliest alone: the search then starts again without one."""
+    rows = [Sampling(top_p=p, seed=i) for i, p in enumerate((0.9, 0.5, 0.99, 0.0))]
+    x, seen = rows_of_logits(4, 4, 900), np.zeros((4, 900), np.uint8)
+    tight = loader.Source.shipped(FILE).edited(
+        "fminf(1.0f - __logf(share)", "fminf(1.0f + 0.0f * share"
+    )
+    assert_as_chosen(x, rows, 2, seen, run(where, x, rows, 2, seen, source=tight))
+
+
+@on_every_kernel
+def test_with_the_threads_it_ships_with(where: str) -> None:
+    B, V = len(EVERY_WAY), 5001
+    x, seen = rows_of_logits(5, B, V), some_seen(5, B, V)
+    got = run(where, x, EVERY_WAY, 9, seen, threads=1024)
+    assert_as_chosen(x, EVERY_WAY, 9, seen, got)
+
+
+@on_every_kernel
+def test_a_row_chooses_the_same_alone(where: str) -> None:
+    """The same bits, also where it starts elsewhere in memory: rows are of odd length."""
+    B, V = len(EVERY_WAY), 515
+    x, seen = rows_of_logits(6, B, V), some_seen(6, B, V)
+    together = run(where, x, EVERY_WAY, 1, seen)
+    for b in range(B):
+        alone = run(where, x[b : b + 1], EVERY_WAY[b : b + 1], 1, seen[b : b + 1])
+        for one, all_rows in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one, all_rows[b : b + 1])
+
+
+@on_every_kernel
+def test_of_equals_the_lowest_id_is_the_greedy_one(where: str) -> None:
+    places = [(40, 130), (130, 256), (2, 2999), (1023, 1024), (7, 8), (2047, 2048)]
+    x = np.zeros((len(places), 3000), np.float32)
+    for row, ids in zip(x, places, strict=True):
+        row[list(ids)] = 1
+    got = run(where, x, [GREEDY] * len(places))
+    assert got.token.tolist() == [first for first, _ in places]
+
+
+@on_every_kernel
+def test_equal_masses_and_zeros_of_both_signs(where: str) -> None:
+    x = np.zeros((7, 40), np.float32)
+    x[:, ::3], x[:, 7] = -0.0, -1
+    x[6] = np.arange(40)
+    rows = [
+        GREEDY,
+        Sampling(top_k=30, seed=1),
+        Sampling(top_p=0.5, seed=2),
+        Sampling(min_p=1, seed=3),
+        Sampling(top_k=39, top_p=0.999, seed=4),
+        Sampling(top_p=0.25, min_p=0.5, seed=5),
+        Sampling(temperature=1e30, top_p=0.5, seed=6),  # masses are equal, logits are not
+    ]
+    seen = np.zeros(x.shape, np.uint8)
+    for step in range(8):
+        got = run(where, x, rows, step, seen)
+        assert_as_chosen(x, rows, step, seen, got)
+        assert got.token[6] >= 20
+
+
+@on_every_kernel
+def test_rows_that_the_kernel_cannot_choose_from(where: str) -> None:
+    x = np.tile(rows_of_logits(7, 1, 300), (10, 1))
+    x[0:2, 9] = np.nan
+    x[2:4] = -np.inf
+    x[4:6, [3, 200]] = np.inf, np.nan
+    x[6:8, [3, 200]] = np.inf
+    rows = [GREEDY, Sampling(top_k=4, top_p=0.9)] * 5
+    seen = np.zeros(x.shape, np.uint8)
+    got = run(where, x, rows, 0, seen)
+    assert_as_chosen(x, rows, 0, seen, got)
+    assert got.token[:6].tolist() == [-1] * 6
+    assert got.token[6] == 3
+    assert got.token[7] in (3, 200)
+    assert not got.seen[:6].any()
+
+
+@on_every_kernel
+def test_positions_end_with_the_context(where: str) -> None:
+    x = rows_of_logits(8, 2, 20)
+    for position, expected in ((5, 6), (1022, 1023), (1023, 1023)):
+        got = run(where, x, [GREEDY] * 2, position=position)
+        assert got.position.tolist() == [expected] * 2
+
+
+@on_every_kernel
+def test_the_tokens_of_prompts_are_marked(where: str) -> None:
+    B, V = 3, 40
+    tokens = np.array([0, 39, 5, 5, 40, -1, 7, 7], np.int32)
+    rows = np.array([0, 0, 1, 1, 1, 1, 3, -1], np.int32)
+    seen = np.zeros((B, V), np.uint8)
+    seen[2, 2] = 1
+    expected = seen.copy()
+    expected[[0, 0, 1], [0, 39, 5]] = 1
+    if where == "gpu":
+        import cupy as cp  # noqa: PLC0415
+
+        from gpt2block import ops  # noqa: PLC0415
+
+        got = ops.mark_seen(cp.asarray(tokens), cp.asarray(rows), cp.asarray(seen)).get()
+    elif problem := loader.missing():
+        pytest.skip(problem)
+    else:
+        got = seen.copy()
+        order: Any = where.removeprefix("cpu-")
+        args = [tokens, rows, got, len(tokens), B, V]
+        loader.run(FILE, "mark_seen", (1,), (256,), args, order=order)
+    np.testing.assert_array_equal(got, expected)
+
+
+# --- on the GPU alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize("V", [50257, 200_003])
+def test_vocabularies(V: int, spread: float) -> None:
+    B = len(EVERY_WAY)
+    x, seen = rows_of_logits(9, B, V, spread), some_seen(9, B, V)
+    for step in range(3):
+        assert_as_chosen(x, EVERY_WAY, step, seen, run("gpu", x, EVERY_WAY, step, seen))
+
+
+@pytest.mark.gpu
+def test_draws_of_the_gpu_have_the_probabilities() -> None:
+    (x,) = rows_of_logits(1, 1, 12, 1.0)
+    rows = [Sampling(temperature=0.8, top_k=9, seed=12, sample=i) for i in range(20_000)]
+    tokens = run("gpu", np.tile(x, (len(rows), 1)), rows).token
+    mass = masses(x, rows[0]).astype(np.float64)
+    assert chi_square(tokens, mass / mass.sum()) < 5
+
+
+@pytest.mark.gpu
+def test_steps_follow_each_other_in_one_state() -> None:
+    import cupy as cp  # noqa: PLC0415
+
+    from gpt2block.ops import _sample  # noqa: PLC0415
+
+    (x,) = rows_of_logits(10, 1, 1000)
+    rows = [Sampling(seed=3, repetition_penalty=1.2), Sampling(seed=3, sample=1)]
+    state = _sample.SampleState.allocate(2, 1000)
+    state.set(rows)
+    logits = cp.asarray(np.tile(x, (2, 1)))
+    bound = _sample.bind_state(logits, state, 1024)
+    seen = np.zeros((2, 1000), np.uint8)
+    for step in range(20):
+        tokens = bound.run().get()
+        for b in range(2):
+            assert tokens[b] == choose(x, rows[b], step, seen[b]).token
+            seen[b, tokens[b]] = 1
+    np.testing.assert_array_equal(state.seen.get(), seen)
+    assert state.position.get().tolist() == state.step.get().tolist() == [20, 20]
+
+
+@pytest.mark.gpu
+def test_calls_and_bad_inputs() -> None:
+    import cupy as cp  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.ops import _sample  # noqa: PLC0415
+
+    x, seen = rows_of_logits(11, 3, 700), some_seen(11, 3, 700)
+    rows = [GREEDY, EVERY_WAY[6], EVERY_WAY[7]]
+    got = ops.sample_token(cp.asarray(x), rows, step=4, seen=cp.asarray(seen))
+    np.testing.assert_array_equal(got.get(), reference.sample_token(x, rows, 4, seen))
+    logits = cp.asarray(x)
+    with pytest.raises(InputError, match="logits: expected float32"):
+        ops.sample_token(logits.astype("float16"))
+    with pytest.raises(InputError, match=r"logits: expected \(B, V\)"):
+        ops.sample_token(logits[0])
+    with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
+        ops.sample_token(logits, rows[:2])
+    with pytest.raises(InputError, match="seen: expected shape"):
+        ops.sample_token(logits, seen=cp.asarray(seen[:2]))
+    state = _sample.SampleState.allocate(3, 700)
+    with pytest.raises(InputError, match="sampling: expected 3, one a row, got 1"):
+        state.set([GREEDY])
+    with pytest.raises(InputError, match="n_ctx: expected 1 to"):
+        _sample.bind_state(logits, state, 0)
+    with pytest.raises(InputError, match=r"temperature: expected shape \(2,\)"):
+        _sample.bind_state(logits[:2], state)
+    with pytest.raises(InputError, match="rows: expected shape"):
+        ops.mark_seen(cp.zeros(3, "int32"), cp.zeros(2, "int32"), state.seen)

@@ -1,0 +1,249 @@
+"""Scores: each token predicted once, from as much as the stride says; token files; vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, scoring
+from gpt2block.engines.model import Floats, Ids
+from gpt2block.scoring import LLM_C_MAGIC, Score, embed, load_tokens, score
+from tests.markov import MarkovEngine, byte_encoding, cycle, log_softmax, random_table
+
+BYTES = byte_encoding(end=False)
+
+
+class CountingEngine(MarkovEngine):
+    """A token's log-likelihood is minus the number of tokens it was predicted from."""
+
+    def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        self._check(sequences)
+        return [-np.arange(1, len(ids), dtype=np.float32) for ids in sequences]
+
+
+def contexts_by_hand(size: int, n_ctx: int, stride: int) -> list[int]:
+    """How many tokens each token but the first is predicted from, as the model card states it."""
+    found = list(range(1, min(size, n_ctx)))
+    first = 0
+    while first + n_ctx < size:
+        first += stride
+        end = min(first + n_ctx, size)
+        found += [token - first for token in range(first - stride + n_ctx, end)]
+    return found
+
+
+@given(
+    size=st.integers(2, 60), n_ctx=st.integers(2, 16), data=st.data(), at_once=st.integers(1, 99)
+)
+def test_windows(size: int, n_ctx: int, data: Any, at_once: int) -> None:
+    stride = data.draw(st.integers(1, n_ctx - 1))
+    engine = CountingEngine(cycle(7), n_ctx)
+    told: list[tuple[int, int]] = []
+    found = score(
+        engine, None, np.arange(size) % 7, stride=stride, tokens_at_once=at_once,
+        progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    expected = contexts_by_hand(size, n_ctx, stride)
+    assert len(expected) == size - 1
+    assert found == Score(-sum(expected), size - 1, None, n_ctx, stride)
+    assert all(sum(lengths) <= at_once or len(lengths) == 1 for lengths in engine.batches)
+    assert told[-1] == (size - 1, size - 1)
+    assert len(told) == len(engine.batches)
+    assert told == sorted(told)
+
+
+def test_a_score_is_the_sum_of_the_log_probabilities() -> None:
+    engine = MarkovEngine(random_table(1, 256), n_ctx=16)
+    text = "Now is the winter of our discontent made glorious summer by this sun of York"
+    found = score(engine, BYTES, text)
+    ids = np.frombuffer(text.encode(), np.uint8)
+    nats = log_softmax(engine.table)[ids[:-1], ids[1:]]
+    assert found.log_likelihood == pytest.approx(nats.sum(), rel=1e-6)
+    assert found.stride == 8
+    assert found.tokens == found.bytes == len(ids) - 1
+    assert found.nats_per_token == pytest.approx(-nats.mean(), rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(-nats.mean()), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(-nats.mean() / math.log(2), rel=1e-6)
+    assert score(engine, BYTES, ids) == found
+    assert score(engine, None, ids.tolist()) == replace(found, bytes=None)
+
+
+def test_bytes_are_those_of_the_text_predicted() -> None:
+    encoding = byte_encoding(b"th", b"the ")  # 258 is the end of the text
+    engine = MarkovEngine(random_table(1, 300), n_ctx=16)
+    assert score(engine, encoding, [257, 256, 97, 258, 257, 299]).bytes == 2 + 1 + 0 + 4 + 0
+    assert score(engine, encoding, "Ü🎭").bytes == len("Ü🎭".encode()) - 1
+    nothing = score(engine, encoding, [97, 258])
+    assert nothing.bytes == 0
+    assert nothing.bits_per_byte is None
+
+
+def test_impossible_tokens() -> None:
+    table = cycle(5)
+    table[2, 3] = -np.inf
+    found = score(MarkovEngine(table), None, [1, 2, 3])
+    assert found.log_likelihood == -math.inf
+    assert found.perplexity == math.inf
+    table[2, 3] = np.nan
+    with pytest.raises(InputError, match=r"NaN between tokens 6 and 7.*try dtype='float32'"):
+        score(MarkovEngine(table, n_ctx=4), None, [0, 1, 1, 1, 1, 2, 3, 1, 1], tokens_at_once=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("a", {}, "text: expected at least two tokens to score one, got 1"),
+        ("", {}, "expected at least two tokens to score one, got 0"),
+        ([3, 256], {}, "text: token 1 is 256: expected ids from 0 to 255"),
+        (np.array([3, -1]), {}, "text: token 1 is -1"),
+        (np.zeros((2, 2), int), {}, "text: expected text or a row of integers, got int64 (2, 2)"),
+        (np.zeros(2), {}, "text: expected text or a row of integers, got float64 (2,)"),
+        (None, {}, "text: expected text or a row of integers, got NoneType"),
+        ("ab", {"stride": 0}, "stride: expected a positive integer, got 0"),
+        ("ab", {"stride": 64}, "stride: expected 1 to 63, less than n_ctx, got 64"),
+        ("ab", {"tokens_at_once": 0}, "tokens_at_once: expected a positive integer"),
+    ],
+)
+def test_wrong_input(text: Any, options: dict[str, Any], message: str) -> None:
+    engine = MarkovEngine(cycle(256))
+    with pytest.raises(InputError) as error:
+        score(engine, BYTES, text, **options)
+    assert message in str(error.value)
+    assert engine.batches == []
+
+
+def test_a_model_of_one_token() -> None:
+    with pytest.raises(InputError, match="n_ctx 1 predicts no token from another"):
+        score(MarkovEngine(cycle(3), n_ctx=1), None, [1, 2])
+
+
+def with_header(ids: NDArray[np.uint16], version: int = 1, count: int | None = None) -> bytes:
+    header = np.zeros(256, "<i4")
+    header[:3] = LLM_C_MAGIC, version, len(ids) if count is None else count
+    return header.tobytes() + ids.tobytes()
+
+
+IDS = np.array([5, 0, 50256, 65535, 7], "<u2")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">i4"])
+def test_token_files_of_numpy(tmp_path: Path, dtype: Any) -> None:
+    np.save(tmp_path / "a.npy", IDS.astype(dtype))
+    found = load_tokens(tmp_path / "a.npy")
+    assert isinstance(found, np.memmap)
+    assert found.tolist() == IDS.tolist()
+
+
+def test_token_files_of_llm_c_and_nanogpt(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(with_header(IDS))
+    (tmp_path / "b.bin").write_bytes(IDS.tobytes())
+    (tmp_path / "c.bin").write_bytes(np.tile(IDS, 1000).tobytes())
+    for name, expected in (("a", IDS), ("b", IDS), ("c", np.tile(IDS, 1000))):
+        found = load_tokens(str(tmp_path / f"{name}.bin"))
+        assert isinstance(found, np.memmap)
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", with_header(IDS, version=2), "expected version 1 and 1,034 bytes"),
+        ("a.bin", with_header(IDS, count=6), "expected version 1 and 1,036 bytes for its 6 tokens"),
+        ("a.bin", with_header(IDS)[:-1], "1,033 bytes, with the header of llm.c: expected"),
+        ("a.bin", with_header(IDS)[:100], "100 bytes, with the header of llm.c"),
+        ("a.bin", with_header(IDS[:0]), "expected uint16 tokens, two bytes each, got 1,024 bytes"),
+        ("a.bin", IDS.tobytes() + b"x", "expected uint16 tokens, two bytes each, got 11 bytes"),
+        ("a.bin", b"", "expected uint16 tokens, two bytes each, got 0 bytes"),
+        ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git-LFS pointer"),
+        ("a.npy", b"no array", "cannot be read as a token file"),
+        ("a.npy", b"", "cannot be read as a token file"),
+    ],
+)
+def test_wrong_token_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        load_tokens(tmp_path / name)
+    assert message in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((2, 2), int), np.zeros(3), np.array([{}], dtype=object)]
+)
+def test_wrong_arrays_in_files(tmp_path: Path, array: NDArray[Any]) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(InputError, match=r"a\.npy: (expected a row|cannot be read)"):
+        load_tokens(tmp_path / "a.npy")
+    np.savez(tmp_path / "b", ids=np.arange(3))
+    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
+    with pytest.raises(InputError, match="expected a row of integers, got an archive"):
+        load_tokens(tmp_path / "b.npy")
+
+
+def test_no_such_token_file(tmp_path: Path) -> None:
+    for name in ("a.npy", "a.bin", ""):
+        with pytest.raises(InputError, match="cannot be read as a token file"):
+            load_tokens(tmp_path / name)
+
+
+@given(content=st.binary(max_size=60), start=st.sampled_from([b"", with_header(IDS)[:1024]]))
+def test_any_bytes_are_tokens_or_an_input_error(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes
+) -> None:
+    for name in ("a.bin", "a.npy"):
+        file = tmp_path_factory.mktemp("any") / name
+        file.write_bytes(start + content)
+        try:
+            assert load_tokens(file).ndim == 1
+        except InputError:
+            continue
+
+
+@pytest.mark.parametrize("at_once", [100, 2**24])
+def test_a_file_is_scored_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
+    ids = np.random.default_rng(0).integers(0, 5, 999).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(with_header(ids))
+    engine = MarkovEngine(random_table(0, 5), n_ctx=32)
+    assert score(engine, None, load_tokens(tmp_path / "a.bin")) == score(engine, None, ids)
+    ids[777] = 5
+    (tmp_path / "a.bin").write_bytes(with_header(ids))
+    with pytest.raises(InputError, match="text: token 777 is 5: expected ids from 0 to 4"):
+        score(engine, None, load_tokens(tmp_path / "a.bin"))
+
+
+def test_vectors() -> None:
+    engine = MarkovEngine(cycle(256))
+    one = embed(engine, BYTES, "ac")
+    assert one.dtype == np.float32
+    assert one.tolist() == [98, 1, 0, 0]
+    assert embed(engine, BYTES, "ac", pooling="last").tolist() == [99, 1, 0, 0]
+    many = embed(engine, BYTES, ["a", "ac", [0, 1, 2], "abc"], tokens_at_once=3)
+    assert many[:, 0].tolist() == [97, 98, 1, 98]
+    assert engine.batches[2:] == [[1, 2], [3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "pooling", "message"),
+    [
+        ("ab", "max", "pooling: expected 'mean' or 'last', got 'max'"),
+        ("", "mean", "input: expected 1 to 4 tokens, got 0"),
+        (["ab", "abcde"], "mean", "input 1: expected 1 to 4 tokens, got 5"),
+        ([], "mean", "input: expected text, token ids or a list of them, got []"),
+    ],
+)
+def test_wrong_vectors(inputs: Any, pooling: Any, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        embed(MarkovEngine(cycle(256), n_ctx=4), BYTES, inputs, pooling)
+    assert message in str(error.value)
