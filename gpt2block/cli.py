@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from gpt2block import cli_model, doctor, measure, walkthrough
-from gpt2block.bench import block_against_document
+from gpt2block.bench import DecodeTime, block_against_document, decoding
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli_kernels import (
     draw_sweep,
@@ -169,8 +169,17 @@ def _print_checks(checks: list[doctor.Check]) -> None:
 
 
 @app.command(epilog="Example: gpt2block bench --device cuda:0 --json")
-def bench(device: Device = None, as_json: Json = False) -> None:
+def bench(
+    device: Device = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Time GPT-2's decoding instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Time the block against the source document's figures, as graph and as called from Python."""
+    if decode:
+        _print_decoding(decoding(device), as_json)
+        return
     rows = block_against_document(device)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
@@ -198,6 +207,34 @@ def bench(device: Device = None, as_json: Json = False) -> None:
     )
     out.print("Document: its own solve on an H200, device memory allocated in every call.")
     out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
+    out.print(table)
+
+
+def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("weights", "MB", "rows", "greedy µs", "sampled µs", "tokens/s", "prompt ms"):
+        table.add_column(name, justify="left" if name == "weights" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.dtype,
+            f"{row.weights_mb:.0f}",
+            str(row.batch),
+            f"{row.greedy_us:.0f}",
+            f"{row.sampled_us:.0f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.prompt_ms:.2f}" if row.batch == 1 else "",
+        )
+    out = console()
+    out.print(escape(rows[0].device))
+    out.print(
+        "GPT-2 small, random weights, 512 tokens in the cache. µs: from token to token, on the"
+    )
+    out.print(
+        "host; sampled: temperature 0.8, top-k 50, top-p 0.9. prompt: 1,024 tokens of one row."
+    )
     out.print(table)
 
 

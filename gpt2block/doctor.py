@@ -87,15 +87,24 @@ class CuPy:
     nvrtc_error: str = ""
 
 
+# The distributions that own `cupy/`. Looked up by name: reading all packages' metadata takes a
+# tenth of a second where many are installed.
+_CUPY = (
+    "cupy",
+    "amd-cupy",
+    *(f"cupy-cuda{version}" for version in ("11x", "12x", "13x", "14x", "102", "110", "111")),
+    *(f"cupy-rocm-{version}" for version in ("4-2", "4-3", "5-0", "6-0", "7-0")),
+)
+
+
 def installed_cupy() -> dict[str, str]:
     """Every installed distribution of CuPy with its version; all of them own `cupy/`."""
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # half-removed packages have no metadata to read
-            about = distribution.metadata
-            name = about["Name"].lower().replace("_", "-") if "Name" in about else ""
-            if re.fullmatch(r"cupy|cupy-(cuda|rocm).*|amd-cupy", name):
-                found.setdefault(name, about["Version"])
+    for name in _CUPY:
+        for distribution in importlib.metadata.distributions(name=name):
+            with contextlib.suppress(Exception):  # half-removed packages have no metadata to read
+                version = distribution.metadata["Version"]
+                found |= {} if version is None else {name: found.get(name, version)}
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpt2block.block import resolve_device
-from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
 from gpt2block.config import GPT2Config, check_count
 from gpt2block.engines.model import (
     Floats,
@@ -104,6 +104,22 @@ class GPT2:
 
         directory = self._checkpoint.directory if self._checkpoint else None
         return tokenizer.load(directory, self.config.vocab_size)
+
+    def tensors(self) -> Tensors:
+        """Name, array and layout of every tensor as it is stored, as `Checkpoint.tensors` does."""
+        return self.engine.tensors()
+
+    def save_pretrained(
+        self, directory: str | Path, dtype: str | None = None, overwrite: bool = False
+    ) -> Path:
+        """Write a Hugging Face directory, with the tokenizer.json that came with the model.
+
+        dtype: "float32", "float16", "bfloat16", or None for what is stored here (FP8 as float32).
+        See `checkpoints.save_pretrained`.
+        """
+        beside = self._checkpoint and self._checkpoint.directory / "tokenizer.json"
+        tokenizer = beside if beside and beside.is_file() else None
+        return save_pretrained(directory, self, dtype, tokenizer, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
         """An empty kv_cache for `batch` sequences of up to n_ctx tokens (the model's, if None)."""

@@ -559,3 +559,14 @@ def test_the_bench_table() -> None:
     at_128 = next(row for row in rows if row.T == 128)
     assert at_128.speedup is not None
     assert at_128.speedup > 1.5
+
+
+def test_decoding_is_as_fast_as_stated() -> None:
+    """README's figures, with room for a busy machine: they are medians of what a program sees."""
+    from gpt2block import bench  # noqa: PLC0415
+
+    rows = {(row.dtype, row.batch): row for row in bench.decoding()}
+    assert len(rows) == 15
+    assert all(0 < row.greedy_us < row.batch * 2000 for row in rows.values())
+    assert rows["bfloat16", 1].greedy_us < rows["float32", 1].greedy_us
+    assert rows["bfloat16", 8].tokens_per_s > 2 * rows["bfloat16", 1].tokens_per_s

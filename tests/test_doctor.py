@@ -330,9 +330,12 @@ def test_installed_cupy_reads_the_metadata(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     (tmp_path / "nameless-1.dist-info").mkdir()
     (tmp_path / "nameless-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
-    (tmp_path / "half_removed-1.dist-info").mkdir()
+    (tmp_path / "cupy_cuda11x-13.6.0.dist-info").mkdir()  # half removed
     real = importlib.metadata.distributions
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: real(path=[str(tmp_path)]))
+    here = [str(tmp_path)]
+    monkeypatch.setattr(
+        importlib.metadata, "distributions", lambda name: real(name=name, path=here)
+    )
     assert doctor.installed_cupy() == {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.1.0"}
 
 

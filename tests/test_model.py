@@ -313,6 +313,25 @@ def test_bad_ids_and_caches(device: str) -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["tied", "untied"])
+def test_a_saved_model_is_the_same(
+    device: str, dtype: str, config: GPT2Config, tmp_path: Path
+) -> None:
+    ids = random_ids(config, 9)
+    ours = GPT2(weights(config), device, dtype)
+    again = GPT2.from_pretrained(ours.save_pretrained(tmp_path / "saved"), device)
+    assert again.config == config
+    names = [name for name, _, _ in ours.tensors()]
+    assert names == [name for name, _, _ in again.tensors()]
+    for (name, a, layout), (_, b, same) in zip(ours.tensors(), again.tensors(), strict=True):
+        assert layout == same
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32), name)
+    if dtype == "float32":
+        np.testing.assert_array_equal(again(ids), ours(ids))
+
+
+@everywhere
 def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
     m = GPT2.from_pretrained(data / "gpt-nano-sort", device=device)
     inputs = np.stack(np.meshgrid(*[np.arange(3)] * 6, indexing="ij"), -1).reshape(-1, 6)

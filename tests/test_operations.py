@@ -244,8 +244,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         stand_in = StandIn(operation, refused, wrong)
-        monkeypatch.setitem(sys.modules, "gpt2block.ops", stand_in)
+        # In this order: what it was is asked for, and imported, before the stand-in is there.
         monkeypatch.setattr("gpt2block.ops", stand_in, raising=False)
+        monkeypatch.setitem(sys.modules, "gpt2block.ops", stand_in)
         sizes = small(operation)
         found = measure.measure(
             operation,

@@ -16,7 +16,7 @@ say() { echo "$*" | tee -a "$summary"; }
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 
 parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")  # where pytest-xdist is there
-timeout 600 python3 -m pytest --gpu -q -rsP $parallel tests > "$logs/tests.txt" 2>&1
+timeout 600 python3 -m pytest --gpu -q -rsfEP $parallel tests > "$logs/tests.txt" 2>&1
 status=$?
 say "tests      $(tail -n 1 "$logs/tests.txt")"
 grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done

@@ -1,7 +1,7 @@
-"""What compute-sanitizer watches: the ten steps at T = 30, and every variant of every operation.
+"""What compute-sanitizer watches: the ten steps, every variant of every operation, a whole model.
 
-No CUDA graph, so that each kernel is reported by name, and each result is held against NumPy. The
-sizes are small and odd: tiles have edges, rows have tails.
+Each result is held against NumPy. The sizes are small and odd: tiles have edges, rows have tails.
+But for the model's decoding there is no CUDA graph, so that each kernel is reported by name.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from gpt2block import (
+    GPT2,
     Block,
     BlockWeights,
     GPT2Config,
+    GPT2Weights,
     InputError,
+    Sampling,
     measure,
     ops,
     random_input,
     reference,
 )
+from gpt2block.engines.model import DTYPES
 from gpt2block.operations import OPERATIONS, Operation
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
@@ -61,8 +65,34 @@ def operation(found: Operation) -> None:
                 print(f"checked {found.name} {variant.name} {dtype} {layout}: error {off:.1e}")
 
 
+def model() -> None:
+    """Prefill of a ragged batch, decoding as a graph, likelihoods, in every dtype."""
+    weights = GPT2Weights.random(0, GPT2Config(2, 3, 48, 140, 101))
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(101, size=n).astype(np.int32) for n in (131, 1, 40)]
+    ways = [
+        Sampling(temperature=0),
+        Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
+        Sampling(temperature=1.5, seed=3),
+    ]
+    for dtype in DTYPES:
+        ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
+        error = 0.0
+        for got, exact in zip(ours(ids), truth(ids), strict=True):
+            error = max(error, float(np.abs(got - exact).max() / np.abs(exact).max()))
+        assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
+        for rows in (slice(0, 3), slice(0, 1)):
+            decoding = ours.engine.decode(ids[rows], ways[rows])
+            drawn = np.array([decoding.next()[0] for _ in range(5)])
+            assert ((drawn >= 0) & (drawn < 101)).all()
+        likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
+        assert np.isfinite(likelihoods).all()
+        print(f"checked GPT-2 {dtype}: error {error:.1e}")
+
+
 def main() -> None:
     block()
+    model()
     for found in OPERATIONS.values():
         operation(found)
     print("all done")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import GPT2Config
+from gpt2block.config import GPT2Config, model_shapes
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, STORAGE
 from gpt2block.sampling import Sampling
+from gpt2block.weight_matrix import WeightMatrix
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
@@ -25,6 +26,27 @@ _KV_CACHE = {"float32": "float32", "float16": "float16"}
 def kv_cache_dtype(dtype: str) -> str:
     """The dtype of the keys and values kept beside weights of `dtype`: bfloat16 beside FP8."""
     return _KV_CACHE.get(dtype, "bfloat16")
+
+
+def stored_tensors(
+    config: GPT2Config, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
+) -> Tensors:
+    """The tensors of a model in the order of `model_shapes`, on the host, one at a time."""
+    for name in model_shapes(config):
+        matrix = matrices.get(name)
+        if matrix is None:
+            yield name, on_host(vectors[name]), None
+        elif matrix.dtype in FP8:
+            layout = matrix.layout
+            values = matrix.dequantized()
+            yield name, values if layout == "KN" else values.T, layout
+        else:
+            yield name, on_host(matrix.data), matrix.layout
+
+
+def on_host(array: Any) -> NDArray[Any]:
+    """A NumPy or CuPy array as a NumPy one."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
 
 
 def check_dtype(dtype: str) -> None:
@@ -77,6 +99,9 @@ class ModelEngine(Protocol):
 
     def describe(self) -> str:
         """The device in words."""
+
+    def tensors(self) -> Tensors:
+        """What it was made of, as it is stored here; FP8 as the numbers it stands for."""
 
     def new_cache(self, batch: int, n_ctx: int) -> KVCache:
         """An empty cache for `batch` rows of up to `n_ctx` tokens."""

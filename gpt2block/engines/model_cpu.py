@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.config import GPT2Config
-from gpt2block.engines.model import Floats, Ids, Tensors, Want, kv_cache_dtype
+from gpt2block.engines.model import (
+    Floats,
+    Ids,
+    Tensors,
+    Want,
+    kv_cache_dtype,
+    stored_tensors,
+)
 from gpt2block.kernels import FP8
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weight_matrix import WeightMatrix
@@ -55,6 +62,9 @@ class NumpyModel:
 
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
+
+    def tensors(self) -> Tensors:
+        return stored_tensors(self.config, self._vectors, self._matrices)
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
         return NumpyCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))

@@ -30,7 +30,14 @@ import numpy as np
 
 from gpt2block import doctor, overlap
 from gpt2block.config import GPT2Config
-from gpt2block.engines.model import Floats, Ids, Tensors, Want, kv_cache_dtype
+from gpt2block.engines.model import (
+    Floats,
+    Ids,
+    Tensors,
+    Want,
+    kv_cache_dtype,
+    stored_tensors,
+)
 from gpt2block.kernels import Launch
 from gpt2block.ops import (
     _attention_cached,
@@ -105,6 +112,10 @@ class CudaModel:
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
+
+    def tensors(self) -> Tensors:
+        with self.running():
+            yield from stored_tensors(self.config, self._vectors, self._matrices)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -68,8 +68,8 @@ OPERATION = Operation(
             "split",
             "attention_split.cu",
             ("attention_split",),
-            "decoding: a block 128 keys of a head, all loads on their way at once; parts and "
-            "their maxima and sums, left to the next kernel or put together by the last block",
+            "decoding: a block 128 keys of a head, all loads on their way at once; the last block "
+            "puts the splits together",
         ),
         Variant(
             "append",
