@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from gpt2block.errors import CheckpointError, InputError
@@ -12,7 +13,7 @@ from gpt2block.errors import CheckpointError, InputError
 
 def check_count(name: str, value: Any) -> None:
     """Raise InputError unless `value` is a positive integer (a bool is none)."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name}: expected a positive integer, got {value!r}")
 
 

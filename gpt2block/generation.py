@@ -131,6 +131,8 @@ def stream(
     run = Run(engine, encoding, prompt, **options)
     if not run.single:
         raise InputError("stream: expected one prompt, got a list")
+    if len(run.rows) > 1:
+        raise InputError(f"stream: expected one sample, got {len(run.rows)}: use generate")
     return _pieces(run)
 
 
@@ -172,7 +174,7 @@ class Run:
         if stop_ids is None:
             ids: tuple[int, ...] = () if end is None else (end,)
         else:
-            given = [stop_ids] if isinstance(stop_ids, int) else list(stop_ids)
+            given = list(stop_ids) if isinstance(stop_ids, Iterable) else [stop_ids]
             ids = tuple(tokenizer.token_ids(None, given, config.vocab_size, "stop_ids").tolist())
         ends = _Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, frozenset(ids))
         wanted = [Sampling(**sampling, sample=sample) for sample in range(samples)]

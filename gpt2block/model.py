@@ -69,6 +69,8 @@ class GPT2:
         the package. progress: wraps the tensors as they are read. Raises CheckpointError.
         """
         check_dtype(dtype)
+        if not isinstance(name, (str, Path, Checkpoint)):
+            raise InputError(f"name: expected a name or a path, got {name!r}")
         checkpoint = Checkpoint.open(name)
         model = cls.__new__(cls)
         model._checkpoint = checkpoint
@@ -205,6 +207,11 @@ class GPT2:
     ) -> tuple[list[Ids], tuple[int, ...] | None]:
         """Checked sequences, and the shape of `ids` if they all have one length."""
         sequences, shape = as_sequences(ids, self.config.vocab_size)
+        if cache is not None and getattr(cache, "kind", None) != self.engine.cache_kind:
+            raise InputError(
+                f"cache: expected one that this model's new_cache made, {self.engine.cache_kind}, "
+                f"got {getattr(cache, 'kind', cache)!r}"
+            )
         before = [0] * len(sequences) if cache is None else cache.lengths
         if len(before) != len(sequences):
             raise InputError(f"ids: {len(sequences)} sequences for a cache of {len(before)} rows")
@@ -223,8 +230,11 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
 
     InputError names the first id that is none of 0 … vocab_size - 1.
     """
-    ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
-    rows = [np.asarray(row) for row in ids] if ragged else [np.asarray(ids)]
+    try:
+        ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
+        rows = [np.asarray(row) for row in ids] if ragged else [np.asarray(ids)]
+    except ValueError as error:  # lists in lists of different depths
+        raise InputError(f"ids: expected rows of integers: {error}") from error
     shape: tuple[int, ...] | None = None
     if ragged and len({row.shape for row in rows}) == 1:
         shape = (len(rows), *rows[0].shape)

@@ -44,7 +44,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-        if self.temperature != 0:
+        if isinstance(self.temperature, bool) or np.ndim(self.temperature) or self.temperature != 0:
             _number("temperature", self.temperature, SMALLEST, LARGEST, f"0 (greedy), or {usual}")
         _number("top_p", self.top_p, 0.0, 1.0, "a probability, 1 to keep all")
         _number("min_p", self.min_p, 0.0, 1.0, "a part of 1, 0 to keep all")

@@ -19,6 +19,7 @@ SCALED = "float8_e4m3fn"  # the one dtype that has scales
 # A channel whose weights are all smaller than this counts as zero: then no scale is so small that
 # a float32 without subnormal numbers, as on the GPU, would make a difference.
 SMALLEST = 2.0**-91
+AT_ONCE = 2**18  # weights on the host that are looked at together
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
@@ -107,7 +108,7 @@ class WeightMatrix:
             largest = np.float32(448)
             scale = np.where(absmax < SMALLEST, np.float32(1), absmax / largest)
         if not _is_cupy(w):
-            return cls(reference.to_fp8(w, dtype, True, scale, layout), dtype, scale, layout)
+            return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout)
         import cupy  # noqa: PLC0415
 
         from gpt2block.ops import to_fp8  # noqa: PLC0415
@@ -186,8 +187,26 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
         from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
 
         return _host(absmax(w, layout))
-    largest: NDArray[np.float32] = np.abs(w.astype(np.float32)).max(axis=layout.index("K"))
-    return largest
+    axis = layout.index("K")
+    largest = [np.abs(some.astype(np.float32, copy=False)).max(axis=axis) for some in _parts(w)]
+    return np.concatenate(largest) if layout == "NK" else np.maximum.reduce(largest)
+
+
+def _to_fp8(w: NDArray[Any], dtype: str, scale: Any, layout: str) -> NDArray[np.uint8]:
+    """`reference.to_fp8` of a matrix on the host, part by part."""
+    found = np.empty(w.shape, np.uint8)
+    first = 0
+    for some, to in zip(_parts(w), _parts(found), strict=True):
+        own = scale[first : first + len(some)] if scale is not None and layout == "NK" else scale
+        to[...] = reference.to_fp8(some, dtype, True, own, layout)
+        first += len(some)
+    return found
+
+
+def _parts(matrix: NDArray[Any]) -> list[NDArray[Any]]:
+    """Views of some rows each, so that what is worked out of them stays small beside the whole."""
+    rows = max(1, AT_ONCE // matrix.shape[1])
+    return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
 
 def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:

@@ -146,7 +146,7 @@ class BlockWeights:
 
 @dataclass(frozen=True, eq=False)
 class GPT2Weights:
-    """All tensors of a GPT-2 model, float32."""
+    """All tensors of a GPT-2 model, float32. Raises InputError where they do not fit the config."""
 
     config: GPT2Config
     wte: Array  # (vocab_size, C) token embedding
@@ -155,6 +155,21 @@ class GPT2Weights:
     gamma_f: Array  # (C,) the final LayerNorm
     beta_f: Array  # (C,)
     lm_head: Array  # (vocab_size, C); the very array wte when tied
+
+    def __post_init__(self) -> None:
+        c = self.config
+        shapes = {name: model_shapes(c)[name] for name in ("wte", "wpe", "gamma_f", "beta_f")}
+        for name, shape in (shapes | {"lm_head": shapes["wte"]}).items():
+            if np.shape(getattr(self, name)) != shape:
+                raise InputError(f"{name}: expected {shape}, got {np.shape(getattr(self, name))}")
+        if c.tie_word_embeddings and self.lm_head is not self.wte:
+            raise InputError("lm_head: expected the very array wte, as the config ties them")
+        for layer, block in enumerate(self.blocks):
+            if (block.n_embd, block.n_head, block.eps) != (c.n_embd, c.n_head, c.eps):
+                raise InputError(
+                    f"block {layer}: expected n_embd {c.n_embd}, n_head {c.n_head}, eps {c.eps}, "
+                    f"got {block.n_embd}, {block.n_head}, {block.eps}"
+                )
 
     @classmethod
     def from_pretrained(

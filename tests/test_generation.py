@@ -290,6 +290,7 @@ def test_nan_is_an_error() -> None:
         ({"stop": 3}, "stop: expected strings"),
         ({"stop_ids": [256]}, "stop_ids: token 0 is 256: expected ids from 0 to 255"),
         ({"stop_ids": -1}, "stop_ids: token 0 is -1"),
+        ({"stop_ids": 1.5}, "row of integers, got list of float64"),
         ({"temperature": -1.0}, "temperature"),
         ({"seed": -1}, "seed"),
     ],
@@ -333,6 +334,8 @@ def test_a_stream_takes_one_prompt_and_says_so_at_once() -> None:
     engine = MarkovEngine(cycle(256))
     with pytest.raises(InputError, match="stream: expected one prompt, got a list"):
         stream(engine, BYTES, ["a", "b"])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="stream: expected one sample, got 2: use generate"):
+        stream(engine, BYTES, "a", samples=2)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="stop: expected strings"):
         stream(engine, BYTES, "a", stop="")
     with pytest.raises(TypeError, match="temprature"):

@@ -280,6 +280,73 @@ def test_a_row_that_is_full_goes_on_with_other_tokens(device: str) -> None:
 
 
 @everywhere
+def test_prompts_as_long_as_the_context(device: str) -> None:
+    """Rows that are full from the start, that fill together, and that go on; all as if alone."""
+    m = model(TINY, device)
+    full = TINY.n_ctx
+    prompts = [random_ids(TINY, n, seed=n) for n in (full, full + 3, full - 1, 1, full, 5)]
+    options: Any = {"max_new_tokens": 50, "temperature": 0, "overflow": "truncate"}
+    together = m.generate(prompts, **options)
+    assert [one.tokens for one in together] == [m.generate(p, **options).tokens for p in prompts]
+    assert all(len(one.tokens) == 50 for one in together)
+    ended, going_on = m.generate([prompts[0], prompts[3]], temperature=0, max_new_tokens=50)
+    assert (len(ended.tokens), ended.finish_reason) == (1, "context")
+    assert (len(going_on.tokens), going_on.finish_reason) == (full, "context")
+
+
+@everywhere
+def test_a_full_row_must_be_restarted(device: str) -> None:
+    decoding = model(TINY, device).engine.decode(
+        [random_ids(TINY, TINY.n_ctx), random_ids(TINY, 3)], [Sampling()] * 2
+    )
+    decoding.next()
+    with pytest.raises(InputError, match="row 0 is full, it has 20 tokens: restart it"):
+        decoding.next()
+    decoding.restart(0, np.array([1], np.int32))
+    decoding.next()
+    assert decoding.lengths == [1, 4]
+
+
+@everywhere
+def test_a_ragged_batch_at_every_position(device: str) -> None:
+    """A token for each row at a time, until each is full, behind prompts of other lengths."""
+    m, rows = model(TINY, device), [random_ids(TINY, TINY.n_ctx, seed=b) for b in range(3)]
+    limit = 2 * max(float32_error(weights(TINY), row) for row in rows)
+    full = [m(row) for row in rows]
+    kv_cache = m.new_cache(3)
+    m([rows[0][:1], rows[1][:7], rows[2][:16]], cache=kv_cache)
+    for _ in range(TINY.n_ctx - 1):
+        at = list(kv_cache.lengths)
+        new = [row[t : t + 1] for row, t in zip(rows, at, strict=True)]
+        for got, expected, t in zip(m.engine.forward(new, "last", kv_cache), full, at, strict=True):
+            if t < TINY.n_ctx:
+                assert np.abs(got - expected[t]).max() <= limit
+                assert got.argmax() == expected[t].argmax()
+    assert kv_cache.lengths == [TINY.n_ctx] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_graph_gives_a_row_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
+    """Log-probabilities hold all of a row's logits."""
+    m = model(SMALL, "cuda", dtype)
+    prompts = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
+
+    def run(which: range) -> tuple[Array, Array]:
+        options = [Sampling(temperature=0.9, seed=b) for b in which]
+        decoding = m.engine.decode([prompts[b] for b in which], options)
+        steps = [decoding.next() for _ in range(6)]
+        return np.array([t for t, _ in steps]), np.array([p for _, p in steps])
+
+    alone = [run(range(b, b + 1)) for b in range(17)]
+    for size in (2, 8, 17):
+        together = run(range(17 - size, 17))
+        for b in range(size):
+            for got, expected in zip(together, alone[17 - size + b], strict=True):
+                np.testing.assert_array_equal(got[:, b], expected[:, 0])
+
+
+@everywhere
 def test_bad_ids_and_caches(device: str) -> None:
     m = model(TINY, device)
     for ids, message in (
@@ -300,6 +367,14 @@ def test_bad_ids_and_caches(device: str) -> None:
     with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 rows"):
         m([1], cache=kv_cache)
     assert kv_cache.lengths == [3, 1]
+    other = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+    for cache_, found in ((model(other, device).new_cache(), r"got \(1, 24"), (3, "got 3")):
+        with pytest.raises(InputError, match=f"cache: expected one that this model's .* {found}"):
+            m([1], cache=cache_)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="ids: expected rows of integers"):
+        m([[1, [2]], [3]])
+    with pytest.raises(InputError, match="name: expected a name or a path, got 3"):
+        GPT2.from_pretrained(3)  # type: ignore[arg-type]
     for arguments, message in (
         ((0,), "batch: expected a positive integer, got 0"),
         ((1, 21), "n_ctx: expected at most the model's 20, got 21"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def shown(name: str) -> list[str]:
 
 def test_two_commands_of_one_line_that_set_themselves_up() -> None:
     run, test = commands()
-    assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block block"
+    assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block generate --seed 7"
     assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q"
 
 
@@ -87,6 +88,47 @@ def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
     assert columns(done.stdout.splitlines()) == columns(shown("gpu"))
 
 
+def test_the_model_on_board_writes_what_is_shown() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "generate", "--seed", "7", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
+    )
+    assert done.stdout.splitlines() == shown("generate")
+
+
+@pytest.mark.gpu
+def test_it_writes_the_same_on_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "generate", "--seed", "7"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == shown("generate")
+
+
+def test_the_score_shown(data: Path, tmp_path: Path) -> None:
+    text = (data / "tinyshakespeare" / "input.txt").read_bytes()[-4096:]
+    (tmp_path / "end.txt").write_bytes(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", "score", "end.txt", "--stride=64", "--device=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
+    )
+    printed = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
+    for line in shown("score"):
+        name = line.split("  ")[0]
+        if name not in ("model", "time"):
+            assert printed[name].split() == line.split()
+
+
 def test_links_and_named_files_are_there() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
@@ -94,12 +136,16 @@ def test_links_and_named_files_are_there() -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_the_python_snippet_runs() -> None:
-    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert found
-    code = found[1].replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[2].startswith("attn reference.attention")
+def test_the_python_snippets_run() -> None:
+    model, block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    model = model.replace("from_pretrained()", "from_pretrained(device='cpu')")
+    block = block.replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
+    printed = []
+    for code in (model, block):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.splitlines())
+    assert printed[0] == shown("python")
+    assert printed[1][2].startswith("attn reference.attention")

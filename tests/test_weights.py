@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,3 +147,16 @@ def test_random_input() -> None:
     x = random_input(0, (2, 3, 768))
     assert x.dtype == np.float32
     assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1
+
+
+def test_tensors_that_do_not_fit_the_config() -> None:
+    config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+    good = GPT2Weights.random(0, config)
+    for change, message in (
+        ({"wpe": good.wpe[1:]}, r"wpe: expected \(20, 24\), got \(19, 24\)"),
+        ({"gamma_f": good.gamma_f[:1]}, r"gamma_f: expected \(24,\), got \(1,\)"),
+        ({"lm_head": good.wte.copy()}, "lm_head: expected the very array wte"),
+        ({"config": replace(config, n_head=4)}, "block 0: expected n_embd 24, n_head 4, .* got"),
+    ):
+        with pytest.raises(InputError, match=message):
+            replace(good, **change)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def model() -> None:
     """Prefill of a ragged batch, decoding as a graph, likelihoods, in every dtype."""
     weights = GPT2Weights.random(0, GPT2Config(2, 3, 48, 140, 101))
     rng = np.random.default_rng(0)
-    ids = [rng.integers(101, size=n).astype(np.int32) for n in (131, 1, 40)]
+    ids = [rng.integers(101, size=n).astype(np.int32) for n in (131, 1, 140)]
     ways = [
         Sampling(temperature=0),
         Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
@@ -85,6 +85,8 @@ def model() -> None:
             decoding = ours.engine.decode(ids[rows], ways[rows])
             drawn = np.array([decoding.next()[0] for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
+        for one in ours.generate(ids, max_new_tokens=20, overflow="truncate"):  # two rows restart
+            assert len(one.tokens) == 20
         likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
         assert np.isfinite(likelihoods).all()
         print(f"checked GPT-2 {dtype}: error {error:.1e}")

@@ -55,9 +55,25 @@ def check_dtype(dtype: str) -> None:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
+CacheKind = tuple[int, int, str, str]  # n_layer, n_embd, dtype, device
+
+
+def cache_kind(config: GPT2Config, dtype: str, device: str) -> CacheKind:
+    """What a cache and the model it is used with must have in common."""
+    return config.n_layer, config.n_embd, dtype, device
+
+
+def check_room(lengths: Sequence[int], n_ctx: int) -> None:
+    """InputError when a row has no position left for the token that was sampled last."""
+    full = [row for row, length in enumerate(lengths) if length >= n_ctx]
+    if full:
+        raise InputError(f"row {full[0]} is full, it has {n_ctx} tokens: restart it, or end here")
+
+
 class KVCache(Protocol):
     """The keys and values of a batch of sequences, room for `n_ctx` tokens each."""
 
+    kind: CacheKind
     batch: int
     n_ctx: int
     lengths: list[int]  # tokens of each row that are in it
@@ -74,6 +90,7 @@ class Decoding(Protocol):
         """The next token of every row and its log-probability under the raw logits, (B,) each.
 
         The first call samples what follows the prompts. A token of -1: the logits were NaN.
+        InputError when a row is full, so that its last token has no position: restart it first.
         """
 
     def restart(self, row: int, ids: Ids) -> None:
@@ -96,6 +113,10 @@ class ModelEngine(Protocol):
     @property
     def nbytes(self) -> int:
         """Of the weights as they are stored here."""
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        """Of the caches that can be used with it."""
 
     def describe(self) -> str:
         """The device in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,10 +14,13 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.config import GPT2Config
 from gpt2block.engines.model import (
+    CacheKind,
     Floats,
     Ids,
     Tensors,
     Want,
+    cache_kind,
+    check_room,
     kv_cache_dtype,
     stored_tensors,
 )
@@ -32,6 +36,7 @@ class NumpyCache:
 
     def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
         self.batch, self.n_ctx = batch, n_ctx
+        self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), kind)
@@ -56,6 +61,10 @@ class NumpyModel:
         self._matrices.setdefault("lm_head", self._matrices["wte"])
 
     @property
+    def cache_kind(self) -> CacheKind:
+        return cache_kind(self.config, kv_cache_dtype(self.dtype), "cpu")
+
+    @property
     def nbytes(self) -> int:
         matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
         return sum(matrices.values()) + sum(array.nbytes for array in self._vectors.values())
@@ -72,12 +81,14 @@ class NumpyModel:
     def forward(
         self, sequences: Sequence[Ids], want: Want, cache: NumpyCache | None = None
     ) -> list[Floats]:
-        if cache is None:
-            cache = self.new_cache(len(sequences), max(map(len, sequences)))
+        if cache is None:  # nobody goes on from there: every layer overwrites the same one
+            config = replace(self.config, n_layer=1)
+            longest = max(map(len, sequences))
+            cache = NumpyCache(config, len(sequences), longest, kv_cache_dtype(self.dtype))
         lengths = [len(ids) for ids in sequences]
         ends = np.cumsum(lengths)
-        states = self._blocks(sequences, cache)
-        x = states[-1]
+        states: list[Floats] = []
+        x = self._blocks(sequences, cache, states if want == "states" else None)
         if want == "last":
             logits = self._logits(self._norm(x[ends[np.array(lengths) > 0] - 1], "f"))
             rows = iter(logits)
@@ -105,10 +116,12 @@ class NumpyModel:
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> NumpyDecoding:
         return NumpyDecoding(self, prompts, sampling)
 
-    def _blocks(self, sequences: Sequence[Ids], cache: NumpyCache) -> list[Floats]:
-        """The residual stream before the first block and after each, rows of all sequences packed.
+    def _blocks(
+        self, sequences: Sequence[Ids], cache: NumpyCache, states: list[Floats] | None
+    ) -> Floats:
+        """The residual stream after the last block, rows of all sequences packed: (N, C).
 
-        (N, C) each, N tokens in all. The cache has them in the end.
+        states: gets it before the first block and after each. The cache has the tokens in the end.
         """
         starts = list(cache.lengths)
         spans, first = [], 0
@@ -119,12 +132,14 @@ class NumpyModel:
             [np.arange(s, s + len(ids)) for s, ids in zip(starts, sequences, strict=True)]
         )
         x = self._embed(np.concatenate(sequences), positions)
-        states = [x]
         for layer in range(self.config.n_layer):
-            x = self._block(x, f"h.{layer}.", cache.data[layer], starts, spans)
+            if states is not None:
+                states.append(x)
+            x = self._block(x, f"h.{layer}.", cache.data[layer % len(cache.data)], starts, spans)
+        if states is not None:
             states.append(x)
         cache.lengths = [s + len(ids) for s, ids in zip(starts, sequences, strict=True)]
-        return states
+        return x
 
     def _block(
         self, x: Floats, name: str, kv: NDArray[Any], starts: list[int], spans: list[slice]
@@ -187,13 +202,18 @@ class NumpyDecoding:
         return list(self._cache.lengths)
 
     def next(self) -> tuple[Ids, Floats]:
+        check_room(
+            [n + len(ids) - 1 for n, ids in zip(self._cache.lengths, self._next, strict=True)],
+            self._cache.n_ctx,
+        )
         logits = self._model.forward(self._next, "last", self._cache)
         rows = zip(logits, self._sampling, self._seen, strict=True)
         chosen = [choose(row, options, self._step, seen) for row, options, seen in rows]
         self._step += 1
         tokens = np.array([choice.token for choice in chosen], np.int32)
         for seen, token in zip(self._seen, tokens, strict=True):
-            seen[token] = token >= 0
+            if token >= 0:
+                seen[token] = 1
         self._next = list(tokens[:, None])
         return tokens, np.array([choice.logprob for choice in chosen], np.float32)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,13 @@ import numpy as np
 from gpt2block import doctor, overlap
 from gpt2block.config import GPT2Config
 from gpt2block.engines.model import (
+    CacheKind,
     Floats,
     Ids,
     Tensors,
     Want,
+    cache_kind,
+    check_room,
     kv_cache_dtype,
     stored_tensors,
 )
@@ -55,19 +58,21 @@ ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
 KEPT_SHAPES = 4  # of a prefill, with their buffers and launches
 KEPT_CACHES = 2  # of ended decodings, with their graphs
-OVERLAPS_FROM = 90  # compute capability with programmatic dependent launch
+OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph
 
 
 class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, C); and what a decode step over them needs."""
+    """Keys and values of each layer, (batch, n_ctx, C); what prefills and steps over them need."""
 
     def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
         self.batch, self.n_ctx = batch, n_ctx
+        self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
         shape = (batch, n_ctx, config.n_embd)
         self.layers = [
             tuple(cupy.zeros(shape, _dtype(dtype)) for _ in "kv") for _ in range(config.n_layer)
         ]
+        self.prefills: OrderedDict[tuple[int, int], _Prefill] = OrderedDict()
         self.step: _Step | None = None
 
     @property
@@ -85,7 +90,6 @@ class CudaModel:
         self.config, self.dtype, self.device = config, dtype, device
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
-        self._prefills: OrderedDict[tuple[int, ...], _Prefill] = OrderedDict()
         self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
         self._lock = threading.RLock()
@@ -106,6 +110,10 @@ class CudaModel:
         self._matrices[name] = WeightMatrix.quantize(rows, self.dtype, "NK", name)
 
     @property
+    def cache_kind(self) -> CacheKind:
+        return cache_kind(self.config, kv_cache_dtype(self.dtype), f"cuda:{self.device}")
+
+    @property
     def nbytes(self) -> int:
         matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
         return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
@@ -114,8 +122,13 @@ class CudaModel:
         return doctor.describe_device(self.device)
 
     def tensors(self) -> Tensors:
-        with self.running():
-            yield from stored_tensors(self.config, self._vectors, self._matrices)
+        items = iter(stored_tensors(self.config, self._vectors, self._matrices))
+        while True:
+            with self.running():  # not while the caller looks at one
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -146,7 +159,12 @@ class CudaModel:
             if any(map(len, several)):
                 logits = self._forward(several, want, cache)
             if any(alone):
-                of_one = self.step(cache).logits_of(sequences, alone)
+                tokens = [
+                    int(ids[0]) if one else 0 for ids, one in zip(sequences, alone, strict=True)
+                ]
+                at = [n if one else -1 for n, one in zip(cache.lengths, alone, strict=True)]
+                of_one = self.step(cache).logits_of(tokens, at)
+                cache.lengths = [n + one for n, one in zip(cache.lengths, alone, strict=True)]
                 for row in np.flatnonzero(alone):
                     logits[row] = of_one[row] if want == "last" else of_one[row, None]
             return logits
@@ -197,16 +215,25 @@ class CudaModel:
 
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
         with self.running():
-            kept = [cache for cache in self._free if cache.batch == len(prompts)]
-            if kept:
-                self._free.remove(kept[0])
-                cache = kept[0]
-                cache.lengths = [0] * cache.batch
-            else:
-                cache = self.new_cache(len(prompts), self.config.n_ctx)
+            cache = self._kept_cache(len(prompts)) or self.new_cache(
+                len(prompts), self.config.n_ctx
+            )
+            cache.lengths = [0] * cache.batch
             decoding = CudaDecoding(self, cache, prompts, sampling)
             weakref.finalize(decoding, self._free.append, cache).atexit = False
             return decoding
+
+    def _kept_cache(self, batch: int) -> CudaCache | None:
+        """One of an ended decoding; others may end meanwhile, and theirs be put there."""
+        for _ in range(len(self._free)):
+            try:
+                cache = self._free.popleft()
+            except IndexError:
+                return None
+            if cache.batch == batch:
+                return cache
+            self._free.append(cache)
+        return None
 
     def step(self, cache: CudaCache) -> _Step:
         if cache.step is None:
@@ -218,14 +245,14 @@ class CudaModel:
     ) -> _Prefill:
         """The sequences through all blocks, behind what the cache's rows hold."""
         lengths = [len(ids) for ids in sequences]
-        key = (sum(lengths), max(lengths), id(cache))
-        prefill = self._prefills.get(key)
-        if prefill is None:  # it keeps its cache alive, so no other one has this id
-            prefill = self._prefills[key] = _Prefill(self, cache, sum(lengths), max(lengths))
-            if len(self._prefills) > KEPT_SHAPES:
-                self._prefills.popitem(last=False)
-        self._prefills.move_to_end(key)
-        prefill.run(sequences, keep_states)
+        key = (sum(lengths), max(lengths))
+        if key not in cache.prefills:
+            cache.prefills[key] = _Prefill(self, cache, *key)
+            if len(cache.prefills) > KEPT_SHAPES:
+                cache.prefills.popitem(last=False)
+        cache.prefills.move_to_end(key)
+        prefill = cache.prefills[key]
+        prefill.run(sequences, cache.lengths, keep_states)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
@@ -295,7 +322,6 @@ class _Prefill:
 
     def __init__(self, model: CudaModel, cache: CudaCache, rows: int, longest: int) -> None:
         c = model.config
-        self.cache, self.rows = cache, rows
         self.ends: list[int] = []
         self.states: list[Floats] = []
         B, C = cache.batch, c.n_embd
@@ -329,9 +355,8 @@ class _Prefill:
                 ]
             )
 
-    def run(self, sequences: Sequence[Ids], keep_states: bool) -> None:
+    def run(self, sequences: Sequence[Ids], starts: list[int], keep_states: bool) -> None:
         lengths = [len(ids) for ids in sequences]
-        starts = self.cache.lengths
         self.ends = [int(end) for end in np.cumsum(lengths)]
         positions = [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
         rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -353,24 +378,27 @@ class _Step:
 
     def __init__(self, model: CudaModel, cache: CudaCache) -> None:
         c, B = model.config, cache.batch
-        self._model, self._cache = model, cache
         C, V = c.n_embd, c.vocab_size
+        self._stream = model.stream
         self.x, self._q, self._attn = (cupy.zeros((B, C), "float32") for _ in range(3))
         self._arrived = cupy.zeros((B, c.n_head), "int32")  # blocks of attention, counted
         self._ff = cupy.empty((B, 4 * C), "float32")
         self.logits = cupy.empty((B, V), "float32")
         self.state = _sample.SampleState.allocate(B, V)
-        self._bounds = list(self._bind())
+        bounds = list(self._bind(model, cache))
+        self._arrays = [array for bound in bounds for array in (bound.out, *bound.extra)]  # alive
+        self.launches = tuple(launch for bound in bounds for launch in bound.launches)
         self.sampled, report = _on_host(2, 2, B)  # of steps in turn, token and logprob
         self._sample = _sample.bind_state(self.logits, self.state, cache.n_ctx, report)
         self._graph: Any = None
         self._runs = 0
 
-    def _bind(self) -> Iterator[Bound]:
-        model, c, position = self._model, self._model.config, self.state.position
+    def _bind(self, model: CudaModel, cache: CudaCache) -> Iterator[Bound]:
+        """Of a step, without the sampler."""
+        c, position = model.config, self.state.position
         x, q, attn, ff = self.x, self._q, self._attn, self._ff
         yield model.bind_encoder(self.state.token, position, x)
-        for layer, (k, v) in enumerate(self._cache.layers):
+        for layer, (k, v) in enumerate(cache.layers):
             h = f"h.{layer}."
             linear = partial(model.bind_linear, layer, "matvec")
             w, bias, norm = model.weights(h, "qkv", "1")
@@ -381,11 +409,6 @@ class _Step:
             yield linear("fc", x, ff, norm="2", gelu=True)
             yield linear("proj", ff, x, residual=x)
         yield model.bind_lm_head(x, self.logits)
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """Of a step, without the sampler."""
-        return tuple(launch for bound in self._bounds for launch in bound.launches)
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
         """Rows whose prompts are in the cache, and how they are sampled from now on."""
@@ -402,16 +425,12 @@ class _Step:
         """A token of each row from `logits`; its position moves on by one."""
         self._sample.run()
 
-    def logits_of(self, sequences: Sequence[Ids], which: Sequence[bool]) -> Floats:
-        """Given tokens through the model, one for each of `which` rows: logits (B, V)."""
-        cache = self._cache
-        tokens = [int(ids[0]) if one else 0 for ids, one in zip(sequences, which, strict=True)]
-        at = [n if one else -1 for n, one in zip(cache.lengths, which, strict=True)]  # -1: no row
+    def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
+        """A given token for each row through the model: logits (B, V); at position -1 no row."""
         self.state.token.set(np.array(tokens, np.int32))
-        self.state.position.set(np.array(at, np.int32))
+        self.state.position.set(np.array(positions, np.int32))
         for launch in self.launches:
             launch.run()
-        cache.lengths = [n + one for n, one in zip(cache.lengths, which, strict=True)]
         logits: Floats = self.logits.get()
         return logits
 
@@ -422,23 +441,20 @@ class _Step:
         else:
             if self._graph is None:
                 self._graph = self._capture()
-            self._graph.launch(self._model.stream)
+            self._graph.launch(self._stream)
         self._runs += 1
 
     def _run_all(self) -> None:
-        run: Callable[[Launch], None] = Launch.run
-        if compute_capability() >= OVERLAPS_FROM:
-            run = overlap.run
+        run = overlap.run if _overlaps() else Launch.run
         for launch in (*self.launches, *self._sample.launches):
             run(launch)
 
     def _capture(self) -> Any:
-        stream = self._model.stream
-        stream.begin_capture()
+        self._stream.begin_capture()
         try:
             self._run_all()
         finally:
-            graph = stream.end_capture()
+            graph = self._stream.end_capture()
         return graph
 
 
@@ -456,7 +472,6 @@ class CudaDecoding:
         self._step = model.step(cache)
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._launched = self._returned = 0  # steps; the first is the sampler alone
-        self._ended: set[int] = set()  # rows that were full and not restarted: nobody reads them
         prefill = model.prefill(prompts, cache)
         self._lengths = list(cache.lengths)
         self._step.start(prompts, sampling)
@@ -469,14 +484,15 @@ class CudaDecoding:
     def next(self) -> tuple[Ids, Floats]:
         full = self._cache.n_ctx
         with self._model.running():
-            self._ended |= {row for row, length in enumerate(self._lengths) if length == full}
+            if self._returned:
+                check_room(self._lengths, full)
             if self._launched == self._returned:
                 self._launch()
             now = self._returned % 2
             if self._returned:
-                self._lengths = [min(length + 1, full) for length in self._lengths]
+                self._lengths = [length + 1 for length in self._lengths]
             self._returned += 1
-            if all(n < full or row in self._ended for row, n in enumerate(self._lengths)):
+            if max(self._lengths) < full:
                 self._launch()  # it runs while the host looks at what came
             self._done[now].synchronize()
             tokens, logprobs = self._step.sampled[now].copy()
@@ -502,9 +518,15 @@ class CudaDecoding:
                 sequences = [ids[:-1] if b == row else nothing for b in range(cache.batch)]
                 self._model.prefill(sequences, cache)
             self._lengths[row] = len(ids) - 1
-            self._ended.discard(row)
             self._step.state.token[row] = int(ids[-1])
             self._step.state.position[row] = len(ids) - 1
+
+
+def _overlaps() -> bool:
+    """Whether kernels of a graph may start before those in front of them have ended."""
+    capability, driver = OVERLAPS_FROM
+    new = cupy.cuda.runtime.driverGetVersion() >= driver
+    return new and compute_capability() >= capability
 
 
 def _on_host(*shape: int) -> tuple[Ids, CudaArray]:
