@@ -1,6 +1,6 @@
 // Attention of one query a sequence, as decoding has it, over a kv_cache that already holds the query's own key.
 //
-//   q (B, C), C = NH HS     k, v (B, n_ctx, C) of T     position (B): sequence b sees keys 0..position[b]     out (B, C)
+//   q (B, C), C = NH HS     k, v (B, n_ctx, C) of T    position (B): sequence b sees keys 0..position[b]    out (B, C)
 //
 // The keys are split: a block takes AS_KEYS neighbouring keys of a head of a sequence, and gives
 //

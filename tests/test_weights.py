@@ -159,4 +159,4 @@ def test_tensors_that_do_not_fit_the_config() -> None:
         ({"config": replace(config, n_head=4)}, "block 0: expected n_embd 24, n_head 4, .* got"),
     ):
         with pytest.raises(InputError, match=message):
-            replace(good, **change)  # type: ignore[arg-type]
+            replace(good, **change)

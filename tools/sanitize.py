@@ -82,7 +82,7 @@ def model() -> None:
             error = max(error, float(np.abs(got - exact).max() / np.abs(exact).max()))
         assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
-            decoding = ours.engine.decode(ids[rows], ways[rows])
+            decoding = ours.engine.decode([row[:131] for row in ids[rows]], ways[rows])
             drawn = np.array([decoding.next()[0] for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
         for one in ours.generate(ids, max_new_tokens=20, overflow="truncate"):  # two rows restart
