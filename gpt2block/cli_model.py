@@ -97,6 +97,10 @@ def generate(
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="End before this text; may be given several times."),
     ] = None,
+    stop_id: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="End at this token; several times; <|endoftext|> where none is given."),
+    ] = None,
     samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     overflow: Annotated[
         str,
@@ -126,6 +130,7 @@ def generate(
             text,
             max_new_tokens=max_new_tokens,
             stop=stop or (),
+            stop_ids=stop_id or None,
             samples=samples,
             overflow=overflow,  # type: ignore[arg-type]  # Run checks it
             temperature=temperature,

@@ -85,6 +85,12 @@ def test_generate(command: Command) -> None:
     assert command.asked == [("shakespeare", "float32", None)]
 
 
+def test_tokens_that_stop(command: Command) -> None:
+    ran = command("generate", "abc", "--stop-id=102", "--stop-id=0", "--temperature=0")
+    assert ran.out == "abcde\n"  # 102 is f
+    assert ran.err.endswith("; ended: stop\n")
+
+
 def test_options_arrive(command: Command) -> None:
     command.model = stand_in(MarkovEngine(random_table(0, 256)))
     options = (
