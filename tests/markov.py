@@ -14,7 +14,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.config import GPT2Config
-from gpt2block.engines.model import Floats, Ids, Want
+from gpt2block.engines.model import CacheKind, Floats, Ids, Tensors, Want
 from gpt2block.sampling import Sampling
 
 END = "<|endoftext|>"
@@ -60,6 +60,13 @@ class MarkovEngine:
         self.batches: list[list[int]] = []  # lengths of the sequences of every call
         self.decodings: list[MarkovDecoding] = []
         self.restarts: list[tuple[int, list[int]]] = []
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        raise NotImplementedError
+
+    def tensors(self) -> Tensors:
+        raise NotImplementedError
 
     def describe(self) -> str:
         return "a table"
