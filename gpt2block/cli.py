@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gpt2block import cli_model, doctor, measure, walkthrough
+from gpt2block import cli_map, cli_model, doctor, measure, walkthrough
 from gpt2block.bench import DecodeTime, block_against_document, decoding
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli_kernels import (
@@ -42,6 +42,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="GPT-2 from readable CUDA kernels, each held against its NumPy meaning.",
 )
+cli_map.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
 # Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

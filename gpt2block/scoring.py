@@ -87,7 +87,7 @@ def score(
         raise InputError(f"text: expected at least two tokens to score one, got {len(ids)}")
     text_bytes = _count_bytes(encoding, ids, vocab_size)
     total, done = 0.0, 0
-    for windows in _batches(ids, n_ctx, stride, tokens_at_once):
+    for windows in window_batches(ids, n_ctx, stride, tokens_at_once):
         found = engine.log_likelihood([tokens for tokens, _ in windows])
         for (_, new), nats in zip(windows, found, strict=True):
             part = float(np.sum(nats[len(nats) - new :], dtype=np.float64))
@@ -203,7 +203,7 @@ def _count_bytes(encoding: tiktoken.Encoding | None, ids: Tokens, vocab_size: in
     return sum(int(sizes[part].sum()) for part in parts)
 
 
-def _batches(
+def window_batches(
     ids: Tokens, n_ctx: int, stride: int, tokens_at_once: int
 ) -> Iterator[list[tuple[Ids, int]]]:
     """Lists of windows: their tokens, and how many of the last of them are scored."""

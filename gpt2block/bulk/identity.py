@@ -1,0 +1,60 @@
+"""What makes two jobs, or two workers, the same: of the model, the tokenizer and the program."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gpt2block.checkpoints import Checkpoint
+
+
+@lru_cache(maxsize=4)
+def of_model(name: str) -> str:
+    """SHA-256 of the checkpoint's weights files. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(name)
+    files = sorted({tensor.file for tensor in checkpoint.stored.values()})
+    found = hashlib.sha256(repr(checkpoint.config).encode())
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(2**24):
+                found.update(chunk)
+    return found.hexdigest()
+
+
+def of_tokenizer(encoding: Any) -> str | None:
+    """SHA-256 of its tokens and their ids; None of None."""
+    if encoding is None:
+        return None
+    found = hashlib.sha256(str(getattr(encoding, "_pat_str", "")).encode())
+    for token in encoding.token_byte_values():
+        found.update(b"%d %d " % (encoding.encode_single_token(token), len(token)) + token)
+    for name in sorted(encoding.special_tokens_set):
+        found.update(b"%d " % encoding.encode_single_token(name) + name.encode())
+    return found.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def of_program() -> str:
+    """SHA-256 of gpt2block's own sources, which no version number can be wrong about."""
+    import kernels_cu  # noqa: PLC0415
+
+    package = Path(__file__).parent.parent
+    folders = [package, *map(Path, kernels_cu.__path__)]
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same in the client and all workers."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("numpy", "dask", "distributed"):
+        found[name] = importlib.metadata.version(name)
+    return {**found, "gpt2block": of_program()[:12]}

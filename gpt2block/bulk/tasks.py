@@ -1,0 +1,249 @@
+"""What is done with records that are token ids already: score, generate, embed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import scoring
+from gpt2block.config import GPT2Config, check_count
+from gpt2block.engines.model import Ids, ModelEngine
+from gpt2block.errors import InputError
+from gpt2block.generation import Run
+from gpt2block.sampling import Sampling
+
+if TYPE_CHECKING:
+    import tiktoken
+
+TaskName = Literal["score", "generate", "embed"]
+Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
+Row = dict[str, Any]  # what came of a record, by column
+NAN = (
+    "the logits are NaN: the weights hold infinity or NaN, or numbers too large for their dtype: "
+    "try dtype='float32'"
+)
+
+
+class Task(Protocol):
+    """One of the three, with its options checked."""
+
+    @property
+    def columns(self) -> Mapping[str, Kind]:
+        """Of the results, in order."""
+
+    @property
+    def at_once(self) -> int:
+        """Records of a batch at most."""
+
+    def problem(self, ids: Ids) -> str | None:
+        """Why this record cannot be computed."""
+
+    def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
+        """The records' rows, in order. InputError where one of them fails all the same."""
+
+
+class Scoring:
+    """The log-likelihood of each record's tokens after its first.
+
+    stride: as in `scoring.score`. logprobs: those of every token, too.
+    """
+
+    at_once = 2**31
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        encoding: tiktoken.Encoding | None,
+        batch_tokens: int,
+        stride: int | None = None,
+        logprobs: bool = False,
+    ) -> None:
+        self._n_ctx, self._at_once = config.n_ctx, batch_tokens
+        self._stride = max(1, config.n_ctx // 2) if stride is None else stride
+        check_count("stride", self._stride)
+        if self._stride >= config.n_ctx:
+            raise InputError(
+                f"stride: expected 1 to {config.n_ctx - 1}, less than n_ctx, got {self._stride}"
+            )
+        self._logprobs = bool(logprobs)
+        self._sizes = None if encoding is None else _bytes_of_tokens(encoding, config.vocab_size)
+        self.columns: dict[str, Kind] = {
+            "log_likelihood": "float",
+            "perplexity": "float",
+            "n_tokens": "int",
+        }
+        if self._sizes is not None:
+            self.columns["n_bytes"] = "int"
+        if self._logprobs:
+            self.columns["logprobs"] = "floats"
+
+    def problem(self, ids: Ids) -> str | None:
+        return None if len(ids) > 1 else f"expected at least two tokens, got {len(ids)}"
+
+    def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
+        short = [ids for ids in records if len(ids) <= self._n_ctx]
+        found = iter(engine.log_likelihood(short) if short else ())
+        return [
+            self._row(ids, next(found) if len(ids) <= self._n_ctx else self._windows(engine, ids))
+            for ids in records
+        ]
+
+    def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
+        """Of a record longer than the context; by itself."""
+        parts = []
+        for windows in scoring.window_batches(ids, self._n_ctx, self._stride, self._at_once):
+            found = engine.log_likelihood([tokens for tokens, _ in windows])
+            parts += [
+                nats[len(nats) - new :] for (_, new), nats in zip(windows, found, strict=True)
+            ]
+        return np.concatenate(parts)
+
+    def _row(self, ids: Ids, nats: NDArray[np.float32]) -> Row:
+        total, count = float(np.sum(nats, dtype=np.float64)), len(ids) - 1
+        if math.isnan(total):
+            raise InputError(NAN)
+        perplexity = math.exp(-total / count) if -total / count < 700 else math.inf
+        row: Row = {"log_likelihood": total, "perplexity": perplexity, "n_tokens": count}
+        if self._sizes is not None:
+            row["n_bytes"] = int(self._sizes[ids[1:]].sum())
+        if self._logprobs:
+            row["logprobs"] = nats
+        return row
+
+
+class Generating:
+    """A continuation of each record, or `samples` of them.
+
+    options: those of `generation.generate`. logprobs: the tokens and their log-probabilities, too.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        encoding: tiktoken.Encoding | None,
+        batch_tokens: int,
+        logprobs: bool = False,
+        samples: int = 1,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        Sampling(seed=seed)
+        self._encoding = encoding
+        self._options: dict[str, Any] = {"samples": samples, "rows_at_once": 64} | options
+        self._config = config
+        self._tokens = bool(logprobs) or encoding is None
+        self._logprobs = bool(logprobs)
+        # Checks every option; the engine is not asked before the first token.
+        engine: Any = SimpleNamespace(config=config)
+        run = Run(engine, encoding, [[0]], **self._options)
+        self.at_once = max(1, run.rows_at_once // samples)
+        several = samples > 1
+        self._single = not several
+        self.columns: dict[str, Kind] = {
+            "completion": "texts" if several else "text",
+            "finish_reason": "texts" if several else "text",
+            "n_tokens": "int",
+        }
+        # With several samples these are lists of lists.
+        self.columns |= {"completion_tokens": "ints"} if self._tokens else {}
+        self.columns |= {"logprobs": "floats"} if self._logprobs else {}
+
+    def problem(self, ids: Ids) -> str | None:
+        try:
+            engine: Any = SimpleNamespace(config=self._config)
+            Run(engine, self._encoding, [ids], **self._options)
+        except InputError as error:
+            return str(error).removeprefix("prompt 0: ")
+        return None
+
+    def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
+        samples = self._options["samples"]
+        run = Run(engine, self._encoding, list(records), **self._options)
+        for index, one in enumerate(run.rows):
+            one.sampling = replace(one.sampling, seed=seeds[index // samples])
+        for _ in run:
+            pass
+        written = [one.result() for one in run.rows]
+        rows = []
+        for first in range(0, len(written), samples):
+            group = written[first : first + samples]
+            row: dict[str, list[Any]] = {
+                "completion": [one.text for one in group],
+                "finish_reason": [one.finish_reason for one in group],
+                "completion_tokens": [list(one.tokens) for one in group],
+                "logprobs": [np.array(one.logprobs, np.float32) for one in group],
+            }
+            found = {name: row[name][0] if self._single else row[name]
+                     for name in self.columns if name in row}  # fmt: skip
+            rows.append({**found, "n_tokens": sum(len(one.tokens) for one in group)})
+        return rows
+
+
+class Embedding:
+    """A vector of each record: the mean or the last of its states after the final LayerNorm."""
+
+    at_once = 2**31
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        encoding: tiktoken.Encoding | None,
+        batch_tokens: int,
+        pooling: scoring.Pooling = "mean",
+    ) -> None:
+        if pooling not in get_args(scoring.Pooling):
+            raise InputError(f"pooling: expected 'mean' or 'last', got {pooling!r}")
+        self._n_ctx, self._pooling, self._at_once = config.n_ctx, pooling, batch_tokens
+        self.columns: dict[str, Kind] = {"embedding": "vector", "n_tokens": "int"}
+
+    def problem(self, ids: Ids) -> str | None:
+        fits = 1 <= len(ids) <= self._n_ctx
+        return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"
+
+    def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
+        vectors = scoring.embed(engine, None, list(records), self._pooling, self._at_once)
+        if not np.isfinite(vectors).all():
+            raise InputError(NAN.replace("logits are", "vector holds"))
+        return [
+            {"embedding": vector, "n_tokens": len(ids)}
+            for vector, ids in zip(vectors, records, strict=True)
+        ]
+
+
+TASKS: Mapping[str, Callable[..., Task]] = {
+    "score": Scoring,
+    "generate": Generating,
+    "embed": Embedding,
+}
+
+
+def make(
+    name: str,
+    config: GPT2Config,
+    encoding: tiktoken.Encoding | None,
+    batch_tokens: int,
+    options: Mapping[str, Any],
+) -> Task:
+    """A task with its options; InputError for what it does not know."""
+    if name not in TASKS:
+        raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    check_count("batch_tokens", batch_tokens)
+    try:
+        return TASKS[name](config, encoding, batch_tokens, **options)
+    except TypeError as error:
+        raise InputError(f"{name}: {str(error).rpartition('() ')[2]}") from error
+
+
+def _bytes_of_tokens(encoding: tiktoken.Encoding, vocab_size: int) -> NDArray[np.int64]:
+    """How many bytes of text each token stands for; special ones stand for none."""
+    sizes = np.zeros(vocab_size, np.int64)
+    values: Iterable[bytes] = encoding.token_byte_values()
+    for token in values:
+        sizes[encoding.encode_single_token(token)] = len(token)
+    return sizes

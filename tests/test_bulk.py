@@ -1,0 +1,385 @@
+"""`gpt2block.bulk` without Dask: what a predictor gives, how input is cut and output is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2block import GPT2, CheckpointError, InputError, cli
+from gpt2block.bulk import Predictor, record_seed, records, shards
+from gpt2block.bulk import job as job_module
+from gpt2block.bulk.job import Job
+from gpt2block.bulk.records import ChangedError, Record, Unreadable
+
+TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
+BAD = {
+    1: "expected at least two tokens, got 0",
+    2: "expected at least two tokens, got 1",
+    3: "not text: half of a surrogate pair at 0",
+    4: "expected text or token ids, got int",
+    5: "expected text or token ids, got NoneType",
+    8: "token 0 is 256: expected ids from 0 to 255",
+    9: "expected text or a row of integers",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    return GPT2.from_pretrained(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def scoring() -> Predictor:
+    return Predictor("score", device="cpu", logprobs=True)
+
+
+def test_scores_are_those_of_the_model(model: GPT2, scoring: Predictor) -> None:
+    long = "To be, or not to be. " * 30  # of more tokens than the context holds
+    column: Any = np.empty(len(TEXTS) + 1, object)
+    column[:] = [*TEXTS, long]
+    batch = scoring({"text": column, "id": np.arange(len(column))})
+    assert list(batch) == [
+        "text", "id", "log_likelihood", "perplexity", "n_tokens", "n_bytes", "logprobs", "error"
+    ]  # fmt: skip
+    assert batch["text"] is column
+    for index, text in enumerate(column):
+        if index in BAD:
+            assert batch["error"][index].startswith(BAD[index])
+            assert np.isnan(batch["log_likelihood"][index])
+            continue
+        score = model.score(text)
+        assert batch["error"][index] == ""
+        assert batch["n_tokens"][index] == score.tokens == len(batch["logprobs"][index])
+        assert batch["n_bytes"][index] == score.bytes
+        np.testing.assert_allclose(batch["log_likelihood"][index], score.log_likelihood, 1e-6)
+        np.testing.assert_allclose(batch["perplexity"][index], score.perplexity, 1e-6)
+        np.testing.assert_allclose(batch["logprobs"][index].sum(), score.log_likelihood, 1e-5)
+
+
+def test_a_record_is_the_same_in_any_company() -> None:
+    """Scored, continued, embedded: alone, among others, in another order, from a pickle."""
+    texts = ["ROMEO:", "O", "What light through yonder window breaks?", "Peace! Peace!"]
+    for task, options in (
+        ("score", {"logprobs": True}),
+        ("generate", {"max_new_tokens": 5, "seed": 3, "samples": 2, "logprobs": True}),
+        ("embed", {"pooling": "last"}),
+    ):
+        predictor = Predictor(task, device="cpu", **options)  # type: ignore[arg-type]
+        seeds = [record_seed(5, index) for index in range(len(texts))]
+        together = predictor({"text": texts, "seed": seeds})
+        copy = pickle.loads(pickle.dumps(predictor))
+        assert "model" not in vars(copy)
+        backwards = copy({"text": texts[::-1], "seed": seeds[::-1]})
+        for index, text in enumerate(texts):
+            alone = predictor({"text": [text], "seed": [seeds[index]]})
+            for name in predictor.columns:
+                one, other = alone[name][0], together[name][index]
+                np.testing.assert_array_equal(one, other)
+                np.testing.assert_array_equal(one, backwards[name][-1 - index])
+
+
+def test_seeds(model: GPT2) -> None:
+    predictor = Predictor("generate", device="cpu", max_new_tokens=12, seed=1)
+    texts = ["ROMEO:\n", "ROMEO:\n", "JULIET:\n"]
+    free = predictor({"text": texts})
+    assert free["completion"][0] == free["completion"][1]  # of the record itself
+    given_seeds = predictor({"text": texts, "seed": np.array([1, 2, 2**64 - 1], np.uint64)})
+    assert given_seeds["completion"][0] != given_seeds["completion"][1]
+    for text, seed, written in zip(
+        texts, (1, 2, 2**64 - 1), given_seeds["completion"], strict=True
+    ):
+        assert model.generate(text, seed=seed, max_new_tokens=12).text == written
+    assert record_seed(0, 1) != record_seed(1, 0) != record_seed(0, 0)
+
+
+def test_embeddings(model: GPT2) -> None:
+    found = Predictor("embed", device="cpu")({"tokens": [[72, 105], [], [1] * 257]})
+    assert found["embedding"].shape == (3, 256)
+    assert found["embedding"].dtype == np.float32
+    np.testing.assert_array_equal(found["embedding"][0], model.embed([72, 105]))
+    assert np.isnan(found["embedding"][1:]).all()
+    expected = [f"expected 1 to 256 tokens, got {count}" for count in (0, 257)]
+    assert found["error"].tolist() == ["", *expected]
+    assert Predictor("embed", device="cpu")({"text": []})["embedding"].shape == (0, 256)
+
+
+def test_a_prompt_that_is_too_long_stops_no_other() -> None:
+    found = Predictor("generate", device="cpu", max_new_tokens=1)({"text": ["ab", "x" * 300]})
+    assert found["error"][0] == ""
+    assert found["error"][1].startswith("300 tokens, the model's context is 256")
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "said"),
+    [
+        ("score", {"stride": 256}, "stride: expected 1 to 255"),
+        ("score", {"stripe": 2}, "unexpected keyword argument 'stripe'"),
+        ("generate", {"top_p": 2.0}, "top_p: expected a probability"),
+        ("generate", {"seed": -1}, "seed: expected an unsigned integer"),
+        ("generate", {"samples": 0}, "samples: expected a positive integer"),
+        ("generate", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
+        ("embed", {"pooling": "max"}, "pooling: expected 'mean' or 'last'"),
+        ("embed", {"batch_tokens": 0}, "batch_tokens: expected a positive integer"),
+        ("sing", {}, "task: expected one of score, generate, embed"),
+    ],
+)
+def test_wrong_options(task: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Predictor(task, device="cpu", **options)
+    batch_tokens = options.pop("batch_tokens", 1)
+    job = Job(task, "nowhere", options=options, batch_tokens=batch_tokens)
+    with pytest.raises(InputError, match=said):
+        job.checked()
+
+
+def test_a_job_that_cannot_be() -> None:
+    for job, said in (
+        (Job("score", "nowhere", device="cuda:1"), "expected cuda or cpu, got 'cuda:1'"),
+        (Job("score", "nowhere", form="csv"), "format: expected one of jsonl, parquet"),
+        (Job("score", "nowhere", keep=("n_tokens",)), "'n_tokens' is the name of a result"),
+        (Job("score", "nowhere", shard_size=0), "shard_size: expected a positive integer"),
+    ):
+        with pytest.raises(InputError, match=said):
+            job.checked()
+
+
+def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.delitem(sys.modules, "gpt2block.bulk.driver", raising=False)
+    monkeypatch.delitem(sys.modules, "gpt2block.bulk.cluster", raising=False)
+    monkeypatch.delattr("gpt2block.bulk.driver", raising=False)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["map", "score", "in.txt", "--output", "nowhere"])
+    assert end.value.code == 2
+    assert "map needs Dask: pip install 'gpt2block[dask]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["score", "generate", "embed"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["map", command, "--help"])
+    assert f"Example: gpt2block map {command} " in capsys.readouterr().out
+
+
+def test_a_batch_without_text(scoring: Predictor) -> None:
+    with pytest.raises(InputError, match="expected a column text or tokens, got words"):
+        scoring({"words": ["a"]})
+    with pytest.raises(CheckpointError):
+        Predictor("score", "no/such/folder", device="cpu")
+
+
+def cut_and_read(files: list[Path], size: int, column: str = "text") -> list[list[Any]]:
+    cut = records.cut(files, size, [column])
+    assert [shard.number for shard in cut] == list(range(len(cut)))
+    return [list(records.read(shard, column)) for shard in cut]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.sampled_from([b"", b"a", b"bc", b"\r", "ü".encode()])), max_size=3),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_every_line_is_in_one_shard(
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: list[list[bytes]],
+    size: int,
+    ended: bool,
+    chunk: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("lines")
+    files, expected = [], []
+    for number, lines in enumerate(contents):
+        files.append(folder / f"{number}.txt")
+        data = b"\n".join(lines) + (b"\n" if ended and lines else b"")
+        files[-1].write_bytes(data)
+        split = data.split(b"\n")
+        there = split[:-1] if split[-1] == b"" else split
+        expected += [
+            (f"{number}.txt", at, line.removesuffix(b"\r").decode())
+            for at, line in enumerate(there)
+        ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_CHUNK", chunk)
+        parts = cut_and_read(files, size)
+    flat = [record for part in parts for record in part]
+    assert [(record.file, record.line, record.value) for record in flat] == expected
+    assert [record.index for record in flat] == list(range(len(expected)))
+    assert all(len(part) == size for part in parts[:-1])
+
+
+def test_poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST", 64)
+    lines = [
+        b'\xef\xbb\xbf{"text": "with a BOM", "id": 1}',
+        b"  ",
+        b"{",
+        b"[1]",
+        b'{"words": 1}',
+        b'{"text": "\xff"}',
+        b"[" * 60,
+        b'{"text": "' + b"x" * 200 + b'"}',
+        b'{"text": [1, 2]}',
+    ]
+    file = tmp_path / "poison.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    (part,) = cut_and_read([file], 100)
+    assert part[0] == Record(0, "poison.jsonl", 0, "with a BOM")
+    assert part[-1] == Record(8, "poison.jsonl", 8, [1, 2])
+    reasons = {entry.index: entry.reason for entry in part if isinstance(entry, Unreadable)}
+    assert list(reasons) == [2, 3, 4, 5, 6, 7]
+    assert reasons[2].startswith("not JSON: ")
+    assert reasons[3] == "expected an object, got list"
+    assert reasons[4] == "no field 'text'"
+    assert reasons[5] == "not UTF-8: byte 10 of the line"
+    assert reasons[7] == "a line of more than 64 bytes"
+
+
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("one\ntwo\nthree\n")
+    first, second = records.cut([file], 2, [])
+    file.write_text("one\ntwo\nthrew\n")
+    assert len(list(records.read(first, "text"))) == 2
+    with pytest.raises(ChangedError, match="has changed"):
+        list(records.read(second, "text"))
+    file.unlink()
+    with pytest.raises(ChangedError, match="cannot be read"):
+        list(records.read(first, "text"))
+
+
+def test_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "c.dat", ".hidden.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in records.find_files([tmp_path])] == ["a.jsonl", "b.txt"]
+    (tmp_path / "empty").mkdir()
+    for name, said in (("c.dat", "a file that ends in .txt"), ("d", "no such"), ("empty", "none")):
+        with pytest.raises(InputError, match=said):
+            records.find_files([tmp_path / name])
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    bad = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")]
+    )
+    file = tmp_path / "in.parquet"
+    texts = pa.chunked_array([pa.array(["a", "b", "c", None, "e"]), bad])
+    table = pa.table({"text": texts, "id": [{"n": n} for n in range(7)]})
+    pq.write_table(table, file, row_group_size=3)
+    cut = records.cut([file], 4, ["text", "id"])
+    found = [entry for shard in cut for entry in records.read(shard, "text", ["id"])]
+    assert [entry.index for entry in found] == [entry.line for entry in found] == list(range(7))
+    assert isinstance(found[6], Unreadable)
+    good = [entry for entry in found if isinstance(entry, Record)]
+    assert [entry.value for entry in good] == ["a", "b", "c", None, "e", "a"]
+    assert good[5].kept == {"id": {"n": 5}}
+    with pytest.raises(InputError, match="expected a column 'words', found text, id"):
+        records.cut([file], 4, ["words"])
+    file.write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="not a Parquet file"):
+        records.cut([file], 4, ["text"])
+    rows = [{"index": 3, "id": {"n": 1}, "completion": ["a"], "logprobs": [np.ones(2, np.float32)]}]
+    columns: Any = {"completion": "texts", "logprobs": "floats"}
+    data = shards.parquet(rows, columns, ["id"], single=False)
+    assert data == shards.parquet(rows, columns, ["id"], single=False)
+    assert pq.read_table(pa.BufferReader(data)).to_pylist() == [
+        {"index": 3, "id": '{"n": 1}', "completion": ["a"], "logprobs": [[1.0, 1.0]]}
+    ]
+
+
+def test_lines_of_json() -> None:
+    row = {
+        "a": np.float32(0.1) * np.ones(2, np.float32),
+        "b": float("inf"),
+        "c": "ü",
+        "d": [np.nan],
+    }
+    assert (
+        shards.json_lines([row]).decode() == '{"a": [0.1, 0.1], "b": null, "c": "ü", "d": [null]}\n'
+    )
+    assert json.loads(shards.json_lines([{"a": "\ud800"}])) == {"a": "\ud800"}
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "part"
+    shards.replace_file(path, b"old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        shards.replace_file(path, b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["part"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_process_ends_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    class EndedError(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    def failing(error: Exception) -> Any:
+        def rows(values: Any, seeds: Any) -> Any:
+            raise error
+
+        return SimpleNamespace(rows=rows)
+
+    monkeypatch.setattr("os._exit", end)
+    with pytest.raises(EndedError):
+        job_module._computed(failing(CUDARuntimeError("illegal address")), [], [])
+    with pytest.raises(MemoryError):
+        job_module._computed(failing(MemoryError()), [], [])
+
+
+def test_manifest(tmp_path: Path) -> None:
+    manifest = shards.Manifest(tmp_path)
+    manifest.begin({"task": "score"})
+    for shard in (2, 0, 1):
+        sha256 = shards.replace_file(tmp_path / shards.part_name(shard, "jsonl"), b"%d" % shard)
+        manifest.add(shards.Done(shard, 1, 0, 1, sha256, None))
+    with manifest.path.open("ab") as file:
+        file.write(b'{"shard": 3, "rec')  # killed while it was written
+    again = shards.Manifest(tmp_path)
+    assert again.job == {"task": "score"}
+    assert again.done == manifest.done
+    assert again.forget_damaged("jsonl") == []
+    (tmp_path / "part-00001.jsonl").write_bytes(b"another")
+    (tmp_path / "part-00002.jsonl").unlink()
+    assert sorted(again.forget_damaged("jsonl")) == ["part-00001.jsonl", "part-00002.jsonl"]
+    again.finish()
+    assert list(shards.Manifest(tmp_path).done) == [0]
+    manifest.path.write_text("{}\nnonsense\n")
+    with pytest.raises(InputError, match="damaged, or of another program"):
+        shards.Manifest(tmp_path)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with shards.locked(folder, "token"):
+        assert (folder / shards.LOCK).read_text() == "token"
+        with (
+            pytest.raises(InputError, match="another gpt2block map is writing here"),
+            shards.locked(folder, "other"),
+        ):
+            pass
+        assert (folder / shards.LOCK).read_text() == "token"
+    assert not folder.exists()
