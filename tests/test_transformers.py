@@ -8,23 +8,9 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, SIZES, BlockWeights, GPT2Config
+from gpt2block.checkpoints.hugging_face import NAMES
 from gpt2block.config import block_shapes
 from gpt2block.weights import GPT2Weights
-
-HUGGING_FACE = {
-    "gamma1": "ln_1.weight",
-    "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight",
-    "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight",
-    "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight",
-    "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight",
-    "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight",
-    "b_proj": "mlp.c_proj.bias",
-}
 
 
 def random_model(torch: Any, transformers: Any, config: GPT2Config) -> Any:
@@ -50,7 +36,7 @@ def as_weights(model: Any, config: GPT2Config) -> GPT2Weights:
     state = {name: t.cpu().numpy() for name, t in model.transformer.state_dict().items()}
     blocks = tuple(
         BlockWeights(
-            **{ours: state[f"h.{i}.{HUGGING_FACE[ours]}"] for ours in block_shapes(config.n_embd)},
+            **{ours: state[f"h.{i}.{NAMES[ours]}"] for ours in block_shapes(config.n_embd)},
             n_head=config.n_head,
         )
         for i in range(config.n_layer)

@@ -24,7 +24,7 @@ PREFIX = "transformer."  # that `transformers` writes before every name but lm_h
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 # Our names → Hugging Face's; a block's stand inside `h.N.`
-_NAMES = {
+NAMES = {
     "wte": "wte.weight",
     "wpe": "wpe.weight",
     "gamma1": "ln_1.weight",
@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
 def name_of(ours: str) -> str:
     """Hugging Face's name, without `transformer.`, of a tensor by our name."""
     block, dot, kind = ours.rpartition(".")
-    return block + dot + _NAMES[kind]
+    return block + dot + NAMES[kind]
 
 
 def layout_of(ours: str) -> str | None:
