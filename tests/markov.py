@@ -63,16 +63,16 @@ class MarkovEngine:
 
     @property
     def cache_kind(self) -> CacheKind:
-        raise NotImplementedError
+        raise AssertionError("nobody asks a table for this")
 
     def tensors(self) -> Tensors:
-        raise NotImplementedError
+        raise AssertionError("nobody asks a table for this")
 
     def describe(self) -> str:
         return "a table"
 
     def new_cache(self, batch: int, n_ctx: int) -> Any:
-        raise NotImplementedError
+        raise AssertionError("nobody asks a table for this")
 
     def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
         """Hidden states: of token i, (i, 1, 0, 0)."""
