@@ -53,11 +53,6 @@ class Sampling:
         _integer("seed", self.seed, 64, "an unsigned integer of 64 bits")
         _integer("sample", self.sample, 31, "the number of a sample from 0")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken, so that nothing is drawn."""
-        return self.temperature == 0
-
 
 def _number(name: str, value: object, least: float, most: float, expected: str) -> None:
     if (
