@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +237,20 @@ for file, arch, defines in json.load(sys.stdin):
 
 
 def compile_apart(jobs: list[tuple[str, str, kernels.Defines]]) -> list[tuple[list[str], str]]:
-    """Kernels found and the compiler's log, of each job, one after the other in a fresh process.
+    """Kernels found and the compiler's log, of each job; in fresh processes, one for each core.
 
     As users compile: what ptxas makes of a kernel at the limit of its registers was seen to depend,
     rarely, on hundreds of compiles before it in the process.
     """
+    processes = min(len(jobs), os.cpu_count() or 1, 4)
+    shares = [range(first, len(jobs), processes) for first in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        lists = pool.map(lambda share: compile_in_turn([jobs[i] for i in share]), shares)
+        found = dict(zip((i for share in shares for i in share), chain(*lists), strict=True))
+    return [found[i] for i in range(len(jobs))]
+
+
+def compile_in_turn(jobs: list[tuple[str, str, kernels.Defines]]) -> list[tuple[list[str], str]]:
     command, text = [sys.executable, "-c", COMPILE], json.dumps(jobs)
     done = subprocess.run(command, check=False, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
