@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import tokenizer
 from gpt2block.config import check_count
-from gpt2block.engines.model import Floats, Ids, ModelEngine
+from gpt2block.engines.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def embed(
             raise InputError(f"{name}: expected 1 to {config.n_ctx} tokens, got {len(ids)}")
         sequences.append(ids)
     vectors: list[Floats] = []
-    for part in _parts(sequences, tokens_at_once):
+    for part in in_groups(sequences, tokens_at_once):
         for hidden in engine.forward(part, "hidden"):
             vector = hidden[-1] if pooling == "last" else hidden.mean(axis=0, dtype=np.float64)
             vectors.append(vector.astype(np.float32))
@@ -219,14 +219,3 @@ def window_batches(
             batch = []
         if end == len(ids):
             return
-
-
-def _parts(sequences: list[Ids], tokens_at_once: int) -> Iterator[list[Ids]]:
-    """The sequences in order, in lists of at most so many tokens, or of one sequence."""
-    part: list[Ids] = []
-    for ids in sequences:
-        if part and sum(map(len, part)) + len(ids) > tokens_at_once:
-            yield part
-            part = []
-        part.append(ids)
-    yield part

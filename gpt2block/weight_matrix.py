@@ -20,7 +20,7 @@ SCALED = "float8_e4m3fn"  # the one dtype that has scales
 # a float32 without subnormal numbers, as on the GPU, would make a difference.
 SMALLEST = 2.0**-91
 AT_ONCE = 2**18  # weights on the host that are looked at together
-_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 
@@ -54,7 +54,7 @@ class WeightMatrix:
             largest = reference.FP8_FORMATS[self.dtype].largest
             bad = (self.data & 0x7F) > largest
             if bool(bad.any()):
-                raise InputError(f"weights: {_some(_host(bad))} infinity or NaN in {self.dtype}")
+                raise InputError(f"weights: {_some(on_host(bad))} infinity or NaN in {self.dtype}")
 
     def _check_scale(self) -> None:
         if self.dtype != SCALED:
@@ -75,7 +75,7 @@ class WeightMatrix:
             raise InputError(
                 f"scale: on device {self.scale.device.id}, the weights on {self.data.device.id}"
             )
-        host = _host(self.scale)
+        host = on_host(self.scale)
         wrong = ~((host >= np.finfo(np.float32).tiny) & (host < np.inf))
         if wrong.any():
             n = int(np.flatnonzero(wrong)[0])
@@ -99,9 +99,9 @@ class WeightMatrix:
             w = w.copy(order="C")
         absmax = _absmax(w, layout)
         if not np.isfinite(absmax).all():
-            bad = ~np.isfinite(_host(w).astype(np.float32))
+            bad = ~np.isfinite(on_host(w).astype(np.float32))
             raise InputError(f"{name}: {_some(bad)} infinity or NaN: expected finite weights")
-        if dtype in _DTYPES:
+        if dtype in FLOATS:
             return cls(_rounded(w, dtype, absmax, name), dtype, None, layout)
         scale: Any = None
         if dtype == SCALED:
@@ -133,13 +133,13 @@ class WeightMatrix:
 
     def dequantized(self) -> NDArray[np.float32]:
         """The weights as NumPy float32 (K, N), in either layout; a view where nothing changes."""
-        values = _host(self.data)
+        values = on_host(self.data)
         if self.dtype in FP8:
             values = reference.from_fp8(values, self.dtype)
         values = values.astype(np.float32, copy=False)
         if self.layout == "NK":
             values = values.T
-        return values if self.scale is None else values * _host(self.scale)
+        return values if self.scale is None else values * on_host(self.scale)
 
 
 def check_layout(layout: str) -> None:
@@ -176,7 +176,8 @@ def _kind(array: Any) -> str:
     return "CuPy" if _is_cupy(array) else type(array).__name__
 
 
-def _host(array: Any) -> NDArray[Any]:
+def on_host(array: Any) -> NDArray[Any]:
+    """A NumPy or CuPy array as a NumPy one."""
     host: NDArray[Any] = array.get() if _is_cupy(array) else array
     return host
 
@@ -186,7 +187,7 @@ def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     if _is_cupy(w):
         from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
 
-        return _host(absmax(w, layout))
+        return on_host(absmax(w, layout))
     axis = layout.index("K")
     largest = [np.abs(some.astype(np.float32, copy=False)).max(axis=axis) for some in _parts(w)]
     return np.concatenate(largest) if layout == "NK" else np.maximum.reduce(largest)
@@ -211,10 +212,10 @@ def _parts(matrix: NDArray[Any]) -> list[NDArray[Any]]:
 
 def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
     """w in a plain dtype; InputError where that would make infinities."""
-    target = _DTYPES[dtype]
+    target = FLOATS[dtype]
     with np.errstate(over="ignore"):
         if not np.isfinite(absmax.astype(target)).all():
-            beyond = ~np.isfinite(_host(w).astype(target))
+            beyond = ~np.isfinite(on_host(w).astype(target))
             raise InputError(
                 f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
             )

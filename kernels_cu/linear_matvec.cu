@@ -154,8 +154,8 @@ struct Last {
     Late late;
 };
 
-template <typename Input, typename End>
-__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Input& input,
+template <typename End>
+__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
                                          const End& end, int M, int N) {
     // Sums are met by a team: the threads of the block or, where a warp has all of K, those of a warp.
     constexpr bool ALONE = LM_SPLIT == 1;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
     float* x_s = reinterpret_cast<float*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / LM_SPLIT, part = warp % LM_SPLIT;
     const int before = group * LM_COLUMNS, apart = ALONE ? before : 0;  // columns before the group's and the team's
-    float* sums = x_s + Input::FLOATS + LM_ROWS * apart;                // (LM_SPLIT, LM_ROWS, ACROSS)
+    float* sums = x_s + Rows::FLOATS + LM_ROWS * apart;                // (LM_SPLIT, LM_ROWS, ACROSS)
     int start = blockIdx.x * COLUMNS;                                   // the block's first column
 
     Last<typename End::Late> last[ENDS];
@@ -212,7 +212,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         const int next = start + (int)gridDim.x * COLUMNS;
         const bool more = LM_LOOP && next < N;
         if (LM_LOOP) constants(), late();
-#pragma unroll Input::HELD ? CHUNKS : 1
+#pragma unroll Rows::HELD ? CHUNKS : 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const bool done = chunk + 1 == CHUNKS;
 #pragma unroll 1
@@ -223,7 +223,7 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
                     float x[LM_TOGETHER][LM_WIDTH];
 #pragma unroll
                     for (int t = 0; t < LM_TOGETHER; ++t) {
-                        if constexpr (Input::HELD) {
+                        if constexpr (Rows::HELD) {
 #pragma unroll
                             for (int e = 0; e < LM_WIDTH; ++e) x[t][e] = held[chunk * LM_STEPS + s][e];
                         } else {

@@ -5,6 +5,7 @@
 // registers it is multiplied from.
 #pragma once
 #include "common.cuh"
+#include "fresh.cuh"
 #include "storage.cuh"
 
 #ifndef LM_K
@@ -60,11 +61,6 @@ typedef Vec<W, LM_WIDTH> Weights;
 typedef Vec<float, LM_X> Values;
 static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
 static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
-
-// What an earlier kernel wrote, past the caches that may hold what stood there before.
-__device__ __forceinline__ Values fresh(const float* from) {
-    return {__ldcg(reinterpret_cast<const Values::Raw*>(from))};
-}
 
 // Where a row's k lies in shared memory: a lane reads LM_WIDTH values as float4, and the lanes' float4 lie side by
 // side, so that no two of them meet in a bank. 4 neighbours stay neighbours.
@@ -216,7 +212,7 @@ struct Rows {
                 loaded[i][e] = {};
                 const float* from = row(0) + own_at(i) + e * PART;
                 if (PADDED == LM_K || own_at(i) < LM_K) {
-                    loaded[i][e] = {__ldcg(reinterpret_cast<const typename Some::Raw*>(from))};
+                    loaded[i][e] = load_fresh<float, PART>(from);
                 }
             }
         }
@@ -241,7 +237,7 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const int k = share((at + i) / LM_ROWS), r = (at + i) % LM_ROWS;
-                if (k < LM_K && at + i < LOADS) v[i] = fresh(row(r) + k);
+                if (k < LM_K && at + i < LOADS) v[i] = load_fresh<float, LM_X>(row(r) + k);
             }
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
@@ -264,7 +260,7 @@ struct Rows {
             if (r < LM_ROWS) {
                 each_of_lane([&](int k) {
                     float v[LM_X];
-                    fresh(from + k).unpack(v);
+                    load_fresh<float, LM_X>(from + k).unpack(v);
                     write(v, to + place(k));
                 });
             }

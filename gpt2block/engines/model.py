@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ from gpt2block.config import GPT2Config, model_shapes
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, STORAGE
 from gpt2block.sampling import Sampling
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weight_matrix import WeightMatrix, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
@@ -44,9 +44,16 @@ def stored_tensors(
             yield name, on_host(matrix.data), matrix.layout
 
 
-def on_host(array: Any) -> NDArray[Any]:
-    """A NumPy or CuPy array as a NumPy one."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
+    """The sequences in order, in lists of at most so many tokens, or of one sequence."""
+    group: list[Ids] = []
+    for ids in sequences:
+        if group and sum(map(len, group)) + len(ids) > tokens:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group
 
 
 def check_dtype(dtype: str) -> None:

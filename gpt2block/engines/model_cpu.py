@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +25,7 @@ from gpt2block.engines.model import (
 )
 from gpt2block.kernels import FP8
 from gpt2block.sampling import Sampling, choose
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits, when likelihoods are asked for
 
@@ -38,8 +37,7 @@ class NumpyCache:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
-        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), kind)
+        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), FLOATS[dtype])
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from gpt2block.engines.model import (
     Want,
     cache_kind,
     check_room,
+    in_groups,
     kv_cache_dtype,
     stored_tensors,
 )
@@ -52,7 +53,7 @@ from gpt2block.ops import (
 )
 from gpt2block.ops._arrays import Bound, CudaArray, compute_capability
 from gpt2block.sampling import Sampling
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
@@ -70,7 +71,7 @@ class CudaCache:
         self.lengths = [0] * batch
         shape = (batch, n_ctx, config.n_embd)
         self.layers = [
-            tuple(cupy.zeros(shape, _dtype(dtype)) for _ in "kv") for _ in range(config.n_layer)
+            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv") for _ in range(config.n_layer)
         ]
         self.prefills: OrderedDict[tuple[int, int], _Prefill] = OrderedDict()
         self.step: _Step | None = None
@@ -146,7 +147,7 @@ class CudaModel:
         with self.running():
             if cache is None:
                 found: list[Floats] = []
-                for group in _groups(sequences):
+                for group in in_groups(sequences, TOKENS_AT_ONCE):
                     found += self._forward(group, want, self._scratch(group))
                 return found
             if want not in ("last", "logits"):
@@ -201,7 +202,7 @@ class CudaModel:
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found: list[Floats] = []
         with self.running():
-            for group in _groups(sequences):
+            for group in in_groups(sequences, TOKENS_AT_ONCE):
                 prefill = self.prefill(group, self._scratch(group))
                 targets = cupy.asarray(np.roll(np.concatenate(group), -1))  # the last of each: any
                 parts, first = [], 0
@@ -537,21 +538,3 @@ def _on_host(*shape: int) -> tuple[Ids, CudaArray]:
     seen[...] = 0
     owner = cupy.cuda.UnownedMemory(memory.ptr, size, memory, cupy.cuda.Device().id)
     return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes  # noqa: PLC0415
-
-    return ml_dtypes.bfloat16 if name == "bfloat16" else name
-
-
-def _groups(sequences: Iterable[Ids]) -> Iterator[list[Ids]]:
-    """Sequences in order, together as long as they have few enough tokens."""
-    group: list[Ids] = []
-    for ids in sequences:
-        if group and sum(map(len, group)) + len(ids) > TOKENS_AT_ONCE:
-            yield group
-            group = []
-        group.append(ids)
-    if group:
-        yield group
