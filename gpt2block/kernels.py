@@ -27,7 +27,7 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
 
 _KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 SCALARS: Mapping[str, type[np.generic]] = {
@@ -36,6 +36,7 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "float": np.float32,
     "unsigned char": np.uint8,
 }
+TENSOR_MAP = "TensorMap"  # by value: gpt2block.tensor_maps
 
 # What the types `T` and `W` of a source stand for (kernels_cu/storage.cuh), by the dtype's name,
 # and the constant that says so. FP8 lies in arrays of uint8; where W is no FP8, it is T.
@@ -114,7 +115,8 @@ def parse(text: str, file: str) -> dict[str, Signature]:
 
 
 def _parameter(text: str) -> Parameter:
-    words = re.sub(r"\bconst\b|__restrict__", " ", text.replace("*", "* ")).split()
+    plain = re.sub(r"\bconst\b|__restrict__|__grid_constant__", " ", text.replace("*", "* "))
+    words = plain.split()
     ctype = " ".join(words[:-1]).replace(" *", "*")
     return Parameter(ctype, words[-1], const=bool(re.search(r"\bconst\b", text)))
 
@@ -173,6 +175,10 @@ def typed_arguments(
 def _typed(
     kernel: str, parameter: Parameter, arg: Any, storage: str, weights: str | None
 ) -> Scalar:
+    if parameter.ctype == TENSOR_MAP:
+        if not isinstance(arg, np.void):
+            raise KernelError(f"{kernel}: {parameter.name}: expected a tensor map, got {arg!r}")
+        return arg
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
     expected, where = element(kernel, parameter, storage, weights)

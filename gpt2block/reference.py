@@ -182,6 +182,22 @@ def linear(
     return product if residual is None else residual + product
 
 
+def gemm(
+    a: Array,
+    w: Array | WeightMatrix,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    gelu: bool = False,
+    split_k: bool = False,
+) -> Array:
+    """[residual +] [GELU](a · w [+ bias]), the product of the tensor-core tier.
+
+    a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add
+    up K in parts; the meaning is the same.
+    """
+    return linear(a, w, bias, residual=residual, gelu=gelu)
+
+
 def add(a: Array, b: Array) -> Array:
     """a + b, the residual connection. Same shapes."""
     return a + b

@@ -33,7 +33,7 @@ def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     import cupy  # noqa: PLC0415  (a NumPy-only installation imports this module too)
 
     launches = tuple(launches)
-    for launch in dict.fromkeys(launches):
+    for launch in {id(launch): launch for launch in launches}.values():
         launch.run()  # loads the kernels, which a capture cannot
     cupy.cuda.get_current_stream().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -133,6 +133,12 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CALL_SI
     return cuda_on_cpu::shuffle(mask, value, source >= (lane & -width) + width ? lane : source, file, line);
 }
 
+inline int __any_sync(unsigned mask, bool predicate, CALL_SITE) {  // a full warp's
+    int any = 0;
+    for (int lane = 0; lane < 32; ++lane) any |= cuda_on_cpu::shuffle(mask, (int)predicate, lane, file, line) == 1;
+    return any;
+}
+
 #undef CALL_SITE
 
 template <typename T>

@@ -1,0 +1,125 @@
+"""Launches of hopper/gemm.cu: which tile, and what it takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.operations._types import Geometry
+
+FILE = "hopper/gemm.cu"
+KERNEL = "gemm_hopper"
+CAPABILITY = 90  # exactly: newer GPUs have no wgmma
+SLICE = 64  # of K
+CONSUMERS = 2  # warpgroups that multiply
+THREADS = 128 * (1 + CONSUMERS)
+BUFFERS = 2  # chunks of a warpgroup on their way out
+ALIGNMENT = 1024  # of shared memory
+
+
+class Tile(NamedTuple):
+    """The constants of hopper/gemm.cu, and the time such tiles take on an H200."""
+
+    rows: int
+    columns: int
+    group: tuple[int, int]  # rows and columns of a warpgroup: all of the tile, or half
+    stages: int
+    chunk: int
+    splits: int  # of K
+    shares: int  # blocks that load w together
+    start_us: float  # once
+    slice_us: float  # for a slice of K
+    wave_us: float  # for a tile, beside its slices
+
+    @property
+    def cluster(self) -> int:
+        return self.splits * self.shares
+
+
+# Fitted to GPT-2's four products at M = 128, 1024 and 8192, in a row of overlapping launches. Tiles
+# of two warpgroups each (the first) have no time of their own for the epilogue. 128x144, 128x192,
+# 64x96 and 128x96 split in two give 1,024 rows 128 blocks, for an H200's 132 SMs.
+TILES = (
+    Tile(128, 192, (128, 192), 4, 64, 1, 2, 4.0, 0.50, 0.0),
+    Tile(128, 192, (64, 192), 4, 64, 1, 2, 1.8, 0.43, 2.6),
+    Tile(128, 144, (64, 144), 5, 16, 1, 2, 1.8, 0.35, 2.6),
+    Tile(64, 96, (64, 96), 8, 32, 1, 1, 0.5, 0.316, 0.7),
+    Tile(64, 64, (64, 32), 8, 32, 1, 1, 0.5, 0.30, 0.5),
+    Tile(128, 96, (64, 96), 6, 16, 2, 1, 1.8, 0.38, 1.3),
+    Tile(64, 64, (64, 32), 8, 16, 2, 1, 0.8, 0.27, 0.5),
+    Tile(64, 96, (64, 48), 8, 16, 3, 1, 1.3, 0.26, 0.7),
+    Tile(128, 64, (64, 64), 8, 16, 4, 1, 1.8, 0.26, 0.8),
+)
+
+
+def choose_tile(M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
+    """The tile that gets the product done first, with K in one piece unless `split_k`."""
+    slices = ceil(K / SLICE)
+
+    def us(tile: Tile) -> float:
+        waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
+        return tile.start_us + waves * (ceil(slices / tile.splits) * tile.slice_us + tile.wave_us)
+
+    allowed = (tile for tile in TILES if tile.splits == 1 or (split_k and tile.splits <= slices))
+    return min(allowed, key=us)
+
+
+def _tiles(tile: Tile, M: int, N: int) -> int:
+    """Tiles, or where blocks of a cluster have tiles below each other, such groups of tiles."""
+    return ceil(M / (tile.rows * tile.shares)) * ceil(N / tile.columns)
+
+
+def _at_once(tile: Tile, sms: int) -> int:
+    """Clusters that run at once, about: not all SMs are neighbours of as many others."""
+    return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    gelu: bool = False,
+    residual: bool = False,
+    float_out: bool = False,
+    split_k: bool = False,
+    sms: int,
+    tile: Tile | None = None,
+) -> tuple[Geometry, Tile]:
+    """The launch of gemm_hopper for a (M, K) and w (N, K), and its tile, for the tensor maps.
+
+    tile: instead of the best of `TILES`. Without splits of K the bits are the same for any.
+    """
+    tile = tile or choose_tile(M, N, K, split_k, sms)
+    rows, columns = tile.group
+    defines = (
+        ("GEMM_M", tile.rows),
+        ("GEMM_N", tile.columns),
+        ("GEMM_GROUP_M", rows),
+        ("GEMM_GROUP_N", columns),
+        ("GEMM_STAGES", tile.stages),
+        ("GEMM_SPLITS", tile.splits),
+        ("GEMM_SHARES", tile.shares),
+        ("GEMM_CHUNK", tile.chunk),
+        ("GEMM_GELU", int(gelu)),
+        ("GEMM_RESIDUAL", int(residual)),
+        ("GEMM_FLOAT_OUT", int(float_out)),
+    )
+    # A group of blocks goes from tile to tile; where K is split, each cluster has one.
+    clusters = _tiles(tile, M, N)
+    if tile.splits == 1:
+        clusters = min(clusters, sms // tile.shares)
+    return Geometry(
+        KERNEL, (clusters * tile.cluster,), (THREADS,), _shared(tile, float_out), defines
+    ), tile
+
+
+def _shared(tile: Tile, float_out: bool) -> int:
+    """Bytes of shared memory: the ring, chunks on their way out, biases, barriers."""
+    ring = tile.stages * 2 * SLICE * (tile.rows + tile.columns)
+    chunks = 0 if float_out else CONSUMERS * BUFFERS * 64 * tile.chunk * 2
+    biases = 4 * CONSUMERS * tile.group[1]
+    barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))
+    return ALIGNMENT + ring + chunks + biases + barriers

@@ -1,0 +1,516 @@
+"""The product of the tensor-core tier: its meaning, mma/gemm.cu and its launches.
+
+On the CPU the PTX instructions are imitated (tests/cpu_cuda/mma_ptx.h): layouts in shared memory
+and registers, the ring's waits and every address are tried there; `mma.sync` itself on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.operations._types import Geometry
+from gpt2block.operations.gemm import CAPABILITY, FILE, TILES, Tile, geometry
+from gpt2block.weight_matrix import WeightMatrix
+from tests import cpu_cuda, plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+# Multiprocessors, and bytes of shared memory that a block may ask for.
+H200 = {"sms": 132, "most_shared": 232448}
+A100 = {"sms": 108, "most_shared": 166912}
+RTX = {"sms": 84, "most_shared": 101376}
+GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+GPT2 = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # N, K
+# Odd numbers of fragments side by side: groups of four, two and one; rows and columns of warps.
+NARROW = Tile(16, 72, (1, 1), 64, 3, 2)
+SQUARE = Tile(64, 48, (2, 2), 64, 3, 1)
+LONG = Tile(32, 128, (1, 2), 128, 3, 1)
+GELU_ON_THE_CPU = """// gelu_fast.cuh without its PTX
+inline float gelu_fast(float v) {
+    return v / (1.0f + exp2f(v * fmaf(-0.10294324f, v * v, -2.3022082f)));
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product, its epilogue, and how it is stored."""
+
+    M: int
+    N: int
+    K: int
+    storage: str = "bfloat16"
+    bias: bool = True
+    gelu: bool = False
+    residual: bool = False
+    float_out: bool = False
+
+    @property
+    def out_dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float32) if self.float_out else DTYPES[self.storage]
+
+    def geometry(self, gpu: dict[str, int], tile: Tile | None = None) -> Geometry:
+        return geometry(
+            self.M,
+            self.N,
+            self.K,
+            gelu=self.gelu,
+            residual=self.residual,
+            float_out=self.float_out,
+            tile=tile,
+            **gpu,
+        )
+
+
+EPILOGUES = (
+    Case(0, 0, 0, bias=False),
+    Case(0, 0, 0, "float16", float_out=True),
+    Case(0, 0, 0, "float16", gelu=True),
+    Case(0, 0, 0, residual=True),
+    Case(0, 0, 0, bias=False, residual=True, float_out=True),
+    Case(0, 0, 0, gelu=True, residual=True),
+)
+
+
+class Problem:
+    """Inputs of a case, and its results by the formula."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        rng = np.random.default_rng([case.M, case.N, case.K])
+        T = DTYPES[case.storage]
+        a = rng.standard_normal((case.M, case.K), np.float32)
+        self.a: Array = (a + np.float32(0.25)).astype(T)
+        w = rng.standard_normal((case.N, case.K), np.float32)
+        self.w: Array = (w / np.float32(math.sqrt(case.K))).astype(T)
+        self.bias = rng.standard_normal(case.N, np.float32) if case.bias else None
+        residual = rng.standard_normal((case.M, case.N), np.float32) + np.float32(0.5)
+        self.residual = residual.astype(case.out_dtype) if case.residual else None
+
+    def arguments(self, out: Array, residual: Any) -> list[Any]:
+        """Of the kernel, in its order."""
+        c = self.case
+        outputs = [None, None, residual, out] if c.float_out else [residual, out, None, None]
+        return [self.a, self.w, self.bias, *outputs, c.M, c.N, c.K]
+
+    def poisoned(self) -> Array:
+        return np.full((self.case.M, self.case.N), np.nan, self.case.out_dtype)
+
+    def truth(self) -> Array:
+        bias, residual = (
+            x if x is None else x.astype(np.float64) for x in (self.bias, self.residual)
+        )
+        a, w = self.a.astype(np.float64), self.w.T.astype(np.float64)
+        return reference.gemm(a, w, bias, residual, self.case.gelu)
+
+    def by_hand(self, product: Any, xp: Any) -> Array:
+        """The plain evaluation with a way to add, by `xp`, rounded to the output's dtype."""
+        a, w = (xp.asarray(x.astype(np.float32)) for x in (self.a, self.w.T))
+        y = product(a, w, xp)
+        if self.bias is not None:
+            y = y + xp.asarray(self.bias)
+        if self.case.gelu:
+            y = plain.gelu(y, xp)
+        if self.residual is not None:
+            y = xp.asarray(self.residual.astype(np.float32)) + y
+        on_host: Array = y if xp is np else y.get()
+        return on_host.astype(self.case.out_dtype).astype(np.float32)
+
+    def assert_right(self, out: Array, xp: Any = np) -> None:
+        """As accurate as sequential sums in float32.
+
+        Where no rounding to 16 bits is larger than the difference, and K is long, such sums as
+        tensor cores have may be less accurate: then as accurate as those.
+        """
+        truth = self.truth()
+        meaning = self.by_hand(plain.product, xp)
+        if self.case.float_out and xp is not np:
+            cut = self.by_hand(plain.tensor_core_product, xp)
+            meaning = max(meaning, cut, key=lambda y: float(np.abs(y - truth).max()))
+        plain.assert_as_accurate(out.astype(np.float32), truth, meaning)
+
+
+# --- what it means -------------------------------------------------------------------------------
+
+
+def test_the_formula_against_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    a, w, bias, residual = (rng.standard_normal(s) for s in ((2, 3, 4), (4, 5), 5, (2, 3, 5)))
+    expected = np.empty((2, 3, 5))
+    for b in range(2):
+        for m in range(3):
+            for n in range(5):
+                v = bias[n] + sum(a[b, m, k] * w[k, n] for k in range(4))
+                tanh = math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
+                expected[b, m, n] = residual[b, m, n] + 0.5 * v * (1 + tanh)
+    np.testing.assert_allclose(reference.gemm(a, w, bias, residual, gelu=True), expected)
+    np.testing.assert_allclose(reference.gemm(a, w), a @ w)
+    matrix = WeightMatrix(np.ascontiguousarray(w.T.astype(np.float32)), "float32", None, "NK")
+    np.testing.assert_allclose(reference.gemm(a, matrix, bias), a @ w + bias, rtol=1e-5)
+
+
+# --- which tile ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "tile", "blocks"),
+    [
+        (128, 768, 768, (32, 32), 96),
+        (128, 3072, 768, (64, 48), 128),
+        (1024, 2304, 768, (128, 144), 128),
+        (1024, 3072, 768, (128, 192), 128),
+        (1024, 768, 3072, (64, 96), 128),
+        (8192, 768, 3072, (128, 192), 132),
+        (65536, 3072, 768, (128, 256), 132),
+    ],
+)
+def test_the_tile_fits_the_gpu(M: int, N: int, K: int, tile: tuple[int, int], blocks: int) -> None:
+    how = Case(M, N, K).geometry(H200)
+    chosen = dict(how.defines)
+    assert (chosen["GEMM_M"], chosen["GEMM_N"]) == tile
+    assert how.grid == (blocks,)
+
+
+@pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
+def test_a_tile_has_room_on_every_gpu(gpu: dict[str, int]) -> None:
+    for M in (1, 16, 17, 64, 128, 500, 5000):
+        for N, K in GPT2:
+            how = Case(M, N, K).geometry(gpu)
+            blocks = int(dict(how.defines)["GEMM_BLOCKS"])
+            assert (how.shared + 1024) * blocks <= gpu["most_shared"] + 1024
+            assert how.grid[0] <= blocks * gpu["sms"]
+            assert how.block[0] in (128, 256)
+
+
+# --- on the CPU ----------------------------------------------------------------------------------
+
+
+def imitated(at_once: bool) -> loader.Source:
+    """The shipped file with PTX instructions that the CPU can do."""
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    if at_once:
+        header = "#define COPIES_AT_ONCE\n" + header
+    stand_ins = (("mma/ptx.cuh", header), ("gelu_fast.cuh", GELU_ON_THE_CPU))
+    return replace(loader.Source.shipped(FILE), headers=stand_ins)
+
+
+def run_on_cpu(
+    case: Case, tile: Tile, order: loader.Order, at_once: bool = False, blocks: int = 4
+) -> Array:
+    """With so few blocks, each has several tiles."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    given = Problem(case)
+    out, how = given.poisoned(), case.geometry({**H200, "sms": blocks}, tile)
+    loader.run(
+        imitated(at_once),
+        how.kernel,
+        how.grid,
+        how.block,
+        given.arguments(out, given.residual),
+        shared=how.shared,
+        defines=how.defines,
+        storage=case.storage,
+        order=order,
+    )
+    given.assert_right(out)
+    return out
+
+
+@pytest.mark.parametrize("i", range(len(EPILOGUES)))
+def test_epilogues_on_the_cpu(i: int) -> None:
+    tile = (NARROW, SQUARE, LONG)[i % 3]
+    case = replace(EPILOGUES[i], M=17, N=136, K=72)
+    first = run_on_cpu(case, tile, "forward")
+    np.testing.assert_array_equal(run_on_cpu(case, tile, "reverse"), first)
+    run_on_cpu(replace(case, M=1, N=8, K=8), tile, "shuffled")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("order", loader.ORDERS)
+def test_the_ring_waits_for_what_it_needs(order: loader.Order, at_once: bool) -> None:
+    for K in (24, 200):
+        run_on_cpu(replace(EPILOGUES[0], M=130, N=72, K=K), SQUARE, order, at_once, blocks=2)
+
+
+def test_the_residual_may_be_the_output() -> None:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    for case in (EPILOGUES[3], EPILOGUES[4]):
+        given = Problem(replace(case, M=33, N=80, K=64))
+        assert given.residual is not None
+        out, how = given.residual.copy(), given.case.geometry(H200, SQUARE)
+        loader.run(
+            imitated(False),
+            how.kernel,
+            how.grid,
+            how.block,
+            given.arguments(out, out),
+            shared=how.shared,
+            defines=how.defines,
+            storage=case.storage,
+        )
+        given.assert_right(out)
+
+
+def test_all_tiles_give_the_same_bits_on_the_cpu() -> None:
+    case = replace(EPILOGUES[0], M=40, N=80, K=136)
+    first, *others = (run_on_cpu(case, tile, "forward") for tile in (NARROW, SQUARE, LONG))
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+@settings(max_examples=5)
+@given(M=st.integers(1, 100), N=st.integers(1, 12), K=st.integers(1, 30))
+def test_any_size_on_the_cpu(M: int, N: int, K: int) -> None:
+    run_on_cpu(replace(EPILOGUES[0], M=M, N=8 * N, K=8 * K), SQUARE, "reverse", blocks=1)
+
+
+# --- with NVRTC, without a GPU -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_no_tile_spills(tile: Tile) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for i, epilogue in enumerate(EPILOGUES[3:]):
+        arch, gpu = GPUS[(i + TILES.index(tile)) % len(GPUS)]
+        try:
+            how = replace(epilogue, M=500, N=768, K=768).geometry(gpu, tile)
+        except ValueError:  # no room for this tile, and none is left to choose from
+            continue
+        defines = (*kernels.stored_as(epilogue.storage), *how.defines)
+        log = kernels.compile_for(FILE, arch, defines).log
+        assert "0 bytes spill stores, 0 bytes spill loads" in log
+        assert "warning" not in log
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _tensor_cores(request: pytest.FixtureRequest) -> None:
+    import cupy  # noqa: PLC0415
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    callspec = getattr(request.node, "callspec", None)
+    if callspec and callspec.params.get("variant") == "hopper" and capability != 90:
+        pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {capability / 10}")
+    if capability < CAPABILITY:
+        pytest.skip(f"mma.sync needs compute capability 8.0, this GPU has {capability / 10}")
+
+
+on_the_gpu = pytest.mark.usefixtures("_tensor_cores")
+variants = pytest.mark.parametrize("variant", ["mma", "hopper"])
+
+
+def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = None) -> Array:
+    """Twice, and both must give the same bits. A tile is for the variant mma."""
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+    from gpt2block.ops._arrays import device_attribute, launch_at  # noqa: PLC0415
+
+    case = given.case
+    a, w, bias, residual = (
+        x if x is None else cupy.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
+    )
+    results = []
+    for _ in range(2):
+        out = cupy.asarray(given.poisoned())
+        if tile is None:
+            matrix = WeightMatrix(w, case.storage, None, "NK")
+            inputs = (a, matrix, bias, residual)
+            _gemm.bind(inputs, out, gelu=case.gelu, variant=variant).run()
+        else:
+            gpu = {
+                "sms": device_attribute("MultiProcessorCount"),
+                "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
+            }
+            outputs = (residual, out)
+            both = (None, None, *outputs) if case.float_out else (*outputs, None, None)
+            args = (a, w, bias, *both, case.M, case.N, case.K)
+            launch_at(FILE, case.geometry(gpu, tile), args, storage=case.storage).run()
+        results.append(out.get())
+    first: Array
+    first, again = results
+    np.testing.assert_array_equal(first, again)
+    return first
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@variants
+@pytest.mark.parametrize("M", [1, 17, 100, 128, 1000, 1024, 8192])
+def test_gpt2_sizes_on_the_gpu(M: int, variant: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    for i, (N, K) in enumerate(GPT2):
+        epilogue = EPILOGUES[(i + M) % len(EPILOGUES)]
+        given = Problem(replace(epilogue, M=M, N=N, K=K))
+        given.assert_right(run_on_gpu(given, variant), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@variants
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_epilogues_on_the_gpu(epilogue: Case, variant: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    for storage in DTYPES:
+        for M, N, K in ((1, 8, 8), (130, 72, 200), (300, 1032, 520)):
+            given = Problem(replace(epilogue, storage=storage, M=M, N=N, K=K))
+            given.assert_right(run_on_gpu(given, variant), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@pytest.mark.parametrize("float_out", [False, True])
+def test_every_tile_gives_the_same_bits_on_the_gpu(float_out: bool) -> None:
+    import cupy  # noqa: PLC0415
+
+    for M, N, K in ((1, 8, 8), (129, 264, 184), (260, 520, 1032), (3000, 776, 768)):
+        given = Problem(Case(M, N, K, residual=True, float_out=float_out))
+        expected = run_on_gpu(given, "mma")
+        given.assert_right(expected, cupy)
+        for tile in TILES:
+            try:
+                got = run_on_gpu(given, tile=tile)
+            except ValueError:  # no room for this tile, and none is left to choose from
+                continue
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@variants
+def test_a_row_has_the_same_bits_alone_and_among_others(variant: str) -> None:
+    for N, K in GPT2:
+        many = Problem(Case(1000, N, K, gelu=True, float_out=True))
+        among = run_on_gpu(many, variant)
+        for rows in (slice(0, 1), slice(700, 717), slice(300, 600)):
+            few = Problem(many.case)
+            few.a = np.ascontiguousarray(many.a[rows])
+            few.case = replace(many.case, M=len(few.a))
+            np.testing.assert_array_equal(run_on_gpu(few, variant), among[rows])
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@variants
+def test_the_residual_may_be_the_output_on_the_gpu(variant: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+
+    for float_out in (False, True):
+        given = Problem(Case(1000, 768, 768, residual=True, float_out=float_out))
+        out = cupy.asarray(given.residual)
+        matrix = WeightMatrix(cupy.asarray(given.w), given.case.storage, None, "NK")
+        inputs = (cupy.asarray(given.a), matrix, cupy.asarray(given.bias), out)
+        _gemm.bind(inputs, out, variant=variant).run()
+        given.assert_right(out.get(), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@settings(max_examples=25)
+@given(
+    M=st.integers(1, 600),
+    N=st.integers(1, 60),
+    K=st.integers(1, 60),
+    epilogue=st.sampled_from(EPILOGUES),
+)
+def test_any_size_on_the_gpu(M: int, N: int, K: int, epilogue: Case) -> None:
+    import cupy  # noqa: PLC0415
+
+    given = Problem(replace(epilogue, M=M, N=8 * N, K=8 * K))
+    given.assert_right(run_on_gpu(given), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+def test_the_function() -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    given = Problem(Case(6, 16, 24, residual=True))
+    w = WeightMatrix(cupy.asarray(given.w), "bfloat16", None, "NK")
+    a = cupy.asfortranarray(cupy.asarray(given.a)).reshape(2, 3, 24)
+    bias, residual = cupy.asarray(given.bias), cupy.asarray(given.residual).reshape(2, 3, 16)
+    out = ops.gemm(a, w, bias, residual)
+    assert out.shape == (2, 3, 16)
+    given.assert_right(out.get().reshape(6, 16))
+    wide = ops.gemm(a, w, bias, dtype="float32")
+    assert wide.dtype == np.float32
+    assert ops.gemm(a, w).dtype == a.dtype
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
+        ({"dtype": "float16"}, "dtype 'float16': expected bfloat16, as a has, or float32"),
+        ({"a": ((4, 64), "float32")}, "a: expected bfloat16 or float16, got float32"),
+        ({"a": ((4, 72), "bfloat16")}, "w: expected K 72 to match a, got 64"),
+        ({"a": ((4, 64), "float16")}, "w: expected float16, as a has, in layout 'NK'"),
+        ({"w": ((64, 48), "bfloat16", "KN")}, "w: expected bfloat16, .* got bfloat16, 'KN'"),
+        ({"w": ((44, 64), "bfloat16", "NK")}, "K and N in multiples of 8, got K 64, N 44"),
+        ({"bias": ((47,), "float32")}, r"bias: expected shape \(48,\), got \(47,\)"),
+        ({"bias": ((48,), "bfloat16")}, "bias: expected float32, got bfloat16"),
+        ({"residual": ((4, 40), "bfloat16")}, r"residual: expected shape \(4, 48\)"),
+        ({"residual": ((4, 48), "float32")}, "residual: expected bfloat16, got float32"),
+    ],
+)
+def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block import ops  # noqa: PLC0415
+
+    def made(name: str) -> Any:
+        shape, dtype = change.pop(name)
+        return cupy.zeros(shape, dtype)
+
+    shape, dtype, layout = change.pop("w", ((48, 64), "bfloat16", "NK"))
+    w = WeightMatrix(cupy.zeros(shape, dtype), dtype, None, layout)
+    a = made("a") if "a" in change else cupy.zeros((4, 64), "bfloat16")
+    bias = made("bias") if "bias" in change else None
+    residual = made("residual") if "residual" in change else None
+    with pytest.raises(InputError, match=message):
+        ops.gemm(a, w, bias, residual, **change)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+def test_an_output_that_overlaps_is_refused() -> None:
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+
+    memory = cupy.zeros(3 * 64 * 64 + 4, "bfloat16")
+    first = memory[: 64 * 64].reshape(64, 64)
+    w = WeightMatrix(cupy.zeros((64, 64), "bfloat16"), "bfloat16", None, "NK")
+    with pytest.raises(InputError, match="out: overlaps a: expected another array"):
+        _gemm.bind((first, w), memory[64:][: 64 * 64].reshape(64, 64))
+    part = memory[2 * 64 * 64 :][: 64 * 64].reshape(64, 64)
+    shifted = memory[2 * 64 * 64 - 64 :][: 64 * 64].reshape(64, 64)
+    with pytest.raises(InputError, match="out: overlaps residual in part"):
+        _gemm.bind((first, w, None, part), shifted)
+    odd = memory[2 * 64 * 64 + 4 :][: 64 * 64].reshape(64, 64)
+    with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
+        _gemm.bind((first, w), odd)

@@ -1,0 +1,173 @@
+"""The product of the Hopper tier: which tile, no spills, and every tile on the GPU.
+
+What both tiers have in common is in test_gemm.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import kernels
+from gpt2block.operations._hopper_gemm import FILE, TILES, Tile, choose_tile, geometry
+from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
+
+SMS = 132  # an H200's
+MOST_SHARED = 232448
+QKV, OUT, FC, PROJ = GPT2
+
+
+@pytest.mark.parametrize(
+    ("M", "product", "tile", "splits"),
+    [
+        (128, QKV, (64, 64), 1),
+        (128, OUT, (64, 64), 2),
+        (128, FC, (64, 64), 1),
+        (128, PROJ, (128, 64), 4),
+        (1024, QKV, (128, 144), 1),
+        (1024, OUT, (64, 96), 1),
+        (1024, FC, (128, 192), 1),
+        (1024, PROJ, (128, 96), 2),
+        *((M, product, (128, 192), 1) for M in (8192, 65536) for product in GPT2),
+    ],
+)
+def test_the_fastest_tile_on_an_h200(
+    M: int, product: tuple[int, int], tile: tuple[int, int], splits: int
+) -> None:
+    """Those that were the fastest when all were timed."""
+    chosen = choose_tile(M, *product, True, SMS)
+    assert (chosen.rows, chosen.columns) == tile
+    assert chosen.splits == splits
+    assert choose_tile(M, *product, False, SMS).splits == 1
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_tile_has_room(tile: Tile) -> None:
+    for M in (1, 130, 100_000):
+        for float_out in (False, True):
+            how, _ = geometry(M, 768, 3072, float_out=float_out, sms=SMS, tile=tile)
+            assert how.shared <= MOST_SHARED
+            assert how.grid[0] % tile.cluster == 0
+            assert how.grid[0] <= SMS or tile.splits > 1
+
+
+def test_a_short_k_is_not_split_into_nothing() -> None:
+    for K in (8, 64, 72, 128, 192):
+        assert choose_tile(128, 768, K, True, SMS).splits <= -(-K // 64)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_no_tile_spills(tile: Tile) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for epilogue in EPILOGUES:
+        how, _ = geometry(
+            500,
+            768,
+            768,
+            gelu=epilogue.gelu,
+            residual=epilogue.residual,
+            float_out=epilogue.float_out,
+            sms=SMS,
+            tile=tile,
+        )
+        defines = (*kernels.stored_as(epilogue.storage), *how.defines)
+        log = kernels.compile_for(FILE, "sm_90a", defines).log
+        assert "0 bytes spill stores, 0 bytes spill loads" in log
+        assert "warning" not in log
+        assert "serialized" not in log
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> Any:
+    import cupy  # noqa: PLC0415
+
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("wgmma needs compute capability 9.0")
+    return cupy
+
+
+def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> NDArray[Any]:
+    """With this tile, twice, for the same bits."""
+    from gpt2block.operations import _hopper_gemm  # noqa: PLC0415
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
+
+    monkeypatch.setattr(_hopper_gemm, "choose_tile", lambda *_: tile)
+    _hopper_gemm.geometry.cache_clear()
+    case = given.case
+    a, w, bias, residual = (
+        x if x is None else cp.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
+    )
+    inputs = (a, WeightMatrix(w, case.storage, None, "NK"), bias, residual)
+    results = []
+    for _ in range(2):
+        out = cp.asarray(given.poisoned())
+        _gemm.bind(inputs, out, gelu=case.gelu, variant="hopper").run()
+        results.append(out.get())
+    _hopper_gemm.geometry.cache_clear()
+    np.testing.assert_array_equal(*results)
+    first: NDArray[Any] = results[0]
+    return first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_every_tile(cp: Any, epilogue: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right for one row and many, for one tile a block and many; the same bits but for splits."""
+    for M, N, K in ((1, 8, 264), (129, 264, 520), (1000, 776, 768), (5000, 2312, 264)):
+        given = Problem(replace(epilogue, M=M, N=N, K=K))
+        expected = None
+        for tile in TILES:
+            got = run(cp, given, tile, monkeypatch)
+            if expected is None:
+                given.assert_right(got, cp)
+                expected = got
+            elif tile.splits == 1:
+                np.testing.assert_array_equal(got, expected)
+            else:
+                given.assert_right(got, cp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
+def test_k_in_parts(cp: Any, M: int) -> None:
+    """As the Block asks for it."""
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
+
+    for N, K in (OUT, PROJ):
+        given = Problem(Case(M, N, K, residual=True))
+        w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
+        out = cp.asarray(given.residual)
+        inputs = (cp.asarray(given.a), w, cp.asarray(given.bias), out)
+        _gemm.bind(inputs, out, split_k=True, variant="hopper").run()
+        given.assert_right(out.get(), cp)
+
+
+@pytest.mark.gpu
+def test_other_rows_do_not_matter(cp: Any) -> None:
+    """NaN and infinity stay in their rows; beyond the last one nothing is read or written."""
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
+
+    given = Problem(Case(200, 2304, 768))
+    w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
+    memory = cp.full((208, 768), np.nan, "bfloat16")
+    memory[:200] = cp.asarray(given.a)
+    out = cp.full((208, 2304), 7, "bfloat16")
+    for row, value in ((3, np.nan), (77, np.inf)):
+        memory[row] = value
+    _gemm.bind((memory[:200], w, cp.asarray(given.bias)), out[:200], variant="hopper").run()
+    got = out.get().astype(np.float32)
+    assert (got[200:] == 7).all()
+    assert not np.isfinite(got[[3, 77]]).any()
+    rest = np.delete(got[:200], [3, 77], axis=0)
+    expected = np.delete(given.truth(), [3, 77], axis=0)
+    assert np.abs(rest - expected).max() < 0.01 * np.abs(expected).max()
