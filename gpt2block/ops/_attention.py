@@ -1,27 +1,46 @@
-"""Attention on CUDA: kernels_cu/attention.cu, attention_forward.cu, attention_online.cu."""
+"""Attention on CUDA.
+
+float32: kernels_cu/attention.cu, attention_forward.cu, attention_online.cu. float16 and bfloat16:
+mma/attention.cu and hopper/attention.cu.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 
 from gpt2block.errors import InputError
-from gpt2block.kernels import load
+from gpt2block.kernels import Launch, load
 from gpt2block.operations._types import Geometry, Variant, check_block
-from gpt2block.operations.attention import OPERATION, geometry
+from gpt2block.operations.attention import (
+    HOPPER_CAPABILITY,
+    HOPPER_TILE,
+    MMA_CAPABILITY,
+    OPERATION,
+    SIXTEEN_BITS,
+    TENSOR_CORES,
+    TENSOR_HEAD,
+    geometry,
+    hopper_geometry,
+    mma_geometry,
+)
 from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
     Shape,
     check,
+    compute_capability,
     contiguous,
     device_attribute,
     launch_at,
     output,
+    storage,
 )
 from gpt2block.ops._warm import call
+from gpt2block.tensor_maps import tensor_map
 
 MAX_BATCH = 65535
 
@@ -32,15 +51,27 @@ def bind(
     *,
     n_head: int,
     causal: bool,
-    variant: str = "mha",
+    variant: str | None = None,
     block: int | None = None,
+    cu_seqlens: CudaArray | None = None,
+    max_seqlen: int | None = None,
 ) -> Bound:
-    """inputs (qkv (T, 3C) or (B, T, 3C),), out (T, C) or (B, T, C); extra: naive's scores."""
+    """inputs (qkv (T, 3C) or (B, T, 3C),), out (T, C) or (B, T, C); extra: naive's scores.
+
+    With cu_seqlens and max_seqlen: qkv (N, 3C), out (N, C). variant None: mha for float32, for
+    float16 and bfloat16 the best that the GPU has. Otherwise as `attention`.
+    """
     (qkv,) = inputs
+    dtype = storage(qkv)
+    if variant is None:
+        variant = _on_tensor_cores() if dtype in SIXTEEN_BITS else "mha"
     chosen = OPERATION.variant(variant)
     if block is not None:
         check_block(OPERATION.name, chosen, block)
-    check("qkv", qkv)
+    tensor_cores = chosen.name in TENSOR_CORES
+    if tensor_cores:
+        _check_tensor_cores(chosen, qkv)
+    check("qkv", qkv, dtype=dtype if tensor_cores else "float32")
     if isinstance(n_head, bool) or not isinstance(n_head, Integral) or n_head < 1:
         raise InputError(f"n_head: expected a number of heads, got {n_head!r}")
     n_head = int(n_head)
@@ -50,6 +81,13 @@ def bind(
             f"got {qkv.shape}"
         )
     _check_aligned("qkv", qkv)
+    if tensor_cores:
+        return _bind_tensor_cores(chosen, qkv, cu_seqlens, max_seqlen, out, n_head, bool(causal))
+    if cu_seqlens is not None or max_seqlen is not None:
+        raise InputError(
+            f"cu_seqlens and max_seqlen: variant {chosen.name} takes sequences of one length: "
+            "use float16 or bfloat16"
+        )
     where = _launches(chosen, qkv.shape, n_head, causal, block)
     if variant == "mha":
         check_limits(qkv.shape, n_head=n_head, causal=causal)
@@ -64,6 +102,120 @@ def bind(
         _check_aligned("out", out)
         args = (*args, int(bool(causal)))
     return Bound(out, (launch_at(chosen.file, only, args),))
+
+
+class _Job(NamedTuple):
+    """What a tensor-core kernel is given, checked."""
+
+    qkv: CudaArray
+    cu_seqlens: CudaArray | None
+    out: CudaArray
+    B: int
+    T: int  # of the longest sequence
+    n_head: int
+
+
+def _check_tensor_cores(variant: Variant, qkv: Any) -> None:
+    """That this GPU has the variant, and that it takes the dtype of qkv."""
+    if problem := _not_here(variant.name):
+        raise InputError(f"variant {variant.name}: {problem}: use float32 and variant online")
+    if storage(qkv) == "float32" and isinstance(qkv, cupy.ndarray):
+        raise InputError(
+            f"qkv: expected {' or '.join(SIXTEEN_BITS)} for variant {variant.name}, got "
+            f"{qkv.dtype}: use .astype('float16')"
+        )
+
+
+def _bind_tensor_cores(
+    variant: Variant,
+    qkv: CudaArray,
+    cu_seqlens: CudaArray | None,
+    max_seqlen: int | None,
+    out: CudaArray | None,
+    n_head: int,
+    causal: bool,
+) -> Bound:
+    C = qkv.shape[-1] // 3
+    if C // n_head != TENSOR_HEAD:
+        raise InputError(
+            f"head size {C // n_head}: variant {variant.name} takes {TENSOR_HEAD}: use float32, of "
+            "which variant online takes heads of up to 256"
+        )
+    dtype = storage(qkv)
+    B, T = _sequences(qkv, cu_seqlens, max_seqlen)
+    out = output(out, (*qkv.shape[:-1], C), dtype)
+    _check_aligned("out", out)
+    job = _Job(qkv, cu_seqlens, out, B, T, n_head)
+    return Bound(out, (_TENSOR_CORES[variant.name](job, causal, dtype),))
+
+
+def _bind_mma(job: _Job, causal: bool, dtype: str) -> Launch:
+    where, together = mma_geometry(
+        job.B,
+        job.T,
+        job.n_head,
+        causal,
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+    )
+    return launch_at(OPERATION.variant("mma").file, where, (*job, together), dtype)
+
+
+def _bind_hopper(job: _Job, causal: bool, dtype: str) -> Launch:
+    sms = device_attribute("MultiProcessorCount")
+    where, together = hopper_geometry(job.B, job.T, job.n_head, causal, sms=sms)
+    sequences = job.qkv if job.qkv.ndim == 3 else job.qkv.reshape(1, *job.qkv.shape)
+    boxes = tensor_map(sequences, (1, HOPPER_TILE, TENSOR_HEAD))
+    return launch_at(OPERATION.variant("hopper").file, where, (boxes, *job, together), dtype)
+
+
+# What makes the launch of each of TENSOR_CORES.
+_TENSOR_CORES: Mapping[str, Callable[[_Job, bool, str], Launch]] = {
+    "mma": _bind_mma,
+    "hopper": _bind_hopper,
+}
+
+
+def _not_here(variant: str) -> str | None:
+    """Why this GPU has not what a variant on tensor cores needs; `variant` is one of them."""
+    capability = compute_capability()
+    if capability < MMA_CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or newer"
+    if variant == "hopper" and capability != HOPPER_CAPABILITY:
+        return "needs a GPU of compute capability 9.0"
+    return None
+
+
+def _on_tensor_cores() -> str:
+    """The best variant for 16-bit qkv that this GPU has; without any the oldest, for its error."""
+    return next((v for v in reversed(TENSOR_CORES) if not _not_here(v)), TENSOR_CORES[0])
+
+
+def _sequences(
+    qkv: CudaArray, cu_seqlens: CudaArray | None, max_seqlen: int | None
+) -> tuple[int, int]:
+    """How many, and the length of the longest."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise InputError("max_seqlen: belongs to cu_seqlens, which is not given")
+        *batch, T, _ = qkv.shape
+        return (batch[0] if batch else 1), T
+    check("cu_seqlens", cu_seqlens, dtype="int32")
+    if cu_seqlens.ndim != 1 or cu_seqlens.size < 2:
+        raise InputError(
+            f"cu_seqlens: expected shape (B + 1,), where each sequence starts and the end of the "
+            f"last, got {cu_seqlens.shape}"
+        )
+    if qkv.ndim != 2:
+        raise InputError(f"qkv: expected (N, 3C) beside cu_seqlens, got {qkv.shape}")
+    N = qkv.shape[0]
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, Integral):
+        raise InputError(
+            f"max_seqlen: expected the length of the longest sequence, got {max_seqlen!r}"
+        )
+    if not 1 <= max_seqlen <= N:
+        raise InputError(f"max_seqlen: expected 1 to the {N:,} rows of qkv, got {max_seqlen}")
+    return cu_seqlens.size - 1, int(max_seqlen)
 
 
 def _check_aligned(name: str, array: CudaArray) -> None:
@@ -121,19 +273,42 @@ def attention(
     qkv: CudaArray,
     n_head: int,
     causal: bool = False,
-    variant: str = "mha",
+    variant: str | None = None,
     block: int | None = None,
+    cu_seqlens: CudaArray | None = None,
+    max_seqlen: int | None = None,
 ) -> CudaArray:
-    """`reference.attention` on a float32 CuPy array (T, 3C) or (B, T, 3C); raises InputError.
+    """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
-    mha: T is limited by the GPU's opt-in shared memory, about 57,000 on an H200. naive: by device
-    memory, as it stores B · n_head · T² scores. online: any T, with tiles of K and V and the online
-    softmax; its block sizes are 32 threads for every 32 queries (16 where a head has more than 64
-    channels, 8 with more than 128). Heads of more than 256 channels are for naive alone.
+    float32 is for the variants mha (the default), naive and online. mha: T is limited by the GPU's
+    opt-in shared memory, about 57,000 on an H200. naive: by device memory, as it stores B · n_head
+    · T² scores. online: any T, with tiles of K and V and the online softmax; its block sizes are 32
+    threads for every 32 queries (16 where a head has more than 64 channels, 8 with more than 128).
+    Heads of more than 256 channels are for naive alone.
 
-    Source of online: Dao et al., "FlashAttention" (2022).
+    float16 and bfloat16, with heads of 64 channels, are for mma and, on GPUs of compute capability
+    9.0, hopper: the default is the best that the GPU has. Both run on tensor cores: sums and
+    softmax in float32, the softmax's weights rounded before they are multiplied; the result has the
+    dtype of qkv. Any T. A row's result depends on its own sequence alone, to the bit. With
+    cu_seqlens, int32 (B + 1,), qkv is (N, 3C): the rows of B sequences one after the other, of
+    which sequence b starts at row cu_seqlens[b] and ends before row cu_seqlens[b + 1]; none is
+    longer than max_seqlen. The numbers are in device memory and not looked at here: that they do
+    not fall, nor pass N, and that max_seqlen is right is the caller's word. Rows that belong to no
+    sequence are not written.
+
+    Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); of hopper Shah et
+    al., "FlashAttention-3" (2024).
     """
     if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
         qkv = qkv.copy()
     options = {"n_head": n_head, "causal": causal, "variant": variant, "block": block}
-    return call(bind, contiguous(qkv), **options).out
+    if cu_seqlens is None and max_seqlen is None:
+        return call(bind, contiguous(qkv), **options).out
+    inputs = (*contiguous(qkv), cu_seqlens)
+    return call(_bind_packed, inputs, **options, max_seqlen=max_seqlen).out
+
+
+def _bind_packed(inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any) -> Bound:
+    """`bind` with cu_seqlens among the inputs, so that `call` knows its address."""
+    qkv, cu_seqlens = inputs
+    return bind((qkv,), out, cu_seqlens=cu_seqlens, **options)

@@ -1,0 +1,397 @@
+// Attention on Hopper, for heads of 64 channels: TMA, wgmma, warp specialisation, a persistent grid.
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
+//
+//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, the heads packed side by side inside each
+//   out (rows, C)    rows are those of all sequences, one after the other
+//
+// A tile is 128 queries of a head. One warp asks the copy engine for its queries and, from the last keys that are seen
+// to the first, 128 keys or values at a time, into a ring in shared memory. Two warpgroups have 64 queries each:
+//
+//   wgmma     S = Q K^T                       (64, 128) in registers: scores never leave them
+//   softmax   P = exp2(S c - reference)       c = log2(e) / 8; the sum of a row's P is put together at the very end
+//   wgmma     O = O + P V                     the registers of S are, as they lie, the operand P
+//
+//   tensor cores   S0      S1 | P0 V0      S2 | P1 V1      ...      the next scores are asked for before the last P V
+//   threads           softmax0        softmax1        softmax2
+//
+// A row's reference is what its largest score has been, less 8: P, rounded to T, has its largest value from 2^8 to
+// 2^15, and what is 2^-32 of that is not yet zero in fp16. The reference moves, and O is scaled, only when a score
+// would pass 2^15: seldom after the first keys.
+//
+// What a row becomes depends on its sequence alone, to the bit: keys are counted from where it starts, 128 at a time.
+// Only the first 128 that are taken can be in part after a query, or past the sequence's end. Their P is zero, but 0 NaN
+// is NaN: values that are not finite are taken out of these V, and added at the end to the rows that do see them.
+//
+// The order of the tiles, of which block i of n takes i, 2n - 1 - i, 2n + i ..: heads in bands whose keys and values fit
+// in the L2 cache, in a band the last tile of every head first, with a causal mask the one with most to do.
+//
+// map: qkv as (B, T, 3C), or (1, rows, 3C), boxes (1, 128, 64). Block (THREADS), as many as there are multiprocessors,
+// dynamic shared memory sizeof(Shared) + 1024.
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_BF16
+#endif
+#include "common.cuh"
+#include "storage.cuh"
+#include "mma/ptx.cuh"
+#include "hopper/wgmma.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+#ifndef ATT_SLOTS  // of the ring
+#define ATT_SLOTS 8
+#endif
+#ifndef ATT_TURNS  // the warpgroups ask for their products in turn
+#define ATT_TURNS 0
+#endif
+#ifndef ATT_APART
+#define ATT_APART 1
+#endif
+#ifndef ATT_REGISTERS  // of a consumer's thread: 168, without setmaxnreg, or 232
+#define ATT_REGISTERS 168
+#endif
+
+constexpr int SIZE = 64, KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, QUERIES = GROUPS * GROUP_QUERIES;
+constexpr int GROUP = 128, CONSUMERS = GROUPS * GROUP;
+constexpr int THREADS = CONSUMERS + (ATT_REGISTERS > 168 ? 128 : 32);
+constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
+static_assert(QUERIES == KEYS && SIZE * 2 == 128, "one kind of box, and one that has keys after some of a tile's queries");
+static_assert((ATT_SLOTS & (ATT_SLOTS - 1)) == 0, "slots are counted without a division");
+
+constexpr float UNIT = 1.4426950408889634f / 8;  // exp(s / sqrt(64)) is exp2(s UNIT)
+constexpr float BELOW = 8, AT_MOST = 15;         // log2 of P's largest value: when the reference is set, and ever
+
+struct Shared {
+    char slots[ATT_SLOTS][SLOT];  // K, then in turn K V, then V
+    char queries[2][SLOT];
+    char out[CONSUMERS / 32][16 * ROW_BYTES];
+    Barrier full[ATT_SLOTS], empty[ATT_SLOTS];
+    Barrier asked[2], answered[2];  // queries: there, done with
+};
+
+// The tiles of a block, one after the other.
+struct Work {
+    const int *cu_seqlens;
+    const int B, seq_len, n_head, together;
+    int round = 0;
+    // Of the tile: where its sequence starts in out, and in the map; the length of that; the first query in it.
+    long long row;
+    int map_row, map_z, length, first, head;
+
+    __device__ __forceinline__ bool next() {
+        const int tiles = (seq_len - 1) / QUERIES + 1, heads = n_head * B;
+        for (;;) {
+            const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (index >= heads * tiles) return false;
+            ++round;
+            const int band = index / (together * tiles), rest = index - band * together * tiles;
+            const int side = min(together, heads - band * together);
+            const int b = (band * together + rest % side) / n_head;
+            head = (band * together + rest % side) % n_head;
+            first = (tiles - 1 - rest / side) * QUERIES;
+            row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
+            if (cu_seqlens) {
+                map_row = __ldcg(cu_seqlens + b), map_z = 0, row = map_row;
+                length = __ldcg(cu_seqlens + b + 1) - map_row;
+            }
+            if (first < length) return true;
+        }
+    }
+
+    // 128 keys at a time that the tile's queries see.
+    __device__ __forceinline__ int steps() const {
+        return ((ATT_CAUSAL ? min(length, first + QUERIES) : length) - 1) / KEYS + 1;
+    }
+};
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
+    const int C = SIZE * work.n_head;
+    unsigned count = 0;
+    for (int tile = 0; work.next(); ++tile) {
+        const auto load = [&](void* to, Barrier& barrier, int part, int first) {
+            arrive_and_expect(barrier, SLOT);
+            load_box(to, map, barrier, part * C + SIZE * work.head, work.map_row + first, work.map_z);
+        };
+        const auto load_slot = [&](int part, int step) {
+            const int slot = count % ATT_SLOTS;
+            wait(shared.empty[slot], count / ATT_SLOTS + 1 & 1, "empty");  // at once where it never held anything
+            load(shared.slots[slot], shared.full[slot], part, step * KEYS);
+            ++count;
+        };
+        wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
+        load(shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
+        const int last = work.steps() - 1;
+        for (int step = last; step >= 0; --step) {
+            load_slot(1, step);
+            if (step < last) load_slot(2, step + 1);
+        }
+        load_slot(2, 0);
+    }
+}
+
+// Of two values of T in a register, those that are infinite or NaN: their sign bits are set.
+__device__ __forceinline__ unsigned not_finite(unsigned pair) {
+#if defined(STORAGE_BF16)
+    return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
+#else
+    return ((pair & 0x7c007c00u) + 0x04000400u) & 0x80008000u;
+#endif
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+struct Consumer {
+    Shared& shared;
+    const int group, warp, lane;  // of the group, of the block's consumers, of the warp
+    unsigned count = 0;           // slots so far
+
+    float out[SIZE / 2];
+    unsigned p[KEYS / 16][4];
+    float sum[2], reference[2];  // of rows g and g + 8; the sum: of this lane's keys
+
+    __device__ __forceinline__ const char* arrived(unsigned number) const {
+        wait(shared.full[number % ATT_SLOTS], number / ATT_SLOTS & 1, "full");
+        return shared.slots[number % ATT_SLOTS];
+    }
+
+    __device__ __forceinline__ void release(Barrier& barrier) const {
+        if (lane == 0) arrive(barrier);
+    }
+
+    __device__ __forceinline__ void ask_for_scores(float (&s)[KEYS / 2], Matrix queries, const char* keys) const {
+        const Matrix k = matrix_at(keys);
+#pragma unroll
+        for (int i = 0; i < SIZE / 16; ++i) multiply(s, further(queries, 32 * i), further(k, 32 * i), i > 0);
+        end_products();
+    }
+
+    __device__ __forceinline__ void ask_for_out(const char* values) {
+        const Matrix v = matrix_at(values);
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(out, p[i], further(v, 16 * ROW_BYTES * i), true);
+        end_products();
+    }
+
+    // Keys after `seen`, in row g, are not for this lane's rows; causal, row g + 8 sees 8 more.
+    __device__ __forceinline__ static void mask(float (&s)[KEYS / 2], const int (&seen)[2]) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            if (i / 4 * 8 + i % 2 > seen[i / 2 % 2]) s[i] = -INFINITY;
+        }
+    }
+
+    // Scores become P, as floats. Whether some of the warp's rows have a new reference: what was before has that factor.
+    __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
+        float base[2];
+        bool moves = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest[2] = {s[2 * r], s[2 * r + 1]};
+#pragma unroll
+            for (int i = 4; i < KEYS / 2; i += 4) {
+                largest[0] = fmaxf(largest[0], s[i + 2 * r]), largest[1] = fmaxf(largest[1], s[i + 2 * r + 1]);
+            }
+            const float old = reference[r];
+            const float next = fmaf(lanes_max<4>(fmaxf(largest[0], largest[1])), UNIT, -BELOW);
+            const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
+            factor[r] = passes ? exp2_of(old - next) : 1.0f;
+            reference[r] = passes ? next : old;
+            base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
+            moves |= passes;
+        }
+        moves = __any_sync(0xffffffffu, moves);
+        if (moves) sum[0] *= factor[0], sum[1] *= factor[1];
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            s[i] = exp2_of(fmaf(s[i], UNIT, base[i / 2 % 2]));
+            sum[i / 2 % 2] += s[i];
+        }
+        return moves;
+    }
+
+    __device__ __forceinline__ void pack(const float (&s)[KEYS / 2]) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = pack2(s[2 * i], s[2 * i + 1]);
+    }
+
+    // The lane of the group that looks at 16 bytes of V, 8 times. Both groups look before one of them changes V.
+    __device__ __forceinline__ bool all_finite(const char* values) const {
+        unsigned found = 0;
+        const uint4* units = reinterpret_cast<const uint4*>(values) + (32 * warp + lane) % GROUP;
+#pragma unroll
+        for (int i = 0; i < SLOT / 16; i += GROUP) {
+            const uint4 unit = units[i];
+            found |= not_finite(unit.x) | not_finite(unit.y) | not_finite(unit.z) | not_finite(unit.w);
+        }
+        return !any_of_threads(1 + group, GROUP, found != 0);
+    }
+
+    __device__ __forceinline__ static void make_finite(char* values) {
+        sync_threads(3, CONSUMERS);
+        unsigned* pairs = reinterpret_cast<unsigned*>(values);
+        for (int i = threadIdx.x; i < SLOT / 4; i += CONSUMERS) {
+            pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
+        }
+        show_writes();
+        sync_threads(3, CONSUMERS);
+    }
+
+    // What make_finite() has taken out of keys `from` to `to`, for rows that see it.
+    __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
+#pragma unroll 1
+        for (int key = from; key < to; ++key) {
+#pragma unroll
+            for (int i = 0; i < SIZE / 4; ++i) {
+                const T* at = values + key * stride + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                const float v = widen(*at);
+                if (!(fabsf(v) < INFINITY)) {
+                    if (!ATT_CAUSAL || key <= row) out[i / 2 * 4 + i % 2] += v;
+                    if (!ATT_CAUSAL || key <= row + 8) out[i / 2 * 4 + 2 + i % 2] += v;
+                }
+            }
+        }
+    }
+
+    // 16 rows of the warp, of which `left` are there, from `to` on.
+    __device__ __forceinline__ void store(T* to, long long stride, int left) {
+        const int place = shared_address(shared.out[warp]);
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[r] = __fdividef(1.0f, lanes_sum<4>(sum[r]));
+        __syncwarp();  // what was stored from there has been read
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
+            unsigned y[4];                       // j % 2: the lower rows; j / 2: the right columns
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                y[j] = pack2(out[i + 2 * j] * factor[j % 2], out[i + 2 * j + 1] * factor[j % 2]);
+            }
+            store_matrices(swizzled(place + lane % 16 * ROW_BYTES + lane / 16 * 16 + 4 * i), y[0], y[1], y[2], y[3]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16 * ROW_BYTES; i += 32 * 16) {
+            const int at = i + 16 * lane, row = at / ROW_BYTES;
+            const uint4 unit = *reinterpret_cast<const uint4*>(shared.out[warp] + swizzled(at));
+            if (row < left) *reinterpret_cast<uint4*>(to + row * stride + at % ROW_BYTES / 2) = unit;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
+    const __grid_constant__ TensorMap map,  // of qkv
+    const T* qkv,                           // (rows, 3C)
+    const int* cu_seqlens,                  // (B + 1), not falling; null: B sequences of seq_len rows
+    T* out,                                 // (rows, C)
+    int B,
+    int seq_len,     // of the longest sequence
+    int n_head,
+    int together) {  // heads of a band
+    extern __shared__ char unaligned[];
+    Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(map);
+        for (int i = 0; i < ATT_SLOTS; ++i) init(shared.full[i], 1), init(shared.empty[i], CONSUMERS / 32);
+        for (int i = 0; i < 2; ++i) init(shared.asked[i], 1), init(shared.answered[i], CONSUMERS / 32);
+        fence_inits();
+    }
+    __syncthreads();
+    wait_for_previous();
+    Work work{cu_seqlens, B, seq_len, n_head, together};
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp >= CONSUMERS / 32) {
+        if constexpr (ATT_REGISTERS > 168) give_registers<40>();
+        if (warp == CONSUMERS / 32 && elect_one()) produce(shared, map, work);
+        __syncwarp();
+    } else {
+        if constexpr (ATT_REGISTERS > 168) take_registers<ATT_REGISTERS>();
+        Consumer own{shared, warp / 4, warp, (int)threadIdx.x % 32};
+        const auto take_turn = [&] {
+            if (ATT_TURNS) sync_threads(4 + own.group, CONSUMERS);
+        };
+        const auto pass_turn = [&] {
+            if (ATT_TURNS) pass_threads(4 + (own.group ^ 1), CONSUMERS);
+        };
+        if (own.group == 1) pass_turn();
+        const int C = SIZE * n_head;
+        for (int tile = 0; work.next(); ++tile) {
+            const int last = work.steps() - 1, left = work.length - last * KEYS;
+            const int warp_row = work.first + 16 * warp, row = warp_row + own.lane / 4;
+            wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
+            const Matrix queries = matrix_at(shared.queries[tile % 2] + own.group * GROUP_QUERIES * ROW_BYTES);
+            bool finite = true;
+            own.sum[0] = own.sum[1] = 0.0f;
+            own.reference[0] = own.reference[1] = -INFINITY;
+            {
+                float s[KEYS / 2];
+                const char* keys = own.arrived(own.count);
+                take_turn();
+                fence_sums();
+                own.ask_for_scores(s, queries, keys);
+                pass_turn();
+                if (ATT_CAUSAL || (cu_seqlens && left < KEYS)) {
+                    const unsigned number = own.count + (last > 0 ? 2 : 1);
+                    finite = own.all_finite(own.arrived(number));
+                    if (!finite) own.make_finite(shared.slots[number % ATT_SLOTS]);
+                }
+                wait_for_products<0>();
+                pin(s);
+                own.release(shared.empty[own.count++ % ATT_SLOTS]);
+                if (ATT_CAUSAL || left < KEYS) {
+                    const int key = 2 * (own.lane % 4), end = left - 1 - key;
+                    const int before = row - last * KEYS - key;
+                    own.mask(s, {ATT_CAUSAL ? min(end, before) : end, ATT_CAUSAL ? min(end, before + 8) : end});
+                }
+                float factor[2];
+                own.soften(s, factor);
+                own.pack(s);
+            }
+#pragma unroll
+            for (int i = 0; i < SIZE / 2; ++i) own.out[i] = 0.0f;
+#pragma unroll 1
+            for (int step = last; step > 0; --step) {
+                float s[KEYS / 2], factor[2];
+                const char* keys = own.arrived(own.count);
+                take_turn();
+                fence_sums();
+                own.ask_for_scores(s, queries, keys);
+                own.ask_for_out(own.arrived(own.count + 1));
+                pass_turn();
+                wait_for_products<1>();
+                pin(s);
+                own.release(shared.empty[own.count++ % ATT_SLOTS]);
+                const bool moves = own.soften(s, factor);
+                // Never so: a branch, as the compiler would wait for P V before the softmax, beside which it shall run.
+                asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(own.sum[0] + own.sum[1]), "r"(shared_address(shared.out[0])) : "memory");
+                wait_for_products<0>();
+                pin(own.out);
+                own.release(shared.empty[own.count++ % ATT_SLOTS]);
+                if (moves) {
+#pragma unroll
+                    for (int i = 0; i < SIZE / 2; ++i) own.out[i] *= factor[i / 2 % 2];
+                }
+                own.pack(s);
+            }
+            own.release(shared.answered[tile % 2]);
+            const char* values = own.arrived(own.count);
+            take_turn();
+            fence_sums();
+            own.ask_for_out(values);
+            pass_turn();
+            wait_for_products<0>();
+            pin(own.out);
+            own.release(shared.empty[own.count++ % ATT_SLOTS]);
+            if (!finite) {
+                const T* of_head = qkv + work.row * 3 * C + 2 * C + SIZE * work.head;
+                own.add_not_finite(of_head, 3LL * C, last * KEYS, min(work.length, (last + 1) * KEYS), row);
+            }
+            own.store(out + (work.row + warp_row) * C + SIZE * work.head, C, work.length - warp_row);
+        }
+    }
+}

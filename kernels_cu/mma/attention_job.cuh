@@ -1,0 +1,28 @@
+// Which queries a block of a tensor-core attention kernel takes, of which head of which sequence.
+//
+// Sequences are packed rows: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows
+// b seq_len .. (b + 1) seq_len - 1. Blocks run in about the order of their index, so
+//
+//   the tiles of `together` heads come one after the other   their keys and values fit in the L2 cache
+//   among these the last tile of every head comes first      with a causal mask it has most to do
+#pragma once
+
+struct Job {
+    long long row;  // where the sequence starts
+    int length;     // of the sequence
+    int first;      // of the block's queries, counted from there; not below length: there is nothing to do
+    int head;
+};
+
+// seq_len: of the longest sequence. Block ceil(seq_len / queries) n_head B.
+__device__ __forceinline__ Job choose_job(const int* cu_seqlens, int B, int seq_len, int n_head, int together,
+                                          int queries) {
+    const int tiles = (seq_len - 1) / queries + 1;
+    const int band = blockIdx.x / (together * tiles), index = blockIdx.x - band * together * tiles;
+    const int heads = min(together, B * n_head - band * together);
+    const int head = band * together + index % heads, b = head / n_head;
+    const int first = (tiles - 1 - index / heads) * queries;
+    if (!cu_seqlens) return {(long long)b * seq_len, seq_len, first, head % n_head};
+    const int start = __ldcg(cu_seqlens + b);
+    return {start, __ldcg(cu_seqlens + b + 1) - start, first, head % n_head};
+}

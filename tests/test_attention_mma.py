@@ -1,0 +1,533 @@
+"""Attention on tensor cores: kernels_cu/mma/attention.cu on the CPU, in three orders, and on a GPU.
+
+On the CPU the PTX instructions are imitated (tests/cpu_cuda/mma_ptx.h).
+
+The error rule is `plain.assert_as_accurate`. The plain evaluation rounds where this one must: the
+softmax's weights, exp(s - max), become numbers of the storage dtype before they are multiplied, as
+tensor cores take no others, and so does the result. Scores, sums and the quotient are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, kernels, reference
+from gpt2block.operations.attention import (
+    MMA,
+    MMA_CAPABILITY,
+    MMA_STAGE,
+    MMA_TILES,
+    Tile,
+    mma_geometry,
+    together,
+)
+from tests import cpu_cuda, plain
+from tests.cpu_cuda import loader
+
+Array = NDArray[Any]
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+H200 = {"sms": 132, "most_shared": 232448}
+RTX = {"sms": 84, "most_shared": 101376}
+# One warp, and two with two fragments each: the shim's time goes with the warps. Both, and the
+# tiles that GPUs get, must give the same bits.
+SMALL, PAIR = Tile(1, 1, 3, 1, 1), Tile(2, 2, 2, 1, 1)
+TWO_STAGES = Tile(2, 1, 6, 1, 1)  # so many blocks on an SM: no room for three
+both_masks = pytest.mark.parametrize("causal", [False, True])
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+every_order = pytest.mark.parametrize("order", loader.ORDERS)
+
+
+def stored(causal: bool) -> str:
+    """A dtype for each mask, where any will do: every other program is one more to compile."""
+    return "bfloat16" if causal else "float16"
+
+
+def made(dtype: str, rows: int, n_head: int) -> Array:
+    array: Array = plain.normal(rows, rows, 3 * 64 * n_head).astype(DTYPES[dtype])
+    return array
+
+
+def parts(lengths: Sequence[int]) -> list[slice]:
+    """Of the packed rows, those of each sequence."""
+    return [slice(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *lengths]))]
+
+
+def truth_of(qkv: Array, lengths: Sequence[int], n_head: int, causal: bool) -> Array:
+    wide = qkv.astype(np.float64)
+    return np.concatenate([reference.attention(wide[p], n_head, causal) for p in parts(lengths)])
+
+
+def plain_of(qkv: Array, lengths: Sequence[int], n_head: int, causal: bool, xp: Any = np) -> Array:
+    """In float32, with the two roundings to the dtype of qkv."""
+    done = []
+    for part in parts(lengths):
+        T = part.stop - part.start
+        heads = xp.asarray(qkv[part].astype(np.float32)).reshape(T, 3, n_head, 64)
+        q, k, v = (xp.ascontiguousarray(heads[:, i].transpose(1, 0, 2)) for i in range(3))
+        scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(8)
+        if causal:
+            scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
+        p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights = p if xp is np else p.get()  # rounded on the host, whatever CuPy knows of bfloat16
+        rounded = xp.asarray(weights.astype(qkv.dtype).astype(np.float32))
+        out = plain.product(rounded, v, xp) / plain.running_sum(p, xp)
+        out = out.transpose(1, 0, 2).reshape(T, -1)
+        done.append(out if xp is np else out.get())
+    return np.concatenate(done).astype(qkv.dtype).astype(np.float32)
+
+
+def assert_right(
+    got: Array, qkv: Array, lengths: Sequence[int], n_head: int, causal: bool, xp: Any = np
+) -> None:
+    assert got.dtype == qkv.dtype
+    lengths = [n for n in lengths if n]
+    truth = truth_of(qkv, lengths, n_head, causal)
+    by_hand = plain_of(qkv, lengths, n_head, causal, xp)
+    plain.assert_as_accurate(got.astype(np.float32), truth, by_hand)
+
+
+def imitated(at_once: bool = False) -> loader.Source:
+    """The shipped file with PTX instructions that the CPU can do."""
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    if at_once:
+        header = "#define COPIES_AT_ONCE\n" + header
+    return replace(loader.Source.shipped(MMA), headers=(("mma/ptx.cuh", header),))
+
+
+def on_cpu(
+    qkv: Array,
+    lengths: Sequence[int],
+    n_head: int,
+    causal: bool,
+    *,
+    tile: Tile = SMALL,
+    packed: bool = True,
+    order: loader.Order = "shuffled",
+    source: loader.Source | None = None,
+) -> Array:
+    """qkv (N, 3C): sequences of these lengths. packed: told by cu_seqlens; else all are alike."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    B, T = len(lengths), max(lengths)
+    how, side_by_side = mma_geometry(B, T, n_head, causal, **H200, tile=tile)
+    starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
+    out = np.full((len(qkv), 64 * n_head), np.nan, qkv.dtype)
+    loader.run(
+        source or imitated(),
+        how.kernel,
+        how.grid,
+        how.block,
+        [qkv, starts, out, B, T, n_head, side_by_side],
+        shared=how.shared,
+        defines=how.defines,
+        storage=qkv.dtype.name,
+        order=order,
+    )
+    return out
+
+
+def same_bits(a: Array, b: Array) -> None:
+    np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+
+
+# --- on the CPU ----------------------------------------------------------------------------------
+
+
+@every_order
+@both_masks
+def test_lengths(order: loader.Order, causal: bool) -> None:
+    """Also: packed or not, and whatever the tile, the bits are the same."""
+    dtype = stored(causal)
+    for T, B, n_head in ((1, 2, 1), (15, 1, 2), (16, 1, 1), (17, 2, 1), (65, 1, 2), (130, 1, 1)):
+        qkv, lengths = made(dtype, B * T, n_head), [T] * B
+        got = on_cpu(qkv, lengths, n_head, causal, packed=False, order=order)
+        assert_right(got, qkv, lengths, n_head, causal)
+        if order != "shuffled":
+            continue
+        other = on_cpu(qkv, lengths, n_head, causal, tile=PAIR, order=order)
+        same_bits(other, got)
+
+
+@both_masks
+def test_ragged_batches(causal: bool) -> None:
+    """A row's bits are those of its sequence alone."""
+    lengths, n_head = [5, 0, 70, 1, 33], 2
+    qkv = made(stored(causal), sum(lengths), n_head)
+    got = on_cpu(qkv, lengths, n_head, causal, tile=PAIR)
+    assert_right(got, qkv, lengths, n_head, causal)
+    for part, length in zip(parts(lengths), lengths, strict=True):
+        if length in (70, 1):
+            alone = on_cpu(qkv[part].copy(), [length], n_head, causal, packed=False)
+            same_bits(alone, got[part])
+
+
+@both_masks
+def test_the_tiles_of_gpus(causal: bool) -> None:
+    """More than one block of queries, more tiles of keys than the ring has stages."""
+    qkv = made(stored(causal), 200, 1)
+    got = on_cpu(qkv, [200], 1, causal, tile=MMA_TILES[not causal])
+    assert_right(got, qkv, [200], 1, causal)
+
+
+@pytest.mark.parametrize(
+    ("tile", "causal", "at_once"),
+    [(TWO_STAGES, True, False), (TWO_STAGES, True, True), (PAIR, False, True)],
+)
+def test_the_ring_waits_for_what_it_needs(tile: Tile, causal: bool, at_once: bool) -> None:
+    """Copies that arrive late, and at once; two stages, and three."""
+    T = 200
+    qkv = made(stored(causal), T, 1)
+    results = [
+        on_cpu(qkv, [T], 1, causal, tile=tile, order=order, source=imitated(at_once))
+        for order in loader.ORDERS
+    ]
+    same_bits(results[1], results[0])
+    same_bits(results[2], results[0])
+    assert_right(results[0], qkv, [T], 1, causal)
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_a_row_does_not_see_leaves_no_trace(dtype: str, value: float) -> None:
+    """Later keys, and other sequences: no bit changes, whatever stands there."""
+    lengths = [30, 75]
+    tile = PAIR if dtype == "bfloat16" else SMALL
+    qkv = made(dtype, 105, 1)
+    first, key = 30, 37  # of the second sequence; a key in the middle of a step of 16
+    clean = on_cpu(qkv, lengths, 1, True, tile=tile)
+    wrong = qkv.copy()
+    wrong[:first] = value
+    wrong[first + key :, 64:] = value  # K and V
+    got = on_cpu(wrong, lengths, 1, True, tile=tile)
+    same_bits(got[first : first + key], clean[first : first + key])
+    assert not np.isfinite(got[first + key :].astype(np.float32)).any()
+    wrong = qkv.copy()
+    wrong[first + key, 128 + 3] = value  # V: one channel of the rows that see it
+    got = on_cpu(wrong, lengths, 1, True, tile=tile)
+    reached = np.zeros(got.shape, bool)
+    reached[first + key :, 3] = True
+    same_bits(got[~reached], clean[~reached])
+    np.testing.assert_array_equal(got[reached].astype(np.float32), np.float32(value))
+
+
+@both_masks
+def test_scores_that_are_not_finite(causal: bool) -> None:
+    """NaN in Q is its query's alone; a key with a score of -inf weighs nothing."""
+    qkv = np.abs(made(stored(causal), 80, 1))
+    qkv[3, 2] = np.nan
+    got = on_cpu(qkv, [80], 1, causal).astype(np.float32)
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.delete(got, 3, axis=0)).all()
+    qkv = np.abs(made(stored(causal), 80, 1)) + DTYPES[stored(causal)].type(1)
+    qkv[:64, 64 + 2] = -np.inf  # all of the first tile's keys
+    got = on_cpu(qkv, [80], 1, causal)
+    if causal:
+        assert np.isnan(got[:64].astype(np.float32)).all()  # they see nothing else
+    same_bits(got[64:], on_cpu(qkv[64:].copy(), [16], 1, causal))
+
+
+@both_masks
+def test_maxima_that_grow(causal: bool) -> None:
+    """Scores in the hundreds, that rise or fall from tile to tile: sums are scaled, or not."""
+    T = 200
+    qkv = made(stored(causal), T, 1)
+    qkv[:, 64:128] *= np.linspace(0.1, 30, T).astype(qkv.dtype)[:, None]
+    for one in (qkv, np.ascontiguousarray(qkv[::-1])):
+        assert_right(on_cpu(one, [T], 1, causal, tile=PAIR), one, [T], 1, causal)
+
+
+def test_small_weights_count_in_fp16() -> None:
+    """Many keys that weigh 2^-20 of the largest together weigh as much: none may become zero."""
+    T = 192
+    qkv = np.zeros((T, 192), np.float16)
+    qkv[:, 0] = 8
+    qkv[0, 64] = 22 * np.log(2)  # the first key's score; all others have 0
+    qkv[:, 128] = 1
+    qkv[0, 128] = 0
+    got = on_cpu(qkv, [T], 1, False)[:, 0].astype(np.float64)
+    weight = (T - 1) * np.exp(-float(qkv[0, 64]))
+    np.testing.assert_allclose(got, weight / (1 + weight), rtol=2e-3)
+
+
+@settings(max_examples=4)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    n_head=st.integers(1, 2),
+    causal=st.booleans(),
+)
+def test_any_batch(lengths: list[int], n_head: int, causal: bool) -> None:
+    lengths = [*lengths, 3]
+    qkv = made(stored(causal), sum(lengths), n_head)
+    got = on_cpu(qkv, lengths, n_head, causal, tile=PAIR, order="reverse")
+    assert_right(got, qkv, lengths, n_head, causal)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "        wait_for_groups<ATT_STAGES - 2>();\n        __syncthreads();",
+            "__syncthreads();",
+        ),
+        ("        __syncthreads();  // the tile", "  // the tile"),
+        ("in_part && any_not_finite(b)", "in_part && lane > 31"),
+    ],
+)
+def test_what_is_left_out_shows(old: str, new: str) -> None:
+    """A wait, a barrier, and the care for values that are not finite."""
+    source = imitated().edited(old, new)
+    qkv = made(stored(True), 150, 1)
+    qkv[149, 128:] = np.inf
+    tile = TWO_STAGES
+    right = on_cpu(qkv, [150], 1, True, tile=tile)
+    assert not all(same(right, qkv, tile, order, source) for order in loader.ORDERS)
+
+
+def same(right: Array, qkv: Array, tile: Tile, order: loader.Order, source: loader.Source) -> bool:
+    try:
+        got = on_cpu(qkv, [len(qkv)], 1, True, tile=tile, order=order, source=source)
+    except loader.ShimError:  # a copy that arrives when its block has ended
+        return False
+    return np.array_equal(got, right, equal_nan=True)
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "causal", "grid", "queries", "side_by_side"),
+    [
+        (8, 1024, True, 768, 128, 96),
+        (8, 1024, False, 768, 128, 1),
+        (1, 1024, True, 192, 64, 12),
+        (1, 128, False, 24, 64, 1),
+        (64, 1024, True, 6144, 128, 128),  # of 768 heads: 32 MB of K and V
+        (4, 4096, True, 1536, 128, 24),
+        (1, 1, True, 12, 64, 12),
+    ],
+)
+def test_the_tile_fits_the_gpu(
+    B: int, T: int, causal: bool, grid: int, queries: int, side_by_side: int
+) -> None:
+    how, heads = mma_geometry(B, T, 12, causal, **H200)
+    chosen: dict[str, Any] = dict(how.defines)
+    assert how.grid == (grid,)
+    assert 16 * chosen["ATT_WARPS"] * chosen["ATT_FRAGS"] == queries
+    assert heads == side_by_side
+
+
+@pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
+def test_shared_memory_holds_two_tiles_at_least(gpu: dict[str, int]) -> None:
+    for tile in MMA_TILES:
+        how, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
+        assert 2 * MMA_STAGE <= how.shared <= gpu["most_shared"]
+        assert how.shared == dict(how.defines)["ATT_STAGES"] * MMA_STAGE
+
+
+def test_what_a_grid_cannot_take_is_refused() -> None:
+    assert mma_geometry(1, 65536, 12, True, **H200)[0].grid == (512 * 12,)
+    assert together(1, 65536, 12, True) == 2
+    with pytest.raises(InputError, match=r"make a grid of 3,000,000,000 blocks, CUDA takes 2,147"):
+        mma_geometry(250_000_000, 1, 12, True, **H200)
+
+
+@pytest.mark.parametrize(
+    ("arch", "gpu", "causal"),
+    [("sm_80", H200, True), ("sm_90", H200, False), ("sm_90", H200, True), ("sm_120", RTX, True)],
+)
+def test_no_tile_spills(arch: str, gpu: dict[str, int], causal: bool) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for tile, dtype in zip(MMA_TILES, DTYPES, strict=True):
+        how, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
+        log = kernels.compile_for(MMA, arch, (*kernels.stored_as(dtype), *how.defines)).log
+        (spills,) = (line for line in log.splitlines() if "spill" in line)
+        assert "0 bytes spill stores, 0 bytes spill loads" in spills
+        assert "warning" not in log
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < MMA_CAPABILITY:
+        pytest.skip(f"mma.sync needs compute capability 8.0, this GPU has {capability / 10}")
+    module: ModuleType = cupy
+    return module
+
+
+def on_gpu(
+    cp: ModuleType, qkv: Any, n_head: int, causal: bool, lengths: Sequence[int] = ()
+) -> Array:
+    """Twice, and both must give the same bits; with lengths as a ragged batch."""
+    from gpt2block.ops import _attention  # noqa: PLC0415
+
+    qkv = cp.asarray(qkv)
+    ragged: dict[str, Any] = {}
+    if lengths:
+        starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
+        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
+    results: list[Array] = []
+    for _ in range(2):
+        out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
+        out.data.memset(0xFF, out.nbytes)
+        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": "mma"} | ragged
+        results.append(_attention.bind((qkv,), out, **options).run().get())
+    same_bits(*results)
+    return results[0]
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024, 4096])
+def test_lengths_on_the_gpu(cp: ModuleType, T: int, causal: bool, dtype: str) -> None:
+    B, n_head = (1, 2) if T > 1024 else (2, 12)
+    qkv = made(dtype, B * T, n_head)
+    got = on_gpu(cp, qkv.reshape(B, T, -1), n_head, causal)
+    first = slice(0, T)
+    assert_right(got[0], qkv[first], [T], n_head, causal, cp)
+    alone = on_gpu(cp, qkv[first], n_head, causal)
+    same_bits(alone, got[0])
+    same_bits(on_gpu(cp, qkv, n_head, causal, [T] * B), got.reshape(B * T, -1))
+
+
+@pytest.mark.gpu
+@both_masks
+def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, causal: bool) -> None:
+    """The same sequence in batches that get different tiles."""
+    T = 1000
+    qkv = made("float16", T, 12)
+    alone = on_gpu(cp, qkv, 12, causal)
+    many = np.concatenate([qkv] * 9)
+    most_shared = 232448
+    grids = [mma_geometry(B, T, 12, causal, sms=132, most_shared=most_shared) for B in (1, 9)]
+    assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
+    for got in on_gpu(cp, many.reshape(9, T, -1), 12, causal):
+        same_bits(got, alone)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+def test_a_ragged_batch_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
+    lengths, n_head = [300, 0, 1, 128, 1000, 65], 3
+    qkv = made(dtype, sum(lengths), n_head)
+    got = on_gpu(cp, qkv, n_head, causal, lengths)
+    assert_right(got, qkv, lengths, n_head, causal, cp)
+    for part in parts(lengths):
+        if part.stop > part.start:
+            same_bits(on_gpu(cp, qkv[part], n_head, causal), got[part])
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+def test_values_that_are_not_finite_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
+    T, key = 300, 141
+    qkv = made(dtype, T, 2)
+    clean = on_gpu(cp, qkv, 2, causal)
+    for value in (np.nan, np.inf, -np.inf):
+        wrong = qkv.copy()
+        wrong[key, 256 + 64 + 3] = value
+        got = on_gpu(cp, wrong, 2, causal)
+        reached = np.zeros(got.shape, bool)
+        reached[key if causal else 0 :, 64 + 3] = True
+        same_bits(got[~reached], clean[~reached])
+        np.testing.assert_array_equal(got[reached].astype(np.float32), np.float32(value))
+
+
+@pytest.mark.gpu
+@both_dtypes
+@both_masks
+def test_a_long_sequence(cp: ModuleType, causal: bool, dtype: str) -> None:
+    """Some of 65,536 queries; the scores of all would take 17 GB."""
+    T = 65536
+    qkv = made(dtype, T, 1)
+    got = on_gpu(cp, qkv, 1, causal).astype(np.float32)
+    assert np.isfinite(got).all()
+    rows = np.array([0, 1, 127, 128, 30000, T - 2, T - 1])
+    mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)
+    q, k, v = (qkv[:, i : i + 64].astype(np.float64) for i in (0, 64, 128))
+    truth = reference.softmax(q[rows] @ k.T / 8 + mask) @ v
+    single = [a.astype(np.float32) for a in (q[rows], k, v)]
+    scores = plain.product(single[0], single[1].T) / np.float32(8) + mask.astype(np.float32)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    rounded = weights.astype(qkv.dtype).astype(np.float32)
+    expected = plain.product(rounded, single[2]) / plain.running_sum(weights)
+    plain.assert_as_accurate(got[rows], truth, expected.astype(qkv.dtype).astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
+    """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
+    from gpt2block import ops  # noqa: PLC0415
+
+    B, T, width = 1025, 1024, 2304
+    if cp.cuda.Device().mem_info[0] < 2 * B * T * width * 4 / 3 + 2**30:
+        pytest.skip("needs 8 GB of device memory")
+    qkv = cp.full((B, T, width), cp.nan, "float16")
+    qkv[-1] = cp.asarray(made("float16", T, 12))
+    got = ops.attention(qkv, 12, True)[-1]
+    assert bool((got == ops.attention(qkv[-1], 12, True)).all())
+
+
+@pytest.mark.gpu
+def test_the_op(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    for dtype in DTYPES:
+        x = made(dtype, 60, 3).reshape(2, 30, -1)
+        qkv = cp.asarray(x)
+        strided = cp.asarray(np.repeat(x, 2, axis=1))[:, ::2]
+        starts = cp.asarray(np.array([0, 30, 60], np.int32))
+        for causal in (False, True):
+            got = ops.attention(qkv, 3, causal, "mma")
+            assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], 3, causal)
+            assert bool((ops.attention(strided, 3, causal, "mma") == got).all())
+            for _ in range(2):  # the second time warm
+                ragged = ops.attention(
+                    qkv.reshape(60, -1), 3, causal, "mma", cu_seqlens=starts, max_seqlen=30
+                )
+                assert bool((ragged.reshape(got.shape) == got).all())
+            assert ops.attention(qkv, 3, causal).dtype == qkv.dtype
+
+
+@pytest.mark.gpu
+def test_bad_input(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    x = cp.zeros((5, 384), "float16")
+    starts = cp.asarray(np.array([0, 2, 5], np.int32))
+    ragged = {"cu_seqlens": starts, "max_seqlen": 3}
+    for args, options, message in (
+        ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
+        ((x.astype("float32"), 2), {"variant": "mma"}, "expected float16 or bfloat16 for var"),
+        ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
+        ((x, 1), {}, "head size 128: variant mma takes 64: use float32"),
+        ((x, 5), {}, "C a multiple of n_head 5, got"),
+        ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
+        ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
+        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected 1 to the 5 rows"),
+        ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
+        ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
+        ((x[None], 2), ragged, r"qkv: expected \(N, 3C\) beside cu_seqlens"),
+        ((x.astype("float32"), 2), ragged, "variant mha takes sequences of one length"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ops.attention(*args, **options)
