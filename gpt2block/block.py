@@ -1,8 +1,8 @@
-"""The ten-step Pre-LN GPT-2 block: `Block(weights)(x)`."""
+"""The Pre-LN GPT-2 block: `Block(weights)(x)`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,14 @@ from gpt2block.config import block_shapes
 from gpt2block.engines import Engine, host_array
 from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError
-from gpt2block.plan import Plan, ten_step_plan
+from gpt2block.plan import fused_plan, ten_step_plan
+from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import BlockWeights, unpack
+
+KERNELS = ("auto", "skeleton", "fused")
+FUSED_DTYPES = ("bfloat16", "float16")  # that the fused plan has kernels for
+FUSED_CAPABILITY = 80
+FUSED_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,8 @@ class Comparison:
     """One step held against float64.
 
     `max_abs`, `max_rel`: the step's own error, when it is fed the float64 run's inputs (rounded to
-    float32); `total_abs`, `total_rel`: the error accumulated from x up to here. Relative errors are
-    relative to the largest value of the tensor.
+    the block's dtype); `total_abs`, `total_rel`: the error accumulated from x up to here. Relative
+    errors are relative to the largest value of the tensor.
     """
 
     name: str
@@ -40,9 +46,16 @@ class Block:
     """A Pre-LN transformer block on a GPU, or with NumPy where there is none.
 
     weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2) or all (the LeetGPU
-    challenge). device: "cuda", "cuda:1", "cpu", or None for the best there is. dtype: "float32".
-    kernels: "skeleton", the documents' kernels, or "auto", the fastest there are. graph: replay a
-    CUDA graph when a call comes again (same bits as direct launches).
+    challenge). device: "cuda", "cuda:1", "cpu", or None for the best there is. graph: replay a CUDA
+    graph when a call comes again (same bits as direct launches).
+
+    dtype: "float32", "bfloat16" or "float16", of x, the result, the tensors between and the
+    matrices; sums, statistics and softmax are float32, and so are biases, gamma and beta. With
+    NumPy a step is computed in float32 and its result rounded to the dtype.
+
+    kernels: "skeleton", the documents' kernels, ten steps in float32; "fused", seven steps on
+    tensor cores in 16 bits, for heads of 64 channels and compute capability 8.0 or newer; or
+    "auto", the fastest there are for the dtype.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
@@ -61,23 +74,34 @@ class Block:
                 f"weights: expected a BlockWeights, got {type(weights).__name__}: see "
                 "BlockWeights.from_packed, .random and .from_pretrained"
             )
-        if dtype != "float32":
-            raise InputError(f"dtype: expected 'float32', got {dtype!r}")
-        if kernels not in ("auto", "skeleton"):
-            raise InputError(f"kernels: expected 'auto' or 'skeleton', got {kernels!r}")
-        self.weights = weights.astype(np.float32)
-        self.causal = causal
-        self.plan = _plan(weights, causal)
-        self._engine = self._make_engine(device, graph)
-
-    def _make_engine(self, device: str | None, graph: bool) -> Engine:
-        tensors, width = self.weights.tensors(), self.weights.n_embd
+        if dtype not in FLOATS:
+            known = ", ".join(map(repr, FLOATS))
+            raise InputError(f"dtype: expected one of {known}, got {dtype!r}")
+        if kernels not in KERNELS:
+            raise InputError(
+                f"kernels: expected one of {', '.join(map(repr, KERNELS))}, got {kernels!r}"
+            )
         index = resolve_device(device)
+        self.dtype = dtype
+        self.causal = causal
+        self._kernels = _choose(kernels, dtype, weights, index)
+        self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
+        make_plan = fused_plan if self._kernels == "fused" else ten_step_plan
+        self.plan = make_plan(weights.n_head, causal, weights.eps, weights.tensors())
+        self._engine = self._make_engine(index, graph)
+
+    def _make_engine(self, index: int | None, graph: bool) -> Engine:
+        tensors, width = self.weights.tensors(), self.weights.n_embd
         if index is None:
-            return NumpyEngine(self.plan, tensors, width)
+            return NumpyEngine(self.plan, tensors, width, self.dtype)
         from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
-        return CudaEngine(self.plan, tensors, width, index, graph)
+        return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
+
+    @property
+    def kernels(self) -> str:
+        """ "skeleton" or "fused": what "auto" has come to."""
+        return self._kernels
 
     @property
     def device(self) -> str:
@@ -85,7 +109,7 @@ class Block:
         return self._engine.describe()
 
     def __call__(self, x: Any, out: Any | None = None) -> Any:
-        """The block's output. x (T, C) or (B, T, C), float32 → the same shape.
+        """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
 
         NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
         array out, on CuPy's current stream (what another library does with `out` on a stream of its
@@ -96,11 +120,14 @@ class Block:
         return self._engine.forward(x, out)
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Step name → a copy of its tensor, for the ten steps ln1 … output."""
+        """Step name → a copy of its tensor, for every step of the plan, ln1 … output."""
         return self._engine.trace(x)
 
     def compare(self, x: Any) -> list[Comparison]:
-        """Every step held against float64 NumPy, in order. x: a NumPy array, as for a call."""
+        """Every step held against float64 NumPy, in order. x: a NumPy array, as for a call.
+
+        The float64 run has the same x and weights, as they are in the block's dtype.
+        """
         exact = NumpyEngine(
             self.plan, self.weights.astype(np.float64).tensors(), self.weights.n_embd
         )
@@ -113,7 +140,9 @@ class Block:
         for step in self.plan.steps:
             truth[step.name] = exact.apply(step, truth)
             rounded = {
-                name: truth[name].astype(np.float32) for name in step.inputs if name in truth
+                name: truth[name].astype(FLOATS[self.dtype])
+                for name in step.inputs
+                if name in truth
             }
             own = self._engine.step(step, rounded)
             expected = exact.apply(step, {n: a.astype(np.float64) for n, a in rounded.items()})
@@ -132,7 +161,7 @@ class Block:
 
 def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
     """Largest absolute difference, and the same relative to the largest value of `truth`."""
-    largest = float(np.abs(got - truth).max())
+    largest = float(np.abs(got.astype(np.float64) - truth).max())
     return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
 
 
@@ -159,8 +188,62 @@ def resolve_device(device: str | None) -> int | None:
     return int(index or cupy.cuda.Device().id)
 
 
-def _plan(weights: BlockWeights, causal: bool) -> Plan:
-    return ten_step_plan(weights.n_head, causal, weights.eps, weights.tensors())
+def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
+    """The weights as float32 arrays of the numbers that a block of `dtype` computes with.
+
+    Its matrices are rounded. Raises InputError for infinity, NaN and what the dtype cannot hold,
+    where that is not float32.
+    """
+    weights = weights.astype(np.float32)
+    if dtype == "float32":
+        return weights
+    matrices: dict[str, Any] = {
+        name: WeightMatrix.quantize(array, dtype, "KN", name).dequantized()
+        for name, array in weights.tensors().items()
+        if array.ndim == 2
+    }
+    return replace(weights, **matrices)
+
+
+def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
+    """ "skeleton" or "fused", or InputError with what is possible."""
+    if dtype not in FUSED_DTYPES:
+        if kernels == "fused":
+            names = " or ".join(map(repr, FUSED_DTYPES))
+            raise InputError(
+                f"kernels 'fused': they take dtype {names}, got {dtype!r}: use kernels='auto'"
+            )
+        return "skeleton"
+    if kernels == "skeleton":
+        raise InputError(
+            f"kernels 'skeleton': they are float32 only, got dtype {dtype!r}: "
+            "use kernels='fused', or dtype='float32'"
+        )
+    if device is None:  # NumPy takes any sizes
+        return "fused"
+    problem = fused_problem(weights, _capability(device))
+    if problem:
+        raise InputError(
+            f"dtype {dtype!r}: {problem}: use dtype='float32', whose kernels run here, "
+            "or device='cpu'"
+        )
+    return "fused"
+
+
+def fused_problem(weights: BlockWeights, capability: int) -> str | None:
+    """Why the fused kernels cannot run with 16 bits on such a GPU; None when they can."""
+    if capability < FUSED_CAPABILITY:
+        return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
+    head = weights.n_embd // weights.n_head
+    if head != FUSED_HEAD:
+        return f"the fused attention takes heads of {FUSED_HEAD} channels, these have {head}"
+    return None
+
+
+def _capability(device: int) -> int:
+    import cupy  # noqa: PLC0415
+
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:

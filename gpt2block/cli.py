@@ -17,8 +17,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gpt2block import cli_map, cli_model, doctor, measure, walkthrough
+from gpt2block import bench as benches
+from gpt2block import cli_bench, cli_map, cli_model, doctor, measure, walkthrough
 from gpt2block.bench import DecodeTime, block_against_document, decoding
+from gpt2block.bench.roofline import check_file, draw
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli_kernels import (
     draw_sweep,
@@ -73,19 +75,25 @@ def block(
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
     causal: Annotated[bool, typer.Option(help="Whether a token sees only those before it.")] = True,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    kernels: Annotated[
+        str, typer.Option(help="skeleton (ten steps), fused (seven, 16 bits) or auto.")
+    ] = "auto",
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Run the ten-step GPT-2 block and hold every step against float64 NumPy."""
+    """Run a GPT-2 block and hold every step against float64 NumPy."""
     if size is None:
         result = walkthrough.with_trained_weights(
-            weights, layer, text, seq_len, batch, causal, device, _progress
+            weights, layer, text, seq_len, batch, causal, device, _progress, dtype, kernels
         )
     elif text is not None or weights != ON_BOARD or layer != 0:
         raise InputError("--size means random weights: leave out --weights, --layer and --text")
     else:
         length = DEFAULT_SEQ_LEN if seq_len is None else seq_len
-        result = walkthrough.with_random_weights(size, length, batch, causal, device)
+        result = walkthrough.with_random_weights(
+            size, length, batch, causal, device, dtype, kernels
+        )
     if as_json:
         keys = ("name", "kernel", "shape", "ms", "max_abs", "max_rel")
         steps = [{key: _for_json(getattr(row, key)) for key in keys} for row in result.steps]
@@ -116,7 +124,9 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
     out.print(f"weights  {escape(result.weights)}, mask: {result.mask}")
     out.print(f"input    {escape(result.input)}")
     if result.device.startswith("CPU"):
-        out.print("kernels  none run: float32 NumPy held against the same in float64")
+        out.print(f"kernels  none run: {result.dtype} NumPy held against the same in float64")
+    elif result.dtype != "float32":
+        out.print(f"kernels  {result.kernels}, {result.dtype}")
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for name in ("step", "kernel", "shape"):
         table.add_column(name, no_wrap=True)
@@ -169,15 +179,48 @@ def _print_checks(checks: list[doctor.Check]) -> None:
     console().print(table)
 
 
-@app.command(epilog="Example: gpt2block bench --device cuda:0 --json")
+@app.command(epilog="Example: gpt2block bench --what gemm --peer torch --plot roofline.png")
 def bench(
     device: Device = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="Time GPT-2's decoding instead.")
     ] = False,
+    what: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="block, gemm, attention or all: time these against the ceilings."),
+    ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="bfloat16, float16 or float32 alone."),
+    ] = None,
+    only: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What has this in its name, such as 8x1024 or M=128."),
+    ] = None,
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
+    ] = None,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw the roofline into this PNG."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the block against the source document's figures, as graph and as called from Python."""
+    """Time the block against the source document's figures, as graph and as called from Python.
+
+    With --what, --dtype, --only, --peer or --plot: blocks, products and attention against this
+    GPU's ceilings and PyTorch. The exit code is then 1 when a result of ours is wrong.
+    """
+    race = (what, dtype, only, peer, plot) != (None,) * 5
+    if race and decode:
+        raise InputError("--decode goes with --device and --json alone")
+    if race:
+        works = benches.chosen_works(what or "all", dtype, only)
+        if plot is not None:
+            check_file(plot)
+        _show_race(benches.run(works, device, peer, _timed), as_json, plot)
+        return
     if decode:
         _print_decoding(decoding(device), as_json)
         return
@@ -209,6 +252,23 @@ def bench(
     out.print("Document: its own solve on an H200, device memory allocated in every call.")
     out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
     out.print(table)
+
+
+def _timed(works: list[benches.Work]) -> Iterable[benches.Work]:
+    """The works, with a bar on stderr where somebody looks."""
+    hidden = not sys.stderr.isatty()
+    return track(works, "bench", console=Console(stderr=True), transient=True, disable=hidden)
+
+
+def _show_race(report: benches.Report, as_json: bool, plot: Path | None) -> None:
+    if as_json:
+        print(json.dumps(_for_json(report.as_dict())))
+    else:
+        cli_bench.print_report(console(), report)
+    if plot is not None:
+        draw(report, plot)
+    if not report.right:
+        sys.exit(1)
 
 
 def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:

@@ -15,7 +15,9 @@ import cupy
 
 from gpt2block.errors import DeviceError
 from gpt2block.kernels import Launch
+from gpt2block.ops._arrays import compute_capability
 
+OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -54,6 +56,13 @@ def _launch_kernel() -> Any:
     )
     call.restype = ctypes.c_int
     return call
+
+
+def possible() -> bool:
+    """Whether kernels on the current device, those of a graph too, may start so early."""
+    capability, driver = OVERLAPS_FROM
+    new = cupy.cuda.runtime.driverGetVersion() >= driver
+    return new and compute_capability() >= capability
 
 
 def run(launch: Launch) -> None:

@@ -14,6 +14,7 @@ Shape = tuple[int, ...]
 OUTPUT_SHAPES: Mapping[str, Callable[..., Shape]] = {
     "layernorm": lambda x, gamma, beta: x,
     "matmul_bias": lambda a, w, bias: (*a[:-1], w[1]),
+    "gemm": lambda a, w, bias=None, residual=None: (*a[:-1], w[1]),
     "attention": lambda qkv: (*qkv[:-1], qkv[-1] // 3),
     "add": lambda a, b: a,
     "gelu": lambda x: x,
@@ -34,14 +35,18 @@ class Step:
 class Plan:
     """Steps in order, from `input` to the last step's tensor.
 
-    `in_place` maps a step to the tensor whose storage it overwrites. Raises InputError when a step
-    reads what was never made or is already overwritten, or when a name is made twice.
+    `in_place` maps a step to the tensor whose storage it overwrites: one it reads itself, where its
+    kernel works in place, or one that no later step needs. `overlapping`: every kernel of
+    the CUDA meaning waits for the one before it (kernels_cu/overlap.cuh), so that launches may
+    overlap. Raises InputError when a step reads what was never made or is already overwritten, or
+    when a name is made twice.
     """
 
     steps: tuple[Step, ...]
     weights: tuple[str, ...]
     in_place: Mapping[str, str] = field(default_factory=dict)
     input: str = "x"
+    overlapping: bool = False
 
     def __post_init__(self) -> None:
         alive = {self.input, *self.weights}
@@ -59,7 +64,7 @@ class Plan:
             seen.add(step.name)
             target = self.in_place.get(step.name)
             if target is not None:
-                if target not in step.inputs or target in (self.input, *self.weights):
+                if target not in alive - {step.name} or target in (self.input, *self.weights):
                     raise InputError(f"step {step.name}: cannot overwrite {target!r}")
                 alive.discard(target)
 
@@ -70,6 +75,11 @@ class Plan:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(step.name for step in self.steps)
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """Weights of `gemm`, which takes them as a WeightMatrix."""
+        return frozenset(step.inputs[1] for step in self.steps if step.op == "gemm")
 
     def shapes(self, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shape]:
         """Tensor name → shape, for an input of shape `x`."""
@@ -97,4 +107,27 @@ def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str])
         ),
         weights=tuple(weights),
         in_place={"gelu": "ff1"},
+    )
+
+
+def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
+    """The same block in seven steps: a product takes its bias, GELU and residual along.
+
+    A name that is also one of the ten steps' is the same tensor. Projections may add up K in parts.
+    """
+    norm, heads = {"eps": eps}, {"n_head": n_head, "causal": causal}
+    parts = {"split_k": True}
+    return Plan(
+        steps=(
+            Step("ln1", "layernorm", ("x", "gamma1", "beta1"), norm),
+            Step("qkv", "gemm", ("ln1", "w_qkv", "b_qkv")),
+            Step("attn", "attention", ("qkv",), heads),
+            Step("x1", "gemm", ("attn", "w_attn", "b_attn", "x"), parts),
+            Step("ln2", "layernorm", ("x1", "gamma2", "beta2"), norm),
+            Step("gelu", "gemm", ("ln2", "w_fc", "b_fc"), {"gelu": True}),
+            Step("output", "gemm", ("gelu", "w_proj", "b_proj", "x1"), parts),
+        ),
+        weights=tuple(weights),
+        in_place={"attn": "ln1", "ln2": "attn"},  # less to hold in the L2 cache
+        overlapping=True,
     )

@@ -14,6 +14,7 @@ from gpt2block.block import Block, Comparison, errors
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
 from gpt2block.config import size
 from gpt2block.errors import InputError
+from gpt2block.weight_matrix import FLOATS
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
 MAX_TOKENS = 2**17  # every step is held in float64 beside float32: some 10 GB for GPT-2 small
@@ -23,9 +24,11 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """One block's ten steps, and for a trained model what became of the residual stream."""
+    """One block's steps, and for a trained model what became of the residual stream."""
 
     device: str
+    dtype: str
+    kernels: str  # "skeleton" or "fused"
     weights: str
     mask: str  # "causal" or "none"
     input: str  # what x was made from
@@ -35,15 +38,30 @@ class Walkthrough:
 
 
 def with_random_weights(
-    size_name: str, seq_len: int, batch: int, causal: bool, device: str | None
+    size_name: str,
+    seq_len: int,
+    batch: int,
+    causal: bool,
+    device: str | None,
+    dtype: str = "float32",
+    kernels: str = "auto",
 ) -> Walkthrough:
     """A block of a GPT-2 size with random weights on x ~ U(-1, 1) of shape (B, T, C)."""
     config = size(size_name)
-    block = Block(BlockWeights.random(0, config), causal=causal, device=device)
+    weights = BlockWeights.random(0, config)
+    block = Block(weights, causal=causal, device=device, dtype=dtype, kernels=kernels)
     x = random_input(1, _shape(batch, seq_len, config.n_embd))
-    rows = block.compare(x)
-    weights = f"random, the shape of {size_name}"
-    return Walkthrough(_device(block, device), weights, _mask(causal), "x ~ U(-1, 1)", rows, [], [])
+    return Walkthrough(
+        _device(block, device),
+        block.dtype,
+        block.kernels,
+        f"random, the shape of {size_name}",
+        _mask(causal),
+        "x ~ U(-1, 1)",
+        block.compare(x.astype(FLOATS[dtype])),
+        [],
+        [],
+    )
 
 
 def with_trained_weights(
@@ -55,11 +73,13 @@ def with_trained_weights(
     causal: bool,
     device: str | None,
     progress: Progress = iter,
+    dtype: str = "float32",
+    kernels: str = "auto",
 ) -> Walkthrough:
     """A text through every block of a checkpoint; `layer`'s steps are compared one by one.
 
-    The other blocks are compared as wholes: the residual stream in float32 on the device, block
-    after block, against float64 NumPy. Row b of a batch is the text rotated by b tokens.
+    The other blocks are compared as wholes: the residual stream on the device, block after block,
+    against float64 NumPy on the same matrices. Row b of a batch is the text rotated by b tokens.
     """
     checkpoint = Checkpoint.open(name)
     ends = GPT2Weights.from_pretrained(checkpoint, layers=())
@@ -75,20 +95,27 @@ def with_trained_weights(
     x = reference.encoder(ids, ends.wte, ends.wpe)
     truth: Array = x.astype(np.float64)
     steps: list[Comparison] = []
-    stream, where = [], ""
+    stream, where, chosen = [], "", ""
     for index in progress(range(checkpoint.config.n_layer)):
         weights = BlockWeights.from_pretrained(checkpoint, index)
-        block = Block(weights, causal=causal, device=device)
-        where = where or _device(block, device)
+        block = Block(weights, causal=causal, device=device, dtype=dtype, kernels=kernels)
+        if not where:
+            where, chosen = _device(block, device), block.kernels
+            x = x.astype(FLOATS[dtype])
+            truth = x.astype(np.float64)
         if index == layer:
             steps = block.compare(x)
         x = block(x)
-        truth = reference.block_forward(truth, weights, causal)
+        truth = reference.block_forward(truth, block.weights, causal)
         stream.append(errors(x, truth)[1])
-    last = reference.layernorm(x, ends.gamma_f, ends.beta_f, checkpoint.config.eps)
+    last = reference.layernorm(
+        x.astype(np.float32), ends.gamma_f, ends.beta_f, checkpoint.config.eps
+    )
     logits = last.reshape(-1, *last.shape[-2:])[0, -1] @ ends.lm_head.T
     return Walkthrough(
         where,
+        dtype,
+        chosen,
         f"{name}, block {layer} of {checkpoint.config.n_layer}",
         _mask(causal),
         f"{ids.shape[-1]} tokens of {_excerpt(text)}",

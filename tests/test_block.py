@@ -174,7 +174,7 @@ class CudaTensor:
         (np.zeros((2, 0, 48), np.float32), "at least one token"),
         (np.ma.zeros((5, 48), np.float32), "x: expected an array without a mask"),
         ([[0.0] * 48], "x: expected a NumPy array for a Block on the CPU, got list"),
-        (Unshared(), "expected a float32 array that can be shared, got Unshared: requires grad"),
+        (Unshared(), "expected an array that can be shared, got Unshared: requires grad"),
         (CudaTensor(), "got CudaTensor: copy it to the host, or make the Block with device='cuda'"),
     ],
 )
@@ -212,8 +212,14 @@ def test_a_read_only_out_is_refused(block: Block) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, "dtype: expected 'float32', got 'bfloat16'"),
-        ({"kernels": "fast"}, "kernels: expected 'auto' or 'skeleton', got 'fast'"),
+        (
+            {"dtype": "float64"},
+            "dtype: expected one of 'float32', 'float16', 'bfloat16', got 'floa",
+        ),
+        ({"dtype": np.float32}, "dtype: expected one of"),
+        ({"kernels": "fast"}, "kernels: expected one of 'auto', 'skeleton', 'fused', got 'fast'"),
+        ({"kernels": "fused"}, "take dtype 'bfloat16' or 'float16', got 'float32': use kernels='"),
+        ({"kernels": "skeleton", "dtype": "float16"}, "they are float32 only, got dtype 'float16'"),
         ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
         ({"device": "cuda:x"}, "device: expected"),
         ({"device": ""}, "device: expected"),
@@ -224,7 +230,7 @@ def test_wrong_options_are_refused(
     weights: BlockWeights, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        Block(weights, **options)
+        Block(weights, **{"device": "cpu"} | options)
 
 
 def test_wrong_weights_are_refused() -> None:

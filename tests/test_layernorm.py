@@ -20,6 +20,7 @@ from gpt2block.operations.layernorm import (
     BLOCKS,
     KEPT,
     KEPT_BY_MOST,
+    NARROW,
     OPERATION,
     RowShape,
     row_shape,
@@ -29,7 +30,7 @@ from tests.cpu_cuda import ORDERS, ShimError, Source, loader, missing, run
 
 Array = NDArray[Any]
 Outputs = tuple[Array, Array, Array]  # out, mean, rstd
-VARIANTS = tuple(variant.name for variant in OPERATION.variants)
+VARIANTS = tuple(variant.name for variant in OPERATION.variants if variant.name != NARROW)
 ONE_PASS = ("4", "5")  # var = E[x²] - E[x]²
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 EPS = 1e-5
@@ -514,7 +515,7 @@ def test_the_cpu_checks_storage_types_too() -> None:
 def test_the_operation_describes_its_kernels() -> None:
     for variant in OPERATION.variants:
         assert set(variant.kernels) <= set(kernels.signatures(variant.file))
-        assert variant.block in variant.blocks
+        assert variant.block in (variant.blocks or (variant.block,))
     sizes = {"B": 2, "T": 3, "C": 5}
     x, gamma, beta = OPERATION.make(sizes, np.random.default_rng(0))
     assert (x.shape, gamma.shape, beta.shape) == ((2, 3, 5), (5,), (5,))

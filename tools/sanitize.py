@@ -1,11 +1,15 @@
 """What compute-sanitizer watches: the ten steps, every variant of every operation, a whole model.
 
 Each result is held against NumPy. The sizes are small and odd: tiles have edges, rows have tails.
-But for the model's decoding there is no CUDA graph, so that each kernel is reported by name.
+But for the model's decoding and the fused block there is no CUDA graph, so that each kernel is
+reported by name.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
+import cupy
 import numpy as np
 
 from gpt2block import (
@@ -16,13 +20,16 @@ from gpt2block import (
     GPT2Weights,
     InputError,
     Sampling,
+    WeightMatrix,
     measure,
     ops,
     random_input,
     reference,
 )
+from gpt2block.block import FUSED_DTYPES
 from gpt2block.engines.model import DTYPES
 from gpt2block.operations import OPERATIONS, Operation
+from gpt2block.weight_matrix import FLOATS
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 HEADS = {"H": 3, "D": 34}
@@ -39,6 +46,24 @@ def block() -> None:
             error = float(np.abs(got - truth).max())
             assert error < 1e-5, error
             print(f"checked C {config.n_embd} causal {causal} B {batch}: error {error:.1e}")
+
+
+def fused_block() -> None:
+    """The seven steps in 16 bits, as direct launches and as a graph whose launches overlap."""
+    weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=128))
+    for dtype in FUSED_DTYPES:
+        for causal, shape in ((False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))):
+            x = random_input(1, shape).astype(FLOATS[dtype])
+            for graph in (False, True):
+                block = Block(weights, causal=causal, device="cuda", dtype=dtype, graph=graph)
+                on_device, out = cupy.asarray(x), cupy.empty(shape, dtype)
+                for _ in range(3 if graph else 1):
+                    block(on_device, out=out)
+                truth = reference.block_forward(x.astype(np.float64), block.weights, causal)
+                off = float(np.abs(out.get().astype(np.float64) - truth).max())
+                error = off / float(np.abs(truth).max())
+                assert error <= 2 * measure.tolerance(dtype), error
+                print(f"checked fused {dtype} causal {causal} {shape} graph {graph}: {error:.1e}")
 
 
 def operation(found: Operation) -> None:
@@ -63,6 +88,64 @@ def operation(found: Operation) -> None:
                 off = float(np.abs(got - truth)[stated].max() / np.abs(truth)[stated].max())
                 assert off <= measure.tolerance(dtype), (found.name, variant.name, dtype, off)
                 print(f"checked {found.name} {variant.name} {dtype} {layout}: error {off:.1e}")
+
+
+def gemm() -> None:
+    """Each epilogue of each variant at a ragged size, the residual in place."""
+    rng = np.random.default_rng(0)
+    sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
+    wide = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
+    for dtype in OPERATIONS["gemm"].dtypes:
+        a, w = (cupy.asarray(array.astype(np.dtype(dtype))) for array in wide[:2])
+        matrix = WeightMatrix(w, dtype, None, "NK")
+        exact_a, exact_w = (array.get().astype(np.float64) for array in (a, w.T))
+        for variant in OPERATIONS["gemm"].variants:
+            for gelu, added, kind in product((False, True), (False, True), (dtype, "float32")):
+                residual = cupy.asarray(wide[3].astype(np.dtype(kind))) if added else None
+                old = None if residual is None else residual.get().astype(np.float64)
+                bias = wide[2].astype(np.float64)
+                truth = reference.gemm(exact_a, exact_w, bias, old, gelu)
+                out = cupy.empty((70, 72), kind) if residual is None else residual
+                inputs = (a, matrix, cupy.asarray(wide[2]), residual)
+                try:
+                    bound = ops.BINDERS["gemm"](inputs, out, gelu=gelu, variant=variant.name)
+                except InputError as error:
+                    print(f"not for gemm {variant.name} {dtype}: {error}")
+                    break
+                got = bound.run().get().astype(np.float64)
+                off = float(np.abs(got - truth).max() / np.abs(truth).max())
+                assert off <= measure.tolerance(kind), (variant.name, dtype, kind, off)
+                how = f"gelu {gelu} residual {added} to {kind}"
+                print(f"checked gemm {variant.name} {dtype} {how}: error {off:.1e}")
+
+
+def attention() -> None:
+    """The variants for 16 bits: one sequence, and a ragged batch with an empty sequence."""
+    rng = np.random.default_rng(0)
+    found = OPERATIONS["attention"]
+    for variant in (v for v in found.variants if "float16" in v.dtypes):
+        for dtype in variant.dtypes:
+            for causal, lengths in product((False, True), ([70], [70, 0, 1, 131])):
+                starts = np.cumsum([0, *lengths], dtype=np.int32)
+                host = rng.standard_normal((starts[-1], 3 * 128)).astype(FLOATS[dtype])
+                wide = host.astype(np.float64)
+                truth = np.concatenate(
+                    [
+                        reference.attention(wide[a:b], 2, causal)
+                        for a, b in pairwise(starts)
+                        if b > a
+                    ]
+                )
+                options = {"cu_seqlens": cupy.asarray(starts), "max_seqlen": max(lengths)}
+                try:
+                    got = ops.attention(cupy.asarray(host), 2, causal, variant.name, **options)
+                except InputError as problem:
+                    print(f"not for attention {variant.name} {dtype}: {problem}")
+                    continue
+                off = float(np.abs(got.get().astype(np.float64) - truth).max())
+                error = off / float(np.abs(truth).max())
+                assert error <= measure.tolerance(dtype), error
+                print(f"checked attention {variant.name} {dtype} {causal} {lengths}: {error:.1e}")
 
 
 def model() -> None:
@@ -95,7 +178,10 @@ def model() -> None:
 
 def main() -> None:
     block()
+    attention()
+    fused_block()
     model()
+    gemm()
     for found in OPERATIONS.values():
         operation(found)
     print("all done")

@@ -60,33 +60,34 @@ def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
         return from_library(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"expected a float32 array that can be shared, got {type(x).__name__}: {error}"
+            f"expected an array that can be shared, got {type(x).__name__}: {error}"
         ) from error
 
 
-def check_array(name: str, array: Any, n_embd: int) -> None:
-    """Raise InputError unless `array` is float32, (T, C) or (B, T, C), and not empty."""
+def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:
+    """Raise InputError unless `array` is of `dtype`, (T, C) or (B, T, C), and not empty."""
     if array.ndim not in (2, 3) or array.shape[-1] != n_embd:
         raise InputError(
             f"{name}: expected shape (T, {n_embd}) or (B, T, {n_embd}), got {array.shape}"
         )
     if array.size == 0:
         raise InputError(f"{name}: expected at least one token, got shape {array.shape}")
-    if array.dtype != np.float32:
-        raise InputError(f"{name}: expected float32, got {array.dtype}: use .astype('float32')")
+    if array.dtype.name != dtype:
+        mend = "ml_dtypes.bfloat16" if dtype == "bfloat16" else f"'{dtype}'"
+        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype({mend})")
 
 
-def check_out(out: Any, shape: tuple[int, ...], kind: Any) -> None:
-    """Raise InputError unless `out` can take a result: a `kind` array, float32, C-contiguous."""
+def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32") -> None:
+    """Raise InputError unless `out` can take a result: a `kind` array, of `dtype`, C-contiguous."""
     if not isinstance(out, kind):
         raise InputError(
             f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
         )
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise InputError("out: expected an array that can be written, got a read-only one")
-    if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+    if out.shape != shape or out.dtype.name != dtype or not out.flags.c_contiguous:
         layout = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise InputError(
-            f"out: expected a C-contiguous float32 array of shape {shape}, "
+            f"out: expected a C-contiguous {dtype} array of shape {shape}, "
             f"got {out.dtype} {out.shape}{layout}"
         )

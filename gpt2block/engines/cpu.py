@@ -15,15 +15,23 @@ from gpt2block import reference
 from gpt2block.engines import StepResult, check_array, check_out, host_array
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
+from gpt2block.weight_matrix import FLOATS
 
 
 class NumpyEngine:
-    """Walks a plan with NumPy, in the dtype of the weights (float32, or float64 for the truth)."""
+    """Walks a plan with NumPy, in the dtype of the weights (float32, or float64 for the truth).
 
-    def __init__(self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int) -> None:
+    dtype: of x, and what each step's result is rounded to; None is that of the weights.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int, dtype: str | None = None
+    ) -> None:
         self.plan = plan
         self._width = width
         self._weights = dict(weights)
+        self._computed: np.dtype[Any] = next(iter(self._weights.values())).dtype
+        self._stored: np.dtype[Any] = np.dtype(FLOATS[dtype]) if dtype else self._computed
 
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
@@ -32,7 +40,7 @@ class NumpyEngine:
         host = self._accept(x)
         if out is None:
             return self._walk(host)[self.plan.output]
-        check_out(out, host.shape, np.ndarray)
+        check_out(out, host.shape, np.ndarray, self._stored.name)
         out[...] = self._walk(host)[self.plan.output]
         result: NDArray[Any] = out
         return result
@@ -47,7 +55,7 @@ class NumpyEngine:
                 f"x: expected a NumPy array for a Block on the CPU, got {type(x).__name__}: "
                 "copy it to the host, or make the Block with device='cuda'"
             )
-        check_array("x", host, self._width)
+        check_array("x", host, self._width, self._stored.name)
         return np.ascontiguousarray(host)
 
     def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -60,7 +68,8 @@ class NumpyEngine:
         """The step's NumPy function on its inputs, taken from `tensors` and the weights."""
         known = {**self._weights, **tensors}
         function = getattr(reference, step.op)
-        result: NDArray[Any] = function(*(known[name] for name in step.inputs), **step.attrs)
+        inputs = (known[name].astype(self._computed, copy=False) for name in step.inputs)
+        result: NDArray[Any] = function(*inputs, **step.attrs).astype(self._stored, copy=False)
         return result
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:

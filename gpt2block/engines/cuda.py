@@ -8,22 +8,32 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor, timing
+from gpt2block import doctor, overlap, timing
 from gpt2block.engines import StepResult, check_array, check_out, host_array, imported
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.ops import BINDERS, LIMITS
 from gpt2block.plan import Plan, Shape, Step
+from gpt2block.weight_matrix import WeightMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
+ALIGNED = 16  # bytes
 MAX_SHAPES = 8  # buffers kept
 MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
+
+
+class _Launches(NamedTuple):
+    """Of a step, or of them all; `extra` is what must stay alive with them, beside the buffers."""
+
+    launches: tuple[Launch, ...]
+    extra: tuple[CudaArray, ...]
 
 
 @dataclass
@@ -31,32 +41,41 @@ class _Workspace:
     """What one input shape needs: a buffer for every step but the last, and their launches."""
 
     buffers: dict[str, CudaArray]
-    launches: dict[str, tuple[Launch, ...]]
+    launches: dict[str, _Launches]
 
 
 @dataclass
 class _Call:
     """The launches for one x and one out; the graph is captured when the same call comes again."""
 
-    launches: tuple[Launch, ...]
+    bound: _Launches
     graph: Any = None
 
 
 class CudaEngine:
     """Walks a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
 
-    Thread-safe; calls from different streams wait for each other, since they share the buffers.
+    dtype: of x, of every step's tensor and of the matrices of `gemm`, which it holds exactly; all
+    other weights are float32. Thread-safe; calls from different streams wait for each other, since
+    they share the buffers.
     """
 
     def __init__(
-        self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int, device: int, graph: bool
+        self,
+        plan: Plan,
+        weights: Mapping[str, NDArray[Any]],
+        width: int,
+        device: int,
+        graph: bool,
+        dtype: str = "float32",
     ) -> None:
         self.plan = plan
         self._width = width
+        self._dtype = dtype
         self.device = device
         self._use_graph = graph
         with cupy.cuda.Device(device):
-            self._weights = {name: cupy.asarray(w, dtype="float32") for name, w in weights.items()}
+            self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
             self._done.record()  # the weights may still be on their way
             self._private = cupy.cuda.Stream(non_blocking=True)
@@ -66,6 +85,14 @@ class CudaEngine:
         self._calls: OrderedDict[tuple[Shape, int, int], _Call] = OrderedDict()
         self._lock = threading.RLock()
 
+    def _stored(self, name: str, w: NDArray[Any]) -> Any:
+        """A weight as its step's kernels take it: a WeightMatrix, (N, K), or a float32 array."""
+        array = cupy.asarray(w, dtype="float32")
+        if name not in self.plan.matrices:
+            return array
+        rows = cupy.ascontiguousarray(array.T)
+        return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
+
     def describe(self) -> str:
         return doctor.describe_device(self.device)
 
@@ -73,25 +100,28 @@ class CudaEngine:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
             if on_host:
-                target = cupy.empty(array.shape, dtype="float32")
+                target = cupy.empty(array.shape, dtype=self._dtype)
                 if out is not None:
-                    check_out(out, array.shape, np.ndarray)
+                    check_out(out, array.shape, np.ndarray, self._dtype)
                 self._run(array, target)
                 return target.get(out=out)
-            target = cupy.empty(array.shape, dtype="float32") if out is None else self._adopt(out)
-            check_out(target, array.shape, cupy.ndarray)
+            target = cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out)
+            check_out(target, array.shape, cupy.ndarray, self._dtype)
             self._run(array, target)
             return target if out is None else out
 
     def trace(self, x: Any) -> dict[str, Any]:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
-            tensors = self._tensors(array, cupy.empty(array.shape, dtype="float32"))
+            tensors = self._tensors(array, cupy.empty(array.shape, dtype=self._dtype))
             copies = {}
             with self._exclusive():
                 for step in self.plan.steps:
-                    for launch in self._bind(step, tensors):
+                    bound = self._bind(step, tensors)
+                    cupy.cuda.nvtx.RangePush(step.name)  # what a profiler's timeline shows
+                    for launch in bound.launches:
                         launch.run()
+                    cupy.cuda.nvtx.RangePop()
                     copies[step.name] = tensors[step.name].copy()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
@@ -104,14 +134,19 @@ class CudaEngine:
             return StepResult(out, names, timing.gpu_ms(bound.launches))
 
     def _accept(self, x: Any) -> tuple[CudaArray, bool]:
-        """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host."""
+        """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host.
+
+        In 16 bits also on 16 bytes, as the products take it.
+        """
         host = None if isinstance(x, cupy.ndarray) else host_array(x)
         if host is not None:
-            check_array("x", host, self._width)
+            check_array("x", host, self._width, self._dtype)
             return cupy.asarray(host, order="C"), True
         array = self._adopt(x)
-        check_array("x", array, self._width)
-        return cupy.ascontiguousarray(array), False
+        check_array("x", array, self._width, self._dtype)
+        array = cupy.ascontiguousarray(array)
+        unaligned = self._dtype != "float32" and array.data.ptr % ALIGNED
+        return array.copy() if unaligned else array, False
 
     def _adopt(self, array: Any) -> CudaArray:
         """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
@@ -147,10 +182,10 @@ class CudaEngine:
         with self._exclusive() as stream:
             if repeated and self._use_graph:
                 if call.graph is None:
-                    call.graph = self._capture(call.launches)
+                    call.graph = self._capture(call.bound.launches)
                 call.graph.launch(stream)
             else:
-                for launch in call.launches:
+                for launch in call.bound.launches:
                     launch.run()
 
     @contextmanager
@@ -166,16 +201,17 @@ class CudaEngine:
             self._done.record(stream)
 
     def _capture(self, launches: tuple[Launch, ...]) -> Any:
+        run = overlap.run if self.plan.overlapping and overlap.possible() else Launch.run
         with self._private:
             self._private.begin_capture()
             try:
                 for launch in launches:
-                    launch.run()
+                    run(launch)
             finally:
                 graph = self._private.end_capture()
         return graph
 
-    def _launches(self, x: CudaArray, out: CudaArray) -> tuple[Launch, ...]:
+    def _launches(self, x: CudaArray, out: CudaArray) -> _Launches:
         """Every step's launches: bound anew where x or out is touched, else the shape's own."""
         known = self._workspace(x.shape).launches
         tensors = self._tensors(x, out)
@@ -183,13 +219,16 @@ class CudaEngine:
             touched = step.name == self.plan.output or self.plan.input in step.inputs
             if touched or step.name not in known:
                 known[step.name] = self._bind(step, tensors)
-        return tuple(launch for step in self.plan.steps for launch in known[step.name])
+        every = [known[step.name] for step in self.plan.steps]
+        launches, extra = (tuple(chain.from_iterable(part)) for part in zip(*every, strict=True))
+        return _Launches(launches, extra)
 
-    def _bind(self, step: Step, tensors: Mapping[str, CudaArray]) -> tuple[Launch, ...]:
+    def _bind(self, step: Step, tensors: Mapping[str, Any]) -> _Launches:
         inputs = tuple(tensors[name] for name in step.inputs)
-        return BINDERS[step.op](inputs, tensors[step.name], **step.attrs).launches
+        bound = BINDERS[step.op](inputs, tensors[step.name], **step.attrs)
+        return _Launches(bound.launches, bound.extra)
 
-    def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, CudaArray]:
+    def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, Any]:
         buffers = self._workspace(x.shape).buffers
         return {**self._weights, **buffers, self.plan.input: x, self.plan.output: out}
 
@@ -202,24 +241,28 @@ class CudaEngine:
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
-        buffers = allocate(self.plan, shape, self._weights)
+        buffers = allocate(self.plan, shape, self._weights, self._dtype)
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
 
 
-def allocate(plan: Plan, x: Shape, weights: Mapping[str, CudaArray]) -> dict[str, CudaArray]:
-    """A float32 buffer for every step but the last; steps in place share their target's.
+def allocate(
+    plan: Plan, x: Shape, weights: Mapping[str, Any], dtype: str = "float32"
+) -> dict[str, CudaArray]:
+    """A buffer of `dtype` for every step but the last; steps in place share their target's.
 
     InputError, and nothing is allocated, when an op cannot run at these sizes.
     """
-    shapes = {name: w.shape for name, w in weights.items()}
+    shapes = {
+        name: (w.K, w.N) if isinstance(w, WeightMatrix) else w.shape for name, w in weights.items()
+    }
     shapes |= {plan.input: x, **plan.shapes(x, shapes)}
     for step in plan.steps:
-        if step.op in LIMITS:
+        if step.op in LIMITS and dtype == "float32":  # those of the documents' kernels
             LIMITS[step.op](*(shapes[name] for name in step.inputs), **step.attrs)
     buffers: dict[str, CudaArray] = {}
     for name in plan.names[:-1]:
         target = plan.in_place.get(name)
-        buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype="float32")
+        buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype=dtype)
     return buffers
 
 

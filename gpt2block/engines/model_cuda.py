@@ -51,7 +51,7 @@ from gpt2block.ops import (
     _log_likelihood,
     _sample,
 )
-from gpt2block.ops._arrays import Bound, CudaArray, compute_capability
+from gpt2block.ops._arrays import Bound, CudaArray
 from gpt2block.sampling import Sampling
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
@@ -59,7 +59,6 @@ ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
 KEPT_SHAPES = 4  # of a prefill, with their buffers and launches
 KEPT_CACHES = 2  # of ended decodings, with their graphs
-OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph
 
 
 class CudaCache:
@@ -446,7 +445,7 @@ class _Step:
         self._runs += 1
 
     def _run_all(self) -> None:
-        run = overlap.run if _overlaps() else Launch.run
+        run = overlap.run if overlap.possible() else Launch.run
         for launch in (*self.launches, *self._sample.launches):
             run(launch)
 
@@ -521,13 +520,6 @@ class CudaDecoding:
             self._lengths[row] = len(ids) - 1
             self._step.state.token[row] = int(ids[-1])
             self._step.state.position[row] = len(ids) - 1
-
-
-def _overlaps() -> bool:
-    """Whether kernels of a graph may start before those in front of them have ended."""
-    capability, driver = OVERLAPS_FROM
-    new = cupy.cuda.runtime.driverGetVersion() >= driver
-    return new and compute_capability() >= capability
 
 
 def _on_host(*shape: int) -> tuple[Ids, CudaArray]:

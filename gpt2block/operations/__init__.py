@@ -16,6 +16,7 @@ from gpt2block.operations import (
     encoder,
     encoder_rows,
     fp8,
+    gemm,
     layernorm,
     layernorm_gelu,
     linear,
@@ -50,6 +51,7 @@ OPERATIONS: Mapping[str, Operation] = {
         rmsnorm_matmul.RMSNORM_FFN,
         fp8.OPERATION,
         linear.OPERATION,
+        gemm.OPERATION,
         sample.OPERATION,
         log_likelihood.OPERATION,
     )

@@ -28,6 +28,7 @@ class Variant:
     blocks: tuple[int, ...] = ()  # block sizes it can be run with; () when there is one only
     block: int = 256  # the one it takes when none is asked for
     source: str = ""  # where it comes from, if not from the operation's document
+    dtypes: tuple[str, ...] = ()  # of the operation's, those it takes; () for all
 
 
 class Geometry(NamedTuple):

@@ -1,18 +1,25 @@
-"""LayerNorm forward: five kernels of the documents, and one beyond them."""
+"""LayerNorm forward: five kernels of the documents, and two beyond them."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
+from gpt2block.operations._rows import share
+from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
 MAX_THREADS = 1024  # of a block
 KEPT_BY_MOST = 32  # where a row takes so many threads, which leaves each of them 64 registers
+NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
+MANY = 2**31  # rows: a team of `narrow` is as for so many of them, whatever their number is
+TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
+HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
+MOST_EACH = 4  # rows of a team
 
 
 class RowShape(NamedTuple):
@@ -39,6 +46,35 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
     held = ceil(vectors / threads)
     fits = held * width * itemsize <= (KEPT if threads < MAX_THREADS else KEPT_BY_MOST)
     return RowShape(width, threads, held if fits else 0)
+
+
+@lru_cache(maxsize=1024)
+def narrow_geometry(float_x: bool, rows: int, C: int, width: int, sms: int) -> Geometry:
+    """Of variant `narrow` for `rows` of C channels, `width` elements a vector.
+
+    How a row is shared out follows from C and width alone, so that its bits do; teams take several
+    rows where there are more than `sms` multiprocessors hold at once. Raises InputError when a row
+    does not fit in registers.
+    """
+    shape = share(MANY, C, width, sms)
+    values = shape.held * width
+    room = HELD if shape.block <= 128 else HELD - 16
+    each = 1
+    while (
+        each < MOST_EACH
+        and each * TEAMS * sms < rows * shape.threads
+        and 2 * values + 2 * each * values * (4 if float_x else 2) // 4 <= room
+    ):
+        each *= 2
+    defines = (
+        ("LN_WIDTH", width),
+        ("LN_THREADS", shape.threads),
+        ("LN_VECTORS", shape.held),
+        ("LN_ROWS", shape.rows),
+        ("LN_EACH", each),
+    )
+    kernel = OPERATION.variant(NARROW).kernels[1 if float_x else 0]
+    return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
 def make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -100,6 +136,13 @@ OPERATION = Operation(
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
             block=64,
+            source="beyond the documents",
+        ),
+        Variant(
+            NARROW,
+            "layernorm_narrow.cu",
+            ("layernorm_narrow", "layernorm_narrow_float"),
+            "for tensor cores: float γ and β, 16-bit out, a few rows a team, overlapping launches",
             source="beyond the documents",
         ),
     ),

@@ -14,6 +14,7 @@ from gpt2block.ops import (
     _encoder,
     _encoder_rows,
     _fp8,
+    _gemm,
     _layernorm,
     _layernorm_gelu,
     _linear,
@@ -38,6 +39,7 @@ from gpt2block.ops._elementwise import add, gelu
 from gpt2block.ops._encoder import encoder
 from gpt2block.ops._encoder_rows import encoder_rows
 from gpt2block.ops._fp8 import to_fp8
+from gpt2block.ops._gemm import gemm
 from gpt2block.ops._layernorm import layernorm
 from gpt2block.ops._layernorm_gelu import layernorm_gelu
 from gpt2block.ops._linear import linear
@@ -68,6 +70,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "rmsnorm_ffn": _rmsnorm_matmul.bind_ffn,
     "to_fp8": _fp8.bind,
     "linear": _linear.bind,
+    "gemm": _gemm.bind,
     "sample_token": _sample.bind,
     "log_likelihood": _log_likelihood.bind,
 }
@@ -91,6 +94,7 @@ __all__ = [
     "encoder",
     "encoder_rows",
     "gelu",
+    "gemm",
     "kv_append",
     "layernorm",
     "layernorm_gelu",

@@ -10,13 +10,21 @@ import cupy
 from gpt2block.errors import InputError
 from gpt2block.kernels import Defines, Launch, launch
 from gpt2block.operations._types import Variant, check_block
-from gpt2block.operations.layernorm import MAX_THREADS, OPERATION, row_shape
+from gpt2block.operations.layernorm import (
+    MAX_THREADS,
+    NARROW,
+    OPERATION,
+    narrow_geometry,
+    row_shape,
+)
 from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
     alignment,
     check,
     contiguous,
+    device_attribute,
+    launch_at,
     output,
     overlap,
     storage,
@@ -44,8 +52,15 @@ def bind(
 
     variant 1 to 6: the ladder, where None is the ten-step block's kernel, which has no `extra`.
     Variant 6 takes float16 and bfloat16 too, and leaves mean and rstd out without `stats`.
+
+    "narrow", which None is where x has 16 bits: no `extra`, gamma and beta float32; x is float32 or
+    has the dtype of out.
     """
     x, gamma, beta = inputs
+    if variant == NARROW or (variant is None and storage(x) != "float32"):
+        if block is not None or mean is not None or rstd is not None:
+            raise InputError("layernorm variant narrow: it has no block, mean and rstd: use 6")
+        return _bind_narrow(x, gamma, beta, out, float(eps))
     if variant is None:
         if block is not None or mean is not None or rstd is not None:
             raise InputError("layernorm: block, mean and rstd need a variant: pass variant=1 to 6")
@@ -87,6 +102,32 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
     args = (x, out, gamma, beta, rows, *width)
     defines = (("LN_EPS", f"{float(eps)!r}f"),)
     return Bound(out, (launch("layernorm.cu", name, (rows,), (BLOCK,), args, defines=defines),))
+
+
+def _bind_narrow(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: float) -> Bound:
+    stored = storage(x)
+    check("x", x, dtype=stored)
+    C = x.shape[-1]
+    check("gamma", gamma, (C,))
+    check("beta", beta, (C,))
+    dtype = storage(out) if stored == "float32" and out is not None else stored
+    out = output(out, x.shape, dtype)
+    if overlap(out, x):
+        raise InputError("out: overlaps x: expected another array, as nothing works in place")
+    rows = x.size // C
+    if rows > MAX_ROWS:
+        raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
+    float_x = stored == "float32"
+    width = 16 // out.itemsize
+    while (
+        any(array.data.ptr % min(16, width * array.itemsize) for array in (x, gamma, beta, out))
+        or C % width
+    ):
+        width //= 2
+    where = narrow_geometry(float_x, rows, C, width, device_attribute("MultiProcessorCount"))
+    args = (x, gamma, beta, out, eps, rows, C)
+    file = OPERATION.variant(NARROW).file
+    return Bound(out, (launch_at(file, where, args, storage=dtype),))
 
 
 def _storage(variant: Variant, x: Any) -> str:
@@ -177,12 +218,16 @@ def layernorm(
     """`reference.layernorm` on CuPy arrays; raises InputError.
 
     variant: 1 to 5 are the documents' ladder, float32; 6 is the fastest, float16 and bfloat16 too.
-    None is the ten-step block's kernel, or 6 for what that cannot do. With `stats`: (out, mean,
+    "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. None is the
+    ten-step block's kernel, or 6 or narrow for what that cannot do. With `stats`: (out, mean,
     rstd), where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)
-    half = isinstance(x, cupy.ndarray) and x.dtype.name in ("float16", "bfloat16")
-    if variant is None and (stats or half):
+    if stats and variant == NARROW:
+        raise InputError("layernorm variant narrow: it gives no mean and rstd: use variant 6")
+    half = storage(x) != "float32"
+    wide = isinstance(gamma, cupy.ndarray) and gamma.dtype == cupy.float32
+    if variant is None and (stats or (half and not wide)):
         variant = STATS_VARIANT
     bound = call(bind, arrays, eps=eps, variant=variant, block=block, stats=stats)
     return (bound.out, *bound.extra) if stats else bound.out

@@ -120,6 +120,8 @@ def _recipe(arrays: list[CudaArray], bound: Bound) -> Recipe | None:
         return None
     launches = []
     for launch in bound.launches:
+        if any(isinstance(arg, np.void) for arg in launch.args):  # tensor maps hold addresses, too
+            return None
         pointers = [i for i, arg in enumerate(launch.args) if isinstance(arg, np.uintp) and arg]
         if any(int(launch.args[i]) not in place for i in pointers):
             return None

@@ -1,0 +1,620 @@
+"""Block in 16 bits: the fused plan's seven steps with NumPy, and on a GPU with tensor cores.
+
+The rule on the GPU: the error against float64, on the same rounded weights and x, is at most twice
+that of the NumPy meaning, whose steps are float32 with every result rounded to the dtype, plus one
+rounding (half a unit in the last place) of the largest value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import (
+    Block,
+    BlockWeights,
+    GPT2Config,
+    InputError,
+    cli,
+    kernels,
+    measure,
+    random_input,
+    reference,
+)
+from gpt2block import (
+    block as block_module,
+)
+from gpt2block.block import fused_problem, rounded
+from gpt2block.plan import Plan
+from gpt2block.weight_matrix import FLOATS, WeightMatrix
+from tests import test_attention_mma as test_attention
+from tests import test_gemm, test_warm
+from tests.cpu_cuda import loader
+from tests.test_warm import Recorder
+
+Array = NDArray[Any]
+host = test_warm.host  # a fixture
+SMALL = GPT2Config(n_head=3, n_embd=48)
+HEAD_64 = GPT2Config(n_head=2, n_embd=128)
+DTYPES = ("bfloat16", "float16")
+SEVEN = ["ln1", "qkv", "attn", "x1", "ln2", "gelu", "output"]
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def inputs(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
+    return np.asarray(random_input(seed, shape).astype(FLOATS[dtype]))
+
+
+def half_a_unit(dtype: str) -> float:
+    fraction = ml_dtypes.finfo(FLOATS[dtype]).nmant  # type: ignore[no-untyped-call]
+    return 2.0 ** -(int(fraction) + 1)
+
+
+def exact(x: Array, weights: BlockWeights, dtype: str, causal: bool) -> Array:
+    """float64, from x and the weights as they are in `dtype`."""
+    return reference.block_forward(x.astype(np.float64), rounded(weights, dtype), causal)
+
+
+def assert_as_accurate(got: Array, truth: Array, meaning: Array) -> None:
+    assert got.shape == truth.shape
+    assert got.dtype == meaning.dtype
+    wide = got.astype(np.float64)
+    assert np.isfinite(wide).all(), "an element was not written"
+    own = float(np.abs(meaning.astype(np.float64) - truth).max())
+    limit = 2 * own + half_a_unit(got.dtype.name) * float(np.abs(truth).max())
+    error = float(np.abs(wide - truth).max())
+    assert error <= limit, f"error {error:.3g} is over {limit:.3g}"
+
+
+# --- with NumPy -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weights() -> BlockWeights:
+    return BlockWeights.random(0, SMALL)
+
+
+@in_16_bits
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 48), (2, 5, 48)])
+def test_every_step_is_float32_and_its_result_is_rounded(
+    weights: BlockWeights, shape: tuple[int, ...], causal: bool, dtype: str
+) -> None:
+    def stored(values: Array) -> Array:
+        return np.asarray(values.astype(FLOATS[dtype]))
+
+    def wide(values: Array) -> Array:
+        return np.asarray(values.astype(np.float32))
+
+    x, w = inputs(0, shape, dtype), weights
+    ln1 = stored(reference.layernorm(wide(x), w.gamma1, w.beta1, w.eps))
+    qkv = stored(wide(ln1) @ wide(stored(w.w_qkv)) + w.b_qkv)
+    attn = stored(reference.attention(wide(qkv), w.n_head, causal))
+    x1 = stored(wide(x) + (wide(attn) @ wide(stored(w.w_attn)) + w.b_attn))
+    ln2 = stored(reference.layernorm(wide(x1), w.gamma2, w.beta2, w.eps))
+    gelu = stored(reference.gelu(wide(ln2) @ wide(stored(w.w_fc)) + w.b_fc))
+    output = stored(wide(x1) + (wide(gelu) @ wide(stored(w.w_proj)) + w.b_proj))
+
+    block = Block(weights, causal=causal, device="cpu", dtype=dtype)
+    assert (block.dtype, block.kernels) == (dtype, "fused")
+    trace = block.trace(x)
+    assert list(trace) == SEVEN
+    for name, expected in zip(SEVEN, (ln1, qkv, attn, x1, ln2, gelu, output), strict=True):
+        assert trace[name].dtype == FLOATS[dtype]
+        np.testing.assert_array_equal(trace[name], expected)
+    np.testing.assert_array_equal(block(x), output)
+    out = np.zeros(shape, FLOATS[dtype])
+    assert block(x, out=out) is out
+    np.testing.assert_array_equal(out, output)
+
+
+@in_16_bits
+def test_the_error_is_one_of_rounding(weights: BlockWeights, dtype: str) -> None:
+    x = inputs(0, (2, 9, 48), dtype)
+    block = Block(weights, causal=True, device="cpu", dtype=dtype)
+    truth = exact(x, weights, dtype, causal=True)
+    error = np.abs(block(x).astype(np.float64) - truth).max() / np.abs(truth).max()
+    assert 0 < error < 4 * half_a_unit(dtype)
+    rows = block.compare(x)
+    assert [row.name for row in rows] == SEVEN
+    assert [row.kernel for row in rows[:3]] == [
+        "reference.layernorm",
+        "reference.gemm",
+        "reference.attention",
+    ]
+    for row in rows:
+        assert 0 < row.max_rel < 1.01 * half_a_unit(dtype)
+        assert 0 < row.total_rel < 8 * half_a_unit(dtype)
+    assert rows[-1].total_rel == error
+
+
+def test_compare_sees_a_step_that_is_wrong(
+    weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = reference.gemm
+
+    def wrong(a: Array, w: Any, *others: Any, **options: Any) -> Array:
+        right = honest(a, w, *others, **options)
+        return right * 1.1 if a.dtype == np.float32 and options.get("gelu") else right
+
+    monkeypatch.setattr(reference, "gemm", wrong)
+    block = Block(weights, device="cpu", dtype="bfloat16")
+    rows = {row.name: row for row in block.compare(inputs(0, (5, 48), "bfloat16"))}
+    assert rows["gelu"].max_rel > 0.05
+    assert rows["output"].max_rel < half_a_unit("bfloat16")
+
+
+def test_what_auto_comes_to(weights: BlockWeights) -> None:
+    for dtype, asked, kind, steps in (
+        ("float32", "auto", "skeleton", 10),
+        ("float32", "skeleton", "skeleton", 10),
+        ("float16", "auto", "fused", 7),
+        ("bfloat16", "fused", "fused", 7),
+    ):
+        block = Block(weights, device="cpu", dtype=dtype, kernels=asked)
+        assert (block.kernels, len(block.plan.steps)) == (kind, steps)
+
+
+@in_16_bits
+def test_the_weights_are_those_that_are_computed_with(weights: BlockWeights, dtype: str) -> None:
+    own = Block(weights, device="cpu", dtype=dtype).weights
+    for name, array in weights.tensors().items():
+        expected = array.astype(FLOATS[dtype]).astype(np.float32) if array.ndim == 2 else array
+        np.testing.assert_array_equal(getattr(own, name), expected)
+    assert Block(weights, device="cpu").weights is weights
+
+
+def test_weights_that_16_bits_cannot_hold_are_refused(weights: BlockWeights) -> None:
+    large = replace(weights, w_fc=weights.w_fc + np.float32(1e6))
+    with pytest.raises(InputError, match=r"w_fc: .* beyond float16, up to ±65504: use float32"):
+        Block(large, device="cpu", dtype="float16")
+    assert Block(large, device="cpu", dtype="bfloat16").kernels == "fused"
+    nan = replace(weights, w_qkv=weights.w_qkv * np.float32(np.nan))
+    with pytest.raises(InputError, match=r"w_qkv: .* infinity or NaN"):
+        Block(nan, device="cpu", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x", "message"),
+    [
+        ("bfloat16", np.float32, r"expected bfloat16, got float32: use \.astype\(ml_dtypes\.bfl"),
+        ("bfloat16", np.float16, "x: expected bfloat16, got float16"),
+        ("float16", np.float32, r"x: expected float16, got float32: use \.astype\('float16'\)"),
+    ],
+)
+def test_x_and_out_have_the_dtype(weights: BlockWeights, dtype: str, x: Any, message: str) -> None:
+    block = Block(weights, device="cpu", dtype=dtype)
+    for call in (block, block.trace, block.compare):
+        with pytest.raises(InputError, match=message):
+            call(np.zeros((5, 48), x))
+    with pytest.raises(InputError, match=f"out: expected a C-contiguous {dtype} array .* got floa"):
+        block(np.zeros((5, 48), FLOATS[dtype]), out=np.zeros((5, 48), np.float32))
+
+
+def test_where_the_fused_kernels_run(
+    weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = BlockWeights.random(0, HEAD_64)
+    assert fused_problem(fits, 80) is None
+    assert "expected compute capability 8.0 or newer, got 7.5" in str(fused_problem(fits, 75))
+    assert "heads of 64 channels, these have 16" in str(fused_problem(weights, 90))
+    monkeypatch.setattr(block_module, "_capability", lambda device: 75)
+    for kind in ("auto", "fused"):
+        with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
+            block_module._choose(kind, "bfloat16", fits, 0)
+    assert block_module._choose("auto", "float32", fits, 0) == "skeleton"
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
+    monkeypatch: pytest.MonkeyPatch, able: bool
+) -> None:
+    pytest.importorskip("cupy", reason="the CUDA engine needs CuPy")
+    from gpt2block import overlap  # noqa: PLC0415
+    from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415
+
+    class Stream(nullcontext[None]):
+        def begin_capture(self) -> None: ...
+        def end_capture(self) -> str:
+            return "graph"
+
+    early: list[Any] = []
+    monkeypatch.setattr(overlap, "possible", lambda: able)
+    monkeypatch.setattr(overlap, "run", early.append)
+    plain: list[Any] = []
+    monkeypatch.setattr(kernels.Launch, "run", plain.append)
+    for overlapping in (False, True):
+        engine: Any = SimpleNamespace(
+            plan=SimpleNamespace(overlapping=overlapping), _private=Stream()
+        )
+        early.clear()
+        plain.clear()
+        assert CudaEngine._capture(engine, ("a", "b")) == "graph"  # type: ignore[arg-type]
+        assert (early if able and overlapping else plain) == ["a", "b"]
+
+
+# --- the kernels on the CPU -----------------------------------------------------------------------
+
+
+class OnTheCpu:
+    """Launches of the ops, run by the kernels' own source on arrays in memory of the host."""
+
+    def __init__(self, host: Recorder, order: loader.Order) -> None:
+        self.host, self.order = host, order
+        self.arrays: dict[int, Array] = {}
+        self.files: dict[str, str] = {}
+
+    def array(self, shape: Any, dtype: Any = "float32") -> Any:
+        """An array in which an element that is never written shows."""
+        made = self.host.array(shape, dtype)
+        memory = (ctypes.c_char * made.nbytes).from_address(made.data.ptr)
+        seen = np.frombuffer(memory, np.uint8)
+        seen[...] = 0xFF
+        self.arrays[made.data.ptr] = seen.view(np.dtype(dtype)).reshape(shape)
+        return made
+
+    def put(self, values: Array) -> Any:
+        made = self.array(values.shape, values.dtype)
+        self.get(made)[...] = values
+        return made
+
+    def get(self, array: Any) -> Array:
+        return self.arrays[array.data.ptr]
+
+    def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
+        self.files[name] = file
+        parameters = kernels.signatures(file)[name].parameters
+        storage = next(s for s, own in kernels.STORAGE.items() if own and set(own) <= set(defines))
+        others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
+        sources = {"mma/gemm.cu": test_gemm.imitated, "mma/attention.cu": test_attention.imitated}
+        source = sources[file](False) if file in sources else file
+
+        def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+            every = [
+                self.arrays.get(int(arg)) if parameter.ctype.endswith("*") else arg.item()
+                for arg, parameter in zip(args, parameters, strict=True)
+            ]
+            options: dict[str, Any] = {"shared": shared_mem, "defines": others, "storage": storage}
+            loader.run(source, name, grid, block, every, order=self.order, **options)
+
+        function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
+        return function
+
+
+def tensors_of(
+    put: Callable[[Array], Any], weights: BlockWeights, plan: Plan, dtype: str
+) -> dict[str, Any]:
+    """The weights as the steps take them, on the device of `put`."""
+    tensors: dict[str, Any] = {}
+    for name, array in weights.tensors().items():
+        if name in plan.matrices:
+            rows = np.ascontiguousarray(array.T).astype(FLOATS[dtype])
+            tensors[name] = WeightMatrix(put(rows), dtype, None, "NK")
+        else:
+            tensors[name] = put(array)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "causal", "order"),
+    [("bfloat16", (2, 37, 128), True, "reverse"), ("float16", (5, 64), False, "shuffled")],
+)
+def test_the_steps_in_a_row_and_every_kernel_waits(
+    host: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    shape: tuple[int, ...],
+    causal: bool,
+    order: loader.Order,
+) -> None:
+    """With the launches and buffers of a GPU of compute capability 8.0."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    from gpt2block import ops  # noqa: PLC0415
+    from gpt2block.engines.cuda import allocate  # noqa: PLC0415
+
+    attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
+    device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")
+    monkeypatch.setattr(host.cp.cuda, "Device", lambda *_: device)
+    gpu = OnTheCpu(host, order)
+    monkeypatch.setattr(kernels, "load", gpu.load)
+    monkeypatch.setattr(host.cp, "empty", gpu.array)
+
+    weights = BlockWeights.random(0, GPT2Config(n_head=shape[-1] // 64, n_embd=shape[-1]))
+    block = Block(weights, causal=causal, device="cpu", dtype=dtype)
+    x, plan = inputs(1, shape, dtype), block.plan
+    tensors = tensors_of(gpu.put, block.weights, plan, dtype)
+    tensors |= {"x": gpu.put(x), "output": gpu.array(shape, dtype)}
+    tensors |= allocate(plan, shape, tensors, dtype)
+    for step in plan.steps:
+        arrays = tuple(tensors[name] for name in step.inputs)
+        bound = ops.BINDERS[step.op](arrays, tensors[step.name], **step.attrs)
+        assert bound.run() is tensors[step.name]
+    got = gpu.get(tensors["output"])
+    assert_as_accurate(got, exact(x, weights, dtype, causal), block(x))
+
+    for name, file in gpu.files.items():
+        text = kernels.read_source(file)
+        headers = re.findall(r'#include "(.*)"', text)
+        every = text + "".join((kernels.SOURCE_DIR / header).read_text() for header in headers)
+        for call in ("let_next_start();", "wait_for_previous();"):
+            assert call in every, f"{name} of {file}: {call}"
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["block", "--device", "cpu", *arguments])
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--dtype", "bfloat16", "--kernels", "fused", "--text", "KING")
+    rows = [line.split() for line in out.splitlines()]
+    steps = [row for row in rows if row and row[0] in SEVEN]
+    assert [row[0] for row in steps] == SEVEN
+    assert steps[5][1:3] == ["reference.gemm", "4x1024"]
+    assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative
+    assert "kernels  none run: bfloat16 NumPy held against the same in float64" in out
+    assert "Likeliest next tokens: " in out
+    random = ("--size", "gpt2", "--seq-len", "3", "--dtype", "float16", "--json")
+    found = json.loads(printed(capsys, *random))
+    assert [step["name"] for step in found["steps"]] == SEVEN
+    assert all(step["max_rel"] < 1.01 * half_a_unit("float16") for step in found["steps"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "float64"], "dtype: expected one of 'float32', "),
+        (["--kernels", "fast"], "kernels: expected one of 'auto', "),
+        (["--kernels", "fused"], "kernels 'fused': they take dtype 'bfloat16' or 'float16'"),
+        (["--size", "gpt2", "--dtype", "half"], "dtype: expected one of 'float32', "),
+    ],
+)
+def test_the_command_says_what_is_possible(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["block", "--device", "cpu", *arguments])
+    assert done.value.code == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    if int(cupy.cuda.Device().compute_capability) < block_module.FUSED_CAPABILITY:
+        pytest.skip("needs tensor cores of compute capability 8.0")
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> BlockWeights:
+    return BlockWeights.random(0)
+
+
+def poison(block: Block, shape: tuple[int, ...]) -> None:
+    """NaN in every buffer, so that what a kernel leaves out shows."""
+    engine: Any = block._engine
+    for buffer in engine._workspace(shape).buffers.values():
+        buffer.fill(np.nan)
+
+
+@pytest.mark.gpu
+@in_16_bits
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024])
+def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtype: str) -> None:
+    """And the same bits twice and in a graph; alone a product may choose to add up K in parts."""
+    x = inputs(T, (3, T, 768), dtype)
+    truth = exact(x, gpt2, dtype, causal)
+    meaning = Block(gpt2, causal=causal, device="cpu", dtype=dtype)(x)
+    block = Block(gpt2, causal=causal, device="cuda", dtype=dtype)
+    assert block.kernels == "fused"
+    on_device = cp.asarray(x)
+    poison(block, x.shape)
+    out = cp.full(x.shape, np.nan, dtype)
+    got = block(on_device, out=out).get()
+    assert_as_accurate(got, truth, meaning)
+    out.fill(np.nan)
+    for _ in range(2):  # captures, replays
+        poison(block, x.shape)
+        np.testing.assert_array_equal(block(on_device, out=out).get(), got)
+    poison(block, x.shape[1:])
+    for b in range(3):
+        assert_as_accurate(block(x[b]), truth[b], meaning[b])
+
+
+@pytest.mark.gpu
+@in_16_bits
+@pytest.mark.parametrize(
+    "config",
+    [GPT2Config(n_head=1, n_embd=64), HEAD_64, GPT2Config(n_head=25, n_embd=1600)],
+    ids=lambda config: f"C{config.n_embd}",
+)
+def test_other_widths(cp: ModuleType, config: GPT2Config, dtype: str) -> None:
+    weights = BlockWeights.random(1, config)
+    x = inputs(0, (2, 33, config.n_embd), dtype)
+    meaning = Block(weights, causal=True, device="cpu", dtype=dtype)(x)
+    got = Block(weights, causal=True, device="cuda", dtype=dtype)(x)
+    assert_as_accurate(got, exact(x, weights, dtype, causal=True), meaning)
+
+
+@pytest.mark.gpu
+def test_overlapping_replays_do_not_mix(cp: ModuleType, gpt2: BlockWeights) -> None:
+    """Replays queued one behind the other, of sizes from one block to many."""
+    direct = Block(gpt2, causal=True, device="cuda", dtype="bfloat16", graph=False)
+    block = Block(gpt2, causal=True, device="cuda", dtype="bfloat16")
+    xs = [cp.asarray(inputs(T, (T, 768), "bfloat16")) for T in (1, 100, 1024, 4096)]
+    expected = [direct(x).get() for x in xs]
+    outs = [cp.empty_like(x) for x in xs]
+    for _ in range(30):
+        for out in outs:
+            out.fill(np.nan)
+        for _ in range(3):
+            for x, out in zip(xs, outs, strict=True):
+                block(x, out=out)
+        for out, want in zip(outs, expected, strict=True):
+            np.testing.assert_array_equal(out.get(), want)
+
+
+@pytest.mark.gpu
+def test_a_replay_follows_what_x_holds(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda", dtype="bfloat16")
+    direct = Block(gpt2, device="cuda", dtype="bfloat16", graph=False)
+    x, out = cp.empty((2, 30, 768), "bfloat16"), cp.empty((2, 30, 768), "bfloat16")
+    for seed in range(5):
+        x.set(inputs(seed, (2, 30, 768), "bfloat16"))
+        expected = direct(x).get()
+        np.testing.assert_array_equal(block(x, out=out).get(), expected)
+    np.testing.assert_array_equal(block(x, out=x).get(), expected)  # in place
+
+
+@pytest.mark.gpu
+def test_an_x_that_starts_anywhere_is_copied(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda", dtype="bfloat16")
+    memory = cp.zeros(30 * 768 + 1, "bfloat16")
+    x = memory[1:].reshape(30, 768)
+    x[...] = cp.asarray(inputs(0, (30, 768), "bfloat16"))
+    assert x.data.ptr % 16
+    np.testing.assert_array_equal(block(x).get(), block(x.copy()).get())
+    wide = cp.repeat(x, 2, axis=1)[:, ::2]
+    np.testing.assert_array_equal(block(wide).get(), block(x.copy()).get())
+
+
+@pytest.mark.gpu
+def test_the_callers_stream_and_two_streams(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda", dtype="bfloat16")
+    xs = [cp.asarray(inputs(seed, (256, 768), "bfloat16")) for seed in range(2)]
+    outs = [cp.empty_like(x) for x in xs]
+    expected = [block(x).get() for x in xs]
+    cp.cuda.Device().synchronize()
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in xs]
+    for _ in range(10):
+        for x, out, stream in zip(xs, outs, streams, strict=True):
+            with stream:
+                out.fill(np.nan)
+                block(x, out=out)
+    for stream in streams:
+        stream.synchronize()
+    for out, want in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(out.get(), want)
+
+
+@pytest.fixture
+def allocations(cp: ModuleType) -> Iterator[list[int]]:
+    """The size of every allocation of device memory while the test runs."""
+    sizes: list[int] = []
+    pool = cp.get_default_memory_pool()
+
+    def counting(size: int) -> Any:
+        sizes.append(size)
+        return pool.malloc(size)
+
+    with cp.cuda.using_allocator(counting):
+        yield sizes
+
+
+@pytest.mark.gpu
+def test_a_warm_call_with_out_allocates_nothing(
+    cp: ModuleType, gpt2: BlockWeights, allocations: list[int]
+) -> None:
+    block = Block(gpt2, device="cuda", dtype="bfloat16")
+    x = cp.asarray(inputs(0, (30, 768), "bfloat16"))
+    out = cp.empty_like(x)
+    block(x, out=out)
+    allocations.clear()
+    for _ in range(5):
+        assert block(x, out=out) is out
+    assert allocations == []
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_trace_and_compare(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> None:
+    block = Block(gpt2, causal=True, device="cuda", dtype=dtype)
+    x = inputs(0, (2, 30, 768), dtype)
+    trace = block.trace(x)
+    assert list(trace) == SEVEN
+    assert {array.dtype.name for array in trace.values()} == {dtype}
+    np.testing.assert_array_equal(trace["output"], block(x))
+    assert isinstance(block.trace(cp.asarray(x))["gelu"], cp.ndarray)
+    rows = block.compare(x)
+    assert rows[0].kernel == "layernorm_narrow"
+    for row in rows:
+        assert 0 < row.max_rel <= measure.tolerance(dtype)
+        assert 0 < row.total_rel < 8 * half_a_unit(dtype)
+        assert row.ms > 0
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_the_rows_that_see_it(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, causal=True, device="cuda", dtype="bfloat16")
+    x = inputs(0, (2, 70, 768), "bfloat16")
+    clean = block(x)
+    x[1, 40] = np.nan
+    got = block(x)
+    np.testing.assert_array_equal(got[0], clean[0])
+    np.testing.assert_array_equal(got[1, :40], clean[1, :40])
+    assert np.isnan(got[1, 40:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda", dtype="bfloat16")
+    good = cp.zeros((5, 768), "bfloat16")
+    for x, out, message in (
+        (cp.zeros((5, 768), "float32"), None, r"expected bfloat16, got float32: use \.astype\(ml"),
+        (cp.zeros((5, 768), "float16"), None, "expected bfloat16, got float16"),
+        (good, cp.zeros((5, 768), "float32"), "out: expected a C-contiguous bfloat16 array"),
+    ):
+        with pytest.raises(InputError, match=message):
+            block(x, out=out)
+    with pytest.raises(InputError, match="heads of 64 channels, these have 16"):
+        Block(BlockWeights.random(0, SMALL), device="cuda", dtype="bfloat16")
+    assert Block(gpt2, device="cuda").kernels == "skeleton"
+
+
+class Foreign:
+    """A CUDA array of another library, by DLPack alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_arrays_of_other_libraries(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> None:
+    block = Block(gpt2, device="cuda", dtype=dtype)
+    x = cp.asarray(inputs(0, (30, 768), dtype))
+    expected = block(x).get()
+    np.testing.assert_array_equal(block(Foreign(x)).get(), expected)
+    out = cp.empty_like(x)
+    block(Foreign(x), out=Foreign(out))
+    np.testing.assert_array_equal(out.get(), expected)
