@@ -107,47 +107,66 @@ def torch_replays(
     Returns name → replay of a CUDA graph, `rounds` times over all sets. Raises InputError when
     PyTorch is not installed, sees no GPU, or has no such operation here.
     """
+    torch = required_torch()
+    if operation not in PEERS:
+        raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
+    tensors = [tuple(tensor(array) for array in arrays) for arrays in sets]
+    if operation in PREPARED:
+        more = PREPARED[operation](tensors[0][0])
+        tensors = [(*arrays, *more) for arrays in tensors]
+    functions = {
+        "torch": PEERS[operation],
+        "torch.compile": torch.compile(PEERS[operation], mode="max-autotune-no-cudagraphs"),
+    }
+    return {name: captured(each, tensors, rounds)[0] for name, each in functions.items()}
+
+
+def required_torch() -> Any:
+    """The module; InputError when it is not there or sees no GPU."""
     try:
         import torch  # noqa: PLC0415
     except ImportError as error:
         raise InputError("--peer torch: PyTorch is not installed") from error
     if not torch.cuda.is_available():
         raise InputError(f"--peer torch: PyTorch {torch.__version__} sees no CUDA device")
-    if operation not in PEERS:
-        raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    tensors = [tuple(_tensor(array) for array in arrays) for arrays in sets]
-    if operation in PREPARED:
-        more = PREPARED[operation](tensors[0][0])
-        tensors = [(*arrays, *more) for arrays in tensors]
-    replays: dict[str, Callable[[], None]] = {}
-    functions = {
-        "torch": PEERS[operation],
-        "torch.compile": torch.compile(PEERS[operation], mode="max-autotune-no-cudagraphs"),
-    }
-    for name, function in functions.items():
+    return torch
+
+
+def captured(
+    function: Callable[..., Tensor], sets: list[tuple[Tensor, ...]], rounds: int, tf32: bool = False
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """What replays a CUDA graph of `function` on all sets, `rounds` times; the last outputs.
+
+    tf32: whether products of float32 may be rounded to TensorFloat-32.
+    """
+    import torch  # noqa: PLC0415
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
         with torch.no_grad():  # as in the capture: another mode would compile again in there
-            for arguments in tensors:
+            for arguments in sets:
                 function(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # The compiler's own threads may still load kernels, which would end a global capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
             for _ in range(rounds):  # each set's output lives until the next round's
-                kept = [function(*arguments) for arguments in tensors]
-        replays[name] = partial(_replay, graph, kept)
-    return replays
+                kept = [function(*arguments) for arguments in sets]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return partial(_replay, graph, kept), kept
 
 
-def _tensor(array: Any) -> Tensor:
+def tensor(array: Any) -> Tensor:
     """The same memory as a tensor; a weight matrix as (K, N), however it lies."""
     import torch  # noqa: PLC0415
 
     if isinstance(array, WeightMatrix):
         if array.dtype in FP8:
             raise InputError(f"--peer torch: no PyTorch operation here takes {array.dtype} weights")
-        tensor = _tensor(array.data)
-        return tensor if array.layout == "KN" else tensor.T
+        stored = tensor(array.data)
+        return stored if array.layout == "KN" else stored.T
     if array.dtype.name == "bfloat16":  # not a type of the exchange protocol for NumPy's kind
         return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
     return torch.from_dlpack(array)

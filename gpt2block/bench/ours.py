@@ -1,0 +1,150 @@
+"""Our contenders: what is used unasked first, then the other variants; blocks by their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cupy
+
+from gpt2block import overlap, timing
+from gpt2block.bench.race import REFUSALS, Contender, DeviceArray, Run
+from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
+from gpt2block.block import Block
+from gpt2block.engines.cuda import allocate
+from gpt2block.errors import InputError, KernelError
+from gpt2block.kernels import Launch
+from gpt2block.operations import OPERATIONS, Operation
+from gpt2block.ops import BINDERS, Bound
+from gpt2block.plan import Plan
+
+OLDER = "mma"  # the variant beside Hopper's that runs there too
+
+
+def contenders(work: Work, sets: Sequence[Host], device: int) -> Iterator[Contender]:
+    """Those that there are for a work; whether they run shows when they are captured."""
+    if isinstance(work, BlockWork):
+        yield from _blocks(work, sets, device)
+    elif isinstance(work, GemmWork):
+        inputs = [tuple(each.values()) for each in sets]
+        yield from _variants("gemm", inputs, {"gelu": work.gelu}, work.dtype)
+    elif isinstance(work, AttentionWork):
+        inputs = [(each["qkv"],) for each in sets]
+        options = {"n_head": NH, "causal": work.causal}
+        yield from _variants("attention", inputs, options, work.dtype)
+
+
+def _blocks(work: BlockWork, sets: Sequence[Host], device: int) -> Iterator[Contender]:
+    """The fused plan as it is used, the same with `mma` in Hopper's place, the documents' kernels.
+
+    A plan reads the bench's own weights, since each copy of x has its own.
+    """
+    for kernels in ("fused", "skeleton"):
+        try:
+            block = Block(work.weights(), work.causal, f"cuda:{device}", work.dtype, kernels)
+            steps = _Steps(block.plan, sets)
+        except REFUSALS as error:
+            yield Contender(kernels, False, partial(_refuse, str(error)), work.dtype)
+            continue
+        yield Contender(kernels, False, steps.capture, work.dtype)
+        if any("hopper" in launch.name for launch in steps.launches):
+            older = partial(_older, block.plan, sets)
+            yield Contender(f"{kernels}, {OLDER}", False, older, work.dtype)
+
+
+def _older(plan: Plan, sets: Sequence[Host], rounds: int) -> Run:
+    return _Steps(plan, sets, OLDER).capture(rounds)
+
+
+def _variants(
+    name: str, inputs: list[tuple[Any, ...]], options: Mapping[str, Any], dtype: str
+) -> Iterator[Contender]:
+    operation, bind = OPERATIONS.get(name), BINDERS.get(name)
+    if operation is None or bind is None:
+        yield Contender(name, False, partial(_refuse, f"there is no operation {name}"), dtype)
+        return
+    outs: list[DeviceArray] = [None] * len(inputs)  # shared by all variants
+    unasked = _chosen_unasked(operation, partial(bind, inputs[0], **options))
+    names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
+    for variant in sorted(names, key=lambda each: each != unasked):
+        bound = partial(bind, **options, variant=variant)
+        yield Contender(variant, False, partial(_capture, bound, inputs, outs), dtype)
+
+
+def _refuse(why: str, rounds: int) -> Run:
+    raise InputError(why)
+
+
+def _chosen_unasked(operation: Operation, bind: Callable[[], Bound]) -> str | None:
+    """The variant that runs when none is asked for."""
+    try:
+        kernel = bind().launches[0].name
+    except (InputError, KernelError):
+        return None
+    names = [variant.name for variant in operation.variants if kernel in variant.kernels]
+    return names[0] if names else None
+
+
+def _capture(
+    bind: Callable[..., Bound],
+    inputs: list[tuple[Any, ...]],
+    outs: list[DeviceArray],
+    rounds: int,
+) -> Run:
+    bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
+    outs[:] = [each.out for each in bound]
+    launches = [launch for each in bound for launch in each.launches]
+    return _run(timing.captured(launches * rounds), outs, bound)
+
+
+def _run(replay: Callable[[], None], outs: Sequence[DeviceArray], kept: Any) -> Run:
+    """The first output and the last. A graph holds pointers only: `kept` lives as long as it."""
+    ends = (outs[0], outs[-1]) if len(outs) > 1 else (outs[0],)
+    return Run(partial(_replay, replay, kept), ends)
+
+
+def _replay(replay: Callable[[], None], _kept: Any) -> None:
+    replay()
+
+
+class _Steps:
+    """A plan's launches on every copy of its inputs and weights, through the same buffers.
+
+    variant: of products and attention; None is what is used unasked.
+    """
+
+    def __init__(self, plan: Plan, sets: Sequence[Host], variant: str | None = None) -> None:
+        x = sets[0][plan.input]
+        weights = {name: array for name, array in sets[0].items() if name != plan.input}
+        buffers = allocate(plan, x.shape, weights, x.dtype.name)
+        self._overlapping = plan.overlapping and overlap.possible()
+        self._outs = [cupy.empty_like(x) for _ in sets]
+        bound: list[Bound] = []
+        for each, out in zip(sets, self._outs, strict=True):
+            tensors = {**each, **buffers, plan.output: out}
+            for step in plan.steps:
+                options = dict(step.attrs)
+                if variant and step.op in ("gemm", "attention"):
+                    options["variant"] = variant
+                inputs = tuple(tensors[name] for name in step.inputs)
+                bound.append(BINDERS[step.op](inputs, tensors[step.name], **options))
+        self.launches = [launch for each in bound for launch in each.launches]
+        self._kept = buffers, sets, bound
+
+    def capture(self, rounds: int) -> Run:
+        launches: Sequence[timing.Launchable] = self.launches
+        if self._overlapping:
+            launches = [_Early(launch) for launch in self.launches]
+        return _run(timing.captured([*launches] * rounds), self._outs, self._kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Early:
+    """A launch that may start before the one before it has ended."""
+
+    launch: Launch
+
+    def run(self) -> None:
+        overlap.run(self.launch)

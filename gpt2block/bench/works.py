@@ -1,0 +1,316 @@
+"""What is timed beside PyTorch: blocks, products and attentions of GPT-2 small.
+
+Inputs are random but repeat: sequences after some thousand tokens, rows of a product after a prime
+number of them. So every value of the largest output is held against float64, from a truth that
+NumPy works out in a second or two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.errors import InputError
+from gpt2block.plan import ten_step_plan
+from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights import BlockWeights
+
+C, NH = 768, 12
+TOKENS = 3072  # in different sequences
+ROWS = 509  # different rows of a product: no tile's height divides it or is divided by it
+DTYPES: Mapping[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+}
+MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
+STEPS_OF_A_BLOCK = 7  # whose results are rounded to the block's dtype
+
+Host = Mapping[str, Any]  # name → NumPy array, or WeightMatrix of one
+Truth = NDArray[np.floating[Any]]  # float64
+
+
+@dataclass(frozen=True)
+class Work(ABC):
+    """One thing to time. Bytes and operations are those that no way to do it gets around."""
+
+    dtype: str
+    what: ClassVar[str]
+    roundings: ClassVar[int] = 1  # results in a row that are rounded to the dtype
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its sizes in words, such as "8x1024 causal"; the same for all dtypes."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> dict[str, int]: ...
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """A multiplication and an addition count as two; what a mask hides does not count."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> int:
+        """Bytes: every input and weight read once, the output written once."""
+
+    @abstractmethod
+    def host(self) -> Host:
+        """The inputs, as they lie in memory."""
+
+    @abstractmethod
+    def truth(self) -> Truth:
+        """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
+
+    @property
+    def item(self) -> int:
+        return int(np.dtype(DTYPES[self.dtype]).itemsize)
+
+
+@dataclass(frozen=True)
+class BlockWork(Work):
+    """The whole block on (B, T, C)."""
+
+    B: int
+    T: int
+    causal: bool
+    what = "block"
+    roundings = STEPS_OF_A_BLOCK
+
+    @property
+    def name(self) -> str:
+        return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"B": self.B, "T": self.T, "causal": int(self.causal)}
+
+    @property
+    def flops(self) -> int:
+        return 24 * self.B * self.T * C * C + _attention_flops(self.B, self.T, self.causal)
+
+    @property
+    def traffic(self) -> int:
+        return self.item * (2 * self.B * self.T * C + 12 * C * C) + 4 * 13 * C
+
+    def weights(self) -> BlockWeights:
+        """In float32, of values that the dtype has."""
+        return _block_weights(self.dtype)
+
+    def host(self) -> Host:
+        x = np.resize(_sequences(self.T, C, self.dtype), (self.B, self.T, C))
+        return {"x": x, **_stored_weights(self.dtype)}
+
+    def truth(self) -> Truth:
+        return _block_truth(self.T, self.causal, self.dtype)
+
+
+@dataclass(frozen=True)
+class GemmWork(Work):
+    """[residual +] [gelu](a w + bias): a (M, K), w (K, N)."""
+
+    product: str
+    M: int
+    N: int
+    K: int
+    gelu: bool = False
+    residual: bool = False
+    what = "gemm"
+
+    @property
+    def name(self) -> str:
+        return f"{self.product} M={self.M}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.M, "N": self.N, "K": self.K}
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.K
+
+    @property
+    def traffic(self) -> int:
+        outputs = (1 + self.residual) * self.M * self.N
+        return self.item * (self.M * self.K + self.K * self.N + outputs) + 4 * self.N
+
+    def host(self) -> Host:
+        a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
+        arrays = {"a": np.resize(a, (self.M, self.K)), "w": w, "bias": bias}
+        return arrays | (
+            {"residual": np.resize(residual, (self.M, self.N))} if self.residual else {}
+        )
+
+    def truth(self) -> Truth:
+        a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
+        out: Truth = wide(a) @ wide(w.dequantized()) + wide(bias)
+        if self.gelu:
+            out = reference.gelu(out)
+        return out + wide(residual) if self.residual else out
+
+
+@dataclass(frozen=True)
+class AttentionWork(Work):
+    """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
+
+    B: int
+    T: int
+    causal: bool
+    what = "attention"
+
+    @property
+    def name(self) -> str:
+        return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"B": self.B, "T": self.T, "causal": int(self.causal)}
+
+    @property
+    def flops(self) -> int:
+        return _attention_flops(self.B, self.T, self.causal)
+
+    @property
+    def traffic(self) -> int:
+        return self.item * 4 * self.B * self.T * C
+
+    def host(self) -> Host:
+        return {"qkv": np.resize(_sequences(self.T, 3 * C, self.dtype), (self.B, self.T, 3 * C))}
+
+    def truth(self) -> Truth:
+        return _attention_truth(self.T, self.causal, self.dtype)
+
+
+BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))
+PRODUCTS: Mapping[str, tuple[int, int, bool, bool]] = {  # name → N, K, gelu, residual
+    "qkv": (3 * C, C, False, False),
+    "o": (C, C, False, False),
+    "fc": (4 * C, C, False, False),
+    "fc+gelu": (4 * C, C, True, False),
+    "proj": (C, 4 * C, False, False),
+    "proj+residual": (C, 4 * C, False, True),
+}
+MANY_ROWS = (128, 1024, 8192, 65536)
+ATTENTIONS = tuple(
+    (B, T, causal)
+    for B, T in ((1, 1024), (8, 1024), (64, 1024), (4, 4096))
+    for causal in (False, True)
+)
+DEFAULT_DTYPES: Mapping[str, tuple[str, ...]] = {
+    "block": ("bfloat16", "float32"),
+    "gemm": ("bfloat16",),
+    "attention": ("bfloat16",),
+}
+KINDS = tuple(DEFAULT_DTYPES)
+
+
+def chosen_works(
+    what: str = "all", dtype: str | None = None, only: str | None = None
+) -> list[Work]:
+    """In the order they are timed; `only`: those whose name contains it. Raises InputError."""
+    if what not in (*KINDS, "all"):
+        raise InputError(f"--what: expected one of {', '.join(KINDS)}, all, got {what!r}")
+    if dtype not in (None, *DTYPES):
+        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    works = [
+        work
+        for kind in (KINDS if what == "all" else (what,))
+        for each in ((dtype,) if dtype else DEFAULT_DTYPES[kind])
+        for work in _works(kind, each)
+        if only is None or only in work.name
+    ]
+    if not works:
+        raise InputError(f"--only {only!r}: no name contains it; a name is such as '8x1024 causal'")
+    return works
+
+
+def _works(kind: str, dtype: str) -> Iterable[Work]:
+    if kind == "block":
+        return [BlockWork(dtype, *sizes) for sizes in BLOCKS]
+    if kind == "attention":
+        return [AttentionWork(dtype, *sizes) for sizes in ATTENTIONS]
+    return [GemmWork(dtype, name, M, *of_it) for M in MANY_ROWS for name, of_it in PRODUCTS.items()]
+
+
+def wide(array: NDArray[Any]) -> NDArray[np.float64]:
+    return array.astype(np.float64)
+
+
+def _attention_flops(B: int, T: int, causal: bool) -> int:
+    scores = T * (T + 1) // 2 if causal else T * T
+    return 4 * B * scores * C
+
+
+@lru_cache(maxsize=8)
+def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
+    """Different ones (n, T, width), as stored."""
+    count = max(1, TOKENS // T)
+    rng = np.random.default_rng(T)
+    return rng.standard_normal((count, T, width), dtype=np.float32).astype(DTYPES[dtype])
+
+
+@lru_cache(maxsize=4)
+def _block_weights(dtype: str) -> BlockWeights:
+    random = BlockWeights.random(0)
+    tensors = {n: a.astype(DTYPES[dtype]).astype(np.float32) for n, a in random.tensors().items()}
+    return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
+
+
+def _stored_weights(dtype: str) -> dict[str, Any]:
+    """float32 as the skeleton has them; else matrices (N, K) in the dtype, vectors in float32."""
+    tensors: dict[str, Any] = _block_weights(dtype).tensors()
+    if dtype == "float32":
+        return tensors
+    return {n: _matrix(a, dtype) if n in MATRICES else a for n, a in tensors.items()}
+
+
+def _matrix(w: NDArray[Any], dtype: str) -> WeightMatrix:
+    return WeightMatrix.quantize(np.ascontiguousarray(w.T), dtype, "NK")
+
+
+@lru_cache(maxsize=4)
+def _product_inputs(
+    N: int, K: int, dtype: str
+) -> tuple[NDArray[Any], WeightMatrix, NDArray[Any], NDArray[Any]]:
+    """a, w, bias and residual; a bias of values that the dtype has."""
+    rng = np.random.default_rng(N + K)
+    stored = DTYPES[dtype]
+    a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(stored)
+    w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
+    bias = rng.standard_normal(N, dtype=np.float32).astype(stored).astype(np.float32)
+    residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(stored)
+    return a, _matrix(w, dtype), bias, residual
+
+
+@lru_cache(maxsize=8)
+def _block_truth(T: int, causal: bool, dtype: str) -> Truth:
+    """All rows in one matrix, which makes the products fast; attention alone has sequences."""
+    weights = _block_weights(dtype).astype(np.float64)
+    plan = ten_step_plan(weights.n_head, causal, weights.eps, weights.tensors())
+    x = wide(_sequences(T, C, dtype)).reshape(-1, C)
+    known: dict[str, Any] = {**weights.tensors(), plan.input: x}
+    for step in plan.steps:
+        inputs = [known[name] for name in step.inputs]
+        if step.op == "attention":
+            inputs = [inputs[0].reshape(-1, T, 3 * C)]
+        out = getattr(reference, step.op)(*inputs, **step.attrs)
+        known[step.name] = out.reshape(len(x), -1)
+    truth: Truth = known[plan.output]
+    return truth
+
+
+@lru_cache(maxsize=8)
+def _attention_truth(T: int, causal: bool, dtype: str) -> Truth:
+    qkv = wide(_sequences(T, 3 * C, dtype))
+    return reference.attention(qkv, NH, causal).reshape(-1, C)
