@@ -13,7 +13,16 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import kernels
-from gpt2block.operations._hopper_gemm import FILE, TILES, Tile, choose_tile, geometry
+from gpt2block.operations._hopper_gemm import (
+    FILE,
+    SPLIT_FILE,
+    SPLIT_TILES,
+    TILES,
+    Tile,
+    choose_tile,
+    geometry,
+    split_geometry,
+)
 from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
 
 SMS = 132  # an H200's
@@ -39,10 +48,53 @@ def test_the_fastest_tile_on_an_h200(
     M: int, product: tuple[int, int], tile: tuple[int, int], splits: int
 ) -> None:
     """Those that were the fastest when all were timed."""
-    chosen = choose_tile(M, *product, True, SMS)
+    chosen = choose_tile(TILES, M, *product, True, SMS)
     assert (chosen.rows, chosen.columns) == tile
     assert chosen.splits == splits
-    assert choose_tile(M, *product, False, SMS).splits == 1
+    assert choose_tile(TILES, M, *product, False, SMS).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("M", "product", "tile"),
+    [
+        *((128, product, (64, 48)) for product in GPT2),
+        (1024, QKV, (128, 144)),
+        (1024, OUT, (64, 96)),
+        (1024, FC, (64, 128)),
+        (1024, PROJ, (64, 96)),
+        *((M, product, (64, 128)) for M in (8192, 65536) for product in GPT2),
+    ],
+)
+def test_the_fastest_tile_of_split_numbers(
+    M: int, product: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    chosen = choose_tile(SPLIT_TILES, M, *product, False, SMS)
+    assert (chosen.rows, chosen.columns) == tile
+
+
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
+def test_a_tile_of_split_numbers_has_room_and_does_not_spill(tile: Tile) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for split_out, gelu, residual in (
+        (True, True, False),
+        (True, False, False),
+        (False, False, True),
+    ):
+        how, _ = split_geometry(
+            500,
+            768,
+            768,
+            gelu=gelu,
+            residual=residual,
+            split_out=split_out,
+            sms=SMS,
+            tile=tile,
+        )
+        assert how.shared <= MOST_SHARED
+        log = kernels.compile_for(SPLIT_FILE, "sm_90a", how.defines).log
+        assert "0 bytes spill stores, 0 bytes spill loads" in log
+        assert "warning" not in log
+        assert "serialized" not in log
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -57,7 +109,7 @@ def test_a_tile_has_room(tile: Tile) -> None:
 
 def test_a_short_k_is_not_split_into_nothing() -> None:
     for K in (8, 64, 72, 128, 192):
-        assert choose_tile(128, 768, K, True, SMS).splits <= -(-K // 64)
+        assert choose_tile(TILES, 128, 768, K, True, SMS).splits <= -(-K // 64)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

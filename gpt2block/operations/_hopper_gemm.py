@@ -1,4 +1,4 @@
-"""Launches of hopper/gemm.cu: which tile, and what it takes."""
+"""Launches of hopper/gemm.cu and hopper/gemm_split.cu: which tile, and what it takes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.kernels import Defines
 from gpt2block.operations._types import Geometry
 
 FILE = "hopper/gemm.cu"
 KERNEL = "gemm_hopper"
+SPLIT_FILE = "hopper/gemm_split.cu"
+SPLIT_KERNEL = "gemm_split_hopper"
 CAPABILITY = 90  # exactly: newer GPUs have no wgmma
 SLICE = 64  # of K
 CONSUMERS = 2  # warpgroups that multiply
@@ -19,7 +22,7 @@ ALIGNMENT = 1024  # of shared memory
 
 
 class Tile(NamedTuple):
-    """The constants of hopper/gemm.cu, and the time such tiles take on an H200."""
+    """The constants of hopper/gemm.cuh, and the time such tiles take on an H200."""
 
     rows: int
     columns: int
@@ -52,8 +55,16 @@ TILES = (
     Tile(128, 64, (64, 64), 8, 16, 4, 1, 1.8, 0.26, 0.8),
 )
 
+# Of numbers in two parts: three accumulators an output.
+SPLIT_TILES = (
+    Tile(64, 128, (64, 128), 4, 32, 1, 2, 3.5, 0.545, 0.0),
+    Tile(128, 144, (64, 144), 3, 16, 1, 2, 4.8, 1.05, 2.8),
+    Tile(64, 96, (64, 96), 5, 32, 1, 1, 1.8, 0.484, 0.6),
+    Tile(64, 48, (64, 48), 7, 16, 1, 1, 0.5, 0.352, 0.6),
+)
 
-def choose_tile(M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
+
+def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
     """The tile that gets the product done first, with K in one piece unless `split_k`."""
     slices = ceil(K / SLICE)
 
@@ -61,7 +72,7 @@ def choose_tile(M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
         waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
         return tile.start_us + waves * (ceil(slices / tile.splits) * tile.slice_us + tile.wave_us)
 
-    allowed = (tile for tile in TILES if tile.splits == 1 or (split_k and tile.splits <= slices))
+    allowed = (tile for tile in tiles if tile.splits == 1 or (split_k and tile.splits <= slices))
     return min(allowed, key=us)
 
 
@@ -92,7 +103,44 @@ def geometry(
 
     tile: instead of the best of `TILES`. Without splits of K the bits are the same for any.
     """
-    tile = tile or choose_tile(M, N, K, split_k, sms)
+    tile = tile or choose_tile(TILES, M, N, K, split_k, sms)
+    ends = (
+        ("GEMM_GELU", int(gelu)),
+        ("GEMM_RESIDUAL", int(residual)),
+        ("GEMM_FLOAT_OUT", int(float_out)),
+    )
+    biases = tile.group[1] // tile.splits
+    shared = _shared(tile, 1, 0 if float_out else BUFFERS, biases)
+    return _launched(KERNEL, tile, M, N, sms, shared, ends), tile
+
+
+@lru_cache(maxsize=1024)
+def split_geometry(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    gelu: bool = False,
+    residual: bool = False,
+    split_out: bool = False,
+    sms: int,
+    tile: Tile | None = None,
+) -> tuple[Geometry, Tile]:
+    """The launch of gemm_split_hopper; as `geometry`, with the tiles `SPLIT_TILES`."""
+    tile = tile or choose_tile(SPLIT_TILES, M, N, K, False, sms)
+    ends = (
+        ("GEMM_GELU", int(gelu)),
+        ("GEMM_RESIDUAL", int(residual)),
+        ("GEMM_SPLIT_OUT", int(split_out)),
+    )
+    biases_and_scales = 2 * tile.group[1]
+    shared = _shared(tile, 2, 2 if split_out else 0, biases_and_scales)
+    return _launched(SPLIT_KERNEL, tile, M, N, sms, shared, ends), tile
+
+
+def _launched(
+    kernel: str, tile: Tile, M: int, N: int, sms: int, shared: int, ends: Defines
+) -> Geometry:
     rows, columns = tile.group
     defines = (
         ("GEMM_M", tile.rows),
@@ -103,23 +151,18 @@ def geometry(
         ("GEMM_SPLITS", tile.splits),
         ("GEMM_SHARES", tile.shares),
         ("GEMM_CHUNK", tile.chunk),
-        ("GEMM_GELU", int(gelu)),
-        ("GEMM_RESIDUAL", int(residual)),
-        ("GEMM_FLOAT_OUT", int(float_out)),
+        *ends,
     )
-    # A group of blocks goes from tile to tile; where K is split, each cluster has one.
+    # A cluster goes from tile to tile; where K is split, each has one.
     clusters = _tiles(tile, M, N)
     if tile.splits == 1:
         clusters = min(clusters, sms // tile.shares)
-    return Geometry(
-        KERNEL, (clusters * tile.cluster,), (THREADS,), _shared(tile, float_out), defines
-    ), tile
+    return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def _shared(tile: Tile, float_out: bool) -> int:
-    """Bytes of shared memory: the ring, chunks on their way out, biases, barriers."""
-    ring = tile.stages * 2 * SLICE * (tile.rows + tile.columns)
-    chunks = 0 if float_out else CONSUMERS * BUFFERS * 64 * tile.chunk * 2
-    biases = 4 * CONSUMERS * tile.group[1]
+def _shared(tile: Tile, parts: int, chunks: int, floats: int) -> int:
+    """Bytes: the ring, a warpgroup's chunks on their way out, its floats of columns, barriers."""
+    ring = tile.stages * parts * 2 * SLICE * (tile.rows + tile.columns)
+    each = chunks * 64 * tile.chunk * 2 + 4 * floats
     barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))
-    return ALIGNMENT + ring + chunks + biases + barriers
+    return ALIGNMENT + ring + CONSUMERS * each + barriers

@@ -186,13 +186,15 @@ def _hopper(job: Job) -> Launch:
         split_k=job.split_k,
         sms=device_attribute("MultiProcessorCount"),
     )
-    a = tensor_map(job.a.reshape(M, K), (tile.rows, _hopper_gemm.SLICE))
-    w = tensor_map(job.w.data, (tile.columns // tile.shares, _hopper_gemm.SLICE))
-    outputs = tuple(None if x is None else x.reshape(M, N) for x in (job.residual, job.out))
+    a = tensor_map(job.a.reshape(1, M, K), (1, tile.rows, _hopper_gemm.SLICE))
+    rows = tile.columns // tile.shares  # of w, that a block loads
+    w = tensor_map(job.w.data.reshape(1, N, K), (1, rows, _hopper_gemm.SLICE))
+    outputs = (job.residual, job.out)
     if job.float_out:
-        args = (a, w, NO_MAP, NO_MAP, job.bias, *outputs)
+        args: tuple[Any, ...] = (a, w, NO_MAP, NO_MAP, job.bias, *outputs)
     else:
-        maps = (NO_MAP if x is None else tensor_map(x, (64, tile.chunk)) for x in outputs)
+        boxes = (1, 64, tile.chunk)
+        maps = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), boxes) for x in outputs)
         args = (a, w, *maps, job.bias, None, None)
     return launch_at(_hopper_gemm.FILE, where, (*args, M, N, K), storage=job.storage)
 

@@ -111,11 +111,11 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier
 
 // The same place of every block of the cluster whose bit is in `blocks` gets it, and its barrier the arrival.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
-                                             int x, int y) {
+                                             int x, int y, int z) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "h"(blocks)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
         : "memory");
 }
 

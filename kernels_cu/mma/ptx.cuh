@@ -74,6 +74,17 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// Two floats rounded to 16 bits, in one instruction.
+__device__ __forceinline__ unsigned pack2(float low, float high) {
+    unsigned pair;
+#if defined(STORAGE_BF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+
 // Two 16-bit values at a time, each rounded once. bf16 has a product and a sum of its own from sm_90 on only.
 __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     unsigned product;

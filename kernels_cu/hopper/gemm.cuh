@@ -1,0 +1,189 @@
+// What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of gemm.cu
+// and gemm_split.cu.
+//
+// A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of a
+// and w, into a ring in shared memory; the other two multiply:
+//
+//   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: both have done with it
+//   group 1  tile 0 multiply | epilogue | tile 2 multiply ...
+//   group 2                    tile 1 multiply | epilogue | tile 3 multiply ...
+//
+// Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no more
+// than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can have
+// tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES), which
+// takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS, gemm.cu alone).
+//
+// a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes (1, GEMM_M, 64),
+// (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
+// grid: a cluster for every tile, or as many as fit at once, which go from tile to tile. block (THREADS).
+#pragma once
+
+#include "hopper/wgmma.cuh"
+
+#ifndef GEMM_PARTS
+#define GEMM_PARTS 1
+#endif
+#ifndef GEMM_M  // tile
+#define GEMM_M 128
+#endif
+#ifndef GEMM_N
+#define GEMM_N 192
+#endif
+#ifndef GEMM_GROUP_M  // what one warpgroup has of a tile: all of it, or half
+#define GEMM_GROUP_M 128
+#endif
+#ifndef GEMM_GROUP_N
+#define GEMM_GROUP_N 192
+#endif
+#ifndef GEMM_STAGES
+#define GEMM_STAGES 4
+#endif
+#ifndef GEMM_SPLITS  // of K, each in a block of its own; at most as many as there are slices
+#define GEMM_SPLITS 1
+#endif
+#ifndef GEMM_SHARES
+#define GEMM_SHARES 1
+#endif
+#ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, dividing GEMM_GROUP_N / GEMM_SPLITS
+#define GEMM_CHUNK 64
+#endif
+#ifndef GEMM_GELU
+#define GEMM_GELU 0
+#endif
+#ifndef GEMM_RESIDUAL
+#define GEMM_RESIDUAL 0
+#endif
+
+constexpr int SLICE = 64, ROW_BYTES = 128;  // of K
+constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
+constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
+constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
+constexpr int A_BYTES = GEMM_M * ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
+constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, then w's
+constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
+constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
+constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
+constexpr int BUFFERS = 2;  // chunks of a group on their way out
+
+static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
+static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_CHUNK % 16 == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
+static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
+
+struct Barriers {
+    Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
+    Barrier residual[CONSUMERS][BUFFERS];
+    Barrier turn[CONSUMERS];  // of a group to multiply
+    Barrier sums[CONSUMERS];  // of the other splits
+
+    __device__ void start() {  // by one thread
+        for (int i = 0; i < GEMM_STAGES; ++i) {
+            init(full[i], 1);
+            init(empty[i], GEMM_SHARES * GROUPS * (GROUP / 32));
+        }
+        for (int i = 0; i < CONSUMERS; ++i) {
+            for (int j = 0; j < BUFFERS; ++j) init(residual[i][j], 1);
+            init(turn[i], 1);
+            init(sums[i], 1);
+        }
+        fence_inits();
+    }
+};
+
+// Where a block is in its work: slices of the tiles it multiplies, one after the other.
+struct Work {
+    const int rank, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
+    int tile, slice;
+
+    __device__ Work(int M, int N, int K, int rank)
+        : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
+          tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n), first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
+          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER),
+          slice(first) {}
+
+    // Those of the first `parts` splits; where numbers have two parts, an even number: beyond K there are zeros.
+    static __device__ int slices(int K, int parts) {
+        const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
+        return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
+    }
+
+    __device__ bool left() const { return tile < tiles; }
+    __device__ void next_tile() { tile += gridDim.x / CLUSTER; }
+    __device__ void next() {
+        if (++slice == last) slice = first, next_tile();
+    }
+    __device__ int row() const { return (tile / tiles_n * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M; }
+    __device__ int column() const { return tile % tiles_n * GEMM_N; }
+};
+
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
+                                        const Work& work) {
+    const auto load_w = [&](const Work& at, int stage) {
+        Barrier& full = barriers.full[stage];
+        arrive_and_expect(full, STAGE_BYTES);
+        for (int part = 0; part < GEMM_PARTS; ++part) {
+            char* to = ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES + part * W_BYTES;
+            if (GEMM_SHARES > 1) {
+                const int first = at.rank * (GEMM_N / GEMM_SHARES);
+                load_box_for((1 << GEMM_SHARES) - 1, to + first * ROW_BYTES, w, full, at.slice * SLICE,
+                             at.column() + first, part);
+            } else {
+                load_box(to, w, full, at.slice * SLICE, at.column(), part);
+            }
+        }
+    };
+    Work ahead = work;  // weights were there before the kernel whose end is waited for
+    for (int stage = 0; stage < GEMM_STAGES && ahead.left(); ++stage, ahead.next()) load_w(ahead, stage);
+    wait_for_previous();
+    unsigned count = 0;
+    for (Work at = work; at.left(); at.next(), ++count) {
+        const int stage = count % GEMM_STAGES;
+        if (count >= GEMM_STAGES) {
+            wait(barriers.empty[stage], (count / GEMM_STAGES - 1) & 1, "empty");
+            load_w(at, stage);
+        }
+        for (int part = 0; part < GEMM_PARTS; ++part) {
+            char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
+            load_box(to, a, barriers.full[stage], at.slice * SLICE, at.row(), part);
+        }
+    }
+}
+
+struct Group {  // of consumers
+    const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP, warp = thread / 32, lane = threadIdx.x % 32;
+    // Of the tile, where both share it.
+    const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
+    const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
+
+    __device__ void sync() const { sync_threads(1 + index, GROUP); }
+};
+
+// Slice `count` of all that the block takes, when it has arrived: a's place in it, where w follows.
+__device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
+    const int stage = count % GEMM_STAGES;
+    wait(barriers.full[stage], count / GEMM_STAGES & 1, "full");
+    return ring + stage * STAGE_BYTES;
+}
+
+// A warp has done with a slice.
+__device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
+    Barrier& empty = barriers.empty[count % GEMM_STAGES];
+    if (GEMM_SHARES > 1) {
+        if (group.lane < GEMM_SHARES) arrive_at(empty, group.lane);
+    } else {
+        if (group.lane == 0) arrive(empty);
+    }
+}
+
+// A barrier tells two phases from each other, no more: before a group looks at the ring for its tile number `tile`, of
+// both groups' tiles, it has to know that the other's slices have come.
+__device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Group& group, int tile) {
+    if (GROUPS == 1 && tile > 0) wait(barriers.turn[group.index], (tile - 1) / CONSUMERS & 1, "turn");
+}
+
+__device__ __forceinline__ void give_turn(Barriers& barriers, const Group& group) {
+    if (GROUPS == 1 && group.thread == 0) arrive(barriers.turn[1 - group.index]);
+}
+
+__device__ __forceinline__ float2 pair_at(const float* from, int i) { return *reinterpret_cast<const float2*>(from + i); }
+
+__device__ __forceinline__ char* align_1024(char* p) { return p + (1024 - shared_address(p) % 1024) % 1024; }

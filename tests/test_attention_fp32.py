@@ -1,0 +1,181 @@
+"""Attention with the accuracy of float32 on tensor cores: mma/attention_fp32.cu.
+
+Its inputs and its result are split matrices: (hi + lo 2^-11) scale, with a scale for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import kernels, reference
+from gpt2block.operations.attention import MMA_CAPABILITY, MMA_FP32, mma_fp32_geometry
+from tests import cpu_cuda, plain
+from tests.cpu_cuda import loader
+from tests.test_attention_mma import parts as rows_of
+
+Array = NDArray[Any]
+H200 = 232448
+both_masks = pytest.mark.parametrize("causal", [False, True])
+every_order = pytest.mark.parametrize("order", loader.ORDERS)
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """x (rows, K) float32 as parts (2, rows, K) float16 and scale (rows,) float32.
+
+    The largest magnitude of a row comes to lie from 2^14 to 2^15; a row of zeros has the scale 1.
+    """
+    most = np.where(np.isfinite(x), np.abs(x), 0).max(axis=-1)
+    exponent = np.where(most > 0, np.frexp(most)[1] - 15, 0)
+    scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        scaled = x / scale[:, None]
+        hi = scaled.astype(np.float16)
+        lo = ((scaled - hi.astype(np.float32)) * np.float32(2048)).astype(np.float16)
+    return np.stack([hi, np.where(np.isfinite(hi), lo, np.float16(0))]), scale
+
+
+def joined(parts: Array, scale: Array) -> Array:
+    hi, lo = parts.astype(np.float32)
+    return np.asarray((hi + lo * np.float32(2**-11)) * scale[:, None])
+
+
+def evaluate(
+    qkv: Array,
+    lengths: Sequence[int],
+    n_head: int,
+    causal: bool,
+    order: loader.Order | None = "shuffled",
+    packed: bool = True,
+) -> Array:
+    """On the CPU in a thread order; on the GPU, twice, where there is none."""
+    B, T = len(lengths), max(lengths)
+    how, side_by_side = mma_fp32_geometry(B, T, n_head, causal, most_shared=H200)
+    starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
+    inputs, scale = split(qkv)
+    out = np.full((2, len(qkv), 64 * n_head), np.nan, np.float16)
+    top = np.full(len(qkv), np.nan, np.float32)
+    last = [len(qkv), B, T, n_head, side_by_side]
+    options: dict[str, Any] = {"shared": how.shared, "defines": how.defines, "storage": "float16"}
+    if order is not None:
+        if problem := loader.missing():
+            pytest.skip(problem)
+        header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+        source = replace(loader.Source.shipped(MMA_FP32), headers=(("mma/ptx.cuh", header),))
+        host = [inputs, scale, starts, out, top, *last]
+        loader.run(source, how.kernel, how.grid, how.block, host, order=order, **options)
+        return joined(out, top)
+    import cupy  # noqa: PLC0415
+
+    given = [None if a is None else cupy.asarray(a) for a in (inputs, scale, starts)]
+    results = []
+    for _ in range(2):
+        outs = [cupy.asarray(out), cupy.asarray(top)]
+        args = (*given, *outs, *last)
+        kernels.launch(MMA_FP32, how.kernel, how.grid, how.block, args, **options).run()
+        results.append(joined(outs[0].get(), outs[1].get()))
+    np.testing.assert_array_equal(results[0], results[1])
+    return results[0]
+
+
+def assert_right(
+    got: Array, qkv: Array, lengths: Sequence[int], n_head: int, causal: bool, xp: Any = np
+) -> None:
+    """As accurate as a sequential evaluation in float32."""
+    parts = [p for p in rows_of(lengths) if p.stop > p.start]
+    truth = [reference.attention(qkv[p].astype(np.float64), n_head, causal) for p in parts]
+    by_hand = [plain.attention(xp.asarray(qkv[p]), n_head, causal, xp) for p in parts]
+    if xp is not np:
+        by_hand = [a.get() for a in by_hand]
+    plain.assert_as_accurate(got, np.concatenate(truth), np.concatenate(by_hand))
+
+
+# --- on the CPU ----------------------------------------------------------------------------------
+
+
+@every_order
+@both_masks
+def test_lengths(order: loader.Order, causal: bool) -> None:
+    for T, n_head in ((1, 1), (16, 1), (17, 2), (65, 1), (130, 1)):
+        qkv = plain.normal(T, T, 192 * n_head)
+        got = evaluate(qkv, [T], n_head, causal, order, packed=False)
+        assert_right(got, qkv, [T], n_head, causal)
+
+
+@both_masks
+def test_ragged_batches(causal: bool) -> None:
+    """A row's bits are those of its sequence alone."""
+    lengths, n_head = [5, 0, 70, 1], 2
+    qkv = plain.normal(3, sum(lengths), 384)
+    got = evaluate(qkv, lengths, n_head, causal)
+    assert_right(got, qkv, lengths, n_head, causal)
+    np.testing.assert_array_equal(evaluate(qkv[5:75], [70], n_head, causal), got[5:75])
+
+
+@both_masks
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rows_of_any_size(causal: bool, size: float) -> None:
+    """V of other magnitudes than Q and K, which share its scales; outliers, a row of zeros."""
+    T = 100
+    qkv = plain.normal(1, T, 192)
+    qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
+    qkv[:, 128 + 7] *= 100
+    qkv[40] = 0
+    assert_right(evaluate(qkv, [T], 1, causal), qkv, [T], 1, causal)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_a_row_does_not_see_leaves_no_trace(value: float) -> None:
+    T, key = 75, 37
+    qkv = plain.normal(0, T, 192)
+    clean = evaluate(qkv, [T], 1, True)
+    wrong = qkv.copy()
+    wrong[key, 128 + 3] = value
+    got = evaluate(wrong, [T], 1, True)
+    reached = np.zeros(got.shape, bool)
+    reached[key:, 3] = True
+    np.testing.assert_array_equal(got[:key], clean[:key])
+    assert np.isfinite(got[~reached]).all()
+    assert not np.isfinite(got[reached]).any()
+
+
+# --- launches, and the GPU -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@both_masks
+def test_no_spills(arch: str, causal: bool) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    how, _ = mma_fp32_geometry(8, 1024, 12, causal, most_shared=H200)
+    assert 2 * (how.shared + 1024) <= H200 + 1024
+    log = kernels.compile_for(MMA_FP32, arch, how.defines).log
+    (spills,) = (line for line in log.splitlines() if "spill" in line)
+    assert "0 bytes spill stores, 0 bytes spill loads" in spills
+
+
+@pytest.fixture
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    if int(cupy.cuda.Device().compute_capability) < MMA_CAPABILITY:
+        pytest.skip("mma.sync needs compute capability 8.0")
+    module: ModuleType = cupy
+    return module
+
+
+@pytest.mark.gpu
+@both_masks
+@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024, 4096])
+def test_lengths_on_the_gpu(cp: ModuleType, T: int, causal: bool) -> None:
+    n_head = 2 if T > 1024 else 12
+    qkv = plain.normal(T, T, 192 * n_head)
+    got = evaluate(qkv, [T], n_head, causal, None, packed=False)
+    assert_right(got, qkv, [T], n_head, causal, cp)
+    np.testing.assert_array_equal(evaluate(qkv, [T], n_head, causal, None), got)

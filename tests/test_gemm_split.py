@@ -1,0 +1,257 @@
+"""The product of float accuracy on half-precision tensor cores: mma/gemm_split.cu.
+
+On the CPU as in tests/test_gemm.py; how a tensor core itself adds up is to be seen on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import kernels, reference
+from gpt2block.operations._types import Geometry
+from gpt2block.operations.gemm import SPLIT_FILE, SPLIT_TILES, Tile, split_geometry
+from tests import cpu_cuda, plain
+from tests.cpu_cuda import loader
+from tests.test_gemm import GELU_ON_THE_CPU, GPT2, GPUS, H200, on_the_gpu
+from tests.test_gemm import _tensor_cores as _tensor_cores  # noqa: PLC0414  # a fixture
+
+Array = NDArray[Any]
+LOW = 2048  # of lo's unit in one of hi
+ODD = Tile(32, 40, (2, 1), 64, 3, 2)
+PAIRS = Tile(32, 64, (1, 2), 128, 3, 1)
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """float32 (rows, K) as parts (2, rows, K), float16, and scales (rows,), powers of two."""
+    _, exponent = np.frexp(np.abs(x).max(axis=1))
+    scale = np.ldexp(np.float32(1), exponent - 15)
+    return split_by(x, scale[:, None]), scale
+
+
+def split_by(x: Array, scale: Any) -> Array:
+    scaled = x / scale
+    hi = scaled.astype(np.float16)
+    return np.stack([hi, ((scaled - hi.astype(np.float32)) * LOW).astype(np.float16)])
+
+
+def joined(parts: Array, scale: Any) -> Array:
+    wide = parts.astype(np.float64)
+    value: Array = (wide[0] + wide[1] / LOW) * scale
+    return value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product, its epilogue, and the magnitude of a."""
+
+    M: int
+    N: int
+    K: int
+    bias: bool = True
+    gelu: bool = False
+    residual: bool = False
+    split_out: bool = False
+    size: float = 1.0
+
+    def geometry(self, gpu: dict[str, int], tile: Tile | None = None) -> Geometry:
+        return split_geometry(
+            self.M,
+            self.N,
+            self.K,
+            gelu=self.gelu,
+            residual=self.residual,
+            split_out=self.split_out,
+            tile=tile,
+            **gpu,
+        )
+
+
+EPILOGUES = (
+    Case(0, 0, 0, bias=False),
+    Case(0, 0, 0, gelu=True, split_out=True),
+    Case(0, 0, 0, residual=True),
+)
+
+
+class Problem:
+    """Inputs of a case, whole and split, and its results."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        rng = np.random.default_rng([case.M, case.N, case.K])
+        self.a = rng.standard_normal((case.M, case.K), np.float32) * np.float32(case.size)
+        self.a[case.M // 2] = 0  # a row of zeros
+        self.a[:, case.K // 2] *= 100  # a column that sticks out
+        w = rng.standard_normal((case.N, case.K), np.float32)
+        self.w = w / np.float32(math.sqrt(case.K))
+        self.bias = rng.standard_normal(case.N, np.float32) if case.bias else None
+        residual = rng.standard_normal((case.M, case.N), np.float32)
+        self.residual = residual if case.residual else None
+        self.scale = 2.0**-4  # of what comes out split
+
+    def arguments(self, out: Array) -> list[Any]:
+        """Of the kernel, in its order."""
+        c = self.case
+        outputs = [None, out] if c.split_out else [out, None]
+        operands = [*split(self.a), *split(self.w)]
+        sizes = [1 / self.scale, c.M, c.N, c.K]
+        return [*operands, self.bias, self.residual, *outputs, *sizes]
+
+    def poisoned(self) -> Array:
+        c = self.case
+        if c.split_out:
+            return np.full((2, c.M, c.N), np.nan, np.float16)
+        return np.full((c.M, c.N), np.nan, np.float32)
+
+    def assert_right(self, out: Array, xp: Any = np) -> None:
+        c = self.case
+        bias, residual = (
+            x if x is None else x.astype(np.float64) for x in (self.bias, self.residual)
+        )
+        a, w = self.a.astype(np.float64), self.w.T.astype(np.float64)
+        truth = reference.gemm(a, w, bias, residual, c.gelu)
+        by_hand = plain.product(xp.asarray(self.a), xp.asarray(self.w.T), xp)
+        by_hand = by_hand if self.bias is None else by_hand + xp.asarray(self.bias)
+        by_hand = plain.gelu(by_hand, xp) if c.gelu else by_hand
+        by_hand = by_hand if self.residual is None else by_hand + xp.asarray(self.residual)
+        by_hand = by_hand if xp is np else by_hand.get()
+        got = joined(out, self.scale).astype(np.float32) if c.split_out else out
+        plain.assert_as_accurate(got, truth, by_hand)
+
+
+def test_a_split_matrix_keeps_22_bits() -> None:
+    x = plain.normal(0, 5, 200) * np.float32(1e5)
+    parts, scale = split(x)
+    off = np.abs(joined(parts, scale[:, None]) - x)
+    assert (off <= np.abs(x).max(axis=1, keepdims=True) * 2.0**-22).all()
+
+
+# --- on the CPU ----------------------------------------------------------------------------------
+
+
+def run_on_cpu(case: Case, tile: Tile, order: loader.Order, at_once: bool = False) -> Array:
+    """With so few blocks that each has several tiles."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    header = ("#define COPIES_AT_ONCE\n" if at_once else "") + header
+    source = replace(
+        loader.Source.shipped(SPLIT_FILE),
+        headers=(("mma/ptx.cuh", header), ("gelu_fast.cuh", GELU_ON_THE_CPU)),
+    )
+    given, how = Problem(case), case.geometry({**H200, "sms": 2}, tile)
+    out = given.poisoned()
+    loader.run(
+        source,
+        how.kernel,
+        how.grid,
+        how.block,
+        given.arguments(out),
+        shared=how.shared,
+        defines=how.defines,
+        storage="float16",
+        order=order,
+    )
+    given.assert_right(out)
+    return out
+
+
+@pytest.mark.parametrize("i", range(len(EPILOGUES)))
+def test_epilogues_on_the_cpu(i: int) -> None:
+    case = replace(EPILOGUES[i], M=37, N=88, K=264)
+    first = run_on_cpu(case, ODD, "forward")
+    np.testing.assert_array_equal(run_on_cpu(case, ODD, "reverse", at_once=True), first)
+    if i == 0:  # whatever the tile
+        np.testing.assert_array_equal(run_on_cpu(case, PAIRS, "shuffled"), first)
+    run_on_cpu(replace(case, M=1, N=8, K=8), ODD, "shuffled")
+
+
+# --- with NVRTC, without a GPU -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
+def test_no_tile_spills(tile: Tile) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for i, epilogue in enumerate(EPILOGUES[1:]):
+        arch, gpu = GPUS[(i + SPLIT_TILES.index(tile)) % len(GPUS)]
+        try:
+            how = replace(epilogue, M=500, N=768, K=768).geometry(gpu, tile)
+        except ValueError:  # no room for this tile, and none is left to choose from
+            continue
+        defines = (*kernels.stored_as("float16"), *how.defines)
+        log = kernels.compile_for(SPLIT_FILE, arch, defines).log
+        assert "0 bytes spill stores, 0 bytes spill loads" in log
+        assert "warning" not in log
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+def run_on_gpu(given: Problem, tile: Tile | None = None) -> Array:
+    """Twice, and both must give the same bits."""
+    import cupy  # noqa: PLC0415
+
+    from gpt2block.ops._arrays import device_attribute, launch_at  # noqa: PLC0415
+
+    gpu = {
+        "sms": device_attribute("MultiProcessorCount"),
+        "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
+    }
+    how, results = given.case.geometry(gpu, tile), []
+    for _ in range(2):
+        out = cupy.asarray(given.poisoned())
+        args = tuple(
+            cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in given.arguments(out)
+        )
+        launch_at(SPLIT_FILE, how, args, storage="float16").run()
+        results.append(out.get())
+    first: Array
+    first, again = results
+    np.testing.assert_array_equal(first, again)
+    return first
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_as_accurate_as_float32(size: float) -> None:
+    import cupy  # noqa: PLC0415
+
+    for M in (17, 1024):
+        for N, K in GPT2:
+            given = Problem(Case(M, N, K, size=size))
+            given.assert_right(run_on_gpu(given), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_epilogues_on_the_gpu(epilogue: Case) -> None:
+    import cupy  # noqa: PLC0415
+
+    for M, N, K in ((1, 8, 8), (130, 72, 200), (300, 1032, 520)):
+        given = Problem(replace(epilogue, M=M, N=N, K=K))
+        given.assert_right(run_on_gpu(given), cupy)
+
+
+@pytest.mark.gpu
+@on_the_gpu
+def test_every_tile_gives_the_same_bits_on_the_gpu() -> None:
+    import cupy  # noqa: PLC0415
+
+    given = Problem(Case(260, 520, 1032))
+    expected = run_on_gpu(given)
+    given.assert_right(expected, cupy)
+    for tile in SPLIT_TILES:
+        try:
+            got = run_on_gpu(given, tile)
+        except ValueError:  # no room for this tile, and none is left to choose from
+            continue
+        np.testing.assert_array_equal(got, expected)
