@@ -4,6 +4,7 @@
 //
 //   layernorm_narrow         x (N, C) of T
 //   layernorm_narrow_float   x (N, C) of float, whatever T is
+//   layernorm_narrow_split   the same, out in two parts of __half (split.cuh), with one scale for all rows
 //
 // As in kernel 6 (layernorm_rows.cu) a team of LN_THREADS neighbouring threads keeps a row in registers and takes the
 // variance around the mean (rows.cuh). What differs:
@@ -21,6 +22,7 @@
 #include "fresh.cuh"
 #include "overlap.cuh"
 #include "rows.cuh"
+#include "split.cuh"
 
 #ifndef LN_WIDTH  // elements of a vector, a power of two that divides C, at most 16 bytes of T; each array is aligned
 #define LN_WIDTH 4  // to its vectors, or to 16 bytes where one of floats is longer
@@ -127,11 +129,10 @@ __device__ __forceinline__ float part_sum(const Kept<E>& row, int left, Term ter
     return sums[0];
 }
 
-template <typename E>
+template <bool SPLIT, typename E>
 __device__ __forceinline__ void normalize(const E* x, const float* gamma, const float* beta, T* out, float eps, int N,
-                                          int C) {
+                                          int C, float per_scale = 1.0f) {
     __shared__ float scratch[2][LN_EACH][LN_ROWS * Row::WARPS];
-    let_next_start();
     const int first = threadIdx.x % LN_THREADS * LN_WIDTH, left = C - first;
     const long long row = (long long)blockIdx.x * (LN_ROWS * LN_EACH) + threadIdx.x / LN_THREADS;
 
@@ -148,6 +149,7 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
                      [](const E* from) { return load_fresh<E, Kept<E>::LOAD>(from); });
     }
 
+    let_next_start();
     float mean[LN_EACH], rstd[LN_EACH];
 #pragma unroll
     for (int e = 0; e < LN_EACH; ++e) mean[e] = part_sum(rows[e], left, [](float v) { return v; });
@@ -172,6 +174,13 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
             betas.get(i, b);
 #pragma unroll
             for (int k = 0; k < LN_WIDTH; ++k) y[k] = (v[k] - mean[e]) * rstd[e] * g[k] + b[k];
+            if constexpr (SPLIT) {
+                float low[LN_WIDTH];
+#pragma unroll
+                for (int k = 0; k < LN_WIDTH; ++k) y[k] *= per_scale;
+                low_parts(y, low);
+                Vec<T, LN_WIDTH>::store(to + (long long)N * C + i * STEP, low);
+            }
             Vec<T, LN_WIDTH>::store(to + i * STEP, y);
         });
     }
@@ -183,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_nar
     const float* __restrict__ beta,   // (C)
     T* out,                           // (N, C)
     float eps, int N, int C) {
-    normalize(x, gamma, beta, out, eps, N, C);
+    normalize<false>(x, gamma, beta, out, eps, N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_narrow_float(
@@ -192,5 +201,15 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_nar
     const float* __restrict__ beta,   // (C)
     T* out,                           // (N, C)
     float eps, int N, int C) {
-    normalize(x, gamma, beta, out, eps, N, C);
+    normalize<false>(x, gamma, beta, out, eps, N, C);
+}
+
+extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_narrow_split(
+    const float* x,                   // (N, C)
+    const float* __restrict__ gamma,  // (C)
+    const float* __restrict__ beta,   // (C)
+    T* out,                           // (2, N, C): hi, lo
+    float per_scale,                  // 1 / scale of the rows of out
+    float eps, int N, int C) {
+    normalize<true>(x, gamma, beta, out, eps, N, C, per_scale);
 }

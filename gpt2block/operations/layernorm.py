@@ -19,7 +19,7 @@ NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
 MANY = 2**31  # rows: a team of `narrow` is as for so many of them, whatever their number is
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
-MOST_EACH = 4  # rows of a team
+MOST_EACH = 2  # rows of a team
 
 
 class RowShape(NamedTuple):
@@ -49,12 +49,14 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
 
 
 @lru_cache(maxsize=1024)
-def narrow_geometry(float_x: bool, rows: int, C: int, width: int, sms: int) -> Geometry:
+def narrow_geometry(
+    float_x: bool, rows: int, C: int, width: int, sms: int, split: bool = False
+) -> Geometry:
     """Of variant `narrow` for `rows` of C channels, `width` elements a vector.
 
-    How a row is shared out follows from C and width alone, so that its bits do; teams take several
-    rows where there are more than `sms` multiprocessors hold at once. Raises InputError when a row
-    does not fit in registers.
+    split: x of float, out in two parts. How a row is shared out follows from C and width alone, so
+    that its bits do; teams take several rows where there are more than `sms` multiprocessors hold
+    at once. Raises InputError when a row does not fit in registers.
     """
     shape = share(MANY, C, width, sms)
     values = shape.held * width
@@ -73,7 +75,7 @@ def narrow_geometry(float_x: bool, rows: int, C: int, width: int, sms: int) -> G
         ("LN_ROWS", shape.rows),
         ("LN_EACH", each),
     )
-    kernel = OPERATION.variant(NARROW).kernels[1 if float_x else 0]
+    kernel = OPERATION.variant(NARROW).kernels[2 if split else 1 if float_x else 0]
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
@@ -141,8 +143,9 @@ OPERATION = Operation(
         Variant(
             NARROW,
             "layernorm_narrow.cu",
-            ("layernorm_narrow", "layernorm_narrow_float"),
-            "for tensor cores: float γ and β, 16-bit out, a few rows a team, overlapping launches",
+            ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
+            "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
+            "team, overlapping launches",
             source="beyond the documents",
         ),
     ),

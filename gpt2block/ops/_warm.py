@@ -15,6 +15,7 @@ import numpy as np
 
 from gpt2block.kernels import Launch
 from gpt2block.ops._arrays import Bound, CudaArray
+from gpt2block.split import SplitMatrix
 from gpt2block.weight_matrix import WeightMatrix
 
 MOST = 4096  # recipes kept; then the oldest is forgotten
@@ -98,6 +99,9 @@ def _arrays(inputs: tuple[Any, ...]) -> Iterable[Any]:
             yield value.data
             if value.scale is not None:
                 yield value.scale
+        elif isinstance(value, SplitMatrix):
+            yield value.parts
+            yield value.scale
         elif value is not None:
             yield value
 
@@ -108,12 +112,19 @@ def _described(value: Any) -> Hashable:
         return None
     if isinstance(value, WeightMatrix):
         return value.dtype, value.layout, _described(value.data), _described(value.scale)
+    if isinstance(value, SplitMatrix):
+        return value.shape, _described(value.parts), _described(value.scale)
     memory = value.data
     return value.shape, value.dtype, value.strides, memory.device_id, memory.ptr % ALIGNED
 
 
 def _recipe(arrays: list[CudaArray], bound: Bound) -> Recipe | None:
-    """None where addresses do not tell the arrays apart, as when an op works in place."""
+    """None where addresses do not tell the arrays apart, as when an op works in place.
+
+    Nor for a result in two parts, whose scale may stand in its memory from the start.
+    """
+    if isinstance(bound.out, SplitMatrix):
+        return None
     made = [bound.out, *bound.extra]
     place = {array.data.ptr: i for i, array in enumerate([*arrays, *made])}
     if len(place) < len(arrays) + len(made):

@@ -12,19 +12,18 @@
 //   softmax   P = exp2(S c - reference)       c = log2(e) / 8; the sum of a row's P is put together at the very end
 //   wgmma     O = O + P V                     the registers of S are, as they lie, the operand P
 //
-//   tensor cores   S0      S1 | P0 V0      S2 | P1 V1      ...      the next scores are asked for before the last P V
-//   threads           softmax0        softmax1        softmax2
+//   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
+//   threads           softmax0      softmax1      softmax2  ...                        out
 //
 // A row's reference is what its largest score has been, less 8: P, rounded to T, has its largest value from 2^8 to
 // 2^15, and what is 2^-32 of that is not yet zero in fp16. The reference moves, and O is scaled, only when a score
 // would pass 2^15: seldom after the first keys.
 //
 // What a row becomes depends on its sequence alone, to the bit: keys are counted from where it starts, 128 at a time.
-// Only the first 128 that are taken can be in part after a query, or past the sequence's end. Their P is zero, but 0 NaN
-// is NaN: values that are not finite are taken out of these V, and added at the end to the rows that do see them.
+// Only the 128 that are taken first can be in part later than a query, or past the end. Their P is zero, but 0 NaN is
+// NaN: values that are not finite are taken out of these V, and added at the end to the rows that do see them.
 //
-// The order of the tiles, of which block i of n takes i, 2n - 1 - i, 2n + i ..: heads in bands whose keys and values fit
-// in the L2 cache, in a band the last tile of every head first, with a causal mask the one with most to do.
+// attention_work.cuh says which tiles a block has.
 //
 // map: qkv as (B, T, 3C), or (1, rows, 3C), boxes (1, 128, 64). Block (THREADS), as many as there are multiprocessors,
 // dynamic shared memory sizeof(Shared) + 1024.
@@ -34,6 +33,7 @@
 #include "common.cuh"
 #include "storage.cuh"
 #include "mma/ptx.cuh"
+#include "hopper/attention_work.cuh"
 #include "hopper/wgmma.cuh"
 
 #ifndef ATT_CAUSAL
@@ -43,20 +43,15 @@
 #define ATT_SLOTS 8
 #endif
 #ifndef ATT_TURNS  // the warpgroups ask for their products in turn
-#define ATT_TURNS 0
-#endif
-#ifndef ATT_APART
-#define ATT_APART 1
-#endif
-#ifndef ATT_REGISTERS  // of a consumer's thread: 168, without setmaxnreg, or 232
-#define ATT_REGISTERS 168
+#define ATT_TURNS 1
 #endif
 
-constexpr int SIZE = 64, KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2, QUERIES = GROUPS * GROUP_QUERIES;
+constexpr int SIZE = 64, KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2;
 constexpr int GROUP = 128, CONSUMERS = GROUPS * GROUP;
-constexpr int THREADS = CONSUMERS + (ATT_REGISTERS > 168 ? 128 : 32);
+constexpr int THREADS = CONSUMERS + 32;
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
-static_assert(QUERIES == KEYS && SIZE * 2 == 128, "one kind of box, and one that has keys after some of a tile's queries");
+static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
+              "one kind of box, of which one has keys that are later than some of a tile's queries");
 static_assert((ATT_SLOTS & (ATT_SLOTS - 1)) == 0, "slots are counted without a division");
 
 constexpr float UNIT = 1.4426950408889634f / 8;  // exp(s / sqrt(64)) is exp2(s UNIT)
@@ -70,40 +65,10 @@ struct Shared {
     Barrier asked[2], answered[2];  // queries: there, done with
 };
 
-// The tiles of a block, one after the other.
-struct Work {
-    const int *cu_seqlens;
-    const int B, seq_len, n_head, together;
-    int round = 0;
-    // Of the tile: where its sequence starts in out, and in the map; the length of that; the first query in it.
-    long long row;
-    int map_row, map_z, length, first, head;
-
-    __device__ __forceinline__ bool next() {
-        const int tiles = (seq_len - 1) / QUERIES + 1, heads = n_head * B;
-        for (;;) {
-            const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-            if (index >= heads * tiles) return false;
-            ++round;
-            const int band = index / (together * tiles), rest = index - band * together * tiles;
-            const int side = min(together, heads - band * together);
-            const int b = (band * together + rest % side) / n_head;
-            head = (band * together + rest % side) % n_head;
-            first = (tiles - 1 - rest / side) * QUERIES;
-            row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
-            if (cu_seqlens) {
-                map_row = __ldcg(cu_seqlens + b), map_z = 0, row = map_row;
-                length = __ldcg(cu_seqlens + b + 1) - map_row;
-            }
-            if (first < length) return true;
-        }
-    }
-
-    // 128 keys at a time that the tile's queries see.
-    __device__ __forceinline__ int steps() const {
-        return ((ATT_CAUSAL ? min(length, first + QUERIES) : length) - 1) / KEYS + 1;
-    }
-};
+// 128 keys at a time that a tile's queries see.
+__device__ __forceinline__ int steps_of(const Work& work) {
+    return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
+}
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Work work) {
     const int C = SIZE * work.n_head;
@@ -121,7 +86,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         };
         wait(shared.answered[tile % 2], tile / 2 + 1 & 1, "answered");
         load(shared.queries[tile % 2], shared.asked[tile % 2], 0, work.first);
-        const int last = work.steps() - 1;
+        const int last = steps_of(work) - 1;
         for (int step = last; step >= 0; --step) {
             load_slot(1, step);
             if (step < last) load_slot(2, step + 1);
@@ -147,45 +112,70 @@ __device__ __forceinline__ float exp2_of(float x) {
 
 struct Consumer {
     Shared& shared;
-    const int group, warp, lane;  // of the group, of the block's consumers, of the warp
-    unsigned count = 0;           // slots so far
+    const int group, warp, lane;           // of the group, of the block's consumers, of the warp
+    const Matrix first_slot, first_query;  // the group's
+    unsigned count = 0;                    // slots so far
 
     float out[SIZE / 2];
     unsigned p[KEYS / 16][4];
     float sum[2], reference[2];  // of rows g and g + 8; the sum: of this lane's keys
 
-    __device__ __forceinline__ const char* arrived(unsigned number) const {
+    __device__ __forceinline__ Consumer(Shared& shared)
+        : shared(shared), group(uniform(threadIdx.x / GROUP)), warp(uniform(threadIdx.x / 32)), lane(threadIdx.x % 32),
+          first_slot(matrix_at(shared.slots[0])),
+          first_query(matrix_at(shared.queries[0] + group * GROUP_QUERIES * ROW_BYTES)) {}
+
+    __device__ __forceinline__ void take_turn() const {
+        if (ATT_TURNS) sync_threads(4 + group, CONSUMERS);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (ATT_TURNS) pass_threads(4 + (group ^ 1), CONSUMERS);
+    }
+
+    __device__ __forceinline__ Matrix arrived(unsigned number) const {
         wait(shared.full[number % ATT_SLOTS], number / ATT_SLOTS & 1, "full");
-        return shared.slots[number % ATT_SLOTS];
+        return further(first_slot, number % ATT_SLOTS * SLOT);
     }
 
     __device__ __forceinline__ void release(Barrier& barrier) const {
         if (lane == 0) arrive(barrier);
     }
 
-    __device__ __forceinline__ void ask_for_scores(float (&s)[KEYS / 2], Matrix queries, const char* keys) const {
-        const Matrix k = matrix_at(keys);
+    // A store that never happens, but that the compiler keeps between the softmax and what follows: it would wait for
+    // P V first, beside which the softmax shall run.
+    __device__ __forceinline__ void hold() const {
+        asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(
+                         sum[0] + sum[1]),
+                     "r"(shared_address(shared.out[0]))
+                     : "memory");
+    }
+
+    __device__ __forceinline__ void ask_for_scores(float (&s)[KEYS / 2], int tile, Matrix keys) const {
+        const Matrix queries = further(first_query, tile % 2 * SLOT);
 #pragma unroll
-        for (int i = 0; i < SIZE / 16; ++i) multiply(s, further(queries, 32 * i), further(k, 32 * i), i > 0);
+        for (int i = 0; i < SIZE / 16; ++i) multiply(s, further(queries, 32 * i), further(keys, 32 * i), i > 0);
         end_products();
     }
 
-    __device__ __forceinline__ void ask_for_out(const char* values) {
-        const Matrix v = matrix_at(values);
+    __device__ __forceinline__ void ask_for_out(Matrix values) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(out, p[i], further(v, 16 * ROW_BYTES * i), true);
+        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(out, p[i], further(values, 16 * ROW_BYTES * i), true);
         end_products();
     }
 
-    // Keys after `seen`, in row g, are not for this lane's rows; causal, row g + 8 sees 8 more.
-    __device__ __forceinline__ static void mask(float (&s)[KEYS / 2], const int (&seen)[2]) {
+    // Of scores FROM to TO, those of keys after `seen`; `later` more are seen by row g + 8. Counted from the first of
+    // these keys that the lane has.
+    template <int FROM, int TO>
+    __device__ __forceinline__ static void mask(float (&s)[KEYS / 2], int seen, int later) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) {
-            if (i / 4 * 8 + i % 2 > seen[i / 2 % 2]) s[i] = -INFINITY;
+        for (int i = FROM; i < TO; ++i) {
+            if ((i - FROM) / 4 * 8 + i % 2 > seen + (i & 2 ? later : 0)) s[i] = -INFINITY;
         }
     }
 
-    // Scores become P, as floats. Whether some of the warp's rows have a new reference: what was before has that factor.
+    // The first COUNT scores become P, as floats; the others are not seen. Whether some of the warp's rows have a new
+    // reference: what was before has that factor.
+    template <int COUNT>
     __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
         float base[2];
         bool moves = false;
@@ -193,7 +183,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) {
             float largest[2] = {s[2 * r], s[2 * r + 1]};
 #pragma unroll
-            for (int i = 4; i < KEYS / 2; i += 4) {
+            for (int i = 4; i < COUNT; i += 4) {
                 largest[0] = fmaxf(largest[0], s[i + 2 * r]), largest[1] = fmaxf(largest[1], s[i + 2 * r + 1]);
             }
             const float old = reference[r];
@@ -207,19 +197,20 @@ struct Consumer {
         moves = __any_sync(0xffffffffu, moves);
         if (moves) sum[0] *= factor[0], sum[1] *= factor[1];
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) {
+        for (int i = 0; i < COUNT; ++i) {
             s[i] = exp2_of(fmaf(s[i], UNIT, base[i / 2 % 2]));
             sum[i / 2 % 2] += s[i];
         }
         return moves;
     }
 
+    template <int COUNT>
     __device__ __forceinline__ void pack(const float (&s)[KEYS / 2]) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = pack2(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // The lane of the group that looks at 16 bytes of V, 8 times. Both groups look before one of them changes V.
+    // Of 128 rows of V. Both groups look before one of them changes these.
     __device__ __forceinline__ bool all_finite(const char* values) const {
         unsigned found = 0;
         const uint4* units = reinterpret_cast<const uint4*>(values) + (32 * warp + lane) % GROUP;
@@ -234,9 +225,7 @@ struct Consumer {
     __device__ __forceinline__ static void make_finite(char* values) {
         sync_threads(3, CONSUMERS);
         unsigned* pairs = reinterpret_cast<unsigned*>(values);
-        for (int i = threadIdx.x; i < SLOT / 4; i += CONSUMERS) {
-            pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
-        }
+        for (int i = threadIdx.x; i < SLOT / 4; i += CONSUMERS) pairs[i] &= ~((not_finite(pairs[i]) >> 15) * 0xffffu);
         show_writes();
         sync_threads(3, CONSUMERS);
     }
@@ -304,94 +293,96 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     __syncthreads();
     wait_for_previous();
     Work work{cu_seqlens, B, seq_len, n_head, together};
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp >= CONSUMERS / 32) {
-        if constexpr (ATT_REGISTERS > 168) give_registers<40>();
-        if (warp == CONSUMERS / 32 && elect_one()) produce(shared, map, work);
+    if (uniform(threadIdx.x / 32) == CONSUMERS / 32) {
+        if (elect_one()) produce(shared, map, work);
         __syncwarp();
-    } else {
-        if constexpr (ATT_REGISTERS > 168) take_registers<ATT_REGISTERS>();
-        Consumer own{shared, warp / 4, warp, (int)threadIdx.x % 32};
-        const auto take_turn = [&] {
-            if (ATT_TURNS) sync_threads(4 + own.group, CONSUMERS);
-        };
-        const auto pass_turn = [&] {
-            if (ATT_TURNS) pass_threads(4 + (own.group ^ 1), CONSUMERS);
-        };
-        if (own.group == 1) pass_turn();
-        const int C = SIZE * n_head;
-        for (int tile = 0; work.next(); ++tile) {
-            const int last = work.steps() - 1, left = work.length - last * KEYS;
-            const int warp_row = work.first + 16 * warp, row = warp_row + own.lane / 4;
-            wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
-            const Matrix queries = matrix_at(shared.queries[tile % 2] + own.group * GROUP_QUERIES * ROW_BYTES);
-            bool finite = true;
-            own.sum[0] = own.sum[1] = 0.0f;
-            own.reference[0] = own.reference[1] = -INFINITY;
-            {
-                float s[KEYS / 2];
-                const char* keys = own.arrived(own.count);
-                take_turn();
-                fence_sums();
-                own.ask_for_scores(s, queries, keys);
-                pass_turn();
-                if (ATT_CAUSAL || (cu_seqlens && left < KEYS)) {
-                    const unsigned number = own.count + (last > 0 ? 2 : 1);
-                    finite = own.all_finite(own.arrived(number));
-                    if (!finite) own.make_finite(shared.slots[number % ATT_SLOTS]);
-                }
-                wait_for_products<0>();
-                pin(s);
-                own.release(shared.empty[own.count++ % ATT_SLOTS]);
-                if (ATT_CAUSAL || left < KEYS) {
-                    const int key = 2 * (own.lane % 4), end = left - 1 - key;
-                    const int before = row - last * KEYS - key;
-                    own.mask(s, {ATT_CAUSAL ? min(end, before) : end, ATT_CAUSAL ? min(end, before + 8) : end});
-                }
-                float factor[2];
-                own.soften(s, factor);
-                own.pack(s);
-            }
-#pragma unroll
-            for (int i = 0; i < SIZE / 2; ++i) own.out[i] = 0.0f;
+        return;
+    }
+    if (!work.next()) return;
+    Consumer own(shared);
+    if (own.group == 1) own.pass_turn();
+    const int C = SIZE * n_head;
+    bool more = true;
+    float s[KEYS / 2], factor[2];
+    const auto ask_for_first = [&](int tile) {  // of its scores; without a tile for some that nobody looks at
+        if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
+        own.ask_for_scores(s, tile, more ? own.arrived(own.count) : own.first_slot);
+    };
+    own.take_turn();
+    fence_sums();
+    ask_for_first(0);
+    own.pass_turn();
 #pragma unroll 1
-            for (int step = last; step > 0; --step) {
-                float s[KEYS / 2], factor[2];
-                const char* keys = own.arrived(own.count);
-                take_turn();
-                fence_sums();
-                own.ask_for_scores(s, queries, keys);
-                own.ask_for_out(own.arrived(own.count + 1));
-                pass_turn();
-                wait_for_products<1>();
-                pin(s);
-                own.release(shared.empty[own.count++ % ATT_SLOTS]);
-                const bool moves = own.soften(s, factor);
-                // Never so: a branch, as the compiler would wait for P V before the softmax, beside which it shall run.
-                asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(own.sum[0] + own.sum[1]), "r"(shared_address(shared.out[0])) : "memory");
-                wait_for_products<0>();
-                pin(own.out);
-                own.release(shared.empty[own.count++ % ATT_SLOTS]);
-                if (moves) {
-#pragma unroll
-                    for (int i = 0; i < SIZE / 2; ++i) own.out[i] *= factor[i / 2 % 2];
-                }
-                own.pack(s);
+    for (int tile = 0; more; ++tile) {
+        const int last = steps_of(work) - 1, left = work.length - last * KEYS;  // its last keys come first
+        const int warp_row = work.first + 16 * own.warp, row = warp_row + own.lane / 4;
+        bool finite = true;
+        if (ATT_CAUSAL || (cu_seqlens && left < KEYS)) {
+            const unsigned number = own.count + (last > 0 ? 2 : 1);
+            own.arrived(number);
+            finite = own.all_finite(shared.slots[number % ATT_SLOTS]);
+            if (!finite) own.make_finite(shared.slots[number % ATT_SLOTS]);
+        }
+        own.sum[0] = own.sum[1] = 0.0f;
+        own.reference[0] = own.reference[1] = -INFINITY;
+        wait_for_products<0>();
+        pin(s);
+        own.release(shared.empty[own.count++ % ATT_SLOTS]);
+        const int key = 2 * (own.lane % 4);
+        if (ATT_CAUSAL && own.group == 0) {
+            own.mask<0, KEYS / 4>(s, (row - work.first) - key, 8);
+            own.soften<KEYS / 4>(s, factor);
+            own.pack<KEYS / 4>(s);
+        } else {
+            if (ATT_CAUSAL) {
+                own.mask<KEYS / 4, KEYS / 2>(s, (row - work.first) - GROUP_QUERIES - key, 8);
+            } else if (left < KEYS) {
+                own.mask<0, KEYS / 2>(s, left - 1 - key, 0);
             }
-            own.release(shared.answered[tile % 2]);
-            const char* values = own.arrived(own.count);
-            take_turn();
+            own.soften<KEYS / 2>(s, factor);
+            own.pack<KEYS / 2>(s);
+        }
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i) own.out[i] = 0.0f;
+#pragma unroll 1
+        for (int step = last; step > 0; --step) {
+            const Matrix keys = own.arrived(own.count);
+            own.take_turn();
             fence_sums();
-            own.ask_for_out(values);
-            pass_turn();
+            own.ask_for_scores(s, tile, keys);
+            own.ask_for_out(own.arrived(own.count + 1));
+            own.pass_turn();
+            wait_for_products<1>();
+            pin(s);
+            own.release(shared.empty[own.count++ % ATT_SLOTS]);
+            const bool moves = own.soften<KEYS / 2>(s, factor);
+            own.hold();
             wait_for_products<0>();
             pin(own.out);
             own.release(shared.empty[own.count++ % ATT_SLOTS]);
-            if (!finite) {
-                const T* of_head = qkv + work.row * 3 * C + 2 * C + SIZE * work.head;
-                own.add_not_finite(of_head, 3LL * C, last * KEYS, min(work.length, (last + 1) * KEYS), row);
+            if (moves) {
+#pragma unroll
+                for (int i = 0; i < SIZE / 2; ++i) own.out[i] *= factor[i / 2 % 2];
             }
-            own.store(out + (work.row + warp_row) * C + SIZE * work.head, C, work.length - warp_row);
+            own.pack<KEYS / 2>(s);
         }
+        own.release(shared.answered[tile % 2]);
+        T* const to = out + (work.row + warp_row) * C + SIZE * work.head;
+        const T* const values = qkv + (work.row * 3 + 2) * C + SIZE * work.head;
+        const int rows = work.length - warp_row, from = last * KEYS, end = min(work.length, from + KEYS);
+        more = work.next();
+        const unsigned number = own.count++;
+        const Matrix last_values = own.arrived(number);
+        own.take_turn();
+        fence_sums();
+        own.ask_for_out(last_values);
+        ask_for_first(tile + 1);
+        own.pass_turn();
+        wait_for_products<1>();
+        pin(own.out);
+        own.release(shared.empty[number % ATT_SLOTS]);
+        if (!finite) own.add_not_finite(values, 3LL * C, from, end, row);
+        own.store(to, C, rows);
     }
+    wait_for_products<0>();
 }

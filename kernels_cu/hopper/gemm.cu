@@ -6,6 +6,9 @@
 // The K of an output are added up in the same order whatever the tile, so a row has the same bits in any batch. The
 // exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a tile's K, tell each other
 // their sums through shared memory, and each finishes a part of the columns.
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
+#define STORAGE_BF16
+#endif
 #include "storage.cuh"
 #include "gelu_fast.cuh"
 #include "hopper/gemm.cuh"
@@ -31,7 +34,8 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     for (int k = 0; k < slices; ++k, ++count) {
         const char* from = arrived(ring, barriers, count);
         if (k == slices - 1) give_turn(barriers, group);
-        const Matrix a = matrix_at(from + group.row * ROW_BYTES), w = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
+        const Matrix a = matrix_at(from + group.row * ROW_BYTES);
+        const Matrix w = matrix_at(from + A_BYTES + group.column * ROW_BYTES);
 #pragma unroll
         for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
         fence_sums();
@@ -145,12 +149,13 @@ struct Chunks {
         for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
             Barrier& barrier = arrived[(count + c - from) % BUFFERS];
             arrive_and_expect(barrier, CHUNK_BYTES);
-            load_box(buffer(count + c - from), residual, barrier, column + c % CHUNKS * GEMM_CHUNK, row + c / CHUNKS * 64, 0);
+            load_box(buffer(count + c - from), residual, barrier, column + c % CHUNKS * GEMM_CHUNK,
+                     row + c / CHUNKS * 64, 0);
         }
     }
 
-    __device__ void store(const Finals& sums, const float* bias, const TensorMap& residual, const TensorMap& out, int row,
-                          int column) {
+    __device__ void store(const Finals& sums, const float* bias, const TensorMap& residual, const TensorMap& out,
+                          int row, int column) {
         const int lane = group.lane;
         const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // of the lane's 8 values
 #pragma unroll
@@ -158,31 +163,36 @@ struct Chunks {
             const float* from = sums[c / CHUNKS] + c % CHUNKS * GEMM_CHUNK / 2;
             int to = shared_address(buffer(count)) + place;
             asm volatile("" : "+r"(to));  // the compiler would keep the places of all chunks in registers
+            unsigned y[GEMM_CHUNK / 16][4];  // of 16 columns: i % 2: the lower rows; i / 2: the right columns
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
+#pragma unroll
+                for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                    load_matrices(y[j][0], y[j][1], y[j][2], y[j][3], swizzled<SWIZZLE>(to + 32 * j));
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < GEMM_CHUNK / 4; ++k) {
+                const int j = k / 4, i = k % 4, block = 2 * j + i / 2;
+                const float2 b = pair_at(bias, c % CHUNKS * GEMM_CHUNK + 8 * block + 2 * (lane % 4));
+                const float* sum = from + 4 * block + i % 2 * 2;
+                float v[2] = {finished(sum[0], b.x), finished(sum[1], b.y)};
+                if (GEMM_RESIDUAL) {
+                    float old[2];
+                    Vec<T, 2>{y[j][i]}.unpack(old);
+                    v[0] += old[0], v[1] += old[1];
+                }
+                y[j][i] = Vec<T, 2>::pack(v).raw;
+            }
+            if (GEMM_RESIDUAL) {
+                __syncwarp();
             } else {
                 if (group.thread == 0) wait_for_reads<BUFFERS - 1>();
                 group.sync();
             }
 #pragma unroll
-            for (int j = 0; j < GEMM_CHUNK / 8; j += 2) {  // 16 columns
-                unsigned r[4], y[4];
-                const int at = swizzled<SWIZZLE>(to + 16 * j);
-                if (GEMM_RESIDUAL) load_matrices(r[0], r[1], r[2], r[3], at);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {  // i % 2: the lower rows; i / 2: the right columns
-                    const float2 b = pair_at(bias, c % CHUNKS * GEMM_CHUNK + 8 * (j + i / 2) + 2 * (lane % 4));
-                    const float* sum = from + 4 * (j + i / 2) + i % 2 * 2;
-                    float v[2] = {finished(sum[0], b.x), finished(sum[1], b.y)};
-                    if (GEMM_RESIDUAL) {
-                        float old[2];
-                        Vec<T, 2>{r[i]}.unpack(old);
-                        v[0] += old[0], v[1] += old[1];
-                    }
-                    y[i] = Vec<T, 2>::pack(v).raw;
-                }
-                __syncwarp();
-                store_matrices(at, y[0], y[1], y[2], y[3]);
+            for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                store_matrices(swizzled<SWIZZLE>(to + 32 * j), y[j][0], y[j][1], y[j][2], y[j][3]);
             }
             show_writes();
             group.sync();
@@ -239,9 +249,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     unsigned count = 0;
     for (int i = 0; at.left(); at.next_tile(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
-        const int row = at.row() + group.row, column = at.column() + group.column + (GEMM_SPLITS > 1 ? rank * PART_N : 0);
+        const int row = at.row() + group.row;
+        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? rank * PART_N : 0);
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(residual, 0, BUFFERS, row, column);
-        for (int c = group.thread; c < PART_N; c += GROUP) own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
+        for (int c = group.thread; c < PART_N; c += GROUP) {
+            own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
+        }
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile(sums, ring, barriers, group, count, at.last - at.first);

@@ -1,20 +1,20 @@
 // What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of gemm.cu
 // and gemm_split.cu.
 //
-// A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of a
-// and w, into a ring in shared memory; the other two multiply:
+// A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of
+// a and w, into a ring in shared memory; the other two multiply:
 //
 //   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: both have done with it
 //   group 1  tile 0 multiply | epilogue | tile 2 multiply ...
 //   group 2                    tile 1 multiply | epilogue | tile 3 multiply ...
 //
-// Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no more
-// than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can have
-// tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES), which
-// takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS, gemm.cu alone).
+// Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
+// more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
+// have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
+// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS, gemm.cu alone).
 //
-// a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes (1, GEMM_M, 64),
-// (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
+// a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
+// (1, GEMM_M, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
 // grid: a cluster for every tile, or as many as fit at once, which go from tile to tile. block (THREADS).
 #pragma once
 
@@ -96,7 +96,8 @@ struct Work {
 
     __device__ Work(int M, int N, int K, int rank)
         : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
-          tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n), first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
+          tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n),
+          first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
           last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER),
           slice(first) {}
 
@@ -149,7 +150,8 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
 }
 
 struct Group {  // of consumers
-    const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP, warp = thread / 32, lane = threadIdx.x % 32;
+    const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
+    const int warp = thread / 32, lane = thread % 32;
     // Of the tile, where both share it.
     const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
     const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
@@ -184,6 +186,8 @@ __device__ __forceinline__ void give_turn(Barriers& barriers, const Group& group
     if (GROUPS == 1 && group.thread == 0) arrive(barriers.turn[1 - group.index]);
 }
 
-__device__ __forceinline__ float2 pair_at(const float* from, int i) { return *reinterpret_cast<const float2*>(from + i); }
+__device__ __forceinline__ float2 pair_at(const float* from, int i) {
+    return *reinterpret_cast<const float2*>(from + i);
+}
 
 __device__ __forceinline__ char* align_1024(char* p) { return p + (1024 - shared_address(p) % 1024) % 1024; }

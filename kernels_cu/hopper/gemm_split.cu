@@ -2,14 +2,16 @@
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are split: a value is (hi + lo / 2048) scale, with hi and lo __half and a scale for each row, a power of two.
-// That keeps 22 bits of it. Of the four products of parts three are taken:
+// a and w are split (split.cuh): a value is (hi + lo / 2048) scale, with a scale for each row, a power of two. That
+// keeps 22 bits of it. Of the four products of parts three are taken:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
 // A tensor core cuts off what it adds up instead of rounding it. So the sum of hi hi goes into a float of its own every
 // 128 of K, where it is rounded, while the tensor cores are busy with the other two; their sum, 2048 times smaller, has
 // an accumulator to itself. Three registers an output are why a tile is smaller here.
+//
+// Infinity and NaN, and what is too large for the scale of out: as in mma/gemm_split.cu.
 //
 // out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough.
 //
@@ -38,13 +40,13 @@
 #endif
 #include "storage.cuh"
 #include "gelu_fast.cuh"
+#include "split.cuh"
 #include "hopper/gemm.cuh"
 
 #ifndef GEMM_SPLIT_OUT
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr float LOW = 2048.0f;  // of lo's unit in one of hi
 static_assert(BLOCKS_M == 1 && GEMM_SPLITS == 1, "there are registers for one wgmma's outputs");
 
 struct Rest {  // of shared memory, behind the ring and the chunks
@@ -55,7 +57,7 @@ struct Rest {  // of shared memory, behind the ring and the chunks
 struct Total {  // of a thread's outputs
     float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since it was promoted
 
-    __device__ __forceinline__ float get(int i) const { return fmaf(cross[i], 1.0f / LOW, sums[i]); }
+    __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
 
 // Asks for a slice's products of high parts.
@@ -124,7 +126,7 @@ struct Output {
 
 // Output i of a thread, finished.
 __device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float scale, float bias) {
-    const float v = total.get(i) * a_scale * scale + bias;
+    const float v = scaled(total.get(i), a_scale, scale) + bias;
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
@@ -174,12 +176,10 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
                 const int first = c * GEMM_CHUNK / 2 + 4 * (j + i / 2) + i % 2 * 2;
                 float v[2] = {finished(total, first, a_scale[i % 2], scale.x, bias.x) * to.per_scale,
                               finished(total, first + 1, a_scale[i % 2], scale.y, bias.y) * to.per_scale};
-                const Vec<T, 2> near = Vec<T, 2>::pack(v);
-                float n[2];
-                near.unpack(n);
-                v[0] = (v[0] - n[0]) * LOW, v[1] = (v[1] - n[1]) * LOW;
-                hi[i] = near.raw;
-                lo[i] = Vec<T, 2>::pack(v).raw;
+                float low[2];
+                low_parts(v, low);
+                hi[i] = Vec<T, 2>::pack(v).raw;
+                lo[i] = Vec<T, 2>::pack(low).raw;
             }
             const int at = swizzled<SWIZZLE>(at_chunk + 16 * j);
             store_matrices(at, hi[0], hi[1], hi[2], hi[3]);

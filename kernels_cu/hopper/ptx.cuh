@@ -1,9 +1,9 @@
 // The PTX instructions of Hopper that the kernels here are made of, each a small function. For sm_90a; the matrix
 // products are in wgmma.cuh.
 //
-//   mbarrier   a word of shared memory on which threads and copies arrive and others wait: phase after phase, 0, 1, 0 ...
-//   TMA        the copy engine: a box of a tensor, global <-> shared memory, asked for by one thread. Tensor maps tell it
-//              shapes and layout (gpt2block/tensor_maps.py); what lies outside the tensor is read as zeros, not written
+//   mbarrier   a word of shared memory on which threads and copies arrive and others wait: phase 0, 1, 0 ...
+//   TMA        the copy engine: a box of a tensor, global <-> shared memory, asked for by one thread. Tensor maps tell
+//              it shapes and layout (gpt2block/tensor_maps.py); what lies outside is read as zeros, not written
 //   cluster    blocks on neighbouring SMs, which can write into each other's shared memory
 #pragma once
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ void arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// On the same barrier of another block of the cluster. Of order among memory accesses it says nothing beyond the block's
-// own: with the cluster's scope it would wait for all that the thread ever wrote, to global memory too.
+// On the same barrier of another block of the cluster. Of order among memory accesses it says nothing beyond the
+// block's own: with the cluster's scope it would wait for all that the thread ever wrote, to global memory too.
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -92,15 +92,8 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box of a matrix, from column x and row y on, into shared memory; its bytes arrive at the barrier.
-__device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-            "r"(shared_address(to)),
-        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y)
-        : "memory");
-}
-
+// A box of an array of matrices, from column x, row y and matrix z on, into shared memory; its bytes arrive at the
+// barrier.
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -117,12 +110,6 @@ __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, co
         "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
         "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
         : "memory");
-}
-
-__device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(shared_address(from)), "r"(x), "r"(y)
-                 : "memory");
 }
 
 __device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y, int z) {
@@ -216,8 +203,8 @@ __device__ __forceinline__ int swizzled(int offset) {
 // Four 8x8 matrices of 16-bit values into shared memory: lane 8 i + r gives the address of row r of matrix i, on 16
 // bytes; lane 4 g + t holds row g, columns 2t and 2t + 1 of each.
 __device__ __forceinline__ void store_matrices(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1), "r"(m2),
-                 "r"(m3)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
                  : "memory");
 }
 

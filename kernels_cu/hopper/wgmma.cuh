@@ -1,8 +1,9 @@
-// Products of a warpgroup, 128 threads, on the tensor cores: C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32 sums.
+// Products of a warpgroup, 128 threads, on the tensor cores: C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32
+// sums.
 //
-// A and B lie in shared memory as the copy engine puts boxes of 64 columns there, rows of 128 bytes, swizzled, from a place
-// on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), for N = 64.
-// A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
+// A and B lie in shared memory as the copy engine puts boxes of 64 columns there, rows of 128 bytes, swizzled, from a
+// place on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), for
+// N = 64. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
@@ -112,7 +113,7 @@ PRODUCT(176, 88, 88, 89, 90, 91)
 PRODUCT(192, 96, 96, 97, 98, 99)
 PRODUCT(256, 128, 128, 129, 130, 131)
 
-// The same with A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the same
+// With A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the same
 // 8 columns further. They must stay as they are until the product is done.
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply(float (&c)[32], const unsigned (&a)[4], Matrix b, bool adds) {
