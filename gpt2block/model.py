@@ -38,7 +38,8 @@ class GPT2:
 
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
     or None for the best there is. dtype: how the matrices are stored, "float32", "bfloat16",
-    "float16", "float8_e5m2" or "float8_e4m3fn"; arithmetic is float32.
+    "float16", "float8_e5m2" or "float8_e4m3fn"; arithmetic is float32, but what tensor cores
+    multiply has 16 bits (docs/dtypes.md).
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.

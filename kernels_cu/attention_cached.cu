@@ -6,6 +6,9 @@
 //   out (N, C)
 //   k, v (B, n_ctx, C) of T
 //
+//   attention_cached          q and out are float, whatever T is
+//   attention_cached_narrow   q and out are of T, beside tensor cores: widened here, arithmetic is float all the same
+//
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
 //
 // The walk of attention_forward_online (attention_online.cuh), with another place to find a row. A query's bits follow
@@ -15,18 +18,14 @@
 //
 // Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays where `attend` begins.
 // Where HS is a multiple of 4 (T float) or 8 (16 bits), q, k, v and out start on 16 bytes, and q_distance is a
-// multiple of 4.
+// multiple of as many as move at once: 4 floats, 8 of 16 bits.
 #include "attention_online.cuh"
 #include "overlap.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
-    const float* q,         // (N, C), rows q_distance apart
-    const T* k,             // (B, n_ctx, C)
-    const T* v,             // (B, n_ctx, C)
-    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
-    const int* start,       // (B), or null: at_once for all
-    float* out,             // (N, C)
-    int q_distance, int n_ctx, int N, int B, int at_once) {
+template <typename Q>
+__device__ __forceinline__ void attend_cached(
+    const Q* q, const T* k, const T* v, const int* cu_seqlens, const int* start, Q* out, int q_distance, int n_ctx,
+    int N, int B, int at_once) {
     extern __shared__ __align__(16) float tiles[];
     let_next_start();
     wait_for_previous();
@@ -36,9 +35,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const int position = max(start ? __ldcg(start + sequence) : at_once, 0);
     const int queries = min(end - first, n_ctx - position);
     if ((int)(gridDim.y - 1 - blockIdx.y) * QUERIES >= queries) return;
-    attend<T>(tiles, out, true, [&](long long b, long long h) -> Task<T> {
+    attend<T>(tiles, out, true, [&](long long b, long long h) -> Task<T, Q> {
         const long long head = b * n_ctx * (NH * HS) + h * HS;
-        const float* head_q = q + (long long)first * q_distance + h * HS;
+        const Q* head_q = q + (long long)first * q_distance + h * HS;
         return {head_q, k + head, v + head, q_distance, NH * HS, queries, position, position + queries, first};
     });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
+    const float* q,         // (N, C), rows q_distance apart
+    const T* k,             // (B, n_ctx, C)
+    const T* v,             // (B, n_ctx, C)
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
+    const int* start,       // (B), or null: at_once for all
+    float* out,             // (N, C)
+    int q_distance, int n_ctx, int N, int B, int at_once) {
+    attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow(
+    const T* q,             // (N, C), rows q_distance apart
+    const T* k,             // (B, n_ctx, C)
+    const T* v,             // (B, n_ctx, C)
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
+    const int* start,       // (B), or null: at_once for all
+    T* out,                 // (N, C)
+    int q_distance, int n_ctx, int N, int B, int at_once) {
+    attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
 }

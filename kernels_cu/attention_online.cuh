@@ -39,7 +39,7 @@
 #pragma once
 #include "common.cuh"
 #include "copies.cuh"
-#include "storage.cuh"
+#include "fresh.cuh"
 
 #ifndef NH
 #define NH 12
@@ -143,6 +143,25 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
+// As copy_rows, for queries of 16 bits, which come once: each thread widens what it loads.
+template <int COUNT, int TO_STRIDE, typename E>
+__device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
+    for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
+        const E* from = head + (long long)min(first + row + more, rows - 1) * distance + d;
+        float* there = to + (row + more) * TO_STRIDE + d;
+        if constexpr (ACROSS<E> > 1) {
+            float v[ACROSS<E>];
+            load_fresh<E, ACROSS<E>>(from).unpack(v);
+#pragma unroll
+            for (int e = 0; e < ACROSS<E>; e += 4) {
+                st_vec(there + e, make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]));
+            }
+        } else {
+            *there = d < HS ? as_float(*from) : 0.0f;
+        }
+    });
+}
+
 __device__ __forceinline__ void add_product(float (&sum)[4], float a, float4 b) {
     sum[0] += a * b.x;
     sum[1] += a * b.y;
@@ -210,10 +229,10 @@ __device__ __forceinline__ float combine_row(float value) {  // over the 8 threa
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
 }
 
-// The work of a block: some queries of a head of a sequence.
-template <typename E>
+// The work of a block: some queries of a head of a sequence. K and V hold E, queries and output Q: float, or as E.
+template <typename E, typename Q = float>
 struct Task {
-    const float* q;            // (queries, HS), rows q_distance apart
+    const Q* q;                // (queries, HS), rows q_distance apart
     const E *k, *v;            // (rows, HS), rows kv_distance apart
     int q_distance, kv_distance;
     int queries, start, rows;  // query i stands at position start + i
@@ -222,8 +241,8 @@ struct Task {
 
 // find(b, h) gives the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH, ceil(queries / QUERIES)).
 // tiles: dynamic shared memory for the arrays that follow.
-template <typename E, typename Find>
-__device__ __forceinline__ void attend(float* tiles, float* out, int causal, Find find) {
+template <typename E, typename Q, typename Find>
+__device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find find) {
     float* const q_s = tiles;                   // (QUERIES, HS), rows STRIDE apart
     float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE apart
     float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE apart
@@ -240,7 +259,7 @@ __device__ __forceinline__ void attend(float* tiles, float* out, int causal, Fin
     float* p = p_s + row * P_STRIDE;
 
     const long long b = blockIdx.x / NH, h = blockIdx.x % NH;
-    const Task<E> task = find(b, h);
+    const Task<E, Q> task = find(b, h);
     const int queries = task.queries, start = task.start, rows = task.rows;
     const int tile = causal ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const int block_query = tile * QUERIES, warp_query = block_query + WARP_QUERIES * warp, query = block_query + row;
@@ -264,7 +283,11 @@ __device__ __forceinline__ void attend(float* tiles, float* out, int causal, Fin
         }
     }
 
-    copy_rows<QUERIES, STRIDE, false>(q_s, q_s, task.q, task.q_distance, block_query, queries);
+    if constexpr (sizeof(Q) < 4) {
+        copy_rows_widened<QUERIES, STRIDE>(q_s, task.q, task.q_distance, block_query, queries);
+    } else {
+        copy_rows<QUERIES, STRIDE, false>(q_s, q_s, task.q, task.q_distance, block_query, queries);
+    }
     copy_rows<KEYS, STRIDE, true>(k_s, staged, task.k, task.kv_distance, 0, rows);
 #pragma unroll 1
     for (int key = 0; key < n_keys; key += KEYS) {
@@ -336,19 +359,19 @@ __device__ __forceinline__ void attend(float* tiles, float* out, int causal, Fin
     for (int r = 0; r < ROWS; ++r) {
         const float scale = 1.0f / combine_row<Sum>(l[r]);
         if (query + 4 * r >= queries) continue;
-        float* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
+        Q* to = out + (task.out_row + query + 4 * r) * (NH * HS) + h * HS + 4 * tx;
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const float* from = o[r][g];
             const int channels = HS - 32 * g - 4 * tx;  // that are left
+            float y[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) y[e] = o[r][g][e] * scale;
 #if HS % 4 == 0
-            if (channels > 0) {
-                st_vec(to + 32 * g, make_float4(from[0] * scale, from[1] * scale, from[2] * scale, from[3] * scale));
-            }
+            if (channels > 0) Vec<Q, 4>::store(to + 32 * g, y);
 #else
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (e < channels) to[32 * g + e] = from[e] * scale;
+                if (e < channels) narrow_to(to[32 * g + e], y[e]);
             }
 #endif
         }

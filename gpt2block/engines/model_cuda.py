@@ -1,7 +1,7 @@
 """GPT-2 on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Prefill takes the new tokens of all sequences as rows of one matrix; only attention, the encoder and
-the kv_cache know of sequences. Decoding is a plan of its own, five kernels a layer for a row each:
+Prefill is in model_cuda_prefill.py. Decoding is a plan of its own, five kernels a layer for a row
+each:
 
     qkv         LayerNorm, product; q, and the new key and value into the kv_cache
     attention   split over the keys; the last block of a head puts its splits together
@@ -20,7 +20,6 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -42,16 +41,20 @@ from gpt2block.engines.model import (
     kv_cache_dtype,
     stored_tensors,
 )
+from gpt2block.engines.model_cuda_prefill import Plain, Prefill, Shape, TensorCores
 from gpt2block.kernels import Launch
+from gpt2block.operations.attention import MMA_CAPABILITY, SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.operations.gemm import MULTIPLE
 from gpt2block.ops import (
     _attention_cached,
     _encoder_rows,
+    _gemm,
     _layernorm,
     _linear,
     _log_likelihood,
     _sample,
 )
-from gpt2block.ops._arrays import Bound, CudaArray
+from gpt2block.ops._arrays import Bound, CudaArray, compute_capability
 from gpt2block.sampling import Sampling
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
@@ -64,15 +67,19 @@ KEPT_CACHES = 2  # of ended decodings, with their graphs
 class CudaCache:
     """Keys and values of each layer, (batch, n_ctx, C); what prefills and steps over them need."""
 
-    def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
+    def __init__(
+        self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
+    ) -> None:
+        """layers: how many to keep, all of them if None."""
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
         shape = (batch, n_ctx, config.n_embd)
         self.layers = [
-            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv") for _ in range(config.n_layer)
+            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
+            for _ in range(config.n_layer if layers is None else layers)
         ]
-        self.prefills: OrderedDict[tuple[int, int], _Prefill] = OrderedDict()
+        self.prefills: OrderedDict[Shape, Prefill] = OrderedDict()
         self.step: _Step | None = None
 
     @property
@@ -81,7 +88,10 @@ class CudaCache:
 
 
 class CudaModel:
-    """A GPT-2 on one GPU. Activations are float32; matrices are stored in `dtype`, (N, K).
+    """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
+
+    Activations are float32; but in prefill they have the dtype of matrices of 16 bits where heads
+    are of 64 channels and the GPU has tensor cores, `on_tensor_cores`.
 
     Thread-safe: calls take turns on one stream.
     """
@@ -94,12 +104,18 @@ class CudaModel:
         self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
+            self.on_tensor_cores = (
+                dtype in SIXTEEN_BITS
+                and config.head_size == TENSOR_HEAD
+                and compute_capability() >= MMA_CAPABILITY
+            )
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
                 for name, array, layout in tensors:
                     self._put(name, cupy.asarray(array), layout)
                     del array  # before the next one is read
                 self._matrices.setdefault("lm_head", self._matrices["wte"])
+                self._head = self._whole_head() if self.on_tensor_cores else None
                 self.stream.synchronize()
 
     def _put(self, name: str, array: CudaArray, layout: str | None) -> None:
@@ -108,6 +124,24 @@ class CudaModel:
             return
         rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
         self._matrices[name] = WeightMatrix.quantize(rows, self.dtype, "NK", name)
+
+    def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
+        """lm_head with as many rows as a product of tensor cores takes, and a bias.
+
+        Those added have logits of -inf; lm_head itself becomes a view of the others.
+        """
+        head = self._matrices["lm_head"]
+        added = -head.N % MULTIPLE
+        if not added:
+            return head, None
+        rows = cupy.zeros((head.N + added, head.K), head.data.dtype)
+        rows[: head.N] = head.data
+        bias = cupy.zeros(len(rows), "float32")
+        bias[head.N :] = -np.inf
+        view = WeightMatrix(rows[: head.N], self.dtype, None, "NK")
+        same = [name for name, matrix in self._matrices.items() if matrix is head]
+        self._matrices.update(dict.fromkeys(same, view))
+        return WeightMatrix(rows, self.dtype, None, "NK"), bias
 
     @property
     def cache_kind(self) -> CacheKind:
@@ -170,42 +204,52 @@ class CudaModel:
             return logits
 
     def _scratch(self, sequences: Sequence[Ids]) -> CudaCache:
-        """A kv_cache that every layer overwrites, for sequences that nobody will continue."""
+        """For sequences that nobody will continue: a kv_cache that every layer overwrites, or none.
+
+        Attention on tensor cores needs none.
+        """
         shape = len(sequences), max(map(len, sequences))
         cache = self._scratches.get(shape)
         if cache is None:
-            one_layer = replace(self.config, n_layer=1)
-            cache = CudaCache(one_layer, *shape, kv_cache_dtype(self.dtype))
+            layers = 0 if self.on_tensor_cores else 1
+            cache = CudaCache(self.config, *shape, kv_cache_dtype(self.dtype), layers)
             self._scratches[shape] = cache
-            if len(self._scratches) > KEPT_SHAPES:
-                self._scratches.popitem(last=False)
+            self._forget_oldest(self._scratches)
         self._scratches.move_to_end(shape)
         cache.lengths = [0] * cache.batch
         return cache
 
+    def _forget_oldest(self, kept: OrderedDict[Any, Any]) -> None:
+        if len(kept) > KEPT_SHAPES:
+            self.stream.synchronize()  # a graph of it may still be running
+            kept.popitem(last=False)
+
     def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
-        prefill = self.prefill(sequences, cache, keep_states=want == "states")
-        ends = prefill.ends
+        prefill = self.prefill(sequences, cache, want)
         if want == "last":
-            logits = self.logits_of_last(prefill).get()
-            rows = iter(logits)
-            return [next(rows) if len(ids) else np.empty(0, np.float32) for ids in sequences]
+            nothing = np.empty(0, np.float32)
+            logits = prefill.out.get()
+            return [
+                row if len(ids) else nothing for row, ids in zip(logits, sequences, strict=True)
+            ]
+        ends = prefill.ends[:-1]
         if want == "logits":
-            parts = [logits.get() for logits in self._logits(prefill.hidden)]
-            return np.split(np.concatenate(parts), ends[:-1])
-        hidden = prefill.hidden.get()
+            V = self.config.vocab_size
+            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out)]
+            return np.split(np.concatenate(parts), ends)
+        hidden = prefill.out.get()
         if want == "hidden":
-            return np.split(hidden, ends[:-1])
-        return np.split(np.stack([*prefill.states, hidden]), ends[:-1], axis=1)
+            return np.split(hidden, ends)
+        return np.split(np.stack([*prefill.states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found: list[Floats] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                prefill = self.prefill(group, self._scratch(group))
+                prefill = self.prefill(group, self._scratch(group), "logits")
                 targets = cupy.asarray(np.roll(np.concatenate(group), -1))  # the last of each: any
                 parts, first = [], 0
-                for logits in self._logits(prefill.hidden):
+                for logits in self._logits(prefill.out):
                     some = targets[first : first + len(logits)]
                     parts.append(_log_likelihood.bind((logits, some)).run().get())
                     first += len(logits)
@@ -241,35 +285,36 @@ class CudaModel:
         return cache.step
 
     def prefill(
-        self, sequences: Sequence[Ids], cache: CudaCache, keep_states: bool = False
-    ) -> _Prefill:
+        self, sequences: Sequence[Ids], cache: CudaCache, want: Want | None = None
+    ) -> Prefill:
         """The sequences through all blocks, behind what the cache's rows hold."""
         lengths = [len(ids) for ids in sequences]
-        key = (sum(lengths), max(lengths))
-        if key not in cache.prefills:
-            cache.prefills[key] = _Prefill(self, cache, *key)
-            if len(cache.prefills) > KEPT_SHAPES:
-                cache.prefills.popitem(last=False)
-        cache.prefills.move_to_end(key)
-        prefill = cache.prefills[key]
-        prefill.run(sequences, cache.lengths, keep_states)
+        shape = Shape(sum(lengths), max(lengths))
+        make: type[Plain | TensorCores] = Plain
+        if self.on_tensor_cores:
+            make = TensorCores
+            before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
+            shape = shape._replace(fresh=0 in before, going_on=any(before))
+        prefill = cache.prefills.get(shape)
+        if prefill is None:
+            prefill = cache.prefills[shape] = make(self, cache, shape)
+            self._forget_oldest(cache.prefills)
+        cache.prefills.move_to_end(shape)
+        prefill.run(sequences, cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
-    def logits_of_last(self, prefill: _Prefill) -> CudaArray:
-        """Those of the last new token of every sequence that has one, (rows, V)."""
-        ends = prefill.ends
-        last = [end - 1 for end, before in zip(ends, [0, *ends], strict=False) if end > before]
-        x = prefill.x[cupy.asarray(last)]
-        return self.bind_lm_head(x, None).run()
-
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Of all rows, some at a time."""
-        out = cupy.empty((min(len(hidden), ROWS_AT_ONCE), self.config.vocab_size), "float32")
+        """Of all rows, some at a time; there may be more columns than tokens, of -inf."""
+        head, bias = self._head or (self._matrices["lm_head"], None)
+        out = cupy.empty((min(len(hidden), ROWS_AT_ONCE), head.N), "float32")
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             rows = hidden[first : first + ROWS_AT_ONCE]
-            inputs = (rows, self._matrices["lm_head"], None, None, None, None)
-            yield _linear.bind(inputs, out[: len(rows)], variant="tiles").run()
+            here = out[: len(rows)]
+            if self.on_tensor_cores:
+                yield _gemm.bind((rows, head, bias), here).run()
+            else:
+                yield _linear.bind((rows, head), here, variant="tiles").run()
 
     def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
         inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])
@@ -277,15 +322,15 @@ class CudaModel:
 
     def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
         """`which`: how the names of its γ and β go on, such as "_f", or begin, such as "h.0.1"."""
-        gamma, beta = self._norm(which)
-        inputs = (x, gamma, beta)
+        inputs = (x, *self.norm(which))
         return _layernorm.bind(inputs, out, eps=self.config.eps, variant=6, stats=False)
 
     def bind_lm_head(self, x: CudaArray, out: CudaArray | None) -> Bound:
-        inputs = (x, self._matrices["lm_head"], None, *self._norm("_f"), None)
+        inputs = (x, self._matrices["lm_head"], None, *self.norm("_f"), None)
         return _linear.bind(inputs, out, eps=self.config.eps, variant="matvec")
 
-    def _norm(self, which: str) -> tuple[CudaArray, CudaArray]:
+    def norm(self, which: str) -> tuple[CudaArray, CudaArray]:
+        """Its γ and β."""
         block, dot, end = which.rpartition(".")
         gamma, beta = (self._vectors[f"{block}{dot}{kind}{end}"] for kind in ("gamma", "beta"))
         return gamma, beta
@@ -310,67 +355,8 @@ class CudaModel:
         self, h: str, name: str, norm: str | None = None
     ) -> tuple[WeightMatrix, CudaArray, tuple[CudaArray | None, CudaArray | None]]:
         """w_`name` and b_`name` of the layer whose tensors begin with `h`, γ and β of a norm."""
-        gamma_beta = self._norm(h + norm) if norm else (None, None)
+        gamma_beta = self.norm(h + norm) if norm else (None, None)
         return self._matrices[f"{h}w_{name}"], self._vectors[f"{h}b_{name}"], gamma_beta
-
-
-class _Prefill:
-    """N packed rows of a cache's sequences through every block: buffers and launches, bound once.
-
-    `x` is the residual stream, (N, C); `hidden` the final LayerNorm of it.
-    """
-
-    def __init__(self, model: CudaModel, cache: CudaCache, rows: int, longest: int) -> None:
-        c = model.config
-        self.ends: list[int] = []
-        self.states: list[Floats] = []
-        B, C = cache.batch, c.n_embd
-        self._integers = cupy.empty(3 * rows + 2 * B + 1, "int32")
-        ids, positions, row, cu_seqlens, start = cupy.split(
-            self._integers, [rows, 2 * rows, 3 * rows, 3 * rows + B + 1]
-        )
-        self.x, self.hidden = (cupy.empty((rows, C), "float32") for _ in range(2))
-        qkv, ff = (cupy.empty((rows, n * C), "float32") for n in (3, 4))
-        h = self.hidden
-        self._encoder = model.bind_encoder(ids, positions, self.x)
-        self._norm = model.bind_norm(self.x, "_f", self.hidden)
-        self._blocks: list[list[Bound]] = []
-        for layer in range(c.n_layer):
-            k, v = cache.layers[layer % len(cache.layers)]
-            name = f"h.{layer}."
-
-            linear = partial(model.bind_linear, layer, "tiles")
-            self._blocks.append(
-                [
-                    model.bind_norm(self.x, name + "1", h),
-                    linear("qkv", h, qkv),
-                    _attention_cached.bind_append((qkv, row, positions), (k, v)),
-                    _attention_cached.bind(
-                        (qkv, k, v, cu_seqlens, start), h, n_head=c.n_head, longest=longest
-                    ),
-                    linear("attn", h, self.x, residual=self.x),
-                    model.bind_norm(self.x, name + "2", h),
-                    linear("fc", h, ff, gelu=True),
-                    linear("proj", ff, self.x, residual=self.x),
-                ]
-            )
-
-    def run(self, sequences: Sequence[Ids], starts: list[int], keep_states: bool) -> None:
-        lengths = [len(ids) for ids in sequences]
-        self.ends = [int(end) for end in np.cumsum(lengths)]
-        positions = [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        self._integers.set(
-            np.concatenate([*sequences, *positions, rows, [0], self.ends, starts]).astype(np.int32)
-        )
-        self._encoder.run()
-        self.states = [self.x.get()] if keep_states else []
-        for block in self._blocks:
-            for bound in block:
-                bound.run()
-            if keep_states:
-                self.states.append(self.x.get())
-        self._norm.run()
 
 
 class _Step:
@@ -472,10 +458,10 @@ class CudaDecoding:
         self._step = model.step(cache)
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._launched = self._returned = 0  # steps; the first is the sampler alone
-        prefill = model.prefill(prompts, cache)
+        prefill = model.prefill(prompts, cache, "last")
         self._lengths = list(cache.lengths)
         self._step.start(prompts, sampling)
-        cupy.copyto(self._step.logits, model.logits_of_last(prefill))
+        cupy.copyto(self._step.logits, prefill.out)
 
     @property
     def lengths(self) -> list[int]:

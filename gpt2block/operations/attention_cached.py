@@ -53,9 +53,9 @@ OPERATION = Operation(
         Variant(
             "tiles",
             "attention_cached.cu",
-            ("attention_cached",),
+            ("attention_cached", "attention_cached_narrow"),
             "the walk of attention's `online` over packed rows of several sequences; a query's "
-            "bits depend on its own sequence alone",
+            "bits depend on its own sequence alone; q in float32, or in 16 bits",
         ),
     ),
     make=_make,
@@ -74,8 +74,8 @@ OPERATION = Operation(
         Variant(
             "append",
             "kv_cache.cu",
-            ("kv_append",),
-            "K and V of packed rows into the kv_cache, narrowed to its dtype",
+            ("kv_append", "kv_append_narrow"),
+            "K and V of packed rows into the kv_cache, narrowed to its dtype, or in it already",
         ),
     ),
 )
@@ -127,8 +127,16 @@ def _power_above(n: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def tiles(B: int, longest: int, NH: int, HS: int, itemsize: int, shared_limit: int) -> Geometry:
-    """For B sequences of at most `longest` queries.
+def tiles(
+    B: int,
+    longest: int,
+    NH: int,
+    HS: int,
+    itemsize: int,
+    shared_limit: int,
+    narrow: bool = False,
+) -> Geometry:
+    """For B sequences of at most `longest` queries; narrow: those have the cache's dtype.
 
     shared_limit: bytes of shared memory that a block can have. The keys of a tile, on which alone
     the order of additions depends, follow from it, HS and itemsize.
@@ -152,13 +160,16 @@ def tiles(B: int, longest: int, NH: int, HS: int, itemsize: int, shared_limit: i
             f"to {MOST_BLOCKS[0]:,} heads of sequences and {MOST_BLOCKS[1]:,} blocks of each"
         )
     defines = (("NH", NH), ("HS", HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
-    return Geometry("attention_cached", (heads, blocks), (32 * warps,), shared, defines)
+    kernel = OPERATION.variants[0].kernels[narrow]
+    return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
 
 
-def append(N: int, C: int, itemsize: int, alignment: int) -> Geometry:
-    """For N rows. alignment: in bytes, of the arrays."""
+def append(N: int, C: int, itemsize: int, alignment: int, narrow: bool = False) -> Geometry:
+    """For N rows. alignment: in bytes, of the arrays. narrow: rows have the cache's dtype."""
     width = vector_width(itemsize, C)
-    while min(16, 4 * width) > alignment or itemsize * width > alignment:
+    own = itemsize if narrow else 4
+    while max(min(16, own * width), itemsize * width) > alignment:
         width //= 2
     threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MOST_THREADS)
-    return Geometry("kv_append", (N,), (threads,), defines=(("KV_WIDTH", width),))
+    kernel = OPERATION.beside[1].kernels[narrow]
+    return Geometry(kernel, (N,), (threads,), defines=(("KV_WIDTH", width),))

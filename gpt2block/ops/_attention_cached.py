@@ -41,15 +41,16 @@ def bind(
 ) -> Bound:
     """inputs (qkv (N, 3C), k, v (B, n_ctx, C), cu_seqlens (B + 1,), start (B,)), out (N, C).
 
-    Q of sequence b is in rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of qkv, `longest` of them at
-    most, at positions from start[b] on; k and v already hold their keys and values. cu_seqlens and
-    start, int32, are not read back: what they name beyond qkv or the cache is left out.
+    qkv and out: both float32, or both in the dtype of k. Q of sequence b is in rows cu_seqlens[b]
+    to cu_seqlens[b + 1] - 1 of qkv, `longest` of them at most, at positions from start[b] on; k and
+    v already hold their keys and values. cu_seqlens and start, int32, are not read back: what they
+    name beyond qkv or the cache is left out.
     """
     qkv, k, v, cu_seqlens, start = inputs
     OPERATION.variant(variant)
     dtype, B, n_ctx, C = _cache(k, v)
     _heads(n_head, C)
-    check("qkv", qkv)
+    check("qkv", qkv, dtype=_of_rows(qkv, dtype))
     if qkv.ndim != 2 or qkv.shape[1] != 3 * C:
         raise InputError(f"qkv: expected (N, {3 * C}), as k has {C} channels, got {qkv.shape}")
     check("cu_seqlens", cu_seqlens, (B + 1,), "int32")
@@ -102,13 +103,14 @@ def _tiles(
     N, distance = q.shape
     C = k.shape[-1]
     B = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    out = output(out, (N, C))
+    out = output(out, (N, C), q.dtype.name)
     if overlap(q, out):
         raise InputError("out: overlaps the queries: expected another array")
     for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
         _aligned(name, array, 16)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    where = launches.tiles(B, longest, n_head, C // n_head, k.itemsize, limit)
+    narrow = q.dtype.name != "float32"
+    where = launches.tiles(B, longest, n_head, C // n_head, k.itemsize, limit, narrow)
     args = (q, k, v, cu_seqlens, start, out, distance, n_ctx, N, B, at_once)
     (only,) = OPERATION.variants
     return Bound(out, (launch_at(only.file, where, args, dtype),))
@@ -152,21 +154,23 @@ def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head:
 def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bound:
     """inputs (qkv (N, 3C), row (N,), position (N,), both int32), out (k, v), (B, n_ctx, C) each.
 
-    Columns C to 2C - 1 of row n become k[row[n], position[n]], the last C columns v there. row and
-    position are not read back: one outside the cache is left out.
+    Columns C to 2C - 1 of row n become k[row[n], position[n]], the last C columns v there. qkv:
+    float32, or in the dtype of k. row and position are not read back: one outside the cache is left
+    out.
     """
     qkv, row, position = inputs
     k, v = out
     dtype, B, n_ctx, C = _cache(k, v)
     if overlap(k, v):
         raise InputError("v: overlaps k: expected another array")
-    check("qkv", qkv)
+    of_rows = _of_rows(qkv, dtype)
+    check("qkv", qkv, dtype=of_rows)
     N = qkv.shape[0]
-    check("qkv", qkv, (N, 3 * C))
+    check("qkv", qkv, (N, 3 * C), of_rows)
     check("row", row, (N,), "int32")
     check("position", position, (N,), "int32")
     aligned = alignment(qkv.data.ptr, k.data.ptr, v.data.ptr)
-    where = launches.append(N, C, k.itemsize, aligned)
+    where = launches.append(N, C, k.itemsize, aligned, of_rows != "float32")
     args = (qkv, row, position, k, v, C, B, n_ctx)
     return Bound(k, (launch_at(APPEND.file, where, args, dtype),), (v,))
 
@@ -180,6 +184,11 @@ def _cache(k: Any, v: Any) -> tuple[str, int, int, int]:
     check("v", v, k.shape, dtype)
     B, n_ctx, C = k.shape
     return dtype, B, n_ctx, C
+
+
+def _of_rows(qkv: Any, kept: str) -> str:
+    """The dtype that new rows must have beside a cache of dtype `kept`: that, or float32."""
+    return kept if storage(qkv) == kept else "float32"
 
 
 def _heads(n_head: Any, C: int) -> None:
@@ -215,10 +224,10 @@ def attention_packed(
 ) -> CudaArray:
     """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
 
-    qkv (N, 3C) float32, the rows of one sequence after those of another, k and v (B, n_ctx, C),
-    cu_seqlens (B + 1,) and start (B,) int32 → (N, C). Rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
-    are sequence b's, at positions from start[b] on; it may have none, and has at most `longest`.
-    A sequence gets the same bits alone and in any batch. Raises InputError.
+    qkv (N, 3C) float32 or in the dtype of k, the rows of one sequence after those of another, k and
+    v (B, n_ctx, C), cu_seqlens (B + 1,) and start (B,) int32 → (N, C), as qkv. Rows cu_seqlens[b]
+    to cu_seqlens[b + 1] - 1 are sequence b's, at positions from start[b] on; it may have none, and
+    has at most `longest`. A sequence gets the same bits alone and in any batch. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     return call(bind, arrays, n_head=n_head, longest=longest).out
@@ -238,9 +247,10 @@ def attention_split(
 def kv_append(
     qkv: CudaArray, k: CudaArray, v: CudaArray, row: CudaArray, position: CudaArray
 ) -> None:
-    """K and V of qkv (N, 3C) float32 into the kv_cache k, v (B, n_ctx, C), in its dtype.
+    """K and V of qkv (N, 3C) into the kv_cache k, v (B, n_ctx, C), in its dtype.
 
-    Row n belongs to sequence row[n], at position[n], int32 on the device; what lies outside the
-    cache is left out. Two rows must not name the same place. Raises InputError.
+    qkv: float32, or in the dtype of k and v. Row n belongs to sequence row[n], at position[n],
+    int32 on the device; what lies outside the cache is left out. Two rows must not name the same
+    place. Raises InputError.
     """
     bind_append(contiguous(qkv, row, position), (k, v)).run()

@@ -1,0 +1,551 @@
+"""Prefill on tensor cores: activations of 16 bits between kernels, the residual stream in float32.
+
+The rule is that of the fused block: the error against float64, on the same rounded weights, is at
+most twice that of the NumPy meaning, whose steps are float32 with each result but the stream's
+rounded to 16 bits, plus the rounding term of the kernels' tests.
+
+Without a GPU the launches of a whole model are run by the kernels' own source.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import GPT2, GPT2Config, kernels, reference
+from gpt2block.engines.model import kv_cache_dtype
+from gpt2block.sampling import Sampling
+from gpt2block.weight_matrix import FLOATS, WeightMatrix
+from gpt2block.weights import GPT2Weights
+from tests import test_attention_mma, test_gemm, test_warm
+from tests.cpu_cuda import loader
+from tests.plain import rounding
+from tests.test_warm import Recorder
+
+Array = NDArray[Any]
+host = test_warm.host  # a fixture
+TINY = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+SMALL = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=300, vocab_size=501)
+UNTIED = replace(SMALL, n_layer=1, vocab_size=504, tie_word_embeddings=False)
+DTYPES = ("bfloat16", "float16")
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@cache
+def weights(config: GPT2Config) -> GPT2Weights:
+    """Larger than they are to begin with, so that attention looks at some tokens more."""
+    w = GPT2Weights.random(3, config)
+    return replace(w, blocks=tuple(replace(b, w_qkv=4 * b.w_qkv) for b in w.blocks))
+
+
+@cache
+def rounded(config: GPT2Config, dtype: str) -> GPT2Weights:
+    """The weights as they are computed with."""
+    w = weights(config)
+    names = ("w_qkv", "w_attn", "w_fc", "w_proj")
+
+    def stored(array: Array) -> Any:
+        return array.astype(FLOATS[dtype]).astype(np.float32)
+
+    blocks = tuple(replace(b, **{n: stored(getattr(b, n)) for n in names}) for b in w.blocks)
+    wte = stored(w.wte)
+    lm_head = wte if config.tie_word_embeddings else stored(w.lm_head)
+    return replace(w, blocks=blocks, wte=wte, lm_head=lm_head)
+
+
+class Found(NamedTuple):
+    """Of a sequence: logits of each token by `logits`, by "last"; keys and values; the stream."""
+
+    logits: Array  # (T, V)
+    last: Array  # (T, V), from the final LayerNorm as it is
+    kv: Array  # (n_layer, 2, T, C)
+    stream: Array  # (n_layer + 1, T, C)
+    hidden: Array  # (T, C)
+
+
+def computed(w: GPT2Weights, ids: Array, step: Any, float_type: Any) -> Found:
+    """All of it in `float_type`; `step` makes of a result what the next step is given."""
+
+    def wide(array: Array) -> Array:
+        return np.asarray(array, float_type)
+
+    x = wide(reference.encoder(ids, w.wte, w.wpe))
+    stream, kv = [x], []
+    for b in w.blocks:
+        qkv = step(step(reference.layernorm(x, b.gamma1, b.beta1, b.eps)) @ wide(b.w_qkv) + b.b_qkv)
+        attn = step(reference.attention(qkv, b.n_head, causal=True))
+        x = x + (attn @ wide(b.w_attn) + b.b_attn)
+        ln2 = step(reference.layernorm(x, b.gamma2, b.beta2, b.eps))
+        ff = step(reference.gelu(ln2 @ wide(b.w_fc) + b.b_fc))
+        x = x + (ff @ wide(b.w_proj) + b.b_proj)
+        stream.append(x)
+        kv.append(np.split(qkv, 3, axis=1)[1:])
+    hidden = reference.layernorm(x, w.gamma_f, w.beta_f, w.config.eps)
+    head = wide(w.lm_head).T
+    return Found(step(hidden) @ head, hidden @ head, np.array(kv), np.array(stream), hidden)
+
+
+@cache
+def truth_and_meaning(
+    config: GPT2Config, dtype: str, seed: int, length: int
+) -> tuple[Array, Found, Found]:
+    """Tokens, what they give in float64, and what in float32 with rounded steps."""
+    ids = random_ids(config, length, seed)
+
+    def step(result: Array) -> Array:
+        return np.asarray(result.astype(FLOATS[dtype]).astype(np.float32))
+
+    w = rounded(config, dtype)
+    exact = computed(w, ids, np.asarray, np.float64)
+    return ids, exact, computed(w, ids, step, np.float32)
+
+
+def random_ids(config: GPT2Config, length: int, seed: int = 0) -> Array:
+    rng = np.random.default_rng((seed, length))
+    return rng.integers(config.vocab_size, size=length, dtype=np.int32)
+
+
+def assert_close(got: Array, truth: Array, meaning: Array, at: Any = slice(None)) -> None:
+    """`got` are rows `at` of what there is; the meaning's error is taken over all rows."""
+    assert got.shape == truth[at].shape
+    error = float(np.abs(got.astype(np.float64) - truth[at]).max())
+    limit = 2 * float(np.abs(meaning - truth).max()) + rounding(truth)
+    assert error <= limit, f"error {error:.3g} is over {limit:.3g}"
+
+
+@in_16_bits
+def test_the_meaning_errs_by_rounding(dtype: str) -> None:
+    """Beside the largest logit: a wrong step is far beyond the rule."""
+    _, truth, meaning = truth_and_meaning(SMALL, dtype, 0, 40)
+    off = np.abs(meaning.logits - truth.logits).max() / np.abs(truth.logits).max()
+    assert 0 < off < {"bfloat16": 2.0**-6, "float16": 2.0**-9}[dtype]
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+class Machine:
+    """A GPU of compute capability 8.0 whose memory is the host's: launches of the ops are run by
+    the kernels' own source, at once or, captured, when the graph is launched."""
+
+    def __init__(self, host: Recorder, order: loader.Order) -> None:
+        self.host, self.order = host, order
+        self.arrays: dict[int, Array] = {}  # by address
+        self.views: dict[int, Array] = {}
+        self.wholes: dict[int, Array] = {}  # of what was split
+        self.captured: list[Callable[[], None]] | None = None
+        self.ran: list[str] = []  # kernels
+        self.early: list[str] = []  # those launched to overlap the one before
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """An array in which an element that is never written shows."""
+        made = self.host.array(shape, dtype)
+        seen = np.frombuffer(self.host.memory[-1], np.uint8)
+        seen[...] = 0xFF
+        first = made.data.ptr - seen.ctypes.data
+        bytes_of = seen[first : first + made.nbytes]
+        self.arrays[made.data.ptr] = bytes_of.view(made.dtype).reshape(made.shape)
+        return made
+
+    def put(self, values: Array) -> Any:
+        made = self.empty(values.shape, values.dtype)
+        self.get(made)[...] = values
+        return made
+
+    def get(self, array: Any) -> Array:
+        return np.asarray(self.at(array.data.ptr)[: array.size].reshape(array.shape))
+
+    def at(self, address: int) -> Array:
+        """The memory from there to the end of its array; the same object for the same address."""
+        if address not in self.views:
+            base = max(start for start in self.arrays if start <= address)
+            whole = self.arrays[base].reshape(-1)
+            assert address < base + whole.nbytes
+            self.views[address] = whole[(address - base) // whole.itemsize :]
+        return self.views[address]
+
+    def split(self, array: Any, ends: list[int]) -> list[Any]:
+        """Parts that kernels are given side by side."""
+        parts = [array[a:b] for a, b in pairwise([0, *ends, array.size])]
+        self.wholes[array.data.ptr] = whole = self.get(array)
+        for part, memory in zip(parts, np.split(whole, ends), strict=True):
+            self.views[part.data.ptr] = memory
+        return parts
+
+    def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
+        parameters = kernels.signatures(file)[name].parameters
+        storages = (s for s, own in kernels.STORAGE.items() if own and set(own) <= set(defines))
+        storage = next(storages, "float32")
+        others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
+        imitated = {
+            "mma/gemm.cu": test_gemm.imitated,
+            "mma/attention.cu": test_attention_mma.imitated,
+        }
+        source = imitated[file](False) if file in imitated else file
+
+        def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+            every = [
+                (self.at(int(arg)) if arg else None) if p.ctype.endswith("*") else arg.item()
+                for arg, p in zip(args, parameters, strict=True)
+            ]
+            options: dict[str, Any] = {"shared": shared_mem, "defines": others, "storage": storage}
+
+            def run() -> None:
+                self.ran.append(name)
+                loader.run(source, name, grid, block, every, order=self.order, **options)
+
+            self.do(run)
+
+        function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
+        return function
+
+    def do(self, run: Callable[[], None]) -> None:
+        if self.captured is None:
+            run()
+        else:
+            self.captured.append(run)
+
+    def take(self, source: Any, rows: Any, axis: int, out: Any) -> None:
+        assert axis == 0
+        self.do(lambda: np.copyto(self.get(out), self.get(source)[self.get(rows)]))
+
+    # As a stream
+    ptr = 0
+
+    def synchronize(self) -> None: ...
+
+    def begin_capture(self) -> None:
+        self.captured = []
+
+    def end_capture(self) -> Any:
+        runs, self.captured = self.captured or [], None
+        return SimpleNamespace(launch=lambda stream: [run() for run in runs])
+
+
+@pytest.fixture
+def machine(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    from gpt2block import overlap  # noqa: PLC0415
+    from gpt2block.engines import model_cuda_prefill  # noqa: PLC0415
+
+    attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
+    device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")
+    found = Machine(host, "shuffled")
+    cp = host.cp
+    monkeypatch.setattr(cp.cuda, "Device", lambda *_: device)
+    monkeypatch.setattr(kernels, "load", found.load)
+    monkeypatch.setattr(cp, "empty", found.empty)
+    monkeypatch.setattr(cp, "zeros", lambda shape, dtype: found.put(np.zeros(shape, dtype)))
+    monkeypatch.setattr(cp, "take", found.take)
+    monkeypatch.setattr(cp, "split", found.split)
+    monkeypatch.setattr(overlap, "possible", lambda: True)
+
+    def run_early(launch: kernels.Launch) -> None:
+        found.early.append(launch.name)
+        launch.run()
+
+    monkeypatch.setattr(overlap, "run", run_early)
+
+    def send(self: Any, numbers: Array) -> None:
+        assert numbers.dtype == np.int32
+        found.wholes[self._numbers.data.ptr][...] = numbers
+
+    monkeypatch.setattr(model_cuda_prefill.Prefill, "_send", send)
+    return found
+
+
+def on(machine: Machine, config: GPT2Config, dtype: str) -> Any:
+    """A CudaModel that has been given its weights."""
+    from gpt2block.engines.model_cuda import CudaModel  # noqa: PLC0415
+
+    model: Any = object.__new__(CudaModel)
+    model.config, model.dtype, model.device = config, dtype, 0
+    model.stream, model.on_tensor_cores = machine, True
+    model._scratches = OrderedDict()
+    model._vectors, model._matrices = {}, {}
+    for name, array, layout in weights(config).tensors():
+        if layout is None:
+            model._vectors[name] = machine.put(array)
+            continue
+        rows = np.ascontiguousarray(array.T if layout == "KN" else array).astype(FLOATS[dtype])
+        model._matrices[name] = WeightMatrix(machine.put(rows), dtype, None, "NK")
+    head = model._matrices.setdefault("lm_head", model._matrices["wte"])
+    wide = np.zeros((-(-head.N // 8) * 8, head.K), FLOATS[dtype])
+    wide[: head.N] = machine.get(head.data)
+    bias = np.where(np.arange(len(wide)) < head.N, np.float32(0), np.float32(-np.inf))
+    whole = WeightMatrix(machine.put(wide), dtype, None, "NK")
+    model._head = whole, machine.put(bias.astype(np.float32))
+    return model
+
+
+def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
+    (logits,) = (machine.get(part).copy() for part in model._logits(prefill.out))
+    assert (logits[:, model.config.vocab_size :] == -np.inf).all()
+    return np.asarray(logits[:, : model.config.vocab_size])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1])
+def test_a_ragged_batch_some_of_which_goes_on(machine: Machine, dtype: str) -> None:
+    """A call, a graph of it, then rows that begin and rows that go on."""
+    from gpt2block.engines.model_cuda import CudaCache  # noqa: PLC0415
+
+    model, lengths = on(machine, TINY, dtype), [16, 14, 22, 9]
+    rows = [truth_and_meaning(TINY, dtype, b, n) for b, n in enumerate(lengths)]
+    kv_cache = CudaCache(TINY, 4, 40, kv_cache_dtype(dtype))
+    first = [ids[:n] for (ids, _, _), n in zip(rows, (11, 0, 22, 1), strict=True)]
+    prefill = model.prefill(first, kv_cache, "last")
+    assert kv_cache.lengths == [11, 0, 22, 1]
+    got = machine.get(prefill.out).copy()
+    for b in (0, 2, 3):
+        _, truth, meaning = rows[b]
+        at = kv_cache.lengths[b] - 1
+        assert_close(got[b], truth.last, meaning.last, at)
+        for layer, halves in enumerate(kv_cache.layers):
+            for kept, exact, own in zip(halves, truth.kv[layer], meaning.kv[layer], strict=True):
+                seen = machine.get(kept)[b].astype(np.float64)
+                assert_close(seen[: at + 1], exact, own, slice(at + 1))
+                assert (seen[at + 1 :] == 0).all()
+    assert "attention_cached_narrow" not in machine.ran
+    for name in ("attention_mma", "kv_append_narrow"):
+        assert machine.ran.count(name) == TINY.n_layer
+
+    kv_cache.lengths = [0] * 4
+    again = model.prefill(first, kv_cache, "last")
+    assert again is prefill
+    assert next(iter(prefill._ways.values())).graph is not None
+    np.testing.assert_array_equal(machine.get(prefill.out), got)
+
+    spans = [(11, 16), (0, 14), (22, 22), (1, 9)]
+    second = [ids[a:n] for (ids, _, _), (a, n) in zip(rows, spans, strict=True)]
+    machine.ran.clear()
+    prefill = model.prefill(second, kv_cache, "logits")
+    assert kv_cache.lengths == lengths
+    found = logits_of(machine, model, prefill)
+    for name in ("attention_mma", "attention_cached_narrow", "kv_append_narrow"):
+        assert machine.ran.count(name) == TINY.n_layer
+    for b, got in enumerate(np.split(found, prefill.ends[:-1])):
+        _, truth, meaning = rows[b]
+        if len(got):
+            end = kv_cache.lengths[b]
+            assert_close(got, truth.logits, meaning.logits, slice(end - len(got), end))
+
+
+def test_what_nobody_goes_on_with(machine: Machine) -> None:
+    """No cache is kept and none filled; a row alone is the end of the same arrays."""
+    model = on(machine, TINY, "float16")
+    ids, truth, meaning = truth_and_meaning(TINY, "float16", 0, 33)
+    scratch = model._scratch([ids])
+    assert scratch.nbytes == 0
+    for launched in range(2):  # the second time as a graph
+        machine.ran.clear()
+        prefill = model.prefill([ids], model._scratch([ids]), "last")
+        assert_close(machine.get(prefill.out)[0], truth.last, meaning.last, -1)
+        assert machine.early == machine.ran * launched
+    names = set(machine.ran)
+    assert names == {
+        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_matvec",
+    }  # fmt: skip
+    prefill = model.prefill([ids], model._scratch([ids]), "hidden")
+    assert_close(machine.get(prefill.out), truth.hidden, meaning.hidden)
+    files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
+    for file in (*files, "attention_cached.cu", "kv_cache.cu", "hopper/gemm.cu"):
+        text = kernels.read_source(file)
+        headers = [kernels.SOURCE_DIR / h for h in text.split('"') if h.endswith(".cuh")]
+        every = text + "".join(h.read_text("ascii") for h in headers if h.is_file())
+        assert "let_next_start();" in every
+        assert "wait_for_previous();" in every, file
+
+
+def test_the_last_rows_are_those_of_all(machine: Machine) -> None:
+    """What is left out behind the last attention changes no bit, nor does a batch."""
+    model = on(machine, TINY, "bfloat16")
+    rows = [random_ids(TINY, n, n) for n in (9, 20)]
+    together = machine.get(model.prefill(rows, model._scratch(rows), "last").out)
+    prefill = model.prefill(rows, model._scratch(rows), "hidden")
+    hidden = np.split(machine.get(prefill.out), prefill.ends[:-1])
+    for b, ids in enumerate(rows):
+        alone = model.prefill([ids], model._scratch([ids]), "last")
+        np.testing.assert_array_equal(machine.get(alone.out)[0], together[b])
+        whole = model.prefill([ids], model._scratch([ids]), "hidden")
+        np.testing.assert_array_equal(machine.get(whole.out), hidden[b])
+
+
+def test_a_model_does_not_live_on_in_its_prefills(machine: Machine) -> None:
+    model = on(machine, TINY, "bfloat16")
+    ids = random_ids(TINY, 3)
+    model.prefill([ids], model._scratch([ids]), "last")
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@cache
+def model(config: GPT2Config, dtype: str) -> GPT2:
+    found = GPT2(weights(config), "cuda", dtype)
+    if not found.engine.on_tensor_cores:  # type: ignore[attr-defined]
+        pytest.skip("needs tensor cores of compute capability 8.0")
+    return found
+
+
+def three_times(call: Callable[[], Any]) -> Any:
+    """Launches, a graph, the graph again: the same bits."""
+    first = call()
+    for _ in range(2):
+        again = call()
+        pairs = zip(first, again, strict=True) if isinstance(first, list) else [(first, again)]
+        for a, b in pairs:
+            np.testing.assert_array_equal(a, b)
+    return first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(SMALL, "bfloat16"), (SMALL, "float16"), (UNTIED, "bfloat16")]
+)
+@pytest.mark.parametrize("length", [1, 17, 300])
+def test_a_sequence(config: GPT2Config, dtype: str, length: int) -> None:
+    m = model(config, dtype)
+    ids, truth, meaning = truth_and_meaning(config, dtype, 0, length)
+    assert_close(three_times(lambda: m(ids)), truth.logits, meaning.logits)
+    assert_close(three_times(lambda: m(ids, last=True)), truth.last, meaning.last, -1)
+    states = three_times(lambda: m.hidden_states(ids))
+    assert_close(states[-1], truth.hidden, meaning.hidden)
+    for got, exact, own in zip(states[:-1], truth.stream, meaning.stream, strict=True):
+        assert_close(got, exact, own)
+    (hidden,) = three_times(lambda: m.engine.forward([ids], "hidden"))
+    np.testing.assert_array_equal(hidden, states[-1])
+    if length > 1:
+        (nats,) = three_times(lambda: m.engine.log_likelihood([ids]))
+        at = np.arange(length - 1), ids[1:]
+        exact_nats, own_nats = (
+            np.log(reference.softmax(logits[:-1].astype(np.float64)))[at][:, None]
+            for logits in (truth.logits, meaning.logits)
+        )
+        assert_close(nats[:, None], exact_nats, own_nats)
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
+    m = model(SMALL, dtype)
+    rows = [random_ids(SMALL, n, seed=n) for n in (1, 300, 127, 17, 128, 129, 64, 2)]
+
+    def everything(which: list[Array]) -> list[list[Array]]:
+        logits = m.engine.forward(which, "logits")
+        last = three_times(lambda: m.engine.forward(which, "last"))
+        states = m.engine.forward(which, "states")
+        return [logits, last, states, m.engine.log_likelihood(which)]
+
+    alone = [everything([ids]) for ids in rows]
+    for size in (2, 5, 8):
+        for kind, together in enumerate(everything(rows[-size:])):
+            for own, got in zip(alone[-size:], together, strict=True):
+                np.testing.assert_array_equal(got, own[kind][0])
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_chunks_and_what_the_cache_holds(dtype: str) -> None:
+    """Rows that begin and rows that go on, mixed; decoded tokens behind; alone the same bits."""
+    m, lengths = model(SMALL, dtype), [300, 41, 129, 200]
+    rows = [truth_and_meaning(SMALL, dtype, b, n) for b, n in enumerate(lengths)]
+    cuts = [
+        (0, 130, 131, 299, 300),
+        (0, 0, 4, 5, 41),
+        (0, 64, 65, 65, 129),
+        (0, 0, 0, 128, 200),
+    ]
+
+    def run(which: list[int]) -> tuple[list[Array], Any]:
+        kv_cache: Any = m.engine.new_cache(len(which), 300)
+        found: list[list[Array]] = [[] for _ in which]
+        for i in range(4):
+            chunk = [rows[b][0][cuts[b][i] : cuts[b][i + 1]] for b in which]
+            want: Any = "last" if i == 2 else "logits"
+            for own, got in zip(found, m.engine.forward(chunk, want, kv_cache), strict=True):
+                if got.size:
+                    own.append(got.reshape(-1, SMALL.vocab_size))
+        return [np.concatenate(own) for own in found], kv_cache
+
+    together, kv_cache = run([0, 1, 2, 3])
+    assert kv_cache.lengths == lengths
+    for b, (_, truth, meaning) in enumerate(rows):
+        start, end = cuts[b][2:4]
+        dropped = np.arange(start, max(start, end - 1))  # of the chunk that was asked for its last
+        at = np.delete(np.arange(lengths[b]), dropped)
+        assert_close(together[b], truth.last, meaning.logits, at)
+        for layer, halves in enumerate(kv_cache.layers):
+            for kept, exact, own in zip(halves, truth.kv[layer], meaning.kv[layer], strict=True):
+                got = kept[b, : lengths[b]].get().astype(np.float64)
+                assert_close(got, exact, own)
+                assert not kept[b, lengths[b] :].any()
+        alone, other = run([b])
+        np.testing.assert_array_equal(alone[0], together[b])
+        for halves, others in zip(kv_cache.layers, other.layers, strict=True):
+            for one, same in zip(halves, others, strict=True):
+                np.testing.assert_array_equal(one[b].get(), same[0].get())
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_decoding_behind_a_prefill(dtype: str) -> None:
+    m = model(SMALL, dtype)
+    ids, truth, meaning = truth_and_meaning(SMALL, dtype, 0, 300)
+    kv_cache = m.new_cache()
+    assert_close(m(ids[:280], cache=kv_cache, last=True), truth.last, meaning.last, 279)
+    for t in range(280, 300):
+        got = m(ids[t : t + 1], cache=kv_cache, last=True)
+        assert_close(got, truth.last, meaning.last, t)
+    prompts = [ids[:n] for n in (280, 3, 77)]
+    greedy = [Sampling(temperature=0)] * 3
+    together = m.engine.decode(prompts, greedy)
+    drawn = np.array([together.next()[0] for _ in range(12)])
+    for b, prompt in enumerate(prompts):
+        alone = m.engine.decode([prompt], greedy[:1])
+        assert [alone.next()[0][0] for _ in range(12)] == drawn[:, b].tolist()
+
+
+@pytest.mark.gpu
+@in_16_bits
+@pytest.mark.parametrize("variant", ["mma", "hopper"])
+def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that this GPU would not take by itself, too."""
+    from gpt2block.ops import _attention, _gemm  # noqa: PLC0415
+
+    m = GPT2(weights(SMALL), "cuda", dtype)
+    ways = {name: way for name, way in _gemm.WAYS.items() if name == variant}
+    monkeypatch.setattr(_gemm, "WAYS", ways)
+    monkeypatch.setattr(_gemm, "LAST", variant)
+    monkeypatch.setattr(_attention, "_on_tensor_cores", lambda: variant)
+    if _attention._not_here(variant):
+        pytest.skip(f"this GPU has no variant {variant}")
+    for b, length in enumerate((63, 257)):
+        ids, truth, meaning = truth_and_meaning(SMALL, dtype, b, length)
+        assert_close(m(ids), truth.logits, meaning.logits)
+
+
+@pytest.mark.gpu
+def test_what_stays_in_float32() -> None:
+    other = replace(SMALL, n_head=8)
+    for config, dtype in ((SMALL, "float32"), (SMALL, "float8_e5m2"), (other, "bfloat16")):
+        engine: Any = GPT2(weights(config), "cuda", dtype).engine
+        assert not engine.on_tensor_cores
