@@ -20,6 +20,7 @@
 // Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; any HS that is a multiple of 4; qkv and out
 // on 16 bytes. GPUs before sm_80 have no cp.async: there the next slice passes through registers and is waited for.
 #include "copies.cuh"
+#include "triangle.cuh"
 
 #ifndef NH
 #define NH 12
@@ -93,11 +94,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q
     float* const rhs_s = lhs_s + 2 * BUFFER;           // and two for K
 
-    // Tile number t = i (i + 1) / 2 + j of the head's rows of 1, 2, 3 ... tiles. A rounded root is off by one at most.
-    const int t = blockIdx.x;
-    int i = (int)((sqrtf(8.0f * t + 1.0f) - 1.0f) / 2.0f);
-    if (i * (i + 1) / 2 > t) --i;
-    if ((i + 1) * (i + 2) / 2 <= t) ++i;
+    // Tile number t = i (i + 1) / 2 + j of the head's rows of 1, 2, 3 ... tiles.
+    const int t = blockIdx.x, i = triangle_row(t);
     const int tile_i = TILE * i, tile_j = TILE * (t - i * (i + 1) / 2);
 
     // What this thread copies: float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time

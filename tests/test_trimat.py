@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,16 +16,26 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.errors import InputError
-from gpt2block.kernels import signatures
+from gpt2block.kernels import compile_for, signatures
 from gpt2block.operations._types import Geometry, check_block
-from gpt2block.operations.trimat import FILE, OPERATION, fill_geometry, geometry
-from tests import plain
+from gpt2block.operations.trimat import (
+    FILE,
+    MMA,
+    MMA_CAPABILITY,
+    OPERATION,
+    fill_geometry,
+    geometry,
+    mma_geometry,
+)
+from tests import cpu_cuda, plain
 from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 UNTOUCHED = 1e30  # what the output holds before
 FILLS = [math.nan, -math.inf, 0.0]
 VARIANTS = [variant.name for variant in OPERATION.variants]
+IN_FLOAT = VARIANTS[:-1]  # add up in float32, in order
+FEW_SMS = {"sms": 1, "most_shared": 232448}  # a block then has several tiles
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -37,11 +49,33 @@ def untouched(B: int, T: int, NH: int) -> Array:
     return np.full((B, NH, T, T), UNTOUCHED, np.float32)
 
 
-class OnShim:
-    """The shipped `.cu` files compiled for the CPU."""
+def on_the_cpu(file: str) -> loader.Source:
+    """A shipped `.cu` file, the instructions of tensor cores imitated."""
+    source = loader.Source.shipped(file)
+    if file != MMA:
+        return source
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    return replace(source, headers=(("mma/ptx.cuh", header),))
 
-    def __init__(self, order: loader.Order) -> None:
+
+def launch_of(
+    variant: str, qkv: Array, block: int | None = None, **cut: int
+) -> tuple[Geometry, tuple[int, ...]]:
+    """And the arguments after T."""
+    chosen = OPERATION.variant(variant)
+    B, T, _, NH, HS = qkv.shape
+    threads = check_block("trimat", chosen, block)
+    if variant == "tri6":
+        return mma_geometry(B, T, NH, HS, **FEW_SMS, **{"tile": 64} if T < 128 else {}, **cut)
+    return geometry(chosen, B, T, NH, HS, threads), ()
+
+
+class OnShim:
+    """The shipped `.cu` files compiled for the CPU. cut: span and together of tri6."""
+
+    def __init__(self, order: loader.Order, **cut: int) -> None:
         self.order = order
+        self.cut = cut
 
     def __call__(
         self, variant: str, qkv: Array, fill: float | None = None, block: int | None = None
@@ -52,15 +86,23 @@ class OnShim:
         chosen = OPERATION.variant(variant)
         B, T, _, NH, HS = qkv.shape
         out = untouched(B, T, NH)
-        how = geometry(chosen, B, T, NH, HS, check_block("trimat", chosen, block))
-        self._run(chosen.file, how, [qkv, out, T])
+        how, more = launch_of(variant, qkv, block, **self.cut)
+        self._run(chosen.file, how, [qkv, out, T, *more])
         if fill is not None:
             self._run(FILE, fill_geometry(B, T, NH, HS), [out, T, B * NH * T, fill])
         return out
 
     def _run(self, file: str, how: Geometry, args: list[Any]) -> None:
         where = (how.kernel, how.grid, how.block)
-        loader.run(file, *where, args, defines=how.defines, order=self.order)
+        options: dict[str, Any] = {"shared": how.shared, "defines": how.defines}
+        loader.run(on_the_cpu(file), *where, args, **options, order=self.order)
+
+
+def skip_without_tensor_cores(variant: str) -> None:
+    import cupy  # noqa: PLC0415
+
+    if variant == "tri6" and int(cupy.cuda.Device().compute_capability) < MMA_CAPABILITY:
+        pytest.skip("mma.sync needs compute capability 8.0")
 
 
 class OnGpu:
@@ -73,6 +115,7 @@ class OnGpu:
 
         from gpt2block.ops import _trimat  # noqa: PLC0415
 
+        skip_without_tensor_cores(variant)
         B, T, _, NH, _ = qkv.shape
         results: list[Array] = []
         for _ in range(2):
@@ -158,8 +201,8 @@ def test_the_operation_describes_itself() -> None:
 
 
 def test_an_unknown_variant_or_block_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"'tri6': expected one of naive, registers, tri3, tri4"):
-        OPERATION.variant("tri6")
+    with pytest.raises(InputError, match=r"'tri7': expected one of naive, registers, tri3, tri4"):
+        OPERATION.variant("tri7")
     with pytest.raises(InputError, match=r"block size 48: expected one of 32, 64, 128, 256"):
         check_block("trimat", OPERATION.variant("tri3"), 48)
     with pytest.raises(InputError, match=r"tri4: block size 128: expected one of 256"):
@@ -188,7 +231,7 @@ def test_any_length(backend: Backend, variant: str, B: int, T: int, heads: tuple
 
 
 @pytest.mark.parametrize("T", [128, 129, 140, 259])
-@pytest.mark.parametrize("variant", ["tri4", "tri5"])
+@pytest.mark.parametrize("variant", ["tri4", "tri5", "tri6"])
 @on_every_backend
 def test_more_than_one_tile(backend: Backend, variant: str, T: int) -> None:
     qkv = random(1, T, 3, 20)
@@ -197,7 +240,7 @@ def test_more_than_one_tile(backend: Backend, variant: str, T: int) -> None:
 
 def crossed(variant: str, T: int) -> int:
     """The side of the tiles that the diagonal crosses, which are computed whole."""
-    if variant == "tri5":
+    if variant in ("tri5", "tri6"):
         return 4 if T % 4 == 0 else 1
     return 128 if variant == "tri4" else 8
 
@@ -246,26 +289,113 @@ def test_block_sizes(backend: Backend, variant: str, block: int) -> None:
         assert_right(backend(variant, qkv, block=block), qkv)
 
 
-@pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1)])
+@pytest.mark.parametrize(("variant", "barriers"), [("tri4", 2), ("tri5", 1), ("tri6", 2)])
 def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     if loader.missing():
         pytest.skip(str(loader.missing()))
     chosen = OPERATION.variant(variant)
-    source = loader.Source.shipped(chosen.file)
-    parts = source.text.split("__syncthreads();")
+    source = on_the_cpu(chosen.file)
+    # Lanes that exchange values keep the warps in step: every other one of tri6 has to be held up.
+    held_up = "for (int i = 0; i < 40; ++i) lag();"
+    text = source.text.replace("share.split(", f"{held_up} share.split(")
+    parts = text.split("__syncthreads();")
     assert len(parts) == barriers + 1
-    qkv, shape = random(1, 40, 1, 64), geometry(chosen, 1, 40, 1, 64, 256)
+    qkv = random(1, 40, 1, 64)
+    how, more = launch_of(variant, qkv)
     for n in range(barriers):
         edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
         results = []
         for order in loader.ORDERS:
             out = untouched(1, 40, 1)
-            racing = loader.Source(chosen.file, edited)
-            where, args = (shape.kernel, shape.grid, shape.block), [qkv, out, 40]
-            loader.run(racing, *where, args, defines=shape.defines, order=order)
+            racing = replace(source, text=edited)
+            where, args = (how.kernel, how.grid, how.block), [qkv, out, 40, *more]
+            options: dict[str, Any] = {"shared": how.shared, "defines": how.defines}
+            loader.run(racing, *where, args, **options, order=order)
             results.append(below(out))
         right = below(OnShim("forward")(variant, qkv))
         assert any(not np.array_equal(result, right) for result in results)
+
+
+# --- tensor cores
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (2, 76)])
+@one_order
+def test_rows_of_any_size(backend: Backend, shape: tuple[int, int]) -> None:
+    """Powers of two change nothing but the exponent, up to products that float32 cannot hold."""
+    T, (NH, HS) = 45, shape
+    qkv = random(1, T, NH, HS)
+    qkv[..., HS // 3] *= 100  # a column that sticks out
+    qkv[0, 40] = 0
+    whole = backend("tri6", qkv)
+    assert_right(whole, qkv)
+    exponent = np.rint(np.linspace(-90, 90, T)).astype(int)
+    for of_q, of_k in ((20, 20), (-20, -20), (exponent, -15), (-20, exponent)):
+        scaled = qkv.copy()
+        for i, e in enumerate((of_q, of_k)):
+            scaled[:, :, i] = np.ldexp(qkv[:, :, i], np.broadcast_to(e, T)[:, None, None])
+        both = np.broadcast_to(of_q, T)[:, None] + np.broadcast_to(of_k, T)
+        got = np.ldexp(backend("tri6", scaled).astype(np.float64), -both)
+        np.testing.assert_array_equal(below(got), below(whole))
+
+
+@one_order
+def test_products_at_the_end_of_the_range(backend: Backend) -> None:
+    """Largest of float32 by small ones; smallest by large ones."""
+    T = 40
+    qkv = random(1, T, 1, 64)
+    qkv[..., 5] = 0
+    qkv[0, :, 0] *= np.float32(2.0**122)
+    qkv[0, :20, 1] *= np.float32(2.0**-120)
+    qkv[0, 20:, 1] *= np.float32(2.0**-9)
+    assert_right(backend("tri6", qkv), qkv)
+    qkv[..., :5] = qkv[..., 6:] = 0
+    qkv[0, :, 0, 0, 4] = qkv[0, :, 1, 0, 6] = 3e38  # their product is with zero
+    np.testing.assert_array_equal(below(backend("tri6", qkv)), 0)
+
+
+@pytest.mark.parametrize("variant", ["tri5", "tri6"])
+@one_order
+def test_values_that_are_not_finite(backend: Backend, variant: str) -> None:
+    """As in float32: infinities of the right sign, NaN where they meet zero or each other."""
+    T = 75
+    qkv = np.rint(8 * random(1, T, 2, 64))  # whole numbers, and zeros among them
+    q, k = (np.moveaxis(qkv[0, :, i], 0, 1) for i in range(2))  # of a head, rows
+    q[0, 33, 7], q[0, 50, 9], q[0, 60, 3] = np.inf, -np.inf, np.nan
+    k[0, 20, 7], k[0, 21, 8], k[0, 30, 4] = np.inf, -np.inf, np.nan
+    k[0, 10, 7] = q[0, 22, 7] = 0
+    q[1, 70, :] = np.inf
+    with np.errstate(invalid="ignore"):
+        expected = one_after_the_other(qkv)
+    got = backend(variant, qkv)
+    special = ~np.isfinite(below(expected))
+    assert {"inf", "-inf", "nan"} <= set(map(str, below(expected)[special]))
+    np.testing.assert_array_equal(below(got)[special], below(expected)[special])
+    np.testing.assert_allclose(below(got)[~special], below(expected)[~special], rtol=1e-6)
+
+
+def test_how_tiles_are_dealt_changes_no_bit() -> None:
+    qkv = random(2, 150, 1, 20)
+    first = OnShim("forward")("tri6", qkv)
+    for cut in ({"span": 1, "together": 2}, {"tile": 64, "span": 2, "together": 1}):
+        np.testing.assert_array_equal(OnShim("shuffled", **cut)("tri6", qkv), first)
+
+
+@pytest.mark.parametrize(
+    ("arch", "most_shared"), [("sm_80", 166912), ("sm_90", 232448), ("sm_120", 101376)]
+)
+@pytest.mark.parametrize("HS", [64, 128])
+def test_no_spills(arch: str, most_shared: int, HS: int) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    how, _ = mma_geometry(8, 1024, 12, HS, sms=132, most_shared=most_shared)
+    log = compile_for(MMA, arch, how.defines).log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert how.shared <= most_shared
+
+
+def test_more_blocks_than_a_grid_has_are_refused() -> None:
+    with pytest.raises(InputError, match="B 1, T 8,400,000 and 1 heads make a grid of"):
+        mma_geometry(1, 8_400_000, 1, 64, **FEW_SMS, span=1)
 
 
 # --- on a GPU alone
@@ -285,6 +415,7 @@ def cp() -> ModuleType:
 def test_large_sizes(cp: ModuleType, variant: str, shape: tuple[int, ...]) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
+    skip_without_tensor_cores(variant)
     qkv = cp.asarray(random(*shape))
     got = ops.trimat(qkv, variant=variant)
     for b, h in ((0, 0), (shape[0] - 1, shape[2] - 1)):
@@ -296,12 +427,12 @@ def test_large_sizes(cp: ModuleType, variant: str, shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.gpu
-def test_all_variants_give_the_same_bits(cp: ModuleType) -> None:
+def test_variants_in_float_give_the_same_bits(cp: ModuleType) -> None:
     """Each adds the products in order: what differs is how they come to the registers."""
     from gpt2block import ops  # noqa: PLC0415
 
     qkv = cp.asarray(random(2, 300, 3, 64))
-    first, *others = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in VARIANTS)
+    first, *others = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in IN_FLOAT)
     for other in others:
         assert bool((first == other).all())
 
@@ -313,6 +444,19 @@ def test_a_grid_of_thousands_of_tiles(cp: ModuleType) -> None:
     qkv = cp.asarray(random(1, 20001, 1, 4))
     expected, got = (ops.trimat(qkv, fill=0.0, variant=variant) for variant in ("tri4", "tri5"))
     assert bool((got == expected).all())
+    del got
+    if int(cp.cuda.Device().compute_capability) >= MMA_CAPABILITY:
+        got = ops.trimat(qkv, fill=0.0, variant="tri6")
+        assert float(abs(got - expected).max()) <= 2e-6 * float(abs(expected).max())
+
+
+@pytest.mark.gpu
+def test_the_default_takes_any_head(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    for HS in (128, 132):
+        qkv = random(1, 130, 1, HS)
+        assert_right(ops.trimat(cp.asarray(qkv)).get(), qkv)
 
 
 @pytest.mark.gpu
@@ -337,7 +481,8 @@ def test_views_are_copied(cp: ModuleType) -> None:
         ((2, 5, 3, 1, 6), {}, "head size 6: expected a multiple of 4"),
         ((2, 0, 3, 1, 8), {}, "expected at least one element"),
         ((256, 1, 3, 256, 4), {}, r"B · NH 65,536: expected at most 65,535"),
-        ((1, 5, 3, 1, 8), {"variant": "tri6"}, "unknown variant 'tri6': expected one of naive"),
+        ((1, 5, 3, 1, 8), {"variant": "tri7"}, "unknown variant 'tri7': expected one of naive"),
+        ((1, 5, 3, 1, 132), {"variant": "tri6"}, "takes heads of up to 128 channels, got 132"),
         ((1, 5, 3, 1, 8), {"variant": "tri3", "block": 48}, "block size 48: expected one of 32"),
         ((1, 5, 3, 1, 8), {"fill": "inf"}, "fill: expected None or a float32 number .* 'inf'"),
         ((1, 5, 3, 1, 8), {"fill": 1e39}, "fill: expected None or a float32 number"),
