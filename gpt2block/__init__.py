@@ -12,6 +12,7 @@ from gpt2block.config import SIZES, GPT2Config
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
 from gpt2block.model import GPT2
 from gpt2block.sampling import Sampling
+from gpt2block.split import SplitMatrix
 from gpt2block.weight_matrix import WeightMatrix
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
 
@@ -31,6 +32,7 @@ __all__ = [
     "InputError",
     "KernelError",
     "Sampling",
+    "SplitMatrix",
     "WeightMatrix",
     "random_input",
     "reference",

@@ -18,9 +18,10 @@ from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import BlockWeights, unpack
 
 KERNELS = ("auto", "skeleton", "fused")
-FUSED_DTYPES = ("bfloat16", "float16")  # that the fused plan has kernels for
+SIXTEEN_BITS = ("bfloat16", "float16")  # which the fused plan alone has kernels for
 FUSED_CAPABILITY = 80
 FUSED_HEAD = 64
+LARGEST_BOUND = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class Block:
     NumPy a step is computed in float32 and its result rounded to the dtype.
 
     kernels: "skeleton", the documents' kernels, ten steps in float32; "fused", seven steps on
-    tensor cores in 16 bits, for heads of 64 channels and compute capability 8.0 or newer; or
-    "auto", the fastest there are for the dtype.
+    tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or "auto", the
+    fastest there are for the dtype. Fused float32 has the accuracy of float32: matrices, and what
+    they are multiplied with, are held in two parts of float16 (SplitMatrix); it asks for finite
+    weights. With NumPy "auto" is the ten steps for float32.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
@@ -107,6 +110,11 @@ class Block:
     def device(self) -> str:
         """The device in words."""
         return self._engine.describe()
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take where the block computes, as they are stored there."""
+        return self._engine.weight_bytes
 
     def __call__(self, x: Any, out: Any | None = None) -> Any:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
@@ -207,13 +215,15 @@ def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
     """ "skeleton" or "fused", or InputError with what is possible."""
-    if dtype not in FUSED_DTYPES:
-        if kernels == "fused":
-            names = " or ".join(map(repr, FUSED_DTYPES))
-            raise InputError(
-                f"kernels 'fused': they take dtype {names}, got {dtype!r}: use kernels='auto'"
-            )
-        return "skeleton"
+    if dtype not in SIXTEEN_BITS:
+        if device is None:  # NumPy takes any sizes and weights
+            return "fused" if kernels == "fused" else "skeleton"
+        if kernels == "skeleton":
+            return "skeleton"
+        problem = fused_problem(weights, _capability(device)) or split_problem(weights)
+        if problem and kernels == "fused":
+            raise InputError(f"kernels 'fused': {problem}: use kernels='skeleton'")
+        return "skeleton" if problem else "fused"
     if kernels == "skeleton":
         raise InputError(
             f"kernels 'skeleton': they are float32 only, got dtype {dtype!r}: "
@@ -231,12 +241,28 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
 
 
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
-    """Why the fused kernels cannot run with 16 bits on such a GPU; None when they can."""
+    """Why the fused kernels cannot run on such a GPU; None when they can."""
     if capability < FUSED_CAPABILITY:
         return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
     if head != FUSED_HEAD:
         return f"the fused attention takes heads of {FUSED_HEAD} channels, these have {head}"
+    return None
+
+
+def split_problem(weights: BlockWeights) -> str | None:
+    """Why the tensors of the fused plan cannot have scales that follow from the weights.
+
+    None when they can: then no x makes a tensor too large for its scale.
+    """
+    tensors = weights.astype(np.float32).tensors()
+    for name, w in tensors.items():
+        if not np.isfinite(w).all():
+            return f"{name}: expected finite weights, found infinity or NaN"
+    plan = fused_plan(weights.n_head, True, weights.eps, tensors)
+    for name, bound in plan.bounds(tensors).items():
+        if bound > LARGEST_BOUND:
+            return f"{name}: with these weights it may be as large as {bound:.1e}, beyond 2^127"
     return None
 
 
@@ -251,7 +277,8 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
 
     x, output: seq_len · 768 floats of any shape; weights: the packed 7,087,872 floats. Intermediate
     tensors are allocated for the call. Runs on the current stream; the same bits as
-    `Block(BlockWeights.from_packed(weights), causal=False)(x)`. Raises InputError.
+    `Block(BlockWeights.from_packed(weights), causal=False, kernels="skeleton")(x)`. Raises
+    InputError.
     """
     doctor.require_cuda("gpt2block.solve")
     from gpt2block.engines.cuda import run_once  # noqa: PLC0415

@@ -77,7 +77,7 @@ def block(
     causal: Annotated[bool, typer.Option(help="Whether a token sees only those before it.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[
-        str, typer.Option(help="skeleton (ten steps), fused (seven, 16 bits) or auto.")
+        str, typer.Option(help="skeleton (ten steps), fused (seven, tensor cores) or auto.")
     ] = "auto",
     device: Device = None,
     as_json: Json = False,

@@ -59,10 +59,10 @@ class WeightMatrix:
     def _check_scale(self) -> None:
         if self.dtype != SCALED:
             raise InputError(f"scale: {self.dtype} has none: only {SCALED} has scales")
-        if _kind(self.scale) != _kind(self.data):
+        if kind(self.scale) != kind(self.data):
             raise InputError(
-                f"scale: expected a {_kind(self.data)} array, as the weights are one, "
-                f"got {_kind(self.scale)}"
+                f"scale: expected a {kind(self.data)} array, as the weights are one, "
+                f"got {kind(self.scale)}"
             )
         if self.scale.shape != (self.N,) or self.scale.dtype.name != "float32":
             raise InputError(
@@ -71,7 +71,7 @@ class WeightMatrix:
             )
         if not self.scale.flags.c_contiguous:
             raise InputError("scale: expected a C-contiguous array")
-        if _is_cupy(self.data) and self.scale.device.id != self.data.device.id:
+        if is_cupy(self.data) and self.scale.device.id != self.data.device.id:
             raise InputError(
                 f"scale: on device {self.scale.device.id}, the weights on {self.data.device.id}"
             )
@@ -107,7 +107,7 @@ class WeightMatrix:
         if dtype == SCALED:
             largest = np.float32(448)
             scale = np.where(absmax < SMALLEST, np.float32(1), absmax / largest)
-        if not _is_cupy(w):
+        if not is_cupy(w):
             return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout)
         import cupy  # noqa: PLC0415
 
@@ -156,35 +156,35 @@ def _check_choices(dtype: str, layout: str) -> None:
 
 
 def _check_array(name: str, array: Any, *dtypes: str) -> None:
-    if not isinstance(array, np.ndarray) and not _is_cupy(array):
-        raise InputError(f"{name}: expected a NumPy or CuPy array, got {_kind(array)}")
+    if not isinstance(array, np.ndarray) and not is_cupy(array):
+        raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
     if array.ndim != 2 or array.size == 0:
         raise InputError(f"{name}: expected a matrix with elements, got shape {array.shape}")
     if array.dtype.name not in dtypes:
         raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
 
 
-def _is_cupy(array: Any) -> bool:
+def is_cupy(array: Any) -> bool:
     """Without importing CuPy: whoever has such an array has done so."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
-def _kind(array: Any) -> str:
+def kind(array: Any) -> str:
     if isinstance(array, np.ndarray):
         return "NumPy"
-    return "CuPy" if _is_cupy(array) else type(array).__name__
+    return "CuPy" if is_cupy(array) else type(array).__name__
 
 
 def on_host(array: Any) -> NDArray[Any]:
     """A NumPy or CuPy array as a NumPy one."""
-    host: NDArray[Any] = array.get() if _is_cupy(array) else array
+    host: NDArray[Any] = array.get() if is_cupy(array) else array
     return host
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     """Largest magnitude of each output channel, on the host; not finite where a weight is not."""
-    if _is_cupy(w):
+    if is_cupy(w):
         from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
 
         return on_host(absmax(w, layout))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block import kernels, reference
 from gpt2block.operations.attention import MMA_CAPABILITY, MMA_FP32, mma_fp32_geometry
+from gpt2block.reference import joined, split
 from tests import cpu_cuda, plain
 from tests.cpu_cuda import loader
 from tests.test_attention_mma import parts as rows_of
@@ -27,24 +28,10 @@ both_masks = pytest.mark.parametrize("causal", [False, True])
 every_order = pytest.mark.parametrize("order", loader.ORDERS)
 
 
-def split(x: Array) -> tuple[Array, Array]:
-    """x (rows, K) float32 as parts (2, rows, K) float16 and scale (rows,) float32.
-
-    The largest magnitude of a row comes to lie from 2^14 to 2^15; a row of zeros has the scale 1.
-    """
-    most = np.where(np.isfinite(x), np.abs(x), 0).max(axis=-1)
-    exponent = np.where(most > 0, np.frexp(most)[1] - 15, 0)
-    scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
-    with np.errstate(invalid="ignore"):
-        scaled = x / scale[:, None]
-        hi = scaled.astype(np.float16)
-        lo = ((scaled - hi.astype(np.float32)) * np.float32(2048)).astype(np.float16)
-    return np.stack([hi, np.where(np.isfinite(hi), lo, np.float16(0))]), scale
-
-
-def joined(parts: Array, scale: Array) -> Array:
-    hi, lo = parts.astype(np.float32)
-    return np.asarray((hi + lo * np.float32(2**-11)) * scale[:, None])
+def imitated() -> loader.Source:
+    """The shipped file with PTX instructions that the CPU can do."""
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    return replace(loader.Source.shipped(MMA_FP32), headers=(("mma/ptx.cuh", header),))
 
 
 def evaluate(
@@ -67,10 +54,8 @@ def evaluate(
     if order is not None:
         if problem := loader.missing():
             pytest.skip(problem)
-        header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-        source = replace(loader.Source.shipped(MMA_FP32), headers=(("mma/ptx.cuh", header),))
         host = [inputs, scale, starts, out, top, *last]
-        loader.run(source, how.kernel, how.grid, how.block, host, order=order, **options)
+        loader.run(imitated(), how.kernel, how.grid, how.block, host, order=order, **options)
         return joined(out, top)
     import cupy  # noqa: PLC0415
 

@@ -1,4 +1,6 @@
-"""Block in 16 bits: the fused plan's seven steps with NumPy, and on a GPU with tensor cores.
+"""Block on tensor cores: the fused plan's seven steps with NumPy, and on a GPU.
+
+In 16 bits; what float32 alone has is in test_fused_float32.py.
 
 The rule on the GPU: the error against float64, on the same rounded weights and x, is at most twice
 that of the NumPy meaning, whose steps are float32 with every result rounded to the dtype, plus one
@@ -13,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,7 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     InputError,
+    SplitMatrix,
     cli,
     kernels,
     measure,
@@ -38,8 +42,8 @@ from gpt2block import (
 from gpt2block.block import fused_problem, rounded
 from gpt2block.plan import Plan
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
+from tests import test_attention_fp32, test_gemm, test_gemm_split, test_warm
 from tests import test_attention_mma as test_attention
-from tests import test_gemm, test_warm
 from tests.cpu_cuda import loader
 from tests.test_warm import Recorder
 
@@ -159,6 +163,7 @@ def test_what_auto_comes_to(weights: BlockWeights) -> None:
     for dtype, asked, kind, steps in (
         ("float32", "auto", "skeleton", 10),
         ("float32", "skeleton", "skeleton", 10),
+        ("float32", "fused", "fused", 7),
         ("float16", "auto", "fused", 7),
         ("bfloat16", "fused", "fused", 7),
     ):
@@ -214,6 +219,8 @@ def test_where_the_fused_kernels_run(
         with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
             block_module._choose(kind, "bfloat16", fits, 0)
     assert block_module._choose("auto", "float32", fits, 0) == "skeleton"
+    with pytest.raises(InputError, match=r"'fused': tensor cores: .* use kernels='skeleton'"):
+        block_module._choose("fused", "float32", fits, 0)
 
 
 @pytest.mark.parametrize("able", [False, True])
@@ -247,6 +254,14 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
+IMITATED: dict[str, Callable[[], loader.Source]] = {
+    "mma/gemm.cu": partial(test_gemm.imitated, False),
+    "mma/attention.cu": test_attention.imitated,
+    "mma/gemm_split.cu": test_gemm_split.imitated,
+    "mma/attention_fp32.cu": test_attention_fp32.imitated,
+}
+
+
 class OnTheCpu:
     """Launches of the ops, run by the kernels' own source on arrays in memory of the host."""
 
@@ -264,6 +279,9 @@ class OnTheCpu:
         self.arrays[made.data.ptr] = seen.view(np.dtype(dtype)).reshape(shape)
         return made
 
+    def full(self, shape: Any, value: float, dtype: Any) -> Any:
+        return self.put(np.full(shape, value, dtype))
+
     def put(self, values: Array) -> Any:
         made = self.array(values.shape, values.dtype)
         self.get(made)[...] = values
@@ -275,10 +293,10 @@ class OnTheCpu:
     def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
         self.files[name] = file
         parameters = kernels.signatures(file)[name].parameters
-        storage = next(s for s, own in kernels.STORAGE.items() if own and set(own) <= set(defines))
+        held = set(defines)
+        storage = next(s for s, own in kernels.STORAGE.items() if own and set(own) <= held)
         others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
-        sources = {"mma/gemm.cu": test_gemm.imitated, "mma/attention.cu": test_attention.imitated}
-        source = sources[file](False) if file in sources else file
+        source = IMITATED[file]() if file in IMITATED else file
 
         def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
             every = [
@@ -298,9 +316,12 @@ def tensors_of(
     """The weights as the steps take them, on the device of `put`."""
     tensors: dict[str, Any] = {}
     for name, array in weights.tensors().items():
-        if name in plan.matrices:
-            rows = np.ascontiguousarray(array.T).astype(FLOATS[dtype])
-            tensors[name] = WeightMatrix(put(rows), dtype, None, "NK")
+        rows = np.ascontiguousarray(array.T)
+        if name in plan.matrices and dtype == "float32":
+            parts, scale = reference.split(rows)
+            tensors[name] = SplitMatrix(put(parts), put(scale), rows.shape)
+        elif name in plan.matrices:
+            tensors[name] = WeightMatrix(put(rows.astype(FLOATS[dtype])), dtype, None, "NK")
         else:
             tensors[name] = put(array)
     return tensors
@@ -308,7 +329,12 @@ def tensors_of(
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "causal", "order"),
-    [("bfloat16", (2, 37, 128), True, "reverse"), ("float16", (5, 64), False, "shuffled")],
+    [
+        ("bfloat16", (2, 37, 128), True, "reverse"),
+        ("float16", (5, 64), False, "shuffled"),
+        ("float32", (2, 21, 64), True, "shuffled"),
+        ("float32", (5, 128), False, "reverse"),
+    ],
 )
 def test_the_steps_in_a_row_and_every_kernel_waits(
     host: Recorder,
@@ -330,13 +356,14 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
     gpu = OnTheCpu(host, order)
     monkeypatch.setattr(kernels, "load", gpu.load)
     monkeypatch.setattr(host.cp, "empty", gpu.array)
+    monkeypatch.setattr(host.cp, "full", gpu.full)
 
     weights = BlockWeights.random(0, GPT2Config(n_head=shape[-1] // 64, n_embd=shape[-1]))
-    block = Block(weights, causal=causal, device="cpu", dtype=dtype)
+    block = Block(weights, causal=causal, device="cpu", dtype=dtype, kernels="fused")
     x, plan = inputs(1, shape, dtype), block.plan
     tensors = tensors_of(gpu.put, block.weights, plan, dtype)
     tensors |= {"x": gpu.put(x), "output": gpu.array(shape, dtype)}
-    tensors |= allocate(plan, shape, tensors, dtype)
+    tensors |= allocate(plan, shape, tensors, dtype, plan.bounds(weights.tensors()))
     for step in plan.steps:
         arrays = tuple(tensors[name] for name in step.inputs)
         bound = ops.BINDERS[step.op](arrays, tensors[step.name], **step.attrs)
@@ -382,7 +409,10 @@ def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -
     [
         (["--dtype", "float64"], "dtype: expected one of 'float32', "),
         (["--kernels", "fast"], "kernels: expected one of 'auto', "),
-        (["--kernels", "fused"], "kernels 'fused': they take dtype 'bfloat16' or 'float16'"),
+        (
+            ["--kernels", "skeleton", "--dtype", "float16"],
+            "kernels 'skeleton': they are float32 on",
+        ),
         (["--size", "gpt2", "--dtype", "half"], "dtype: expected one of 'float32', "),
     ],
 )
@@ -592,7 +622,7 @@ def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) ->
             block(x, out=out)
     with pytest.raises(InputError, match="heads of 64 channels, these have 16"):
         Block(BlockWeights.random(0, SMALL), device="cuda", dtype="bfloat16")
-    assert Block(gpt2, device="cuda").kernels == "skeleton"
+    assert Block(BlockWeights.random(0, SMALL), device="cuda").kernels == "skeleton"
 
 
 class Foreign:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpt2block import kernels, reference
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.gemm import SPLIT_FILE, SPLIT_TILES, Tile, split_geometry
+from gpt2block.reference import split
 from tests import cpu_cuda, plain
 from tests.cpu_cuda import loader
 from tests.test_gemm import GELU_ON_THE_CPU, GPT2, GPUS, H200, on_the_gpu
@@ -26,19 +27,6 @@ Array = NDArray[Any]
 LOW = 2048  # of lo's unit in one of hi
 ODD = Tile(32, 40, (2, 1), 64, 3, 2)
 PAIRS = Tile(32, 64, (1, 2), 128, 3, 1)
-
-
-def split(x: Array) -> tuple[Array, Array]:
-    """float32 (rows, K) as parts (2, rows, K), float16, and scales (rows,), powers of two."""
-    _, exponent = np.frexp(np.abs(x).max(axis=1))
-    scale = np.ldexp(np.float32(1), exponent - 15)
-    return split_by(x, scale[:, None]), scale
-
-
-def split_by(x: Array, scale: Any) -> Array:
-    scaled = x / scale
-    hi = scaled.astype(np.float16)
-    return np.stack([hi, ((scaled - hi.astype(np.float32)) * LOW).astype(np.float16)])
 
 
 def joined(parts: Array, scale: Any) -> Array:
@@ -110,13 +98,17 @@ class Problem:
             return np.full((2, c.M, c.N), np.nan, np.float16)
         return np.full((c.M, c.N), np.nan, np.float32)
 
-    def assert_right(self, out: Array, xp: Any = np) -> None:
-        c = self.case
+    def truth(self) -> Array:
+        """In float64."""
         bias, residual = (
             x if x is None else x.astype(np.float64) for x in (self.bias, self.residual)
         )
         a, w = self.a.astype(np.float64), self.w.T.astype(np.float64)
-        truth = reference.gemm(a, w, bias, residual, c.gelu)
+        return reference.gemm(a, w, bias, residual, self.case.gelu)
+
+    def assert_right(self, out: Array, xp: Any = np) -> None:
+        c = self.case
+        truth = self.truth()
         by_hand = plain.product(xp.asarray(self.a), xp.asarray(self.w.T), xp)
         by_hand = by_hand if self.bias is None else by_hand + xp.asarray(self.bias)
         by_hand = plain.gelu(by_hand, xp) if c.gelu else by_hand
@@ -126,30 +118,33 @@ class Problem:
         plain.assert_as_accurate(got, truth, by_hand)
 
 
-def test_a_split_matrix_keeps_22_bits() -> None:
-    x = plain.normal(0, 5, 200) * np.float32(1e5)
-    parts, scale = split(x)
-    off = np.abs(joined(parts, scale[:, None]) - x)
-    assert (off <= np.abs(x).max(axis=1, keepdims=True) * 2.0**-22).all()
-
-
 # --- on the CPU ----------------------------------------------------------------------------------
+
+
+def imitated(at_once: bool = False) -> loader.Source:
+    """The shipped file with PTX instructions that the CPU can do."""
+    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
+    header = ("#define COPIES_AT_ONCE\n" if at_once else "") + header
+    stand_ins = (("mma/ptx.cuh", header), ("gelu_fast.cuh", GELU_ON_THE_CPU))
+    return replace(loader.Source.shipped(SPLIT_FILE), headers=stand_ins)
 
 
 def run_on_cpu(case: Case, tile: Tile, order: loader.Order, at_once: bool = False) -> Array:
     """With so few blocks that each has several tiles."""
+    given = Problem(case)
+    out = launched_on_cpu(given, tile, order, at_once)
+    given.assert_right(out)
+    return out
+
+
+def launched_on_cpu(
+    given: Problem, tile: Tile, order: loader.Order, at_once: bool = False
+) -> Array:
     if problem := loader.missing():
         pytest.skip(problem)
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    header = ("#define COPIES_AT_ONCE\n" if at_once else "") + header
-    source = replace(
-        loader.Source.shipped(SPLIT_FILE),
-        headers=(("mma/ptx.cuh", header), ("gelu_fast.cuh", GELU_ON_THE_CPU)),
-    )
-    given, how = Problem(case), case.geometry({**H200, "sms": 2}, tile)
-    out = given.poisoned()
+    how, out = given.case.geometry({**H200, "sms": 2}, tile), given.poisoned()
     loader.run(
-        source,
+        imitated(at_once),
         how.kernel,
         how.grid,
         how.block,
@@ -159,8 +154,42 @@ def run_on_cpu(case: Case, tile: Tile, order: loader.Order, at_once: bool = Fals
         storage="float16",
         order=order,
     )
-    given.assert_right(out)
     return out
+
+
+def test_infinity_and_nan_are_what_they_are_in_float() -> None:
+    given = Problem(Case(37, 40, 136))
+    given.a[2, 5], given.a[3, 7], given.a[4, 9] = np.inf, -np.inf, np.nan
+    given.a[5, [11, 13]] = np.inf, -np.inf
+    given.w[6, 8], given.w[7] = np.nan, 0
+    with np.errstate(invalid="ignore"):
+        truth = given.truth()
+        out = launched_on_cpu(given, ODD, "forward")
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
+    wild = np.isinf(truth)
+    assert wild[2:4].sum() == 2 * 38
+    np.testing.assert_array_equal(out[wild], truth[wild])
+    clean = Problem(given.case)
+    clean.w[7] = 0
+    same = np.isfinite(truth)
+    np.testing.assert_array_equal(out[same], launched_on_cpu(clean, ODD, "forward")[same])
+
+
+def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
+    """Where float has infinity: 1e-12 of the largest of its row has a high part of 0."""
+    given = Problem(Case(16, 8, 8, bias=False))
+    given.a[1, 3] = np.inf
+    given.w[:, 0], given.w[:, 3] = 1.0, 1e-13
+    assert np.isnan(launched_on_cpu(given, ODD, "forward")[1]).all()
+
+
+def test_scales_far_apart() -> None:
+    """Each of the sums, before it has met both scales, would be beyond float."""
+    given = Problem(Case(16, 8, 136, bias=False, size=1e33))
+    given.w *= np.float32(1e-30)
+    given.assert_right(launched_on_cpu(given, ODD, "forward"))
+    given.a, given.w = given.a * np.float32(1e-36), given.w * np.float32(1e36)
+    given.assert_right(launched_on_cpu(given, ODD, "forward"))
 
 
 @pytest.mark.parametrize("i", range(len(EPILOGUES)))

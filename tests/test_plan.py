@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from gpt2block import InputError
+from gpt2block import Block, BlockWeights, GPT2Config, InputError
 from gpt2block.config import block_shapes
-from gpt2block.plan import OUTPUT_SHAPES, Plan, Step, fused_plan, ten_step_plan
+from gpt2block.plan import BOUNDS, OUTPUT_SHAPES, Plan, Step, fused_plan, ten_step_plan
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 SEVEN = ("ln1", "qkv", "attn", "x1", "ln2", "gelu", "output")
@@ -36,9 +39,41 @@ def test_seven_steps_of_the_same_names_and_shapes() -> None:
     assert not ten.overlapping
 
 
+@pytest.mark.parametrize("kernels", ["skeleton", "fused"])
+def test_no_x_passes_the_bounds(kernels: str) -> None:
+    """Rows of one large value alone, which LayerNorm makes largest, and what else there may be."""
+    weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
+    weights = replace(weights, gamma1=-3 * weights.gamma1, beta2=100 * weights.beta2)
+    block = Block(weights, causal=True, device="cpu", kernels=kernels)
+    bounds = block.plan.bounds(weights.tensors())
+    rows = [np.eye(48) * 1e6, np.eye(48) * -1e-3, np.random.default_rng(0).normal(size=(48, 48))]
+    trace = block.trace(np.concatenate(rows).astype(np.float32))
+    products = {"skeleton": {"proj", "ff1", "ff2"}, "fused": set()}[kernels]
+    assert set(bounds) == {"ln1", "qkv", "attn", "ln2", "gelu"} | products
+    for name, bound in bounds.items():
+        assert np.abs(trace[name]).max() <= bound * (1 + 1e-6)
+    assert np.abs(trace["ln1"]).max() > 0.7 * bounds["ln1"]
+
+
+def test_the_bounds_by_hand() -> None:
+    weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
+    plan = fused_plan(2, True, 1e-5, weights.tensors())
+    assert plan.operands == {"ln1", "qkv", "attn", "ln2", "gelu"}
+    assert not ten_step_plan(2, True, 1e-5, weights.tensors()).operands
+    bounds = plan.bounds(weights.tensors())
+    ln1 = 48**0.5 * float(np.abs(weights.gamma1).max()) + float(np.abs(weights.beta1).max())
+    sums = [sum(abs(float(v)) for v in column) for column in weights.w_qkv.T]
+    qkv = ln1 * max(sums) + max(abs(float(v)) for v in weights.b_qkv)
+    assert bounds["ln1"] == ln1
+    assert bounds["qkv"] == bounds["attn"] == pytest.approx(qkv, rel=1e-12)
+    nan = replace(weights, w_fc=weights.w_fc * np.float32(np.nan))
+    assert np.isnan(plan.bounds(nan.tensors())["gelu"])
+
+
 def test_every_op_has_all_its_meanings() -> None:
     from gpt2block import reference  # noqa: PLC0415
 
+    assert BOUNDS.keys() == OUTPUT_SHAPES.keys()
     for op in OUTPUT_SHAPES:
         assert callable(getattr(reference, op))
 

@@ -8,6 +8,7 @@ reported by name.
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import Any
 
 import cupy
 import numpy as np
@@ -20,13 +21,14 @@ from gpt2block import (
     GPT2Weights,
     InputError,
     Sampling,
+    SplitMatrix,
     WeightMatrix,
     measure,
     ops,
     random_input,
     reference,
 )
-from gpt2block.block import FUSED_DTYPES
+from gpt2block.block import SIXTEEN_BITS
 from gpt2block.engines.model import DTYPES
 from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.weight_matrix import FLOATS
@@ -41,7 +43,8 @@ def block() -> None:
         weights = BlockWeights.random(0, config)
         for causal, batch in ((False, 1), (True, 1), (True, 3)):
             x = random_input(1, (batch, 30, config.n_embd))
-            got = Block(weights, causal=causal, device="cuda", graph=False)(x)
+            block = Block(weights, causal, "cuda", kernels="skeleton", graph=False)
+            got = block(x)
             truth = reference.block_forward(x.astype(np.float64), weights, causal)
             error = float(np.abs(got - truth).max())
             assert error < 1e-5, error
@@ -49,13 +52,13 @@ def block() -> None:
 
 
 def fused_block() -> None:
-    """The seven steps in 16 bits, as direct launches and as a graph whose launches overlap."""
+    """The seven steps in every dtype, as direct launches and as a graph of overlapping ones."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=128))
-    for dtype in FUSED_DTYPES:
+    for dtype in ("float32", *SIXTEEN_BITS):
         for causal, shape in ((False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))):
             x = random_input(1, shape).astype(FLOATS[dtype])
             for graph in (False, True):
-                block = Block(weights, causal=causal, device="cuda", dtype=dtype, graph=graph)
+                block = Block(weights, causal, "cuda", dtype, "fused", graph)
                 on_device, out = cupy.asarray(x), cupy.empty(shape, dtype)
                 for _ in range(3 if graph else 1):
                     block(on_device, out=out)
@@ -119,6 +122,41 @@ def gemm() -> None:
                 print(f"checked gemm {variant.name} {dtype} {how}: error {off:.1e}")
 
 
+def split_matrices() -> None:
+    """Rows in two parts; each epilogue of their product by each tier; attention, ragged too."""
+    rng = np.random.default_rng(0)
+    sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
+    host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
+    exact = [each.astype(np.float64) for each in host]
+    a, w, bias, residual = map(cupy.asarray, host)
+    matrix = SplitMatrix.split(w)
+    for variant in OPERATIONS["gemm"].variants:
+        for gelu, (added, parts) in product((False, True), ((0, 0), (0, 1), (1, 0))):
+            inputs = (a, matrix, bias, residual if added else None)
+            options: dict[str, Any] = {"dtype": "split", "bound": 100.0} if parts else {}
+            try:
+                bound = ops.BINDERS["gemm"](inputs, gelu=gelu, variant=variant.name, **options)
+            except InputError as error:
+                print(f"not for split {variant.name}: {error}")
+                break
+            old = exact[3] if added else None
+            truth = reference.gemm(exact[0], exact[1].T, exact[2], old, gelu)
+            off = float(np.abs(bound.run().get() - truth).max() / np.abs(truth).max())
+            assert off <= measure.tolerance("float32"), (variant.name, off)
+            how = f"gelu {gelu} residual {bool(added)} in parts {bool(parts)}"
+            print(f"checked split {variant.name} {how}: error {off:.1e}")
+    for causal, lengths in product((False, True), ([70], [70, 0, 1, 131])):
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        qkv = rng.standard_normal((starts[-1], 3 * 128)).astype(np.float32)
+        rows = (qkv[first:last].astype(np.float64) for first, last in pairwise(starts))
+        truth = np.concatenate([reference.attention(x, 2, causal) for x in rows if len(x)])
+        matrix, ends = SplitMatrix.split(cupy.asarray(qkv)), cupy.asarray(starts)
+        got = ops.attention(matrix, 2, causal, cu_seqlens=ends, max_seqlen=max(lengths)).get()
+        off = float(np.abs(got - truth).max() / np.abs(truth).max())
+        assert off <= measure.tolerance("float32"), off
+        print(f"checked split attention {causal} {lengths}: error {off:.1e}")
+
+
 def attention() -> None:
     """The variants for 16 bits: one sequence, and a ragged batch with an empty sequence."""
     rng = np.random.default_rng(0)
@@ -150,7 +188,9 @@ def attention() -> None:
 
 def model() -> None:
     """Prefill of a ragged batch, decoding as a graph, likelihoods, in every dtype."""
-    weights = GPT2Weights.random(0, GPT2Config(2, 3, 48, 140, 101))
+    narrow, on_tensor_cores = (
+        GPT2Weights.random(0, GPT2Config(2, heads, C, 140, 101)) for heads, C in ((3, 48), (1, 64))
+    )
     rng = np.random.default_rng(0)
     ids = [rng.integers(101, size=n).astype(np.int32) for n in (131, 1, 140)]
     ways = [
@@ -158,7 +198,8 @@ def model() -> None:
         Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
         Sampling(temperature=1.5, seed=3),
     ]
-    for dtype in DTYPES:
+    cases = [*((dtype, narrow) for dtype in DTYPES), ("float16", on_tensor_cores)]
+    for dtype, weights in (*cases, ("bfloat16", on_tensor_cores)):
         ours, truth = (GPT2(weights, device, dtype) for device in ("cuda", "cpu"))
         error = 0.0
         for got, exact in zip(ours(ids), truth(ids), strict=True):
@@ -171,6 +212,9 @@ def model() -> None:
         if dtype == "bfloat16":  # two rows are full on the way and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
                 assert len(one.tokens) == 12
+        kv_cache = ours.new_cache(3)  # rows that begin and rows that go on
+        for chunk in ([ids[0][:70], ids[0][:0], ids[2][:9]], [ids[0][70:], ids[1], ids[2][9:]]):
+            assert np.isfinite(np.concatenate(ours.engine.forward(chunk, "last", kv_cache))).all()
         likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
         assert np.isfinite(likelihoods).all()
         print(f"checked GPT-2 {dtype}: error {error:.1e}")
@@ -180,6 +224,7 @@ def main() -> None:
     block()
     attention()
     fused_block()
+    split_matrices()
     model()
     gemm()
     for found in OPERATIONS.values():

@@ -13,12 +13,13 @@ from gpt2block import overlap, timing
 from gpt2block.bench.race import REFUSALS, Contender, DeviceArray, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
 from gpt2block.block import Block
-from gpt2block.engines.cuda import allocate
+from gpt2block.engines.cuda import allocate, split_steps
 from gpt2block.errors import InputError, KernelError
 from gpt2block.kernels import Launch
 from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.ops import BINDERS, Bound
 from gpt2block.plan import Plan
+from gpt2block.split import SplitMatrix
 
 OLDER = "mma"  # the variant beside Hopper's that runs there too
 
@@ -117,8 +118,12 @@ class _Steps:
 
     def __init__(self, plan: Plan, sets: Sequence[Host], variant: str | None = None) -> None:
         x = sets[0][plan.input]
+        bounds: Mapping[str, float] = {}
+        if split_steps(plan, x.dtype.name):
+            bounds = plan.bounds({name: cupy.asnumpy(array) for name, array in sets[0].items()})
+            sets = [_split(plan, each) for each in sets]
         weights = {name: array for name, array in sets[0].items() if name != plan.input}
-        buffers = allocate(plan, x.shape, weights, x.dtype.name)
+        buffers = allocate(plan, x.shape, weights, x.dtype.name, bounds)
         self._overlapping = plan.overlapping and overlap.possible()
         self._outs = [cupy.empty_like(x) for _ in sets]
         bound: list[Bound] = []
@@ -138,6 +143,12 @@ class _Steps:
         if self._overlapping:
             launches = [_Early(launch) for launch in self.launches]
         return _run(timing.captured([*launches] * rounds), self._outs, self._kept)
+
+
+def _split(plan: Plan, arrays: Host) -> Host:
+    """The same with the matrices as a float32 plan for tensor cores has them."""
+    matrices = {n: cupy.ascontiguousarray(arrays[n].T) for n in plan.matrices}
+    return {**arrays, **{n: SplitMatrix.split(w) for n, w in matrices.items()}}
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,6 +41,10 @@ class Engine(Protocol):
     def describe(self) -> str:
         """The device in words."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take, as they are stored."""
+
 
 def host_array(x: Any) -> NDArray[Any] | None:
     """`x` as a NumPy array without a copy when it lives in host memory, else None."""

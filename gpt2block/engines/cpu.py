@@ -36,6 +36,10 @@ class NumpyEngine:
     def describe(self) -> str:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(w.nbytes) for w in self._weights.values())
+
     def forward(self, x: Any, out: Any | None) -> NDArray[Any]:
         host = self._accept(x)
         if out is None:

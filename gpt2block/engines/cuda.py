@@ -20,7 +20,8 @@ from gpt2block.engines import StepResult, check_array, check_out, host_array, im
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.ops import BINDERS, LIMITS
-from gpt2block.plan import Plan, Shape, Step
+from gpt2block.plan import OUTPUT_SHAPES, Plan, Shape, Step
+from gpt2block.split import SplitMatrix
 from gpt2block.weight_matrix import WeightMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
@@ -56,8 +57,10 @@ class CudaEngine:
     """Walks a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
 
     dtype: of x, of every step's tensor and of the matrices of `gemm`, which it holds exactly; all
-    other weights are float32. Thread-safe; calls from different streams wait for each other, since
-    they share the buffers.
+    other weights are float32. Where a plan for tensor cores runs in float32, those matrices and the
+    tensors they are multiplied with are split (gpt2block/split.py), each such tensor with a scale
+    that follows from the weights; a trace joins them. Thread-safe; calls from different streams
+    wait for each other, since they share the buffers.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class CudaEngine:
         self._dtype = dtype
         self.device = device
         self._use_graph = graph
+        self._split = split_steps(plan, dtype)
+        self._bounds = plan.bounds(weights) if self._split else {}
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
@@ -86,15 +91,21 @@ class CudaEngine:
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
-        """A weight as its step's kernels take it: a WeightMatrix, (N, K), or a float32 array."""
+        """A weight as its step's kernels take it: a float32 array, or a matrix (N, K)."""
         array = cupy.asarray(w, dtype="float32")
         if name not in self.plan.matrices:
             return array
         rows = cupy.ascontiguousarray(array.T)
+        if self._split:
+            return SplitMatrix.split(rows)
         return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(w.nbytes) for w in self._weights.values())
 
     def forward(self, x: Any, out: Any | None) -> Any:
         with self._lock, cupy.cuda.Device(self.device):
@@ -122,13 +133,20 @@ class CudaEngine:
                     for launch in bound.launches:
                         launch.run()
                     cupy.cuda.nvtx.RangePop()
-                    copies[step.name] = tensors[step.name].copy()
+                    made = tensors[step.name]
+                    copies[step.name] = made.joined() if step.name in self._split else made.copy()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
-            bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), **step.attrs)
+            known |= {n: SplitMatrix.split(known[n]) for n in self._split & tensors.keys()}
+            out = None
+            if step.name in self._split:
+                shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
+                shape = OUTPUT_SHAPES[step.op](*shapes)
+                out = SplitMatrix.empty(shape, _scale_bound(step, self._bounds))
+            bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), out, **step.attrs)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in bound.launches)
             return StepResult(out, names, timing.gpu_ms(bound.launches))
@@ -136,7 +154,7 @@ class CudaEngine:
     def _accept(self, x: Any) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host.
 
-        In 16 bits also on 16 bytes, as the products take it.
+        For products on tensor cores also on 16 bytes, as they take it.
         """
         host = None if isinstance(x, cupy.ndarray) else host_array(x)
         if host is not None:
@@ -145,7 +163,7 @@ class CudaEngine:
         array = self._adopt(x)
         check_array("x", array, self._width, self._dtype)
         array = cupy.ascontiguousarray(array)
-        unaligned = self._dtype != "float32" and array.data.ptr % ALIGNED
+        unaligned = self.plan.matrices and array.data.ptr % ALIGNED
         return array.copy() if unaligned else array, False
 
     def _adopt(self, array: Any) -> CudaArray:
@@ -241,28 +259,56 @@ class CudaEngine:
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
-        buffers = allocate(self.plan, shape, self._weights, self._dtype)
+        buffers = allocate(self.plan, shape, self._weights, self._dtype, self._bounds)
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
 
 
+def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
+    """The steps whose tensor is a SplitMatrix when the plan runs in `dtype`."""
+    return plan.operands if dtype == "float32" else frozenset()
+
+
+def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
+    """What the scale of a split step's rows follows from; attention finds their scales itself."""
+    return None if step.op == "attention" else bounds[step.name]
+
+
+def _shape(value: Any, weight: bool) -> Shape:
+    """As in the plan, where matrices are (K, N)."""
+    if isinstance(value, WeightMatrix):
+        return value.K, value.N
+    shape: Shape = value.shape
+    return shape[::-1] if weight and isinstance(value, SplitMatrix) else shape
+
+
 def allocate(
-    plan: Plan, x: Shape, weights: Mapping[str, Any], dtype: str = "float32"
-) -> dict[str, CudaArray]:
+    plan: Plan,
+    x: Shape,
+    weights: Mapping[str, Any],
+    dtype: str = "float32",
+    bounds: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """A buffer of `dtype` for every step but the last; steps in place share their target's.
 
-    InputError, and nothing is allocated, when an op cannot run at these sizes.
+    bounds: those of the plan with these weights, where steps are split. InputError, and nothing is
+    allocated, when an op cannot run at these sizes.
     """
-    shapes = {
-        name: (w.K, w.N) if isinstance(w, WeightMatrix) else w.shape for name, w in weights.items()
-    }
+    shapes = {name: _shape(w, True) for name, w in weights.items()}
     shapes |= {plan.input: x, **plan.shapes(x, shapes)}
+    split = split_steps(plan, dtype)
     for step in plan.steps:
-        if step.op in LIMITS and dtype == "float32":  # those of the documents' kernels
+        # Those of the documents' kernels.
+        if step.op in LIMITS and dtype == "float32" and not split:
             LIMITS[step.op](*(shapes[name] for name in step.inputs), **step.attrs)
-    buffers: dict[str, CudaArray] = {}
-    for name in plan.names[:-1]:
-        target = plan.in_place.get(name)
-        buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype=dtype)
+    buffers: dict[str, Any] = {}
+    for step in plan.steps[:-1]:
+        name, target = step.name, plan.in_place.get(step.name)
+        if name in split:
+            parts = buffers[target].parts if target else None
+            bound = _scale_bound(step, bounds or {})
+            buffers[name] = SplitMatrix.empty(shapes[name], bound, parts)
+        else:
+            buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype=dtype)
     return buffers
 
 

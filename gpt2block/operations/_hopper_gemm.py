@@ -110,8 +110,8 @@ def geometry(
         ("GEMM_FLOAT_OUT", int(float_out)),
     )
     biases = tile.group[1] // tile.splits
-    shared = _shared(tile, 1, 0 if float_out else BUFFERS, biases)
-    return _launched(KERNEL, tile, M, N, sms, shared, ends), tile
+    shared = shared_bytes(tile, 1, 0 if float_out else BUFFERS, biases)
+    return launched(KERNEL, tile, M, N, sms, shared, ends), tile
 
 
 @lru_cache(maxsize=1024)
@@ -134,11 +134,11 @@ def split_geometry(
         ("GEMM_SPLIT_OUT", int(split_out)),
     )
     biases_and_scales = 2 * tile.group[1]
-    shared = _shared(tile, 2, 2 if split_out else 0, biases_and_scales)
-    return _launched(SPLIT_KERNEL, tile, M, N, sms, shared, ends), tile
+    shared = shared_bytes(tile, 2, 2 if split_out else 0, biases_and_scales)
+    return launched(SPLIT_KERNEL, tile, M, N, sms, shared, ends), tile
 
 
-def _launched(
+def launched(
     kernel: str, tile: Tile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
     rows, columns = tile.group
@@ -160,7 +160,7 @@ def _launched(
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
-def _shared(tile: Tile, parts: int, chunks: int, floats: int) -> int:
+def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int) -> int:
     """Bytes: the ring, a warpgroup's chunks on their way out, its floats of columns, barriers."""
     ring = tile.stages * parts * 2 * SLICE * (tile.rows + tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats

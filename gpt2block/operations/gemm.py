@@ -14,6 +14,7 @@ from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Vari
 
 FILE = "mma/gemm.cu"
 SPLIT_FILE = "mma/gemm_split.cu"
+ROWS_FILE = "split.cu"
 CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
 MULTIPLE = 8  # of N and K: rows are copied in 16 bytes
 
@@ -26,6 +27,7 @@ STORED_BYTES = 32
 STEP = 40
 RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 FEWEST_STAGES = 3
+WARPS = 4  # of a block of split_rows, a row each
 
 
 def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
@@ -59,6 +61,18 @@ OPERATION = Operation(
             SPLIT_FILE,
             ("gemm_split_mma",),
             "float accuracy: three products of float16 parts, sums promoted every 128 of K",
+        ),
+        Variant(
+            "split hopper",
+            _hopper_gemm.SPLIT_FILE,
+            (_hopper_gemm.SPLIT_KERNEL,),
+            "the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
+        ),
+        Variant(
+            "split rows",
+            ROWS_FILE,
+            ("split_rows",),
+            "a warp a row: its largest magnitude makes the scale, then both parts",
         ),
     ),
     make=_make,
@@ -151,6 +165,12 @@ def split_geometry(
     choice = (tile,) if tile else SPLIT_TILES
     chosen = _chosen(choice, M, N, K, sms, most_shared, 2)
     return _launched("gemm_split_mma", chosen, M, N, sms, 2, gelu, residual, outputs)
+
+
+def rows_geometry(rows: int, width: int) -> Geometry:
+    """The launch of split_rows, `width` elements a load."""
+    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", WARPS))
+    return Geometry("split_rows", (ceil(rows / WARPS),), (32 * WARPS,), defines=defines)
 
 
 def _chosen(

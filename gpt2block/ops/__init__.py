@@ -25,6 +25,7 @@ from gpt2block.ops import (
     _rope,
     _sample,
     _softmax,
+    _split,
     _trimat,
 )
 from gpt2block.ops._arrays import Bound
@@ -50,6 +51,7 @@ from gpt2block.ops._rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
 from gpt2block.ops._rope import rope
 from gpt2block.ops._sample import SampleState, mark_seen, sample_token
 from gpt2block.ops._softmax import softmax
+from gpt2block.ops._split import split
 from gpt2block.ops._trimat import trimat
 
 BINDERS: Mapping[str, Callable[..., Bound]] = {
@@ -71,6 +73,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "to_fp8": _fp8.bind,
     "linear": _linear.bind,
     "gemm": _gemm.bind,
+    "split": _split.bind,
     "sample_token": _sample.bind,
     "log_likelihood": _log_likelihood.bind,
 }
@@ -108,6 +111,7 @@ __all__ = [
     "rope",
     "sample_token",
     "softmax",
+    "split",
     "to_fp8",
     "trimat",
 ]

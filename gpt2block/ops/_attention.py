@@ -1,7 +1,7 @@
 """Attention on CUDA.
 
 float32: kernels_cu/attention.cu, attention_forward.cu, attention_online.cu. float16 and bfloat16:
-mma/attention.cu and hopper/attention.cu.
+mma/attention.cu and hopper/attention.cu. Split matrices: mma/attention_fp32.cu.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from gpt2block.operations.attention import (
     HOPPER_CAPABILITY,
     HOPPER_TILE,
     MMA_CAPABILITY,
+    MMA_FP32,
     OPERATION,
     SIXTEEN_BITS,
     TENSOR_CORES,
     TENSOR_HEAD,
     geometry,
     hopper_geometry,
+    mma_fp32_geometry,
     mma_geometry,
 )
 from gpt2block.ops._arrays import (
@@ -39,7 +41,9 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.ops._split import check_apart, check_split
 from gpt2block.ops._warm import call
+from gpt2block.split import SplitMatrix
 from gpt2block.tensor_maps import tensor_map
 
 MAX_BATCH = 65535
@@ -59,9 +63,14 @@ def bind(
     """inputs (qkv (T, 3C) or (B, T, 3C),), out (T, C) or (B, T, C); extra: naive's scores.
 
     With cu_seqlens and max_seqlen: qkv (N, 3C), out (N, C). variant None: mha for float32, for
-    float16 and bfloat16 the best that the GPU has. Otherwise as `attention`.
+    float16 and bfloat16 the best that the GPU has. Otherwise as `attention`. A SplitMatrix in is
+    a SplitMatrix out.
     """
     (qkv,) = inputs
+    if isinstance(qkv, SplitMatrix):
+        if variant not in (None, "mma") or block is not None:
+            raise InputError("attention of a split matrix: expected variant mma, and no block")
+        return _bind_split(qkv, cu_seqlens, max_seqlen, out, _heads(n_head), bool(causal))
     dtype = storage(qkv)
     if variant is None:
         variant = _on_tensor_cores() if dtype in SIXTEEN_BITS else "mha"
@@ -72,14 +81,8 @@ def bind(
     if tensor_cores:
         _check_tensor_cores(chosen, qkv)
     check("qkv", qkv, dtype=dtype if tensor_cores else "float32")
-    if isinstance(n_head, bool) or not isinstance(n_head, Integral) or n_head < 1:
-        raise InputError(f"n_head: expected a number of heads, got {n_head!r}")
-    n_head = int(n_head)
-    if qkv.ndim not in (2, 3) or qkv.shape[-1] % (3 * n_head):
-        raise InputError(
-            f"qkv: expected (T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}, "
-            f"got {qkv.shape}"
-        )
+    n_head = _heads(n_head)
+    _check_shape(qkv, n_head)
     _check_aligned("qkv", qkv)
     if tensor_cores:
         return _bind_tensor_cores(chosen, qkv, cu_seqlens, max_seqlen, out, n_head, bool(causal))
@@ -102,6 +105,53 @@ def bind(
         _check_aligned("out", out)
         args = (*args, int(bool(causal)))
     return Bound(out, (launch_at(chosen.file, only, args),))
+
+
+def _heads(n_head: Any) -> int:
+    if isinstance(n_head, bool) or not isinstance(n_head, Integral) or n_head < 1:
+        raise InputError(f"n_head: expected a number of heads, got {n_head!r}")
+    return int(n_head)
+
+
+def _check_shape(qkv: CudaArray | SplitMatrix, n_head: int) -> None:
+    if qkv.ndim not in (2, 3) or qkv.shape[-1] % (3 * n_head):
+        raise InputError(
+            f"qkv: expected (T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}, "
+            f"got {qkv.shape}"
+        )
+
+
+def _bind_split(
+    qkv: SplitMatrix,
+    cu_seqlens: CudaArray | None,
+    max_seqlen: int | None,
+    out: SplitMatrix | None,
+    n_head: int,
+    causal: bool,
+) -> Bound:
+    """float32 in two parts, the accuracy of float32."""
+    if problem := _not_here("mma"):
+        raise InputError(f"attention of a split matrix: {problem}: use float32, variant online")
+    check_split("qkv", qkv)
+    _check_shape(qkv, n_head)
+    C = qkv.shape[-1] // 3
+    if C // n_head != TENSOR_HEAD:
+        raise InputError(
+            f"head size {C // n_head}: split matrices have {TENSOR_HEAD}: use float32, of which "
+            "variant online takes heads of up to 256"
+        )
+    B, T = _sequences(qkv, cu_seqlens, max_seqlen)
+    shape = (*qkv.shape[:-1], C)
+    if out is None:
+        out = SplitMatrix.empty(shape)
+    else:
+        check_split("out", out, shape)
+        check_apart(out, {"qkv": qkv, "cu_seqlens": cu_seqlens})
+    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    where, together = mma_fp32_geometry(B, T, n_head, causal, most_shared=limit)
+    sizes = (qkv.size // (3 * C), B, T, n_head, together)
+    args = (qkv.parts, qkv.scale, cu_seqlens, out.parts, out.scale, *sizes)
+    return Bound(out, (launch_at(MMA_FP32, where, args, storage="float16"),))
 
 
 class _Job(NamedTuple):
@@ -192,7 +242,7 @@ def _on_tensor_cores() -> str:
 
 
 def _sequences(
-    qkv: CudaArray, cu_seqlens: CudaArray | None, max_seqlen: int | None
+    qkv: CudaArray | SplitMatrix, cu_seqlens: CudaArray | None, max_seqlen: int | None
 ) -> tuple[int, int]:
     """How many, and the length of the longest."""
     if cu_seqlens is None:
@@ -270,14 +320,14 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
 
 
 def attention(
-    qkv: CudaArray,
+    qkv: CudaArray | SplitMatrix,
     n_head: int,
     causal: bool = False,
     variant: str | None = None,
     block: int | None = None,
     cu_seqlens: CudaArray | None = None,
     max_seqlen: int | None = None,
-) -> CudaArray:
+) -> Any:
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
 
     float32 is for the variants mha (the default), naive and online. mha: T is limited by the GPU's
@@ -295,6 +345,9 @@ def attention(
     longer than max_seqlen. The numbers are in device memory and not looked at here: that they do
     not fall, nor pass N, and that max_seqlen is right is the caller's word. Rows that belong to no
     sequence are not written.
+
+    A SplitMatrix of heads of 64 channels, on the same GPUs: in the accuracy of float32, the result
+    a SplitMatrix, too. A row's scale is the largest of the rows that it sees.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); of hopper Shah et
     al., "FlashAttention-3" (2024).

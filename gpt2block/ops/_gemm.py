@@ -1,4 +1,8 @@
-"""The product of the tensor-core tier on CUDA: mma/gemm.cu and hopper/gemm.cu."""
+"""The product of the tensor-core tier on CUDA.
+
+16 bits: mma/gemm.cu and hopper/gemm.cu. float32 as split matrices: mma/gemm_split.cu and
+hopper/gemm_split.cu.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,16 @@ from typing import Any, NamedTuple
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.operations import _hopper_gemm
-from gpt2block.operations.gemm import CAPABILITY, FILE, MULTIPLE, OPERATION, geometry
+from gpt2block.operations.gemm import (
+    CAPABILITY,
+    FILE,
+    MULTIPLE,
+    OPERATION,
+    SPLIT_FILE,
+    geometry,
+    split_geometry,
+)
+from gpt2block.ops import _split
 from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
@@ -21,22 +34,25 @@ from gpt2block.ops._arrays import (
     overlap,
     storage,
 )
+from gpt2block.ops._split import arrays_of, check_apart, check_split
 from gpt2block.ops._warm import call
+from gpt2block.split import SplitMatrix
 from gpt2block.tensor_maps import NO_MAP, tensor_map
 from gpt2block.weight_matrix import WeightMatrix
 
 LARGEST = 2**31 - 2**16  # M, N and K: what an int holds, and a tile more
 ALIGNED = 16
+SPLIT = "split"  # in place of a dtype: a SplitMatrix
 
 
 class Job(NamedTuple):
     """A product, checked."""
 
-    a: CudaArray  # (..., K)
-    w: WeightMatrix  # (N, K) in memory
+    a: Any  # (..., K); an array or, as w, a SplitMatrix
+    w: Any  # (N, K) in memory; a WeightMatrix or a SplitMatrix
     bias: CudaArray | None
     residual: CudaArray | None
-    out: CudaArray  # (..., N)
+    out: Any  # (..., N); an array, or beside split matrices a SplitMatrix
     gelu: bool = False
     split_k: bool = False
 
@@ -51,14 +67,16 @@ class Job(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """M, N, K."""
-        return self.a.size // self.w.K, self.w.N, self.w.K
+        K = self.a.shape[-1]
+        return self.a.size // K, self.out.shape[-1], K
 
 
 class Way(NamedTuple):
     """How a variant does a job."""
 
-    problem: Callable[[Job], str | None]  # why it cannot; None: it can
+    problem: Callable[[], str | None]  # why it cannot on this GPU; None: it can
     launch: Callable[[Job], Launch]
+    launch_split: Callable[[Job], Launch]  # of split matrices
 
 
 def bind(
@@ -69,6 +87,7 @@ def bind(
     split_k: bool = False,
     dtype: str | None = None,
     variant: str | None = None,
+    bound: float | None = None,
 ) -> Bound:
     """inputs (a (..., K), w, bias (N,) or None, residual (..., N) or None), out (..., N).
 
@@ -77,10 +96,18 @@ def bind(
     of a. residual may be out itself. What is missing at the end of inputs is None. The bits of a
     row depend on this row, w, bias and its residual alone; with `split_k` on the number of rows,
     too: K may then be added up in parts, which is faster for few rows. Raises InputError.
+
+    a: or a SplitMatrix, or float32, which is split first, and w (N, K) a SplitMatrix. residual is
+    float32, and so is out, or without a residual it is a SplitMatrix with one scale; a new one has
+    that of `bound`, for dtype "split". There is no split_k: nothing of K is added up in parts.
     """
     a, w, bias, residual = (*inputs, *(None,) * 2)[:4]
+    if isinstance(w, SplitMatrix) or isinstance(a, SplitMatrix):
+        return _bind_split(a, w, bias, residual, out, bool(gelu), dtype, variant, bound)
+    if bound is not None:
+        raise InputError("bound: of a result in two parts, but a and w are no split matrices")
     job = _check(a, w, bias, residual, out, dtype)._replace(gelu=bool(gelu), split_k=bool(split_k))
-    return Bound(job.out, (_choose(job, variant).launch(job),))
+    return Bound(job.out, (_choose(variant).launch(job),))
 
 
 def _check(a: Any, w: Any, bias: Any, residual: Any, out: Any, dtype: str | None) -> Job:
@@ -88,7 +115,8 @@ def _check(a: Any, w: Any, bias: Any, residual: Any, out: Any, dtype: str | None
     check("a", a, dtype=own)
     if own not in OPERATION.dtypes:
         raise InputError(
-            f"a: expected {' or '.join(OPERATION.dtypes)}, got {own}: ops.linear takes float32"
+            f"a: expected {' or '.join(OPERATION.dtypes)}, got {own}: use a SplitMatrix as w, "
+            "or ops.linear"
         )
     if dtype is None:
         dtype = own if out is None else getattr(getattr(out, "dtype", None), "name", own)
@@ -104,6 +132,81 @@ def _check(a: Any, w: Any, bias: Any, residual: Any, out: Any, dtype: str | None
     return Job(a, w, bias, residual, out)
 
 
+def _bind_split(
+    a: Any,
+    w: Any,
+    bias: Any,
+    residual: Any,
+    out: Any,
+    gelu: bool,
+    dtype: str | None,
+    variant: str | None,
+    bound: float | None,
+) -> Bound:
+    """Split matrices; an a in float32 becomes one, which is then what Bound.extra holds."""
+    check_split("w", w)
+    if w.ndim != 2:
+        raise InputError(f"w: expected a split matrix (N, K), got {w.shape}")
+    if isinstance(a, SplitMatrix):
+        check_split("a", a)
+    else:
+        check("a", a)
+    N, K = w.shape
+    if a.shape[-1] != K:
+        raise InputError(f"w: expected K {a.shape[-1]} to match a, got {K}")
+    _check_sizes(a, N, K)
+    if bias is not None:
+        check("bias", bias, (N,))
+    out = _split_output(out, (*a.shape[:-1], N), dtype, bound)
+    if residual is not None:
+        if isinstance(out, SplitMatrix):
+            raise InputError(
+                "residual: expected none beside a result in two parts: no bound is known for one"
+            )
+        check("residual", residual, out.shape)
+    others = {"a": a, "w": w, "bias": bias}
+    if isinstance(out, SplitMatrix):
+        check_apart(out, others)
+    else:
+        arrays: dict[str, CudaArray] = {}
+        for name, value in others.items():
+            arrays |= arrays_of(name, value)
+        _check_memory(out, residual, arrays)
+    before: tuple[Launch, ...] = ()
+    extra: tuple[CudaArray, ...] = ()
+    if not isinstance(a, SplitMatrix):
+        first = _split.bind((a,))
+        a, before = first.out, first.launches
+        extra = a.parts, a.scale
+    job = Job(a, w, bias, residual, out, gelu)
+    return Bound(out, (*before, _choose(variant).launch_split(job)), extra)
+
+
+def _split_output(
+    out: Any, shape: tuple[int, ...], dtype: str | None, bound: float | None
+) -> CudaArray | SplitMatrix:
+    """float32, or a SplitMatrix whose rows have one scale."""
+    if dtype is None:
+        dtype = SPLIT if isinstance(out, SplitMatrix) else "float32"
+    if dtype not in ("float32", SPLIT):
+        raise InputError(f"dtype {dtype!r}: expected float32 or {SPLIT!r} beside a split matrix")
+    if dtype == "float32":
+        if bound is not None:
+            raise InputError(f"bound: of a result in two parts: expected dtype {SPLIT!r}")
+        return output(out, shape)
+    if out is None:
+        if bound is None:
+            raise InputError(
+                "bound: expected the largest magnitude that the result can have, which gives all "
+                "its rows one scale"
+            )
+        return SplitMatrix.empty(shape, bound)
+    check_split("out", out, shape)
+    if bound is not None or out.one_scale is None:
+        raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
+    return out
+
+
 def _check_weights(a: CudaArray, w: Any, dtype: str) -> None:
     if not isinstance(w, WeightMatrix):
         raise InputError(f"w: expected a WeightMatrix, got {type(w).__name__}: use .quantize")
@@ -116,10 +219,14 @@ def _check_weights(a: CudaArray, w: Any, dtype: str) -> None:
     K = int(a.shape[-1])
     if w.K != K:
         raise InputError(f"w: expected K {K} to match a, got {w.K}")
-    if max(a.size // K, w.N, K) > LARGEST:
-        raise InputError(f"a {a.shape}, w ({w.N}, {K}): expected at most {LARGEST:,} of each size")
-    if w.N % MULTIPLE or K % MULTIPLE:
-        raise InputError(f"w: expected K and N in multiples of {MULTIPLE}, got K {K}, N {w.N}")
+    _check_sizes(a, w.N, K)
+
+
+def _check_sizes(a: CudaArray | SplitMatrix, N: int, K: int) -> None:
+    if max(a.size // K, N, K) > LARGEST:
+        raise InputError(f"a {a.shape}, w ({N}, {K}): expected at most {LARGEST:,} of each size")
+    if N % MULTIPLE or K % MULTIPLE:
+        raise InputError(f"w: expected K and N in multiples of {MULTIPLE}, got K {K}, N {N}")
 
 
 def _check_memory(out: CudaArray, residual: CudaArray | None, others: Mapping[str, Any]) -> None:
@@ -134,20 +241,20 @@ def _check_memory(out: CudaArray, residual: CudaArray | None, others: Mapping[st
         raise InputError("out: overlaps residual in part: expected residual itself, or another")
 
 
-def _choose(job: Job, variant: str | None) -> Way:
-    """The variant asked for, or the first of `WAYS` that can do the job."""
+def _choose(variant: str | None) -> Way:
+    """The variant asked for, or the first of `WAYS` that this GPU has."""
     if variant is None:
         for way in WAYS.values():
-            if way.problem(job) is None:
+            if way.problem() is None:
                 return way
     name = OPERATION.variant(variant or LAST).name
-    problem = WAYS[name].problem(job)
+    problem = WAYS[name].problem()
     if problem is not None:
         raise InputError(f"gemm variant {name}: {problem}")
     return WAYS[name]
 
 
-def _mma_problem(job: Job) -> str | None:
+def _mma_problem() -> str | None:
     if compute_capability() < CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use ops.linear"
     return None
@@ -168,7 +275,29 @@ def _mma(job: Job) -> Launch:
     return launch_at(FILE, where, args, storage=job.storage)
 
 
-def _hopper_problem(job: Job) -> str | None:
+def _mma_split(job: Job) -> Launch:
+    where = split_geometry(
+        *job.sizes,
+        gelu=job.gelu,
+        residual=job.residual is not None,
+        split_out=isinstance(job.out, SplitMatrix),
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+    )
+    out, parts, per_scale = _split_outputs(job)
+    operands = (job.a.parts, job.a.scale, job.w.parts, job.w.scale)
+    args = (*operands, job.bias, job.residual, out, parts, per_scale, *job.sizes)
+    return launch_at(SPLIT_FILE, where, args, storage="float16")
+
+
+def _split_outputs(job: Job) -> tuple[CudaArray | None, CudaArray | None, float]:
+    """out, its parts, 1 / their scale: what there is of them."""
+    if isinstance(job.out, SplitMatrix):
+        return None, job.out.parts, 1 / (job.out.one_scale or 1.0)
+    return job.out, None, 1.0
+
+
+def _hopper_problem() -> str | None:
     if compute_capability() != _hopper_gemm.CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper)"
     return None
@@ -199,23 +328,41 @@ def _hopper(job: Job) -> Launch:
     return launch_at(_hopper_gemm.FILE, where, (*args, M, N, K), storage=job.storage)
 
 
+def _hopper_split(job: Job) -> Launch:
+    where, tile = _hopper_gemm.split_geometry(
+        *job.sizes,
+        gelu=job.gelu,
+        residual=job.residual is not None,
+        split_out=isinstance(job.out, SplitMatrix),
+        sms=device_attribute("MultiProcessorCount"),
+    )
+    a = tensor_map(job.a.parts, (1, tile.rows, _hopper_gemm.SLICE))
+    w = tensor_map(job.w.parts, (1, tile.columns // tile.shares, _hopper_gemm.SLICE))
+    out, parts, per_scale = _split_outputs(job)
+    to = NO_MAP if parts is None else tensor_map(parts, (1, 64, tile.chunk))
+    rest = (job.a.scale, job.w.scale, job.bias, job.residual, out, per_scale)
+    args = (a, w, to, *rest, *job.sizes)
+    return launch_at(_hopper_gemm.SPLIT_FILE, where, args, storage="float16")
+
+
 WAYS: Mapping[str, Way] = {  # the fastest first; the last one takes whatever any takes
-    "hopper": Way(_hopper_problem, _hopper),
-    "mma": Way(_mma_problem, _mma),
+    "hopper": Way(_hopper_problem, _hopper, _hopper_split),
+    "mma": Way(_mma_problem, _mma, _mma_split),
 }
 LAST = "mma"
 
 
 def gemm(
-    a: CudaArray,
-    w: WeightMatrix,
+    a: CudaArray | SplitMatrix,
+    w: WeightMatrix | SplitMatrix,
     bias: CudaArray | None = None,
     residual: CudaArray | None = None,
     gelu: bool = False,
     split_k: bool = False,
     dtype: str | None = None,
     variant: str | None = None,
-) -> CudaArray:
+    bound: float | None = None,
+) -> Any:
     """`reference.gemm` on CuPy arrays, by tensor cores; raises InputError.
 
     a (..., K): float16 or bfloat16. w: a `WeightMatrix` of that dtype, layout "NK". bias (N,):
@@ -223,7 +370,14 @@ def gemm(
     is given. K and N are multiples of 8. Sums, bias, GELU and residual in float32, rounded once.
     A row's result is the same bits alone and among others, unless `split_k` allows to add up K in
     parts, which is faster for few rows. Without a variant: the fastest that this GPU has.
+
+    Or in the accuracy of float32: a float32, or a `SplitMatrix`, and w a SplitMatrix (N, K), such
+    as SplitMatrix.split(w.T). The result is float32, or, without a residual, with dtype "split" a
+    SplitMatrix with one scale for all rows, from the largest magnitude it can have, `bound`; what
+    is more than twice as large becomes infinite. Infinity and NaN in a and w make of a result what
+    they make of it in float32, but for infinity beside a number below 2^-39 of the largest of its
+    row, which gives NaN.
     """
     a, bias, residual = contiguous(a, bias, residual)
-    options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant}
+    options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}
     return call(bind, (a, w, bias, residual), **options).out

@@ -29,11 +29,15 @@ from gpt2block.ops._arrays import (
     overlap,
     storage,
 )
+from gpt2block.ops._split import check_apart, check_split
 from gpt2block.ops._warm import call
+from gpt2block.plan import layernorm_bound
+from gpt2block.split import SplitMatrix
 
 BLOCK = 256  # of the ten-step kernels
 MAX_ROWS = 2**31 - 1
 MAX_C = 2**30
+SPLIT = "split"  # in place of a dtype: a SplitMatrix
 STATS_VARIANT = 6  # where none is asked for, but something that the ten-step kernels do not do
 
 
@@ -47,6 +51,8 @@ def bind(
     stats: bool = True,
     mean: CudaArray | None = None,
     rstd: CudaArray | None = None,
+    dtype: str | None = None,
+    bound: float | None = None,
 ) -> Bound:
     """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C); `extra` is (mean, rstd), (...).
 
@@ -54,9 +60,15 @@ def bind(
     Variant 6 takes float16 and bfloat16 too, and leaves mean and rstd out without `stats`.
 
     "narrow", which None is where x has 16 bits: no `extra`, gamma and beta float32; x is float32 or
-    has the dtype of out.
+    has the dtype of out. Also where out is a SplitMatrix with one scale, and x float32; dtype
+    "split" makes a new one, with the scale of `bound`, or of what gamma and beta allow.
     """
     x, gamma, beta = inputs
+    if isinstance(out, SplitMatrix) or dtype is not None or bound is not None:
+        unused = (block, mean, rstd)
+        if variant not in (None, NARROW) or any(each is not None for each in unused):
+            raise InputError("layernorm: a result in two parts is for variant narrow alone")
+        return _bind_split(x, gamma, beta, out, float(eps), dtype, bound)
     if variant == NARROW or (variant is None and storage(x) != "float32"):
         if block is not None or mean is not None or rstd is not None:
             raise InputError("layernorm variant narrow: it has no block, mean and rstd: use 6")
@@ -104,6 +116,50 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
     return Bound(out, (launch("layernorm.cu", name, (rows,), (BLOCK,), args, defines=defines),))
 
 
+def _bind_split(
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    out: SplitMatrix | None,
+    eps: float,
+    dtype: str | None,
+    bound: float | None,
+) -> Bound:
+    """float32 rows in, two parts with one scale out."""
+    if dtype not in (None, SPLIT):
+        raise InputError(f"dtype {dtype!r}: expected {SPLIT!r} or none")
+    check("x", x)
+    C = x.shape[-1]
+    check("gamma", gamma, (C,))
+    check("beta", beta, (C,))
+    if out is None:
+        if bound is None:
+            bound = layernorm_bound(cupy.asnumpy(gamma), cupy.asnumpy(beta))
+        out = SplitMatrix.empty(x.shape, bound)
+    else:
+        check_split("out", out, x.shape)
+        if bound is not None or out.one_scale is None:
+            raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
+        check_apart(out, {"x": x, "gamma": gamma, "beta": beta})
+    rows = x.size // C
+    if rows > MAX_ROWS:
+        raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
+    width = _width(C, x, gamma, beta, out.parts)
+    sms = device_attribute("MultiProcessorCount")
+    where = narrow_geometry(True, rows, C, width, sms, split=True)
+    args = (x, gamma, beta, out.parts, 1 / (out.one_scale or 1.0), eps, rows, C)
+    file = OPERATION.variant(NARROW).file
+    return Bound(out, (launch_at(file, where, args, storage="float16"),))
+
+
+def _width(C: int, *arrays: CudaArray) -> int:
+    """Elements of a vector: 16 bytes of the last array, unless C or how arrays start forbids it."""
+    width = 16 // int(arrays[-1].itemsize)
+    while C % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width
+
+
 def _bind_narrow(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: float) -> Bound:
     stored = storage(x)
     check("x", x, dtype=stored)
@@ -118,12 +174,7 @@ def _bind_narrow(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: floa
     if rows > MAX_ROWS:
         raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
     float_x = stored == "float32"
-    width = 16 // out.itemsize
-    while (
-        any(array.data.ptr % min(16, width * array.itemsize) for array in (x, gamma, beta, out))
-        or C % width
-    ):
-        width //= 2
+    width = _width(C, x, gamma, beta, out)
     where = narrow_geometry(float_x, rows, C, width, device_attribute("MultiProcessorCount"))
     args = (x, gamma, beta, out, eps, rows, C)
     file = OPERATION.variant(NARROW).file
@@ -190,6 +241,7 @@ def layernorm(
     variant: str | int | None = ...,
     block: int | None = ...,
     stats: Literal[False] = ...,
+    dtype: str | None = ...,
 ) -> CudaArray: ...
 
 
@@ -214,12 +266,14 @@ def layernorm(
     variant: str | int | None = None,
     block: int | None = None,
     stats: bool = False,
+    dtype: str | None = None,
 ) -> CudaArray | tuple[CudaArray, CudaArray, CudaArray]:
     """`reference.layernorm` on CuPy arrays; raises InputError.
 
     variant: 1 to 5 are the documents' ladder, float32; 6 is the fastest, float16 and bfloat16 too.
     "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. None is the
-    ten-step block's kernel, or 6 or narrow for what that cannot do. With `stats`: (out, mean,
+    ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "split": narrow of a
+    float32 x, and the result is a SplitMatrix, which `gemm` takes. With `stats`: (out, mean,
     rstd), where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)
@@ -229,5 +283,6 @@ def layernorm(
     wide = isinstance(gamma, cupy.ndarray) and gamma.dtype == cupy.float32
     if variant is None and (stats or (half and not wide)):
         variant = STATS_VARIANT
-    bound = call(bind, arrays, eps=eps, variant=variant, block=block, stats=stats)
+    options = {"variant": variant, "block": block, "stats": stats, "dtype": dtype}
+    bound = call(bind, arrays, eps=eps, **options)
     return (bound.out, *bound.extra) if stats else bound.out

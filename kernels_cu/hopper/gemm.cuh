@@ -26,6 +26,9 @@
 #ifndef GEMM_M  // tile
 #define GEMM_M 128
 #endif
+#ifndef GEMM_A_ROWS  // of a tile that are loaded, where a has no more
+#define GEMM_A_ROWS GEMM_M
+#endif
 #ifndef GEMM_N
 #define GEMM_N 192
 #endif
@@ -46,6 +49,9 @@
 #endif
 #ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, dividing GEMM_GROUP_N / GEMM_SPLITS
 #define GEMM_CHUNK 64
+#endif
+#ifndef GEMM_DOWN  // tiles below each other come one after the other, not those beside each other
+#define GEMM_DOWN 0
 #endif
 #ifndef GEMM_GELU
 #define GEMM_GELU 0
@@ -112,41 +118,55 @@ struct Work {
     __device__ void next() {
         if (++slice == last) slice = first, next_tile();
     }
-    __device__ int row() const { return (tile / tiles_n * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M; }
-    __device__ int column() const { return tile % tiles_n * GEMM_N; }
+    __device__ int row() const {
+        const int below = GEMM_DOWN ? tile % (tiles / tiles_n) : tile / tiles_n;
+        return (below * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M;
+    }
+    __device__ int column() const { return (GEMM_DOWN ? tile / (tiles / tiles_n) : tile % tiles_n) * GEMM_N; }
 };
 
-__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
-                                        const Work& work) {
-    const auto load_w = [&](const Work& at, int stage) {
-        Barrier& full = barriers.full[stage];
-        arrive_and_expect(full, STAGE_BYTES);
-        for (int part = 0; part < GEMM_PARTS; ++part) {
-            char* to = ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES + part * W_BYTES;
-            if (GEMM_SHARES > 1) {
-                const int first = at.rank * (GEMM_N / GEMM_SHARES);
-                load_box_for((1 << GEMM_SHARES) - 1, to + first * ROW_BYTES, w, full, at.slice * SLICE,
-                             at.column() + first, part);
-            } else {
-                load_box(to, w, full, at.slice * SLICE, at.column(), part);
-            }
-        }
+// A box of w for the block, or for all of its cluster.
+__device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier& full, int x, int y, int z) {
+    if (GEMM_SHARES > 1) {
+        load_box_for((1 << GEMM_SHARES) - 1, to, w, full, x, y, z);
+    } else {
+        load_box(to, w, full, x, y, z);
+    }
+}
+
+// load_w(at, to, full) asks for a slice of w.
+template <typename LoadW>
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
+                                        const LoadW& load_w) {
+    const auto load_slice = [&](const Work& at, int stage) {
+        arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
+        load_w(at, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
     };
     Work ahead = work;  // weights were there before the kernel whose end is waited for
-    for (int stage = 0; stage < GEMM_STAGES && ahead.left(); ++stage, ahead.next()) load_w(ahead, stage);
+    for (int stage = 0; stage < GEMM_STAGES && ahead.left(); ++stage, ahead.next()) load_slice(ahead, stage);
     wait_for_previous();
     unsigned count = 0;
     for (Work at = work; at.left(); at.next(), ++count) {
         const int stage = count % GEMM_STAGES;
         if (count >= GEMM_STAGES) {
             wait(barriers.empty[stage], (count / GEMM_STAGES - 1) & 1, "empty");
-            load_w(at, stage);
+            load_slice(at, stage);
         }
         for (int part = 0; part < GEMM_PARTS; ++part) {
             char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
             load_box(to, a, barriers.full[stage], at.slice * SLICE, at.row(), part);
         }
     }
+}
+
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
+                                        const Work& work) {
+    produce(ring, barriers, a, work, [&](const Work& at, char* to, Barrier& full) {
+        const int first = GEMM_SHARES > 1 ? at.rank * (GEMM_N / GEMM_SHARES) : 0;
+        for (int part = 0; part < GEMM_PARTS; ++part) {
+            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, at.slice * SLICE, at.column() + first, part);
+        }
+    });
 }
 
 struct Group {  // of consumers

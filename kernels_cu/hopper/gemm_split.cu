@@ -48,6 +48,7 @@
 #endif
 
 static_assert(BLOCKS_M == 1 && GEMM_SPLITS == 1, "there are registers for one wgmma's outputs");
+static_assert(!GEMM_SPLIT_OUT || !GEMM_RESIDUAL, "a residual goes into an out of float");
 
 struct Rest {  // of shared memory, behind the ring and the chunks
     float bias[CONSUMERS][PART_N], scale[CONSUMERS][PART_N];
@@ -130,26 +131,33 @@ __device__ __forceinline__ float finished(const Total& total, int i, float a_sca
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
-// Pairs of columns, 32 bytes of a row by 4 lanes, straight to memory.
+// Pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Residuals are asked for eight at a time, as the
+// compiler does not know that stores in front of a load write elsewhere.
 __device__ __forceinline__ void store_float(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, int first_row, int first_column) {
+    constexpr int BLOCKS = PART_N / 8, AT_ONCE = 4;
+    const int lane_row = first_row + group.warp * 16 + group.lane / 4, lane_column = 2 * (group.lane % 4);
 #pragma unroll
-    for (int j = 0; j < PART_N / 8; ++j) {
-        const int column = 8 * j + 2 * (group.lane % 4);
-        if (first_column + column >= to.N) continue;
-        const float2 scale = pair_at(to.scale, column), bias = pair_at(to.bias, column);
+    for (int first = 0; first < BLOCKS; first += AT_ONCE) {
+        float2 r[2 * AT_ONCE] = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first_row + group.warp * 16 + half * 8 + group.lane / 4, i = 4 * j + 2 * half;
-            if (row >= to.M) continue;
-            float2 y = {finished(total, i, a_scale[half], scale.x, bias.x),
-                        finished(total, i + 1, a_scale[half], scale.y, bias.y)};
-            const long long at = (long long)row * to.N + first_column + column;
-            if (GEMM_RESIDUAL) {
-                const float2 r = __ldcg(reinterpret_cast<const float2*>(to.residual + at));
-                y.x += r.x, y.y += r.y;
-            }
-            *reinterpret_cast<float2*>(to.out + at) = y;
+        for (int i = 0; i < 2 * AT_ONCE; ++i) {
+            const int block = first + i / 2, row = lane_row + i % 2 * 8;
+            const int column = first_column + lane_column + 8 * block;
+            if (!GEMM_RESIDUAL || block >= BLOCKS || row >= to.M || column >= to.N) continue;
+            r[i] = __ldcg(reinterpret_cast<const float2*>(to.residual + (long long)row * to.N + column));
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * AT_ONCE; ++i) {
+            const int block = first + i / 2, half = i % 2, row = lane_row + half * 8;
+            const int column = first_column + lane_column + 8 * block;
+            if (block >= BLOCKS || row >= to.M || column >= to.N) continue;
+            const float2 scale = pair_at(to.scale, lane_column + 8 * block);
+            const float2 bias = pair_at(to.bias, lane_column + 8 * block);
+            const int at = 4 * block + 2 * half;
+            const float2 y = {finished(total, at, a_scale[half], scale.x, bias.x) + r[i].x,
+                              finished(total, at + 1, a_scale[half], scale.y, bias.y) + r[i].y};
+            *reinterpret_cast<float2*>(to.out + (long long)row * to.N + column) = y;
         }
     }
     group.sync();  // scales and biases are done with

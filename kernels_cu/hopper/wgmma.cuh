@@ -2,8 +2,8 @@
 // sums.
 //
 // A and B lie in shared memory as the copy engine puts boxes of 64 columns there, rows of 128 bytes, swizzled, from a
-// place on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), for
-// N = 64. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
+// place on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), boxes
+// one after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
@@ -22,9 +22,12 @@
 
 typedef unsigned long long Matrix;  // descriptor of one in shared memory
 
-__device__ __forceinline__ Matrix matrix_at(const void* shared) {
+// columns: bytes from a box to that of the next 64 columns, read across.
+__device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16) {
     const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // from 8 rows to the next
-    return (Matrix)(swizzle_128 | eight_rows) << 32 | (1u << 16 | shared_address(shared) >> 4);
+    unsigned place = shared_address(shared) >> 4;
+    if (columns != 16) place &= 0x3fff;  // in a cluster an address has the block's number in front, where columns stand
+    return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
 }
 
 // The same, `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.
@@ -111,6 +114,7 @@ PRODUCT(144, 72, 72, 73, 74, 75)
 PRODUCT(160, 80, 80, 81, 82, 83)
 PRODUCT(176, 88, 88, 89, 90, 91)
 PRODUCT(192, 96, 96, 97, 98, 99)
+PRODUCT(224, 112, 112, 113, 114, 115)
 PRODUCT(256, 128, 128, 129, 130, 131)
 
 // With A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the same

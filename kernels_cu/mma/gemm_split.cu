@@ -2,15 +2,19 @@
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are split: a value is (hi + lo / 2048) scale, with hi and lo __half and a scale for each row, a power of two.
-// That keeps 22 bits of it. Of the four products of parts three are taken:
+// a and w are split (split.cuh): a value is (hi + lo / 2048) scale, with a scale for each row, a power of two. That
+// keeps 22 bits of it. Of the four products of parts three are taken:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
 // A tensor core cuts off what it adds up instead of rounding it. So the sum of hi hi goes into a float of its own every
 // PROMOTED of K, where it is rounded; the second sum, 2048 times smaller, has an accumulator to itself.
 //
-// out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough.
+// Infinity and NaN among the factors make of an output what they make of it in float, but NaN where infinity meets a
+// number whose high part is 0, below 2^-39 of the largest of its row.
+//
+// out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough:
+// what is more than twice too large for it becomes infinite.
 //
 // Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
 // FP32 theoretical peak performance" (2022). gemm.cuh has the tiles and the loop over K.
@@ -33,6 +37,7 @@
 #include "fresh.cuh"
 #include "gelu_fast.cuh"
 #include "overlap.cuh"
+#include "split.cuh"
 #include "mma/ptx.cuh"
 #include "mma/gemm.cuh"
 
@@ -47,7 +52,6 @@
 #endif
 
 constexpr int PROMOTED = 128;  // of K
-constexpr float LOW = 2048.0f;  // of lo's unit in one of hi
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
@@ -72,7 +76,7 @@ struct Total {
     }
 
     __device__ __forceinline__ float get(int m, int n, int i) const {
-        return fmaf(cross[m][n][i], 1.0f / LOW, sums[m][n][i] + high[m][n][i]);
+        return sum_of(sums[m][n][i] + high[m][n][i], cross[m][n][i]);
     }
 };
 
@@ -105,17 +109,16 @@ __device__ __forceinline__ void store_groups(const Total& total, int first, int 
             if (GEMM_RESIDUAL) load_fresh<float, WIDTH>(to.residual + at).unpack(r);
 #pragma unroll
             for (int e = 0; e < WIDTH; ++e) {
-                const float sum = total.get(i / 2, f + e / 2, i % 2 * 2 + e % 2) * a_scale[i] * scale[e] + b[e];
+                const float product = total.get(i / 2, f + e / 2, i % 2 * 2 + e % 2);
+                const float sum = scaled(product, a_scale[i], scale[e]) + b[e];
                 v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
                 if (GEMM_RESIDUAL) v[e] += r[e];
             }
             if constexpr (GEMM_SPLIT_OUT) {
                 float low[WIDTH];
 #pragma unroll
-                for (int e = 0; e < WIDTH; ++e) {
-                    v[e] *= to.per_scale;
-                    low[e] = (v[e] - widen(narrow(v[e]))) * LOW;
-                }
+                for (int e = 0; e < WIDTH; ++e) v[e] *= to.per_scale;
+                low_parts(v, low);
                 Vec<T, WIDTH>::store(to.parts + at, v);
                 Vec<T, WIDTH>::store(to.parts + (long long)to.sizes.M * to.sizes.N + at, low);
             } else {

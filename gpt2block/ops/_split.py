@@ -1,0 +1,80 @@
+"""float32 rows in two parts on CUDA: kernels_cu/split.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpt2block.errors import InputError
+from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
+from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, overlap
+from gpt2block.split import SplitMatrix
+
+LARGEST = 2**31 - 2**16  # rows and K: what an int holds, and a step more
+ALIGNED = 16
+
+
+def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
+    """inputs (x (..., K),), float32; out: a SplitMatrix of that shape. Raises InputError."""
+    (x,) = inputs
+    check("x", x)
+    K = int(x.shape[-1])
+    rows = x.size // K
+    if max(rows, K) > LARGEST:
+        raise InputError(f"x {x.shape}: expected at most {LARGEST:,} rows, and as many columns")
+    if out is None:
+        out = SplitMatrix.empty(x.shape)
+    else:
+        check_split("out", out, x.shape)
+        check_apart(out, {"x": x})
+    width = 4
+    while K % width or x.data.ptr % (4 * width) or out.parts.data.ptr % (2 * width):
+        width //= 2
+    args = (x, out.parts, out.scale, rows, K)
+    return Bound(out, (launch_at(ROWS_FILE, rows_geometry(rows, width), args, "float16"),))
+
+
+def split(x: CudaArray) -> SplitMatrix:
+    """`reference.split` of a float32 CuPy array (..., K); raises InputError."""
+    made: SplitMatrix = bind(contiguous(x)).run()
+    return made
+
+
+def check_split(name: str, matrix: Any, shape: tuple[int, ...] | None = None) -> None:
+    """InputError unless it is a SplitMatrix on the current device, of `shape` where one is given.
+
+    Its arrays start on 16 bytes.
+    """
+    if not isinstance(matrix, SplitMatrix):
+        raise InputError(
+            f"{name}: expected a SplitMatrix, got {type(matrix).__name__}: use SplitMatrix.split"
+        )
+    if shape is not None and matrix.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {matrix.shape}")
+    for part, array, dtype in (
+        ("parts", matrix.parts, "float16"),
+        ("scale", matrix.scale, "float32"),
+    ):
+        check(f"{name}.{part}", array, dtype=dtype)
+        if array.data.ptr % ALIGNED:
+            raise InputError(
+                f"{name}.{part}: expected data aligned to {ALIGNED} bytes: pass a copy"
+            )
+
+
+def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
+    """The arrays that a named argument has, by their names."""
+    if value is None:
+        return {}
+    if isinstance(value, SplitMatrix):
+        return {f"{name}.parts": value.parts, f"{name}.scale": value.scale}
+    return {name: value}
+
+
+def check_apart(out: Any, others: Mapping[str, Any]) -> None:
+    """InputError where what is written overlaps one of the others; each array or SplitMatrix."""
+    for written in arrays_of("out", out).values():
+        for name, value in others.items():
+            for part, array in arrays_of(name, value).items():
+                if overlap(written, array):
+                    raise InputError(f"out: overlaps {part}: expected another array")

@@ -1,0 +1,426 @@
+"""Matrices in two parts: SplitMatrix, what makes one (split.cu, LayerNorm), and the ops on them.
+
+How products and attention add up is in test_gemm_split.py and test_attention_fp32.py.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpt2block import InputError, SplitMatrix, kernels, reference
+from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
+from gpt2block.operations.layernorm import NARROW, OPERATION, narrow_geometry
+from gpt2block.plan import layernorm_bound
+from gpt2block.split import scale_for
+from tests import plain
+from tests.cpu_cuda import loader
+from tests.test_layernorm_narrow import EPS, inputs, widest
+from tests.test_layernorm_narrow import assert_right as assert_normalized
+
+Array = NDArray[Any]
+H200 = 132
+every_order = pytest.mark.parametrize("order", loader.ORDERS)
+few = settings(max_examples=4)
+
+
+def wild(seed: int, rows: int, K: int) -> Array:
+    """Rows of all magnitudes, with zeros, subnormal numbers, infinity and NaN among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, K)) * 10.0 ** rng.uniform(-8, 8, (rows, K))
+    x = (x * 10.0 ** rng.uniform(-30, 28, (rows, 1))).astype(np.float32)
+    x[rng.random((rows, K)) < 0.1] = 0
+    x[rng.random((rows, K)) < 0.1] = 1e-40
+    x[rng.random((rows, 1))[:, 0] < 0.1] = 0
+    for value in (np.inf, -np.inf, np.nan):
+        x[rng.random((rows, K)) < 0.5 / K] = value
+    return x
+
+
+# --- what the parts are ---------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 999), rows=st.integers(1, 9), K=st.integers(1, 40))
+def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
+    x = wild(seed, rows, K)
+    with np.errstate(over="ignore"):
+        parts, scale = reference.split(x)
+    assert (parts.shape, parts.dtype.name) == ((2, rows, K), "float16")
+    assert (scale.shape, scale.dtype.name) == ((rows,), "float32")
+    for r in range(rows):
+        unit, finite = float(scale[r]), [abs(float(v)) for v in x[r] if np.isfinite(v)]
+        largest = max(finite, default=0.0)
+        assert math.frexp(unit)[0] == 0.5
+        if largest < 2.0**-126:
+            assert unit == 1
+        elif unit > 2.0**-126:
+            assert 2**14 <= largest / unit < 2**15
+        for value, hi, lo in zip(x[r], *parts[:, r], strict=True):
+            if not np.isfinite(value):
+                np.testing.assert_array_equal(hi, np.float16(value))
+                assert lo == 0
+            else:
+                kept = (float(hi) + float(lo) / 2048) * unit
+                assert abs(kept - float(value)) <= max(
+                    abs(float(value)) * 2.0**-22, unit * 2.0**-36, 2.0**-126
+                )
+
+
+def test_split_and_joined() -> None:
+    x = plain.normal(0, 2, 3, 40)
+    matrix = SplitMatrix.split(x)
+    assert (matrix.shape, matrix.ndim, matrix.size) == ((2, 3, 40), 3, 240)
+    assert matrix.nbytes == 2 * 2 * 240 + 4 * 6
+    assert matrix.one_scale is None
+    joined = matrix.joined()
+    assert joined.dtype == np.float32
+    assert np.abs(joined - x).max() <= np.abs(x).max() * 2.0**-22
+    np.testing.assert_array_equal(SplitMatrix.split(joined).joined(), joined)
+    np.testing.assert_array_equal(SplitMatrix.split(x[:, ::2]).joined(), matrix.joined()[:, ::2])
+    assert SplitMatrix.split(x[0, 0]).parts.shape == (2, 1, 40)
+
+
+@pytest.mark.parametrize(
+    ("bound", "scale"),
+    [(0.0, 1.0), (1.0, 2.0**-15), (1.5, 2.0**-14), (2.0**127, 2.0**112), (1e-40, 2.0**-126)],
+)
+def test_the_scale_of_a_bound(bound: float, scale: float) -> None:
+    assert scale_for(bound) == scale
+    assert bound / scale <= 2**15
+
+
+@pytest.mark.parametrize("bound", [-1.0, math.nan, math.inf, 2.0**127 * 1.01])
+def test_a_bound_that_is_none(bound: float) -> None:
+    with pytest.raises(InputError, match=r"bound: expected a magnitude from 0 to 2\^127"):
+        scale_for(bound)
+
+
+@pytest.mark.parametrize(
+    ("parts", "scale", "shape", "message"),
+    [
+        ([1], np.ones(2), (2, 4), "parts: expected a NumPy or CuPy array, got list"),
+        (((2, 2, 3), "float16"), ((2,), "float32"), (2, 4), r"parts: expected float16 \(2, 2, 4\)"),
+        (((2, 2, 4), "float32"), ((2,), "float32"), (2, 4), r"for .* \(2, 4\), got float32 \(2,"),
+        (((2, 2, 4), "float16"), ((3,), "float32"), (2, 4), r"scale: expected float32 \(2,\) for"),
+        (((2, 2, 4), "float16"), ((2,), "float32"), (), "shape: expected .* at least one element"),
+        (((2, 0, 4), "float16"), ((0,), "float32"), (0, 4), "shape: expected .* one element"),
+    ],
+)
+def test_parts_that_do_not_fit_together(parts: Any, scale: Any, shape: Any, message: str) -> None:
+    made = [np.ones(*a) if isinstance(a, tuple) else a for a in (parts, scale)]
+    with pytest.raises(InputError, match=message):
+        SplitMatrix(made[0], made[1], shape)
+
+
+def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
+    good = SplitMatrix.split(plain.normal(0, 3, 8))
+    for wrong in (3.0, 0.0, -1.0, np.nan, np.inf, 2.0**-127):
+        scale = good.scale.copy()
+        scale[1] = wrong
+        with pytest.raises(InputError, match=r"scale: expected powers of two from 2\^-126 on, got"):
+            SplitMatrix(good.parts, scale, (3, 8))
+    wide = np.zeros((2, 3, 16), np.float16)[..., ::2]
+    with pytest.raises(InputError, match="parts: expected a C-contiguous array"):
+        SplitMatrix(wide, good.scale, (3, 8))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([[1.0]], "x: expected a NumPy or CuPy array, got list"),
+        (np.ones((2, 3)), r"x: expected float32, got float64: use \.astype\('float32'\)"),
+        (np.ones((2, 0), np.float32), r"x: expected \(\.\.\., K\) with at least one element"),
+        (np.array(1, np.float32), "with at least one element"),
+    ],
+)
+def test_what_cannot_be_split(x: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SplitMatrix.split(x)
+
+
+# --- the kernels on the CPU -----------------------------------------------------------------------
+
+
+def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> SplitMatrix:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    rows, K = x.shape
+    how = rows_geometry(rows, width or next(w for w in (4, 2, 1) if K % w == 0))
+    parts = np.full((2, rows, K), np.nan, np.float16)
+    scale = np.full(rows, np.nan, np.float32)
+    args = [x, parts, scale, rows, K]
+    options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
+    loader.run(ROWS_FILE, how.kernel, how.grid, how.block, args, **options)
+    return SplitMatrix(parts, scale, x.shape)
+
+
+def assert_same(got: SplitMatrix, x: Array) -> None:
+    """The bits of the reference, but for those of a NaN."""
+    parts, scale = reference.split(x)
+    np.testing.assert_array_equal(got.scale.view(np.uint32), scale.view(np.uint32))
+    np.testing.assert_array_equal(got.parts, parts)
+    there = ~np.isnan(parts)
+    np.testing.assert_array_equal(np.signbit(got.parts[there]), np.signbit(parts[there]))
+
+
+def without_subnormals(x: Array) -> Array:
+    """The CPU keeps them, where a GPU's kernels are told not to."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
+
+
+@every_order
+@few
+@given(rows=st.integers(1, 9), K=st.integers(1, 300))
+@example(rows=9, K=256)
+@example(rows=5, K=130)
+def test_rows_of_all_magnitudes(order: loader.Order, rows: int, K: int) -> None:
+    x = without_subnormals(wild(K, rows, K))
+    assert_same(rows_on_cpu(x, order), x)
+
+
+@every_order
+@pytest.mark.parametrize(("rows", "C"), [(5, 768), (7, 48), (3, 300)])
+def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
+    if problem := loader.missing():
+        pytest.skip(problem)
+    x, gamma, beta = inputs(rows, rows, C, "float32")
+    x[rows - 1] = 0
+    x[1, 7] = np.nan
+    scale = scale_for(layernorm_bound(gamma, beta))
+    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, split=True)
+    parts = np.full((2, rows, C), np.nan, np.float16)
+    args = [x, gamma, beta, parts, 1 / scale, EPS, rows, C]
+    options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
+    file = OPERATION.variant(NARROW).file
+    loader.run(file, how.kernel, how.grid, how.block, args, **options)
+    got = SplitMatrix(parts, np.full(rows, scale, np.float32), x.shape).joined()
+    assert np.isnan(got[1]).all()
+    finite = np.arange(rows) != 1
+    assert_normalized(got[finite], (x[finite], gamma, beta))
+
+
+@pytest.mark.parametrize(("rows", "C"), [(1, 768), (10**6, 768), (10**6, 1600), (1, 16383)])
+def test_layernorm_compiles_without_spills(rows: int, C: int) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, split=True)
+    file, defines = OPERATION.variant(NARROW).file, (*kernels.stored_as("float16"), *how.defines)
+    for arch in ("sm_80", "sm_90"):
+        log = kernels.compile_for(file, arch, defines).log
+        own = log.split(f"Function properties for {how.kernel}\n")[1].splitlines()[0]
+        assert "0 bytes spill stores, 0 bytes spill loads" in own
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cp() -> ModuleType:
+    import cupy  # noqa: PLC0415
+
+    if int(cupy.cuda.Device().compute_capability) < 80:
+        pytest.skip("needs tensor cores of compute capability 8.0")
+    module: ModuleType = cupy
+    return module
+
+
+def host(matrix: SplitMatrix) -> SplitMatrix:
+    return SplitMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 7), (33, 130), (2, 5, 768), (1000, 3072), (2, 50257)]
+)
+def test_split_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int, ...]) -> None:
+    rows = math.prod(shape[:-1])
+    x = wild(0, rows, shape[-1]).reshape(shape)
+    for _ in range(2):
+        assert_same(host(SplitMatrix.split(cp.asarray(x))), x)
+    memory = cp.zeros(x.size + 1, "float32")
+    odd = memory[1:].reshape(shape)
+    odd[...] = cp.asarray(x)
+    assert_same(host(SplitMatrix.split(odd)), x)
+    got = SplitMatrix.split(cp.asarray(x))
+    expected = SplitMatrix.split(x).joined()
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got.joined().get(), without_subnormals(expected))
+
+
+PRODUCTS = [(768, 2304), (3072, 768)]  # K, N
+
+
+def product_problem(K: int, N: int, size: float) -> tuple[Array, Array, Array]:
+    """a (M, K), w (N, K), bias: an outlier column, rows of zeros, of NaN, with an infinity."""
+    rng = np.random.default_rng([K, N])
+    a = ((rng.standard_normal((301, K)) + 0.5) * size).astype(np.float32)
+    a[:, K // 3] *= 100
+    a[5] = 0
+    a[6] = np.nan
+    a[7, 11] = np.inf
+    w = (rng.standard_normal((N, K)) / math.sqrt(K)).astype(np.float32)
+    return a, w, (rng.standard_normal(N) * size).astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "N"), PRODUCTS)
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e3, 1e6])
+def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size: float) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    a, w, bias = product_problem(K, N, size)
+    with np.errstate(invalid="ignore"):
+        truth = a.astype(np.float64) @ w.T.astype(np.float64) + bias
+    here = cp.asarray(a), cp.asarray(np.ascontiguousarray(w.T))
+    rows = np.isfinite(truth).all(axis=1)
+    largest = np.abs(truth[rows]).max()
+
+    def error(got: Any) -> tuple[float, float]:
+        off = np.abs(got.get()[rows] - truth[rows]) / largest
+        return float(off.max()), float(np.sqrt((off**2).mean()))
+
+    matrix = SplitMatrix.split(cp.asarray(w))
+    try:
+        peer = error(cp.matmul(*here) + cp.asarray(bias))
+    except ImportError:
+        peer = None
+    known, results = cp.cuda.Device().compute_capability == "90", []
+    for variant in ("mma", "hopper") if known else ("mma",):
+        got = ops.gemm(here[0], matrix, cp.asarray(bias), variant=variant)
+        again = ops.gemm(SplitMatrix.split(here[0]), matrix, cp.asarray(bias), variant=variant)
+        np.testing.assert_array_equal(got.get(), again.get())
+        np.testing.assert_array_equal(got.get()[5], bias)
+        assert np.isnan(got.get()[6]).all()
+        np.testing.assert_array_equal(got.get()[7], truth[7])
+        own = error(got)
+        print(f"K {K} size {size:.0e} {variant} {own[0]:.2e} {own[1]:.2e} cuBLAS {peer}")
+        if peer is not None:
+            assert own[0] <= peer[0]
+            assert own[1] <= peer[1]
+        results.append(got.get()[rows])
+    assert np.abs(results[0] - results[-1]).max() <= 2.0**-20 * largest
+
+
+@pytest.mark.gpu
+def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
+    """Products that float32 holds, of factors whose scales are far apart; and those beyond it.
+
+    Not of subnormal numbers, which are zero on a GPU.
+    """
+    from gpt2block import ops  # noqa: PLC0415
+
+    rng = np.random.default_rng(0)
+    sizes = np.array([1e-33, 1e-25, 1e-10, 1, 1e10, 1e25, 1e37], np.float32)
+    a = rng.standard_normal((len(sizes), 64), dtype=np.float32) * sizes[:, None]
+    w = rng.standard_normal((56, 64), dtype=np.float32) * np.repeat(sizes, 8)[:, None]
+    truth = a.astype(np.float64) @ w.T.astype(np.float64)
+    known = cp.cuda.Device().compute_capability == "90"
+    for variant in ("mma", "hopper") if known else ("mma",):
+        got = ops.gemm(cp.asarray(a), SplitMatrix.split(cp.asarray(w)), variant=variant).get()
+        with np.errstate(over="ignore"):
+            beyond = np.abs(truth) > np.finfo(np.float32).max
+            np.testing.assert_array_equal(got[beyond], truth[beyond].astype(np.float32))
+        off = np.abs(got - truth)[~beyond]
+        norm = (np.abs(a).astype(np.float64) @ np.abs(w.T).astype(np.float64))[~beyond]
+        assert (off <= norm * 2.0**-20 + 2.0**-126).all()
+        assert beyond.any()
+
+
+@pytest.mark.gpu
+def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
+    """The public functions in a row, against float64."""
+    from gpt2block import ops  # noqa: PLC0415
+
+    x, gamma, beta = inputs(0, 100, 128, "float32")
+    w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
+    vectors = cp.asarray(gamma), cp.asarray(beta)
+    n = ops.layernorm(cp.asarray(x), *vectors, dtype="split")
+    assert isinstance(n, SplitMatrix)
+    assert_normalized(n.get(), (x, gamma, beta))
+    matrix = SplitMatrix.split(cp.asarray(np.ascontiguousarray(w.T)))
+    bound = layernorm_bound(gamma, beta) * float(np.abs(w).sum(axis=0).max()) + 4
+    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="split", bound=bound)
+    assert qkv.one_scale == scale_for(bound)
+    np.testing.assert_allclose(qkv.get(), ops.gemm(n, matrix, cp.asarray(bias)).get(), rtol=2e-7)
+    out = ops.attention(qkv, 2, True)
+    assert out.shape == (100, 128)
+    truth = reference.attention(qkv.get().astype(np.float64), 2, True)
+    plain.assert_as_accurate(out.get(), truth, plain.attention(qkv.get(), 2, True))
+    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="split", bound=bound)
+    np.testing.assert_array_equal(again.parts.get(), qkv.parts.get())
+
+
+@pytest.mark.gpu
+def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    a, w = cp.ones((8, 64), "float32"), SplitMatrix.split(cp.ones((8, 64), "float32"))
+    assert (ops.gemm(a, w, dtype="split", bound=33.0).get() == 64).all()
+    assert np.isinf(ops.gemm(a, w, dtype="split", bound=31.0).get()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": "dense"}, "w: expected a SplitMatrix, got ndarray: use SplitMatrix.split"),
+        ({"a": "short"}, "w: expected K 56 to match a, got 64"),
+        ({"a": "half"}, "a: expected float32, got float16"),
+        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' beside a split"),
+        ({"dtype": "split"}, "bound: expected the largest magnitude that the result can have"),
+        ({"bound": 1.0}, "bound: of a result in two parts: expected dtype 'split'"),
+        ({"dtype": "split", "bound": math.inf}, "bound: expected a magnitude from 0"),
+        ({"variant": "split"}, "unknown variant 'split': expected one of mma, hopper"),
+    ],
+)
+def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message: str) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    ones = cp.ones((8, 64), "float32")
+    known = {
+        "dense": ones,
+        "short": cp.ones((8, 56), "float32"),
+        "half": ones.astype("float16"),
+        "a": SplitMatrix.split(ones),
+        "w": SplitMatrix.split(ones),
+    }
+    a, w = (known[change.pop(name, name)] for name in ("a", "w"))
+    with pytest.raises(InputError, match=message):
+        ops.gemm(a, w, **change)
+
+
+@pytest.mark.gpu
+def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
+    from gpt2block.ops import BINDERS  # noqa: PLC0415
+
+    ones = cp.ones((64, 64), "float32")
+    a, w = SplitMatrix.split(ones), SplitMatrix.split(ones)
+    gemm, norm, attention = (BINDERS[name] for name in ("gemm", "layernorm", "attention"))
+    for out, message in (
+        (a, r"out: expected one scale for all rows and no bound: SplitMatrix\.empty"),
+        (SplitMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
+        (SplitMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
+        (ones[:32], r"out: expected shape \(64, 64\), got \(32, 64\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            gemm((a, w), out)
+    with pytest.raises(InputError, match="residual: expected none beside a result in two parts"):
+        gemm((a, w, None, ones), SplitMatrix.empty((64, 64), 1.0))
+    with pytest.raises(InputError, match="out: expected one scale for all rows"):
+        norm((ones, ones[0], ones[1]), a, eps=1e-5)
+    with pytest.raises(InputError, match="layernorm: a result in two parts is for variant narrow"):
+        norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
+    qkv = SplitMatrix.split(cp.ones((4, 192), "float32"))
+    for options, message in (
+        ({"n_head": 2}, "head size 32: split matrices have 64"),
+        ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),
+        ({"n_head": 1, "variant": "online"}, "expected variant mma, and no block"),
+    ):
+        with pytest.raises(InputError, match=message):
+            attention((qkv,), causal=True, **options)
