@@ -1,6 +1,7 @@
 // RMSNorm: every row scaled to a root mean square of 1, then by a weight for each channel.
 //
 //   out = x * r * weight,   r = 1 / sqrt(mean(x^2) + eps)   over each row of C channels
+//   with RMS_RESIDUAL 1 first x = x + residual, rounded to T, which is stored as sum
 //
 //   rmsnorm_rows   RMS_THREADS neighbouring threads share a row and keep it in registers, so that x crosses the bus
 //                  once. A row alone is a matter of waiting: all loads, those of the weight too, are on their way
@@ -12,6 +13,7 @@
 // read twice: RMS_VECTORS = 0.
 //
 // grid (ceil(M / RMS_ROWS)), block (RMS_THREADS * RMS_ROWS).
+#include "overlap.cuh"
 #include "rows.cuh"
 
 #ifndef RMS_C
@@ -29,6 +31,9 @@
 #ifndef RMS_ROWS  // of a block
 #define RMS_ROWS 1
 #endif
+#ifndef RMS_RESIDUAL
+#define RMS_RESIDUAL 0
+#endif
 
 constexpr int STEP = RMS_THREADS * RMS_WIDTH;  // channels from a thread's vector to its next one
 constexpr bool WHOLE = RMS_C == STEP * RMS_VECTORS;
@@ -40,7 +45,7 @@ static_assert(RMS_VECTORS == 0 || ((RMS_VECTORS - 1) * STEP < RMS_C && RMS_C <= 
 typedef Vec<T, RMS_WIDTH> Vector;
 typedef Team<RMS_THREADS, RMS_ROWS> Row;
 
-// The weights for a thread's part of a row; they are asked for here.
+// The weights for a thread's part of a row, or the residuals; they are asked for here.
 template <int VECTORS>
 struct Weights {
     Vector raw[VECTORS];
@@ -79,10 +84,13 @@ struct Weights<0> {  // asked for when they are used
 };
 
 extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_rows(
-    const T* __restrict__ x,       // (M, C), rows x_stride apart
-    const T* __restrict__ weight,  // (C)
-    T* __restrict__ out,           // (M, C)
+    const T* __restrict__ x,         // (M, C), rows x_stride apart
+    const T* __restrict__ residual,  // (M, C); not read with RMS_RESIDUAL 0
+    const T* __restrict__ weight,    // (C)
+    T* __restrict__ sum,             // (M, C): x + residual; not written with RMS_RESIDUAL 0
+    T* __restrict__ out,             // (M, C)
     long long x_stride, float eps, int M) {
+    let_next_start();
     __shared__ float scratch[RMS_ROWS * Row::WARPS];
     const int first = threadIdx.x % RMS_THREADS * RMS_WIDTH;
     long long row = blockIdx.x;
@@ -94,6 +102,14 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
     }
     Part<RMS_WIDTH, STEP, RMS_VECTORS, WHOLE> part(x + row * x_stride + first, RMS_C - first);
     const Weights<RMS_VECTORS> weights(weight + first, RMS_C - first);
+    const long long begin = row * RMS_C + first;
+    const Weights<RMS_RESIDUAL ? RMS_VECTORS : 0> residuals(residual + (RMS_RESIDUAL ? begin : 0), RMS_C - first);
+    const auto add = [&](int c, float (&v)[RMS_WIDTH]) {
+        float old[RMS_WIDTH];
+        residuals.at(c).unpack(old);
+#pragma unroll
+        for (int k = 0; k < RMS_WIDTH; ++k) v[k] = widen(narrow(v[k] + old[k]));
+    };
     const auto scale = [&](int c, float (&v)[RMS_WIDTH]) {
         float w[RMS_WIDTH];
         weights.at(c).unpack(w);
@@ -105,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
 #pragma unroll
     for (int k = 0; k < SUMS; ++k) squares[k] = weights.zero(k);
     part.each([&](int c, float (&v)[RMS_WIDTH]) {
+        if (RMS_RESIDUAL) {
+            add(c, v);
+            if (inside) Vector::store(sum + begin + c, v);
+        }
 #pragma unroll
         for (int k = 0; k < RMS_WIDTH; ++k) squares[k % SUMS] += v[k] * v[k];
         if (RMS_VECTORS > 0) scale(c, v);  // what stays in registers is scaled before the barrier, not behind it
@@ -115,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
     const float r = rsqrtf(Row::sum(square, scratch) * (1.0f / RMS_C) + eps);
 
     if (!inside) return;
-    out += row * RMS_C + first;
+    out += begin;
     part.each([&](int c, float (&v)[RMS_WIDTH]) {
+        if (RMS_RESIDUAL && RMS_VECTORS == 0) add(c, v);
         if (RMS_VECTORS == 0) scale(c, v);
         float y[RMS_WIDTH];
 #pragma unroll

@@ -69,26 +69,47 @@ def evaluate(
     block: int | None = None,
     eps: float = EPS,
     source: loader.Source | None = None,
+    residual: Array | None = None,
 ) -> Array:
-    """x (M, C) as the first columns of rows `apart` wider, with NaN in the others."""
+    """x (M, C) as the first columns of rows `apart` wider, with NaN in the others.
+
+    With a residual, x + residual is checked here.
+    """
     M, C = x.shape
     wide = np.full((M, C + apart), np.nan, x.dtype)
     wide[:, :C] = x
     if where == "gpu":
-        return on_gpu(wide, C, weight, block=block, eps=eps)
+        return on_gpu(wide, C, weight, block=block, eps=eps, residual=residual)
     if problem := loader.missing():
         pytest.skip(problem)
     dtype = x.dtype.name
-    how = geometry(ROWS, M, C, widest(dtype, C, C + apart), sms, block)
+    width = widest(dtype, C, C + apart)
+    how = geometry(ROWS, M, C, width, sms, block, residual is not None)
     out = np.full_like(x, np.nan)
-    args = [wide, weight, out, C + apart, eps, M]
+    total = None if residual is None else np.full_like(x, np.nan)
+    args = [wide, residual, weight, total, out, C + apart, eps, M]
     options: dict[str, Any] = {"defines": how.defines, "storage": dtype}
     order: Any = where.removeprefix("cpu-")
     loader.run(source or FILE, how.kernel, how.grid, how.block, args, order=order, **options)
+    if residual is not None:
+        np.testing.assert_array_equal(total, added(x, residual))
     return out
 
 
-def on_gpu(wide: Array, C: int, weight: Array, *, block: int | None, eps: float) -> Array:
+def added(x: Array, residual: Array) -> Array:
+    """Their sum as it is stored."""
+    return (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+
+
+def on_gpu(
+    wide: Array,
+    C: int,
+    weight: Array,
+    *,
+    block: int | None,
+    eps: float,
+    residual: Array | None,
+) -> Array:
     import cupy  # noqa: PLC0415
 
     from gpt2block.ops import _rmsnorm  # noqa: PLC0415
@@ -97,8 +118,11 @@ def on_gpu(wide: Array, C: int, weight: Array, *, block: int | None, eps: float)
     for _ in range(2):
         x = cupy.asarray(wide)[:, :C]
         out = cupy.asarray(np.full(x.shape, np.nan, x.dtype))
-        bound = _rmsnorm.bind((x, cupy.asarray(weight)), out, eps=eps, block=block)
+        inputs = (x, cupy.asarray(weight), *(() if residual is None else (cupy.asarray(residual),)))
+        bound = _rmsnorm.bind(inputs, out, eps=eps, block=block)
         results.append(bound.run().get())
+        if residual is not None:
+            np.testing.assert_array_equal(bound.extra[0].get(), added(wide[:, :C], residual))
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
 
@@ -152,6 +176,28 @@ def test_the_operation_describes_itself() -> None:
 
 
 # --- on the CPU and on the GPU --------------------------------------------------------------------
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("dtype", "M", "C", "apart", "sms"),
+    [
+        ("float32", 5, 300, 4, 0),
+        ("float16", 17, 48, 16, 0),
+        ("bfloat16", 2, 70, 0, H200),
+        ("float16", 2, 32_776, 0, H200),  # too long for registers
+    ],
+)
+def test_a_residual_is_added_first(
+    where: str, dtype: str, M: int, C: int, apart: int, sms: int
+) -> None:
+    """The same bits as for the sum alone."""
+    x, residual = (normal(i, M, C, dtype=dtype) for i in range(2))
+    weight = normal(2, C, dtype=dtype)
+    got = evaluate(where, x, weight, apart=apart, sms=sms, residual=residual)
+    alone = evaluate(where, added(x, residual), weight, apart=apart, sms=sms)
+    np.testing.assert_array_equal(got, alone)
+
 
 # dtype, C, columns between rows, multiprocessors (0: rows get a warp each, as in a large batch)
 SHAPES = [

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, kernels, reference
 from gpt2block.kernels import FP8
+from gpt2block.operations import _hopper_rmsnorm
 from gpt2block.operations.rmsnorm_matmul import FILE, RMSNORM_FFN, RMSNORM_MATMUL, matvec
 from gpt2block.operations.rope import exponent_step
 from gpt2block.weight_matrix import WeightMatrix
@@ -189,6 +190,31 @@ def test_rows_that_no_block_can_hold() -> None:
     assert matvec(1, 8, 50_000, 1, 2, "NK", "neighbours", 0, 16, SHARED) is None
 
 
+HOPPER_TILES = [
+    (matrices, layout, tile)
+    for matrices in (1, 2)
+    for layout in ("KN", "NK")
+    for tile in _hopper_rmsnorm.tiles(matrices, layout)
+]
+every_hopper_tile = pytest.mark.parametrize(("matrices", "layout", "tile"), HOPPER_TILES, ids=str)
+
+
+@every_hopper_tile
+def test_a_hopper_tile_has_room_and_does_not_spill(matrices: int, layout: str, tile: Any) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+    for dtype, turns in (("float16", True), ("bfloat16", False)):
+        how, _ = _hopper_rmsnorm.geometry(
+            matrices, 500, 4096, 4096, layout=layout, turns=turns, sms=132, tile=tile
+        )
+        assert how.shared <= 232448
+        assert how.grid[0] % tile.cluster == 0
+        defines = (*kernels.stored_as(dtype), *how.defines)
+        log = kernels.compile_for(_hopper_rmsnorm.FILE, "sm_90a", defines).log
+        assert log.count("0 bytes spill stores, 0 bytes spill loads") == 2
+        assert "warning" not in log
+        assert "serialized" not in log
+
+
 # --- the matvec kernels on the CPU ----------------------------------------------------------------
 
 PRODUCTS = [
@@ -307,9 +333,20 @@ every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"
 every_weight = pytest.mark.parametrize("weights", [None, *FP8])
 
 
-def skip_what_tiles_cannot(variant: str, dtype: str) -> None:
-    if variant == "mma" and dtype == "float32":
+def skip_what_tiles_cannot(variant: str, dtype: str, weights: str | None) -> None:
+    if variant in ("mma", "hopper") and dtype == "float32":
         pytest.skip("tensor cores take float16 and bfloat16")
+    if variant == "hopper":
+        if weights:
+            pytest.skip("wgmma is for weights of the same dtype")
+        only_on_hopper()
+
+
+def only_on_hopper() -> None:
+    import cupy  # noqa: PLC0415
+
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("wgmma needs compute capability 9.0")
 
 
 @pytest.mark.gpu
@@ -323,7 +360,7 @@ def test_products_on_the_gpu(
 ) -> None:
     from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
-    skip_what_tiles_cannot(variant, dtype)
+    skip_what_tiles_cannot(variant, dtype, weights)
     half_split = M in (3, 70)
     case = Case(M, 272, 384, dtype, weights, 64 if M > 1 else None, half_split, 8 if M > 3 else 0)
     given = arrays(case, layout)
@@ -346,17 +383,49 @@ def test_feed_forward_on_the_gpu(
 ) -> None:
     from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
-    skip_what_tiles_cannot(variant, dtype)
+    skip_what_tiles_cannot(variant, dtype, weights)
     case = Case(M, 272, 192, dtype, weights, apart=8 if M > 5 else 0)
     given = arrays(case, layout)
     device = on_device(given)
-    residual = M > 1 and variant != "unfused"
+    residual = M > 1
     inputs: tuple[Any, ...] = (device.x, device.gamma, device.first, device.second)
     inputs += (device.residual,) if residual else ()
     got = run_twice(_rmsnorm_matmul.bind_ffn, inputs, variant=variant, eps=EPS)
     assert_ffn(got[0], given, residual)
     if residual:
         np.testing.assert_array_equal(got[1], summed(given))
+
+
+@pytest.mark.gpu
+@every_hopper_tile
+def test_every_hopper_tile(
+    matrices: int, layout: str, tile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile a block, and many; the last ones beyond the matrix."""
+    from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
+
+    only_on_hopper()
+    monkeypatch.setattr(_hopper_rmsnorm, "choose_tile", lambda *_: tile)
+    _hopper_rmsnorm.geometry.cache_clear()
+    for case in (
+        Case(1, 264, 40, "float16", None, 10),
+        Case(129, 72, 520, "bfloat16", None, 8),
+        Case(333, 1032, 1448, "float16"),
+        Case(1000, 136, 3032, "float16", None, 8),
+    ):
+        given = arrays(case, layout)
+        device = on_device(given)
+        inputs: tuple[Any, ...] = (device.x, device.gamma, device.first)
+        if matrices == 2:
+            inputs += (device.second,)
+            got = run_twice(_rmsnorm_matmul.bind_ffn, inputs, variant="hopper", eps=EPS)
+            assert_ffn(got[0], given, False)
+        else:
+            options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
+            bind = _rmsnorm_matmul.bind_matmul
+            got = run_twice(bind, inputs, variant="hopper", eps=EPS, **options)
+            assert_product(got[0], given, case, START, THETA)
+    _hopper_rmsnorm.geometry.cache_clear()
 
 
 @pytest.mark.gpu
@@ -455,13 +524,17 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"variant": "wgmma"}, "unknown variant 'wgmma': expected one of matvec, mma, unfused"),
+        (
+            {"variant": "wgmma"},
+            "unknown variant 'wgmma': expected one of matvec, mma, unfused, hopper",
+        ),
         ({"head_dim": 9}, "head_dim 9: expected an even number that divides N 48"),
         ({"head_dim": 16.0}, "head_dim 16.0: expected an even number that divides N 48"),
         ({"head_dim": True}, "head_dim True: expected an even number that divides N 48"),
         ({"head_dim": 36}, "head_dim 36: expected an even number that divides N 48"),
         ({"head_dim": 8, "start": -1}, "start: expected a whole number from 0 to 1,048,575"),
         ({"variant": "mma"}, "variant mma: takes float16 and bfloat16: use variant matvec"),
+        ({"variant": "hopper"}, "variant hopper: (takes float16 and bfloat16|needs a GPU of)"),
         ({"w": (64, 48, "float16")}, "w: expected float32, got float16"),
         ({"w": (63, 48, "float32")}, "w: expected K 64 to match x, got 63"),
         ({"gamma": (63,)}, r"gamma: expected shape \(64,\), got \(63,\)"),
@@ -491,8 +564,6 @@ def test_feed_forward_matrices_must_be_alike() -> None:
     other = WeightMatrix(cupy.zeros((48, 64), "float32"), "float32", None, "NK")
     with pytest.raises(InputError, match="w3: expected N 48, float32, layout KN as w1, got N 48"):
         ops.rmsnorm_ffn(x, gamma, w, other)
-    with pytest.raises(InputError, match="unfused: takes no residual"):
-        ops.rmsnorm_ffn(x, gamma, w, w, residual=x, variant="unfused")
     x, gamma, w = (cupy.ones(shape, "float32") for shape in ((1, 60_000), 60_000, (60_000, 1)))
     with pytest.raises(InputError, match="K 60,000: a row of 240,000 bytes does not fit"):
         ops.rmsnorm_ffn(x, gamma, w, w)

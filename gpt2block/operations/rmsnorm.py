@@ -47,11 +47,18 @@ OPERATION = Operation(
 
 @lru_cache(maxsize=1024)
 def geometry(
-    variant: Variant, rows: int, C: int, width: int, sms: int, block: int | None = None
+    variant: Variant,
+    rows: int,
+    C: int,
+    width: int,
+    sms: int,
+    block: int | None = None,
+    residual: bool = False,
 ) -> Geometry:
     """For `rows` of C channels, `width` a load, on a GPU with `sms` multiprocessors.
 
-    `block`: the threads that share a row; None: the best there is. Raises InputError when a row
+    `block`: the threads that share a row; None: the best there is. residual: whether there is one
+    to be added first. Raises InputError when a row
     does not fit in the registers of so few threads.
     """
     (kernel,) = variant.kernels
@@ -66,5 +73,6 @@ def geometry(
         ("RMS_THREADS", threads),
         ("RMS_VECTORS", held),
         ("RMS_ROWS", together),
+        ("RMS_RESIDUAL", int(residual)),
     )
     return Geometry(kernel, (ceil(rows / together),), (threads * together,), defines=defines)

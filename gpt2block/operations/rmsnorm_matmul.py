@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from gpt2block.kernels import FP8
+from gpt2block.operations import _hopper_rmsnorm
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "rmsnorm_matmul.cu"
@@ -41,7 +42,7 @@ def _activations(s: Sizes) -> int:
     return s["itemsize"] * s["M"] * (s["K"] + s["N"])
 
 
-def _variants(matvec: str, mma: str, after: str) -> tuple[Variant, ...]:
+def _variants(matvec: str, mma: str, hopper: str, after: str, beside: str) -> tuple[Variant, ...]:
     return (
         Variant(
             "matvec",
@@ -61,6 +62,13 @@ def _variants(matvec: str, mma: str, after: str) -> tuple[Variant, ...]:
             (mma,),
             f"rmsnorm by itself first, then the product{after}: x is normalised once",
         ),
+        Variant(
+            "hopper",
+            _hopper_rmsnorm.FILE,
+            (hopper,),
+            f"the product by TMA and wgmma, which fetches weights while rmsnorm runs; {beside}",
+            dtypes=("float16", "bfloat16"),
+        ),
     )
 
 
@@ -69,7 +77,13 @@ RMSNORM_MATMUL = Operation(
     document="Llama operations",
     idea="(x · rms · γ) W, with RoPE on heads of head_dim columns if asked for",
     sizes={"M": 16, "K": 4096, "N": 4096},
-    variants=_variants("rmsnorm_matvec", "rmsnorm_matmul_mma", ", then rope"),
+    variants=_variants(
+        "rmsnorm_matvec",
+        "rmsnorm_matmul_mma",
+        "rmsnorm_matmul_hopper",
+        ", then rope",
+        "rope in its epilogue",
+    ),
     make=_make_matmul,
     traffic=lambda s: _matrix(s) + _activations(s),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
@@ -85,7 +99,13 @@ RMSNORM_FFN = Operation(
     document="Llama operations",
     idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
     sizes={"M": 16, "K": 4096, "N": 11008},
-    variants=_variants("rmsnorm_ffn_matvec", "rmsnorm_ffn_mma", "s"),
+    variants=_variants(
+        "rmsnorm_ffn_matvec",
+        "rmsnorm_ffn_mma",
+        "rmsnorm_ffn_hopper",
+        "s",
+        "columns of W1 and W3 beside each other",
+    ),
     make=_make_ffn,
     traffic=lambda s: 2 * _matrix(s) + _activations(s),
     flops=lambda s: 4 * s["M"] * s["K"] * s["N"],

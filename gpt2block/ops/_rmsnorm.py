@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
+
 from gpt2block.errors import InputError
 from gpt2block.operations._types import check_block
 from gpt2block.operations.rmsnorm import OPERATION, geometry
@@ -35,11 +37,12 @@ def bind(
     variant: str = "rows",
     block: int | None = None,
 ) -> Bound:
-    """inputs (x (..., C), weight (C,)), out (..., C), all of one dtype.
+    """inputs (x (..., C), weight (C,), maybe residual (..., C)), out (..., C), all of one dtype.
 
+    With a residual, x + residual takes the place of x, and is what `extra` holds.
     The rows of x may lie apart, at one distance. block: the threads that share a row.
     """
-    x, weight = inputs
+    x, weight, residual = (*inputs, None)[:3]
     chosen = OPERATION.variant(variant)
     if block is not None:
         check_block(OPERATION.name, chosen, block)
@@ -52,14 +55,21 @@ def bind(
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
     stride = checked_row_stride("x", x)
     out = output(out, x.shape, dtype)
-    if overlap(x, out):
+    total = None
+    if residual is not None:
+        check("residual", residual, x.shape, dtype)
+        total = cupy.empty(x.shape, dtype)
+    if any(overlap(array, out) for array in (x, residual) if array is not None):
         raise InputError("out: overlaps x: expected another array, as this is not done in place")
 
     item = x.dtype.itemsize
-    width = alignment(x.data.ptr, weight.data.ptr, out.data.ptr, item * C, item * stride) // item
-    where = geometry(chosen, rows, C, width, device_attribute("MultiProcessorCount"), block)
-    args = (x, weight, out, stride, float(eps), rows)
-    return Bound(out, (launch_at(chosen.file, where, args, storage=dtype),))
+    places = [a.data.ptr for a in (x, weight, residual, total, out) if a is not None]
+    width = alignment(*places, item * C, item * stride) // item
+    sms = device_attribute("MultiProcessorCount")
+    where = geometry(chosen, rows, C, width, sms, block, residual is not None)
+    args = (x, residual, weight, total, out, stride, float(eps), rows)
+    launch = launch_at(chosen.file, where, args, storage=dtype)
+    return Bound(out, (launch,), () if total is None else (total,))
 
 
 def rmsnorm(

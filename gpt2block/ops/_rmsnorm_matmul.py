@@ -1,4 +1,7 @@
-"""RMSNorm with the product behind it, on CUDA: rmsnorm_matmul.cu and mma/rmsnorm_matmul.cu."""
+"""RMSNorm with the product behind it, on CUDA.
+
+rmsnorm_matmul.cu, mma/rmsnorm_matmul.cu and hopper/rmsnorm_matmul.cu.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from typing import Any, NamedTuple, overload
 
 import cupy
 
+from gpt2block import overlap as early
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, Launch
-from gpt2block.operations import _mma
+from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
 from gpt2block.operations._types import Geometry, Operation
 from gpt2block.operations.rmsnorm_matmul import (
     FILE,
@@ -37,12 +41,20 @@ from gpt2block.ops._arrays import (
 )
 from gpt2block.ops._rope import check_turn
 from gpt2block.ops._warm import call
+from gpt2block.tensor_maps import tensor_map
 from gpt2block.weight_matrix import WeightMatrix
 
 MOST_BLOCKS = 65535  # along the grid's second axis
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
 FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
 UNFUSED_FROM = 64  # rows, with which "unfused" is it for the feed-forward
+
+
+class Early(Launch):
+    """Starts before the launch before it has ended, whose end its kernel waits for itself."""
+
+    def run(self) -> None:
+        early.run(self)
 
 
 class Job(NamedTuple):
@@ -160,6 +172,9 @@ def bind_matmul(
         args = product(job.x, job.gamma, job.stride, dim)
         return Bound(job.out, (_launch(job, _mma.FILE, _tiles(job), args), *rope))
     norm = _rmsnorm.bind((job.x, job.gamma), eps=job.eps)
+    if chosen == "hopper":
+        by_wgmma = _hopper(job, norm.out, dim > 0, (seq_len, dim, *turn))
+        return Bound(job.out, (*norm.launches, by_wgmma, *rope), (norm.out,))
     file, where = _without_norm(job)
     args = product(norm.out, None, K, dim)
     return Bound(job.out, (*norm.launches, _launch(job, file, where, args), *rope), (norm.out,))
@@ -182,7 +197,7 @@ def bind_ffn(
 ) -> Bound:
     """inputs (x (..., T, K), gamma (K,), w1, w3, and maybe residual (..., T, K)), out (..., T, N).
 
-    w1, w3: (K, N), or WeightMatrix. With a residual `extra` is (x + residual,).
+    w1, w3: (K, N), or WeightMatrix. With a residual x + residual is the first of `extra`.
     """
     x, gamma, w1, w3, residual = (*inputs, None)[:5]
     job = _check(RMSNORM_FFN, x, residual, gamma, (("w1", w1), ("w3", w3)), out, eps)
@@ -190,13 +205,15 @@ def bind_ffn(
     chosen = _choose(job, variant)
     first, second = job.matrices
     both = (first.data, first.scale, second.data, second.scale)
-    if chosen == "unfused":
-        if residual is not None:
-            raise InputError("rmsnorm_ffn variant unfused: takes no residual: use matvec or mma")
-        norm = _rmsnorm.bind((job.x, job.gamma), eps=job.eps)
+    if chosen in ("unfused", "hopper"):
+        norm = _rmsnorm.bind((job.x, job.gamma, residual), eps=job.eps)
+        kept = (*norm.extra, norm.out)
+        if chosen == "hopper":
+            by_wgmma = _hopper(job, norm.out, False, ())
+            return Bound(job.out, (*norm.launches, by_wgmma), kept)
         file, where = _without_norm(job)
         args = (norm.out, None, None, None, *both, job.out, job.eps, K, M, N, K)
-        return Bound(job.out, (*norm.launches, _launch(job, file, where, args)), (norm.out,))
+        return Bound(job.out, (*norm.launches, _launch(job, file, where, args)), kept)
     file, where = (
         (FILE, _matvec(job, "two matrices")) if chosen == "matvec" else (_mma.FILE, _tiles(job))
     )
@@ -218,7 +235,25 @@ def _choose(job: Job, variant: str | None) -> str:
     name = job.operation.variant(variant).name
     if name == "mma" and problem:
         raise InputError(f"{job.operation.name} variant mma: {problem}: use variant matvec")
+    if name == "hopper" and (problem := _not_for_hopper(job)):
+        raise InputError(f"{job.operation.name} variant hopper: {problem}")
     return name
+
+
+def _not_for_hopper(job: Job) -> str | None:
+    """Why the kernels with wgmma cannot do this."""
+    if compute_capability() != _hopper_gemm.CAPABILITY:
+        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
+    if job.storage == "float32" or job.weights:
+        return "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
+    _, N, K = job.sizes
+    aligned = all(array.data.ptr % 16 == 0 for array in (job.out, *(w.data for w in job.matrices)))
+    if not aligned or N % _hopper_rmsnorm.MULTIPLE or K % _hopper_rmsnorm.MULTIPLE:
+        return (
+            "expected K and N in multiples of 8, weights and out on 16 bytes, "
+            f"got K {K}, N {N}: use variant matvec"
+        )
+    return None
 
 
 def _not_for_tiles(job: Job) -> str | None:
@@ -240,6 +275,25 @@ def _not_for_tiles(job: Job) -> str | None:
     return None
 
 
+def _hopper(job: Job, normed: CudaArray, turns: bool, rest: tuple[Any, ...]) -> Launch:
+    """The product of what the launch before it has normalised."""
+    M, N, K = job.sizes
+    layout, matrices = job.matrices[0].layout, len(job.matrices)
+    sms = device_attribute("MultiProcessorCount")
+    where, tile = _hopper_rmsnorm.geometry(matrices, M, N, K, layout=layout, turns=turns, sms=sms)
+    box = _hopper_rmsnorm.weight_box(tile, matrices, layout)
+    maps = (
+        tensor_map(
+            normed.reshape(1, M, K),
+            (1, _hopper_rmsnorm.rows_loaded(tile, M), _hopper_gemm.SLICE),
+        ),
+        *(tensor_map(w.data.reshape(1, *w.data.shape), box) for w in job.matrices),
+        tensor_map(job.out.reshape(1, M, N), (1, 64, tile.chunk)),
+    )
+    launch = _launch(job, _hopper_rmsnorm.FILE, where, (*maps, M, N, K, *rest))
+    return Early(**vars(launch)) if early.possible() else launch
+
+
 def _tiles(job: Job, norm: bool = True) -> Geometry:
     M, N, K = job.sizes
     first = job.matrices[0]
@@ -253,7 +307,7 @@ def _tiles(job: Job, norm: bool = True) -> Geometry:
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
         norm=norm,
-        residual=job.residual is not None,
+        residual=norm and job.residual is not None,
     )
 
 
@@ -373,4 +427,4 @@ def rmsnorm_ffn(
     """
     gamma, residual = contiguous(gamma, residual)
     bound = call(bind_ffn, (in_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)
-    return bound.out if residual is None else (bound.out, *bound.extra)
+    return bound.out if residual is None else (bound.out, bound.extra[0])

@@ -1,0 +1,91 @@
+"""Launches of hopper/rmsnorm_matmul.cu: which tile, and what it takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from gpt2block.operations._hopper_gemm import (
+    BUFFERS,
+    SLICE,
+    Tile,
+    choose_tile,
+    launched,
+    shared_bytes,
+)
+from gpt2block.operations._types import Geometry
+
+FILE = "hopper/rmsnorm_matmul.cu"
+MULTIPLE = 8  # of N and K: rows are copied in 16 bytes
+
+# Times are such as they would be without waiting for memory, on an H200. 64x64 split in two and
+# 128x128 give 4,096 columns 128 blocks, for 132 SMs.
+MATMUL_TILES = (
+    Tile(128, 128, (128, 128), 6, 32, 1, 2, 6.0, 0.33, 0.0),
+    Tile(128, 128, (64, 128), 5, 64, 1, 2, 1.8, 0.31, 2.6),
+    Tile(128, 64, (64, 64), 8, 32, 1, 2, 1.0, 0.20, 1.5),
+    Tile(64, 64, (64, 32), 12, 32, 1, 1, 0.5, 0.20, 0.7),
+    Tile(128, 64, (64, 64), 8, 16, 2, 1, 1.5, 0.22, 1.5),
+    Tile(64, 64, (64, 32), 12, 16, 2, 1, 0.5, 0.20, 1.0),
+)
+
+# Columns of both matrices together. As (N, K): 128x224 is 396 tiles for 500 rows of Llama's 11,008
+# columns, three for each SM. As (K, N) they come in boxes of 64.
+FFN_TILES = {
+    "NK": (
+        Tile(128, 192, (128, 192), 4, 32, 1, 2, 4.0, 0.46, 0.0),
+        Tile(128, 224, (64, 224), 4, 16, 1, 2, 1.8, 0.53, 2.0),
+        Tile(128, 192, (64, 192), 4, 32, 1, 1, 1.8, 0.46, 1.8),
+        Tile(64, 192, (64, 96), 6, 16, 1, 1, 0.5, 0.27, 1.0),
+    ),
+    "KN": (
+        Tile(128, 256, (64, 256), 4, 32, 1, 2, 1.8, 0.60, 2.4),
+        Tile(128, 256, (64, 256), 4, 32, 1, 1, 1.8, 0.62, 2.4),
+        Tile(64, 256, (64, 128), 5, 32, 1, 1, 0.5, 0.33, 1.2),
+    ),
+}
+
+
+def tiles(matrices: int, layout: str) -> tuple[Tile, ...]:
+    return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    matrices: int,
+    M: int,
+    N: int,
+    K: int,
+    *,
+    layout: str,
+    turns: bool = False,
+    sms: int,
+    tile: Tile | None = None,
+) -> tuple[Geometry, Tile]:
+    """The launch for n (M, K) and one or two w of N columns, and its tile, for the tensor maps.
+
+    layout: of w, "KN" or "NK". turns: whether there is RoPE. tile: instead of the best of `tiles`.
+    """
+    columns = matrices * N
+    tile = tile or choose_tile(tiles(matrices, layout), M, columns, K, True, sms)
+    ends = (
+        ("GEMM_A_ROWS", rows_loaded(tile, M)),
+        ("NORM_W_NK", int(layout == "NK")),
+        ("NORM_TURNS", int(turns)),
+    )
+    kernel = "rmsnorm_matmul_hopper" if matrices == 1 else "rmsnorm_ffn_hopper"
+    shared = shared_bytes(tile, 1, BUFFERS, tile.group[1] // tile.splits)
+    return launched(kernel, tile, M, columns, sms, shared, ends), tile
+
+
+def rows_loaded(tile: Tile, M: int) -> int:
+    """Of a tile, in steps of 16: what is copied beyond the rows there are takes time, too."""
+    return min(tile.rows, ceil(M / 16) * 16)
+
+
+def weight_box(tile: Tile, matrices: int, layout: str) -> tuple[int, int, int]:
+    """What a block loads at once of w, an array (1, N, K) or (1, K, N)."""
+    if layout == "KN":
+        return 1, SLICE // tile.shares, SLICE
+    beside = tile.columns if matrices == 1 else tile.group[1] // 2
+    return 1, beside // tile.shares, SLICE
