@@ -33,6 +33,7 @@ def print_report(out: Console, report: Report) -> None:
         f"us: a call within a CUDA graph, median of {REPLAYS} replays, all taking turns, over"
     )
     out.print(f"up to {MOST_SETS} copies of the data, {CACHES} times the L2 cache where so many do")
+    out.print("ours: launches overlap, and K may be added up in parts, as in a block's graph")
     out.print(
         "% matmul, % copy: of those ceilings, for the operations and bytes no way gets around"
     )

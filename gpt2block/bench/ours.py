@@ -30,11 +30,12 @@ def contenders(work: Work, sets: Sequence[Host], device: int) -> Iterator[Conten
         yield from _blocks(work, sets, device)
     elif isinstance(work, GemmWork):
         inputs = [tuple(each.values()) for each in sets]
-        yield from _variants("gemm", inputs, {"gelu": work.gelu}, work.dtype)
+        options = {"gelu": work.gelu, "split_k": True}  # as a block asks for its projections
+        yield from _variants("gemm", inputs, options, work.dtype)
     elif isinstance(work, AttentionWork):
         inputs = [(each["qkv"],) for each in sets]
-        options = {"n_head": NH, "causal": work.causal}
-        yield from _variants("attention", inputs, options, work.dtype)
+        heads = {"n_head": NH, "causal": work.causal}
+        yield from _variants("attention", inputs, heads, work.dtype)
 
 
 def _blocks(work: BlockWork, sets: Sequence[Host], device: int) -> Iterator[Contender]:
@@ -97,7 +98,12 @@ def _capture(
     bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
     outs[:] = [each.out for each in bound]
     launches = [launch for each in bound for launch in each.launches]
-    return _run(timing.captured(launches * rounds), outs, bound)
+    return _run(timing.captured(_overlapping(launches) * rounds), outs, bound)
+
+
+def _overlapping(launches: Sequence[Launch]) -> list[timing.Launchable]:
+    """As in a block's graph, where the device can: all kernels of the tier wait where they must."""
+    return [_Early(launch) if overlap.possible() else launch for launch in launches]
 
 
 def _run(replay: Callable[[], None], outs: Sequence[DeviceArray], kept: Any) -> Run:
@@ -124,7 +130,7 @@ class _Steps:
             sets = [_split(plan, each) for each in sets]
         weights = {name: array for name, array in sets[0].items() if name != plan.input}
         buffers = allocate(plan, x.shape, weights, x.dtype.name, bounds)
-        self._overlapping = plan.overlapping and overlap.possible()
+        self._overlapping = plan.overlapping
         self._outs = [cupy.empty_like(x) for _ in sets]
         bound: list[Bound] = []
         for each, out in zip(sets, self._outs, strict=True):
@@ -139,10 +145,10 @@ class _Steps:
         self._kept = buffers, sets, bound
 
     def capture(self, rounds: int) -> Run:
-        launches: Sequence[timing.Launchable] = self.launches
+        launches: list[timing.Launchable] = [*self.launches]
         if self._overlapping:
-            launches = [_Early(launch) for launch in self.launches]
-        return _run(timing.captured([*launches] * rounds), self._outs, self._kept)
+            launches = _overlapping(self.launches)
+        return _run(timing.captured(launches * rounds), self._outs, self._kept)
 
 
 def _split(plan: Plan, arrays: Host) -> Host:
