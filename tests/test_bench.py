@@ -340,7 +340,7 @@ def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ours, "BINDERS", {"gemm": bind})
     captured: list[list[Any]] = []
     monkeypatch.setattr(timing, "captured", captured.append)
-    monkeypatch.setattr(ours.overlap, "possible", lambda: False)
+    monkeypatch.setattr("gpt2block.overlap.possible", lambda: False)
     sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
     found = list(ours.contenders(replace(O, gelu=True), sets, 0))
     assert [each.name for each in found] == ["hopper", "mma", "old"]

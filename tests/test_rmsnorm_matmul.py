@@ -199,6 +199,23 @@ HOPPER_TILES = [
 every_hopper_tile = pytest.mark.parametrize(("matrices", "layout", "tile"), HOPPER_TILES, ids=str)
 
 
+@pytest.mark.parametrize(
+    ("matrices", "N", "layout", "M", "tile"),
+    [
+        (1, 4096, "KN", 16, (64, 64, 2)),
+        (1, 4096, "KN", 500, (128, 128, 1)),
+        (2, 11008, "NK", 16, (64, 192, 1)),
+        (2, 11008, "NK", 500, (128, 224, 1)),
+    ],
+)
+def test_the_hopper_tile_for_llama(
+    matrices: int, N: int, layout: str, M: int, tile: tuple[int, int, int]
+) -> None:
+    """Those that were the fastest of the ones timed on an H200."""
+    _, chosen = _hopper_rmsnorm.geometry(matrices, M, N, 4096, layout=layout, sms=132)
+    assert (chosen.rows, chosen.columns, chosen.splits) == tile
+
+
 @every_hopper_tile
 def test_a_hopper_tile_has_room_and_does_not_spill(matrices: int, layout: str, tile: Any) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")

@@ -48,6 +48,7 @@ MOST_BLOCKS = 65535  # along the grid's second axis
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
 FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
 UNFUSED_FROM = 64  # rows, with which "unfused" is it for the feed-forward
+HOPPER_FROM = 2**28  # multiplications, with which "hopper" is worth a launch more
 
 
 class Early(Launch):
@@ -224,9 +225,12 @@ def bind_ffn(
 
 def _choose(job: Job, variant: str | None) -> str:
     """The variant asked for, or the fastest; InputError when it cannot do this."""
-    M = job.sizes[0]
+    M, N, K = job.sizes
     problem = _not_for_tiles(job)
     if variant is None:
+        much = M > FEW_ROWS and M * N * K * len(job.matrices) >= HOPPER_FROM
+        if much and not _not_for_hopper(job):
+            return "hopper"
         fits = job.x.shape[-1] <= LONGEST_FOR_FEW
         if problem or (M <= FEW_ROWS and fits):
             return "matvec"
@@ -370,8 +374,9 @@ def rmsnorm_matmul(
 
     x (..., T, K) and gamma in float16, bfloat16 or float32; rows of x may lie apart. w: an array
     (K, N) of the same dtype, or a `WeightMatrix` of that or FP8, in either layout. Without a
-    variant: matvec for one row or two, mma for more, as measured on an H200; matvec where the
-    sizes or the GPU allow nothing else.
+    variant: matvec for one row or two, for more hopper on a GPU that has wgmma, where the matrix is
+    large, and mma elsewhere, as measured on an H200; matvec where the sizes or the GPU allow
+    nothing else. A row's last bits can depend on the number of rows.
     """
     return call(
         bind_matmul,
@@ -421,9 +426,9 @@ def rmsnorm_ffn(
 ) -> CudaArray | tuple[CudaArray, CudaArray]:
     """`reference.rmsnorm_ffn` on CuPy arrays; raises InputError.
 
-    dtypes, weights and variants as in `rmsnorm_matmul`, but without a residual the default for
-    many rows is unfused. With a residual the result is a pair: the output, and x + residual in the
-    dtype of x.
+    dtypes, weights and variants as in `rmsnorm_matmul`, but where it is not hopper and without a
+    residual the default for many rows is unfused. With a residual the result is a pair: the output,
+    and x + residual in the dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
     bound = call(bind_ffn, (in_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)

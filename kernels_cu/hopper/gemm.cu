@@ -25,34 +25,45 @@ __device__ __forceinline__ float finished(float sum, float bias) {
     return GEMM_GELU ? gelu_fast(sum + bias) : sum + bias;
 }
 
-// float: pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Several residuals are asked for at once: the
-// compiler does not know that the stores in front of a load write elsewhere.
+// float: pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Several residuals are asked for at once:
+// the compiler does not know that the stores in front of a load write elsewhere.
 __device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {
-    constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M, AT_ONCE = BLOCKS_M > 1 ? 1 : 4;
-    const auto row_of = [&](int half) {
-        return first_row + half / 2 * 64 + group.warp * 16 + half % 2 * 8 + group.lane / 4;
-    };
+    constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
+    constexpr int AT_ONCE = BLOCKS_M > 1 ? 1 : PART_N <= 96 ? BLOCKS : 4;  // as registers are left
     const int lane_column = first_column + 2 * (group.lane % 4);
+    const int lane_row = first_row + group.warp * 16 + group.lane / 4;
 #pragma unroll
     for (int first = 0; first < BLOCKS; first += AT_ONCE) {
-        float2 r[AT_ONCE * HALVES] = {};
+        float2 r[AT_ONCE][HALVES];
+        if (GEMM_RESIDUAL) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE * HALVES; ++i) {
-            const int block = first + i / HALVES, row = row_of(i % HALVES), column = lane_column + 8 * block;
-            if (!GEMM_RESIDUAL || block >= BLOCKS || row >= M || column >= N) continue;
-            r[i] = __ldcg(reinterpret_cast<const float2*>(residual + (long long)row * N + column));
+            for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half) {
+                    const int column = lane_column + 8 * (first + i), row = lane_row + half / 2 * 64 + half % 2 * 8;
+                    const bool there = first + i < BLOCKS && column < N && row < M;
+                    const float2* at = reinterpret_cast<const float2*>(residual + (long long)row * N + column);
+                    r[i][half] = there ? __ldcg(at) : float2{0.0f, 0.0f};
+                }
+            }
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE * HALVES; ++i) {
-            const int block = first + i / HALVES, half = i % HALVES;
-            const int row = row_of(half), column = lane_column + 8 * block;
-            if (block >= BLOCKS || row >= M || column >= N) continue;
-            const float2 b = pair_at(bias, 8 * block + 2 * (group.lane % 4));
-            const float* sum = sums[half / 2] + 4 * block + half % 2 * 2;
-            const float2 y = {finished(sum[0], b.x) + r[i].x, finished(sum[1], b.y) + r[i].y};
-            *reinterpret_cast<float2*>(out + (long long)row * N + column) = y;
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= BLOCKS) break;
+            const int column = lane_column + 8 * (first + i);
+            if (column >= N) continue;
+            const float2 b = pair_at(bias, 8 * (first + i) + 2 * (group.lane % 4));
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                const int row = lane_row + half / 2 * 64 + half % 2 * 8;
+                if (row >= M) continue;
+                const float* sum = sums[half / 2] + 4 * (first + i) + half % 2 * 2;
+                float2 y = {finished(sum[0], b.x), finished(sum[1], b.y)};
+                if (GEMM_RESIDUAL) y.x += r[i][half].x, y.y += r[i][half].y;
+                *reinterpret_cast<float2*>(out + (long long)row * N + column) = y;
+            }
         }
     }
     group.sync();  // the biases are done with

@@ -1,5 +1,5 @@
-// What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of gemm.cu
-// and gemm_split.cu.
+// What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of
+// gemm.cu, gemm_split.cu and rmsnorm_matmul.cu.
 //
 // A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of
 // a and w, into a ring in shared memory; the other two multiply:
@@ -14,7 +14,7 @@
 // which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS, gemm.cu alone).
 //
 // a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
-// (1, GEMM_M, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
+// (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
 // grid: a cluster for every tile, or as many as fit at once, which go from tile to tile. block (THREADS).
 #pragma once
 

@@ -12,8 +12,8 @@
 // The weights' first slices are on their way while rmsnorm.cu runs (overlap.cuh). Tiles go down the rows first: what w
 // has for them is read once from memory.
 //
-// Maps: n, boxes (1, GEMM_M, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns are GEMM_N, or with two w
-// half of GEMM_GROUP_N; as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64, GEMM_CHUNK). grid, block: gemm.cuh.
+// Maps: n, boxes (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns are GEMM_N, or with
+// two w half of GEMM_GROUP_N; as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64, GEMM_CHUNK). grid, block: gemm.cuh.
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
