@@ -31,7 +31,7 @@ MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches a
 
 
 class _Launches(NamedTuple):
-    """Of a step, or of them all; `extra` is what must stay alive with them, beside the buffers."""
+    """Of a step; `extra` is what must stay alive with them, beside the buffers."""
 
     launches: tuple[Launch, ...]
     extra: tuple[CudaArray, ...]
@@ -47,9 +47,9 @@ class _Workspace:
 
 @dataclass
 class _Call:
-    """The launches for one x and one out; the graph is captured when the same call comes again."""
+    """The steps for one x and one out; the graph is captured when the same call comes again."""
 
-    bound: _Launches
+    steps: dict[str, _Launches]
     graph: Any = None
 
 
@@ -128,11 +128,7 @@ class CudaEngine:
             copies = {}
             with self._exclusive():
                 for step in self.plan.steps:
-                    bound = self._bind(step, tensors)
-                    cupy.cuda.nvtx.RangePush(step.name)  # what a profiler's timeline shows
-                    for launch in bound.launches:
-                        launch.run()
-                    cupy.cuda.nvtx.RangePop()
+                    _run_step(step.name, self._bind(step, tensors))
                     made = tensors[step.name]
                     copies[step.name] = made.joined() if step.name in self._split else made.copy()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
@@ -200,11 +196,12 @@ class CudaEngine:
         with self._exclusive() as stream:
             if repeated and self._use_graph:
                 if call.graph is None:
-                    call.graph = self._capture(call.bound.launches)
+                    every = (step.launches for step in call.steps.values())
+                    call.graph = self._capture(tuple(chain.from_iterable(every)))
                 call.graph.launch(stream)
             else:
-                for launch in call.bound.launches:
-                    launch.run()
+                for name, bound in call.steps.items():
+                    _run_step(name, bound)
 
     @contextmanager
     def _exclusive(self) -> Iterator[Any]:
@@ -229,17 +226,15 @@ class CudaEngine:
                 graph = self._private.end_capture()
         return graph
 
-    def _launches(self, x: CudaArray, out: CudaArray) -> _Launches:
-        """Every step's launches: bound anew where x or out is touched, else the shape's own."""
+    def _launches(self, x: CudaArray, out: CudaArray) -> dict[str, _Launches]:
+        """Step name → its launches: bound anew where x or out is touched, else the shape's own."""
         known = self._workspace(x.shape).launches
         tensors = self._tensors(x, out)
         for step in self.plan.steps:
             touched = step.name == self.plan.output or self.plan.input in step.inputs
             if touched or step.name not in known:
                 known[step.name] = self._bind(step, tensors)
-        every = [known[step.name] for step in self.plan.steps]
-        launches, extra = (tuple(chain.from_iterable(part)) for part in zip(*every, strict=True))
-        return _Launches(launches, extra)
+        return {step.name: known[step.name] for step in self.plan.steps}
 
     def _bind(self, step: Step, tensors: Mapping[str, Any]) -> _Launches:
         inputs = tuple(tensors[name] for name in step.inputs)
@@ -261,6 +256,14 @@ class CudaEngine:
                 del self._calls[key]
         buffers = allocate(self.plan, shape, self._weights, self._dtype, self._bounds)
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
+
+
+def _run_step(name: str, bound: _Launches) -> None:
+    """Under the step's name in a profiler's timeline."""
+    cupy.cuda.nvtx.RangePush(name)
+    for launch in bound.launches:
+        launch.run()
+    cupy.cuda.nvtx.RangePop()
 
 
 def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
