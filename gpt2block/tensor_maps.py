@@ -7,7 +7,7 @@ Access".
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ BYTES = 128  # of a map, which lies on 64
 Map = np.void  # type of one; passed to a kernel by value, as `const __grid_constant__ TensorMap`
 NO_MAP = Map(bytes(BYTES))  # where a kernel uses none
 _DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+_ITEM_BYTES = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
 _LONG_LINES = 3  # CUtensorMapL2promotion: 256 bytes
 
@@ -48,21 +49,27 @@ def tensor_map(array: Any, box: tuple[int, ...]) -> Map:
     axis first. What lies outside the array is read as zeros and not written. The map holds the
     array's address: it keeps nothing alive. Raises DeviceError.
     """
-    rank, item = array.ndim, array.itemsize
-    shape = (ctypes.c_uint64 * rank)(*reversed(array.shape))
-    strides = (ctypes.c_uint64 * (rank - 1))(*reversed(array.strides[:-1]))
+    return _encoded(array.data.ptr, array.dtype.name, array.shape, array.strides, box)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(
+    address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Map:
+    rank, item = len(shape), _ITEM_BYTES[dtype]
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    distances = (ctypes.c_uint64 * (rank - 1))(*reversed(strides[:-1]))
     boxes = (ctypes.c_uint32 * rank)(*reversed(box))
     steps = (ctypes.c_uint32 * rank)(*(1,) * rank)
     memory = ctypes.create_string_buffer(BYTES + 64)
     place = -(-ctypes.addressof(memory) // 64) * 64
-    dtype, swizzle = _DTYPES[array.dtype.name], _SWIZZLES[box[-1] * item]
-    status = _encode()(
-        place, dtype, rank, array.data.ptr, shape, strides, boxes, steps, 0, swizzle, _LONG_LINES, 0
-    )
+    swizzle = _SWIZZLES[box[-1] * item]
+    layout = (sizes, distances, boxes, steps)
+    status = _encode()(place, _DTYPES[dtype], rank, address, *layout, 0, swizzle, _LONG_LINES, 0)
     if status:
         raise DeviceError(
-            f"cuTensorMapEncodeTiled failed with CUDA error {status} for {array.dtype} "
-            f"{array.shape}, strides {array.strides}, boxes {box}"
+            f"cuTensorMapEncodeTiled failed with CUDA error {status} for {dtype} {shape}, "
+            f"strides {strides}, boxes {box}"
         )
     made: Map = np.void(ctypes.string_at(place, BYTES))
     return made
