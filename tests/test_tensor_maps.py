@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver is told, with a stand-in for it; kernels that use them say the rest."""
+"""Tensor maps: what the driver is told, with a stand-in; kernels that use them say the rest."""
 
 from __future__ import annotations
 
