@@ -14,6 +14,7 @@ from gpt2block.engines import Engine, host_array
 from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.plan import fused_plan, ten_step_plan
+from gpt2block.split import LARGEST_BOUND
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import BlockWeights, unpack
 
@@ -21,7 +22,7 @@ KERNELS = ("auto", "skeleton", "fused")
 SIXTEEN_BITS = ("bfloat16", "float16")  # which the fused plan alone has kernels for
 FUSED_CAPABILITY = 80
 FUSED_HEAD = 64
-LARGEST_BOUND = 2.0**127
+FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,8 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     head = weights.n_embd // weights.n_head
     if head != FUSED_HEAD:
         return f"the fused attention takes heads of {FUSED_HEAD} channels, these have {head}"
+    if weights.n_embd > FUSED_WIDTH:
+        return f"the fused LayerNorm takes {FUSED_WIDTH:,} channels at most, not {weights.n_embd:,}"
     return None
 
 

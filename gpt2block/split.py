@@ -12,6 +12,8 @@ from gpt2block import reference
 from gpt2block.errors import InputError
 from gpt2block.weight_matrix import is_cupy, kind, on_host
 
+LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
+
 
 @dataclass(frozen=True, eq=False)
 class SplitMatrix:
@@ -130,7 +132,7 @@ def scale_for(bound: float) -> float:
 
     Raises InputError unless it is a number from 0 to 2^127.
     """
-    if not 0 <= bound <= 2.0**127:
+    if not 0 <= bound <= LARGEST_BOUND:
         raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {bound!r}")
     mantissa, exponent = math.frexp(bound)
     whole = exponent - (mantissa == 0.5)  # a power of two is one itself

@@ -6,7 +6,7 @@
 // A kernel launched this way starts when every block of the one before has called let_next_start(), or has ended. What
 // no kernel writes, weights above all, it can ask for at once. wait_for_previous() returns when the kernel before has
 // ended and what it wrote can be read. As that one waited too, all earlier kernels have ended then: every block of
-// every kernel in such a row must wait.
+// every kernel in such a row must wait, but for the first one, whose launch is an ordinary one.
 //
 // Values that an earlier kernel wrote must not come through the read-only cache, which nobody clears in between: they
 // are loaded with __ldcg, or plainly through a pointer that is not const __restrict__. In an ordinary launch, and on

@@ -12,6 +12,9 @@
 // picks the constants from M and C: many threads a row where there are few rows. Rows too long for registers are
 // read twice: RMS_VECTORS = 0.
 //
+// It lets the kernel behind it start early (overlap.cuh), but does not wait for the one in front: its own launch is an
+// ordinary one.
+//
 // grid (ceil(M / RMS_ROWS)), block (RMS_THREADS * RMS_ROWS).
 #include "overlap.cuh"
 #include "rows.cuh"

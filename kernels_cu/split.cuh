@@ -11,7 +11,7 @@
 
 constexpr float LOW = 2048.0f;  // of lo's unit in one of hi
 
-// `largest`: finite, not negative. From 2^-126 on, so that the inverse is a number, too.
+// For a row whose largest magnitude is `largest`, which is finite. At least 2^-126, so that the inverse is finite, too.
 __device__ __forceinline__ float scale_of(float largest) {
     const int exponent = (__float_as_int(largest) >> 23) - 14;
     return largest > 0.0f ? __int_as_float((exponent > 1 ? exponent : 1) << 23) : 1.0f;

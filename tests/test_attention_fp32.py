@@ -6,8 +6,6 @@ Its inputs and its result are split matrices: (hi + lo 2^-11) scale, with a scal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,22 +14,17 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import kernels, reference
-from gpt2block.operations.attention import MMA_CAPABILITY, MMA_FP32, mma_fp32_geometry
+from gpt2block.operations.attention import MMA_FP32, mma_fp32_geometry
 from gpt2block.reference import joined, split
-from tests import cpu_cuda, plain
+from tests import plain
+from tests.compiling import assert_clean
 from tests.cpu_cuda import loader
+from tests.gpus import H200, cupy_with
+from tests.test_attention_mma import both_masks, every_order
 from tests.test_attention_mma import parts as rows_of
 
 Array = NDArray[Any]
-H200 = 232448
-both_masks = pytest.mark.parametrize("causal", [False, True])
-every_order = pytest.mark.parametrize("order", loader.ORDERS)
-
-
-def imitated() -> loader.Source:
-    """The shipped file with PTX instructions that the CPU can do."""
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    return replace(loader.Source.shipped(MMA_FP32), headers=(("mma/ptx.cuh", header),))
+MOST_SHARED = H200["most_shared"]
 
 
 def evaluate(
@@ -44,7 +37,7 @@ def evaluate(
 ) -> Array:
     """On the CPU in a thread order; on the GPU, twice, where there is none."""
     B, T = len(lengths), max(lengths)
-    how, side_by_side = mma_fp32_geometry(B, T, n_head, causal, most_shared=H200)
+    how, side_by_side = mma_fp32_geometry(B, T, n_head, causal, most_shared=MOST_SHARED)
     starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
     inputs, scale = split(qkv)
     out = np.full((2, len(qkv), 64 * n_head), np.nan, np.float16)
@@ -55,7 +48,7 @@ def evaluate(
         if problem := loader.missing():
             pytest.skip(problem)
         host = [inputs, scale, starts, out, top, *last]
-        loader.run(imitated(), how.kernel, how.grid, how.block, host, order=order, **options)
+        loader.run(MMA_FP32, how.kernel, how.grid, how.block, host, order=order, **options)
         return joined(out, top)
     import cupy  # noqa: PLC0415
 
@@ -134,25 +127,18 @@ def test_what_a_row_does_not_see_leaves_no_trace(value: float) -> None:
 # --- launches, and the GPU -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@both_masks
-def test_no_spills(arch: str, causal: bool) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how, _ = mma_fp32_geometry(8, 1024, 12, causal, most_shared=H200)
-    assert 2 * (how.shared + 1024) <= H200 + 1024
-    log = kernels.compile_for(MMA_FP32, arch, how.defines).log
-    (spills,) = (line for line in log.splitlines() if "spill" in line)
-    assert "0 bytes spill stores, 0 bytes spill loads" in spills
+def test_no_spills() -> None:
+    jobs = []
+    for causal in (False, True):
+        how, _ = mma_fp32_geometry(8, 1024, 12, causal, most_shared=MOST_SHARED)
+        assert 2 * (how.shared + 1024) <= MOST_SHARED + 1024
+        jobs += [(MMA_FP32, arch, how.defines) for arch in ("sm_80", "sm_90")]
+    assert_clean(jobs)
 
 
 @pytest.fixture
 def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    if int(cupy.cuda.Device().compute_capability) < MMA_CAPABILITY:
-        pytest.skip("mma.sync needs compute capability 8.0")
-    module: ModuleType = cupy
-    return module
+    return cupy_with()
 
 
 @pytest.mark.gpu

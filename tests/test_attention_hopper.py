@@ -5,27 +5,32 @@ The error rule and the plain evaluation are those of the kernel for older tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, kernels
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.operations.attention import (
     HOPPER,
-    HOPPER_CAPABILITY,
     HOPPER_SHARED,
     HOPPER_THREADS,
     hopper_geometry,
 )
-from tests import plain
-from tests.test_attention_mma import DTYPES, assert_right, both_dtypes, both_masks, made, parts
+from tests import test_attention_mma
+from tests.gpus import cupy_with
+from tests.test_attention_mma import (
+    DTYPES,
+    assert_a_long_sequence,
+    assert_right,
+    both_dtypes,
+    both_masks,
+    made,
+    parts,
+)
 from tests.test_attention_mma import same_bits as same
-
-Array = NDArray[Any]
 
 
 def test_the_grid() -> None:
@@ -50,39 +55,10 @@ def test_the_arguments_of_the_kernel() -> None:
 
 @pytest.fixture
 def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    capability = int(cupy.cuda.Device().compute_capability)
-    if capability != HOPPER_CAPABILITY:
-        pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {capability / 10}")
-    module: ModuleType = cupy
-    return module
+    return cupy_with(HOPPER_CAPABILITY)
 
 
-def on_gpu(
-    cp: ModuleType,
-    qkv: Any,
-    n_head: int,
-    causal: bool,
-    lengths: Sequence[int] = (),
-    variant: str | None = "hopper",
-) -> Array:
-    """Twice, and both must give the same bits; with lengths as a ragged batch."""
-    from gpt2block.ops import _attention  # noqa: PLC0415
-
-    qkv = cp.asarray(qkv)
-    ragged: dict[str, Any] = {}
-    if lengths:
-        starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
-        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
-    results: list[Array] = []
-    for _ in range(2):
-        out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
-        out.data.memset(0xFF, out.nbytes)
-        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
-        results.append(_attention.bind((qkv,), out, **options, **ragged).run().get())
-    same(*results)
-    return results[0]
+on_gpu = partial(test_attention_mma.on_gpu, variant="hopper")
 
 
 @pytest.mark.gpu
@@ -195,21 +171,7 @@ def test_scores_of_any_size(cp: ModuleType, dtype: str) -> None:
 @both_dtypes
 @both_masks
 def test_a_long_sequence(cp: ModuleType, causal: bool, dtype: str) -> None:
-    """Some of 65,536 queries; the scores of all would take 17 GB."""
-    T = 65536
-    qkv = made(dtype, T, 1)
-    got = on_gpu(cp, qkv, 1, causal).astype(np.float32)
-    assert np.isfinite(got).all()
-    rows = np.array([0, 1, 127, 128, 30000, T - 2, T - 1])
-    mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)
-    q, k, v = (qkv[:, i : i + 64].astype(np.float64) for i in (0, 64, 128))
-    truth = reference.softmax(q[rows] @ k.T / 8 + mask) @ v
-    single = [a.astype(np.float32) for a in (q[rows], k, v)]
-    scores = plain.product(single[0], single[1].T) / np.float32(8) + mask.astype(np.float32)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    rounded = weights.astype(qkv.dtype).astype(np.float32)
-    expected = plain.product(rounded, single[2]) / plain.running_sum(weights)
-    plain.assert_as_accurate(got[rows], truth, expected.astype(qkv.dtype).astype(np.float32))
+    assert_a_long_sequence(cp, causal, dtype, "hopper")
 
 
 @pytest.mark.gpu

@@ -10,9 +10,7 @@ tensor cores take no others, and so does the result. Scores, sums and the quotie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,20 +24,19 @@ from numpy.typing import NDArray
 from gpt2block import InputError, kernels, reference
 from gpt2block.operations.attention import (
     MMA,
-    MMA_CAPABILITY,
     MMA_STAGE,
     MMA_TILES,
     Tile,
     mma_geometry,
     together,
 )
-from tests import cpu_cuda, plain
+from tests import plain
+from tests.compiling import assert_clean
 from tests.cpu_cuda import loader
+from tests.gpus import H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-H200 = {"sms": 132, "most_shared": 232448}
-RTX = {"sms": 84, "most_shared": 101376}
 # One warp, and two with two fragments each: the shim's time goes with the warps. Both, and the
 # tiles that GPUs get, must give the same bits.
 SMALL, PAIR = Tile(1, 1, 3, 1, 1), Tile(2, 2, 2, 1, 1)
@@ -98,14 +95,6 @@ def assert_right(
     plain.assert_as_accurate(got.astype(np.float32), truth, by_hand)
 
 
-def imitated(at_once: bool = False) -> loader.Source:
-    """The shipped file with PTX instructions that the CPU can do."""
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    if at_once:
-        header = "#define COPIES_AT_ONCE\n" + header
-    return replace(loader.Source.shipped(MMA), headers=(("mma/ptx.cuh", header),))
-
-
 def on_cpu(
     qkv: Array,
     lengths: Sequence[int],
@@ -115,7 +104,8 @@ def on_cpu(
     tile: Tile = SMALL,
     packed: bool = True,
     order: loader.Order = "shuffled",
-    source: loader.Source | None = None,
+    source: loader.Source | str = MMA,
+    at_once: bool = False,
 ) -> Array:
     """qkv (N, 3C): sequences of these lengths. packed: told by cu_seqlens; else all are alike."""
     if problem := loader.missing():
@@ -125,7 +115,7 @@ def on_cpu(
     starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
     out = np.full((len(qkv), 64 * n_head), np.nan, qkv.dtype)
     loader.run(
-        source or imitated(),
+        source,
         how.kernel,
         how.grid,
         how.block,
@@ -134,6 +124,7 @@ def on_cpu(
         defines=how.defines,
         storage=qkv.dtype.name,
         order=order,
+        copies_at_once=at_once,
     )
     return out
 
@@ -190,7 +181,7 @@ def test_the_ring_waits_for_what_it_needs(tile: Tile, causal: bool, at_once: boo
     T = 200
     qkv = made(stored(causal), T, 1)
     results = [
-        on_cpu(qkv, [T], 1, causal, tile=tile, order=order, source=imitated(at_once))
+        on_cpu(qkv, [T], 1, causal, tile=tile, order=order, at_once=at_once)
         for order in loader.ORDERS
     ]
     same_bits(results[1], results[0])
@@ -287,7 +278,7 @@ def test_any_batch(lengths: list[int], n_head: int, causal: bool) -> None:
 )
 def test_what_is_left_out_shows(old: str, new: str) -> None:
     """A wait, a barrier, and the care for values that are not finite."""
-    source = imitated().edited(old, new)
+    source = loader.Source.shipped(MMA).edited(old, new)
     qkv = made(stored(True), 150, 1)
     qkv[149, 128:] = np.inf
     tile = TWO_STAGES
@@ -329,7 +320,7 @@ def test_the_tile_fits_the_gpu(
 
 
 @pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
-def test_shared_memory_holds_two_tiles_at_least(gpu: dict[str, int]) -> None:
+def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
     for tile in MMA_TILES:
         how, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
         assert 2 * MMA_STAGE <= how.shared <= gpu["most_shared"]
@@ -343,18 +334,18 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
         mma_geometry(250_000_000, 1, 12, True, **H200)
 
 
-@pytest.mark.parametrize(
-    ("arch", "gpu", "causal"),
-    [("sm_80", H200, True), ("sm_90", H200, False), ("sm_90", H200, True), ("sm_120", RTX, True)],
-)
-def test_no_tile_spills(arch: str, gpu: dict[str, int], causal: bool) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for tile, dtype in zip(MMA_TILES, DTYPES, strict=True):
-        how, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
-        log = kernels.compile_for(MMA, arch, (*kernels.stored_as(dtype), *how.defines)).log
-        (spills,) = (line for line in log.splitlines() if "spill" in line)
-        assert "0 bytes spill stores, 0 bytes spill loads" in spills
-        assert "warning" not in log
+def test_no_tile_spills() -> None:
+    jobs = []
+    for arch, gpu, causal in (
+        ("sm_80", H200, True),
+        ("sm_90", H200, False),
+        ("sm_90", H200, True),
+        ("sm_120", RTX, True),
+    ):
+        for tile, dtype in zip(MMA_TILES, DTYPES, strict=True):
+            how, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
+            jobs.append((MMA, arch, (*kernels.stored_as(dtype), *how.defines)))
+    assert_clean(jobs)
 
 
 # --- on the GPU ----------------------------------------------------------------------------------
@@ -362,17 +353,16 @@ def test_no_tile_spills(arch: str, gpu: dict[str, int], causal: bool) -> None:
 
 @pytest.fixture
 def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    capability = int(cupy.cuda.Device().compute_capability)
-    if capability < MMA_CAPABILITY:
-        pytest.skip(f"mma.sync needs compute capability 8.0, this GPU has {capability / 10}")
-    module: ModuleType = cupy
-    return module
+    return cupy_with()
 
 
 def on_gpu(
-    cp: ModuleType, qkv: Any, n_head: int, causal: bool, lengths: Sequence[int] = ()
+    cp: ModuleType,
+    qkv: Any,
+    n_head: int,
+    causal: bool,
+    lengths: Sequence[int] = (),
+    variant: str | None = "mma",
 ) -> Array:
     """Twice, and both must give the same bits; with lengths as a ragged batch."""
     from gpt2block.ops import _attention  # noqa: PLC0415
@@ -386,8 +376,8 @@ def on_gpu(
     for _ in range(2):
         out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
         out.data.memset(0xFF, out.nbytes)
-        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": "mma"} | ragged
-        results.append(_attention.bind((qkv,), out, **options).run().get())
+        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
+        results.append(_attention.bind((qkv,), out, **options, **ragged).run().get())
     same_bits(*results)
     return results[0]
 
@@ -415,8 +405,7 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, causal: bool) -> No
     qkv = made("float16", T, 12)
     alone = on_gpu(cp, qkv, 12, causal)
     many = np.concatenate([qkv] * 9)
-    most_shared = 232448
-    grids = [mma_geometry(B, T, 12, causal, sms=132, most_shared=most_shared) for B in (1, 9)]
+    grids = [mma_geometry(B, T, 12, causal, **H200) for B in (1, 9)]
     assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
     for got in on_gpu(cp, many.reshape(9, T, -1), 12, causal):
         same_bits(got, alone)
@@ -456,10 +445,14 @@ def test_values_that_are_not_finite_on_the_gpu(cp: ModuleType, causal: bool, dty
 @both_dtypes
 @both_masks
 def test_a_long_sequence(cp: ModuleType, causal: bool, dtype: str) -> None:
+    assert_a_long_sequence(cp, causal, dtype, "mma")
+
+
+def assert_a_long_sequence(cp: ModuleType, causal: bool, dtype: str, variant: str) -> None:
     """Some of 65,536 queries; the scores of all would take 17 GB."""
     T = 65536
     qkv = made(dtype, T, 1)
-    got = on_gpu(cp, qkv, 1, causal).astype(np.float32)
+    got = on_gpu(cp, qkv, 1, causal, variant=variant).astype(np.float32)
     assert np.isfinite(got).all()
     rows = np.array([0, 1, 127, 128, 30000, T - 2, T - 1])
     mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)

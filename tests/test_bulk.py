@@ -19,7 +19,9 @@ from gpt2block import GPT2, CheckpointError, InputError, cli
 from gpt2block.bulk import Predictor, record_seed, records, shards
 from gpt2block.bulk import job as job_module
 from gpt2block.bulk.job import Job
+from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record, Unreadable
+from gpt2block.engines.model import in_groups
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -64,6 +66,37 @@ def test_scores_are_those_of_the_model(model: GPT2, scoring: Predictor) -> None:
         np.testing.assert_allclose(batch["log_likelihood"][index], score.log_likelihood, 1e-6)
         np.testing.assert_allclose(batch["perplexity"][index], score.perplexity, 1e-6)
         np.testing.assert_allclose(batch["logprobs"][index].sum(), score.log_likelihood, 1e-5)
+
+
+def test_a_batch_has_whole_groups_of_the_engine(
+    scoring: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside them only the shard's last records, fewer than a group."""
+    random = np.random.default_rng(0)
+    ids = {i: np.zeros(n, np.int32) for i, n in enumerate(random.integers(16, 512, 1000))}
+    ids[1000] = np.zeros(20000, np.int32)
+    gpu = SimpleNamespace(engine=None)
+    monkeypatch.setitem(vars(scoring), "model", gpu)
+    for most in (100, GROUP - 1, GROUP, 2 * GROUP, 50000):
+        monkeypatch.setattr(scoring, "batch_tokens", most)
+        batches = list(scoring._batches(ids))
+        assert sorted(index for part in batches for index in part) == list(ids)
+        assert batches[0][0] == 1000
+        sizes = [[len(ids[index]) for index in part] for part in batches]
+        assert all(sum(part) <= most or len(part) == 1 for part in sizes)
+        if most < GROUP:
+            continue
+        records_of = [[ids[index] for index in part] for part in batches]
+        groups = [[sum(map(len, g)) for g in in_groups(part, GROUP)] for part in records_of]
+        assert all(size > GROUP - 512 for part in groups[:-1] for size in part)
+        assert max(map(len, groups)) == most // GROUP
+
+
+def test_the_engine_s_groups_are_as_large_as_is_said() -> None:
+    pytest.importorskip("cupy", reason="the engine needs CuPy")
+    from gpt2block.engines.model_cuda import TOKENS_AT_ONCE  # noqa: PLC0415
+
+    assert TOKENS_AT_ONCE == GROUP
 
 
 def test_a_record_is_the_same_in_any_company() -> None:
@@ -312,6 +345,15 @@ def test_lines_of_json() -> None:
         shards.json_lines([row]).decode() == '{"a": [0.1, 0.1], "b": null, "c": "ü", "d": [null]}\n'
     )
     assert json.loads(shards.json_lines([{"a": "\ud800"}])) == {"a": "\ud800"}
+
+
+def test_float32_has_the_fewest_digits_that_tell_it_from_its_neighbours() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 5000, np.uint32)
+    special = np.array([0, -0.0, 1e16, 9999999, 1e-45], np.float32)
+    numbers = np.concatenate([bits.view(np.float32), special])
+    expected = [float(str(n)) if np.isfinite(n) else None for n in numbers]
+    written = json.loads(shards.json_lines([{"a": numbers}]))["a"]
+    assert list(map(repr, written)) == list(map(repr, expected))
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

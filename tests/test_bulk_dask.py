@@ -17,6 +17,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -194,6 +195,22 @@ def test_the_results_stand_in_the_order_of_the_input(undisturbed: Path, records:
         score = model.score(entry["text"])
         assert (row["n_tokens"], row["n_bytes"]) == (score.tokens, score.bytes)
         np.testing.assert_allclose(row["log_likelihood"], score.log_likelihood, 1e-6)
+
+
+def test_two_shards_at_once_in_a_worker(
+    records: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is a GPU."""
+    from gpt2block.bulk import cluster, driver, job  # noqa: PLC0415
+
+    monkeypatch.setattr(job, "THREADS", {"cpu": 2})
+    with cluster.local(1, "cpu") as client:
+        assert list(client.nthreads().values()) == [2]
+    given = job.Job("score", str(tmp_path / "o"), device="cpu", keep=("id",), shard_size=SHARD)
+    outcome = driver.run(given, [str(few(records, tmp_path))], Mock(), workers=1)
+    assert (outcome.records + outcome.errors, outcome.failed) == (199, {})
+    for name in (shards.part_name(number, "jsonl") for number in range(200 // SHARD)):
+        assert (tmp_path / "o" / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
 def test_a_worker_is_killed(records: Path, undisturbed: Path, tmp_path: Path) -> None:

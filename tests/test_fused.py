@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,9 +41,9 @@ from gpt2block import (
 from gpt2block.block import fused_problem, rounded
 from gpt2block.plan import Plan
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
-from tests import test_attention_fp32, test_gemm, test_gemm_split, test_warm
-from tests import test_attention_mma as test_attention
+from tests import test_warm
 from tests.cpu_cuda import loader
+from tests.gpus import cupy_with
 from tests.test_warm import Recorder
 
 Array = NDArray[Any]
@@ -214,6 +213,8 @@ def test_where_the_fused_kernels_run(
     assert fused_problem(fits, 80) is None
     assert "expected compute capability 8.0 or newer, got 7.5" in str(fused_problem(fits, 75))
     assert "heads of 64 channels, these have 16" in str(fused_problem(weights, 90))
+    wide: Any = SimpleNamespace(n_head=257, n_embd=257 * 64)
+    assert "takes 16,384 channels at most, not 16,448" in str(fused_problem(wide, 90))
     monkeypatch.setattr(block_module, "_capability", lambda device: 75)
     for kind in ("auto", "fused"):
         with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
@@ -254,14 +255,6 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
-IMITATED: dict[str, Callable[[], loader.Source]] = {
-    "mma/gemm.cu": partial(test_gemm.imitated, False),
-    "mma/attention.cu": test_attention.imitated,
-    "mma/gemm_split.cu": test_gemm_split.imitated,
-    "mma/attention_fp32.cu": test_attention_fp32.imitated,
-}
-
-
 class OnTheCpu:
     """Launches of the ops, run by the kernels' own source on arrays in memory of the host."""
 
@@ -296,7 +289,7 @@ class OnTheCpu:
         held = set(defines)
         storage = next(s for s, own in kernels.STORAGE.items() if own and set(own) <= held)
         others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
-        source = IMITATED[file]() if file in IMITATED else file
+        loader.compile_ahead(file, defines)
 
         def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
             every = [
@@ -304,7 +297,7 @@ class OnTheCpu:
                 for arg, parameter in zip(args, parameters, strict=True)
             ]
             options: dict[str, Any] = {"shared": shared_mem, "defines": others, "storage": storage}
-            loader.run(source, name, grid, block, every, order=self.order, **options)
+            loader.run(file, name, grid, block, every, order=self.order, **options)
 
         function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
         return function
@@ -364,9 +357,11 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
     tensors = tensors_of(gpu.put, block.weights, plan, dtype)
     tensors |= {"x": gpu.put(x), "output": gpu.array(shape, dtype)}
     tensors |= allocate(plan, shape, tensors, dtype, plan.bounds(weights.tensors()))
+    row = []
     for step in plan.steps:
         arrays = tuple(tensors[name] for name in step.inputs)
-        bound = ops.BINDERS[step.op](arrays, tensors[step.name], **step.attrs)
+        row.append(ops.BINDERS[step.op](arrays, tensors[step.name], **step.attrs))
+    for step, bound in zip(plan.steps, row, strict=True):
         assert bound.run() is tensors[step.name]
     got = gpu.get(tensors["output"])
     assert_as_accurate(got, exact(x, weights, dtype, causal), block(x))
@@ -430,12 +425,7 @@ def test_the_command_says_what_is_possible(
 
 @pytest.fixture(scope="module")
 def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    if int(cupy.cuda.Device().compute_capability) < block_module.FUSED_CAPABILITY:
-        pytest.skip("needs tensor cores of compute capability 8.0")
-    module: ModuleType = cupy
-    return module
+    return cupy_with()
 
 
 @pytest.fixture(scope="module")
@@ -444,10 +434,15 @@ def gpt2() -> BlockWeights:
 
 
 def poison(block: Block, shape: tuple[int, ...]) -> None:
-    """NaN in every buffer, so that what a kernel leaves out shows."""
+    """NaN in every buffer, so that what is left out shows; but for scales there from the start."""
     engine: Any = block._engine
     for buffer in engine._workspace(shape).buffers.values():
-        buffer.fill(np.nan)
+        if isinstance(buffer, SplitMatrix):
+            buffer.parts.fill(np.nan)
+            if buffer.one_scale is None:
+                buffer.scale.fill(np.nan)
+        else:
+            buffer.fill(np.nan)
 
 
 @pytest.mark.gpu

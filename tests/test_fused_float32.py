@@ -18,17 +18,17 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     InputError,
-    SplitMatrix,
     random_input,
     reference,
 )
 from gpt2block import block as block_module
 from gpt2block.block import split_problem
+from tests import test_fused
+from tests.test_attention_mma import both_masks
+from tests.test_fused import SEVEN, poison
 
 Array = NDArray[Any]
 SMALL = GPT2Config(n_head=2, n_embd=128)
-SEVEN = ["ln1", "qkv", "attn", "x1", "ln2", "gelu", "output"]
-both_masks = pytest.mark.parametrize("causal", [False, True])
 
 
 @pytest.fixture(scope="module")
@@ -87,31 +87,7 @@ def test_weights_that_scales_cannot_follow_from(
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    if int(cupy.cuda.Device().compute_capability) < block_module.FUSED_CAPABILITY:
-        pytest.skip("needs tensor cores of compute capability 8.0")
-    module: ModuleType = cupy
-    return module
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> BlockWeights:
-    return BlockWeights.random(0)
-
-
-def poison(block: Block, shape: tuple[int, ...]) -> None:
-    """NaN in every buffer, but for scales that are there from the start."""
-    engine: Any = block._engine
-    for buffer in engine._workspace(shape).buffers.values():
-        if isinstance(buffer, SplitMatrix):
-            buffer.parts.fill(np.nan)
-            if buffer.one_scale is None:
-                buffer.scale.fill(np.nan)
-        else:
-            buffer.fill(np.nan)
+cp, gpt2 = test_fused.cp, test_fused.gpt2  # fixtures
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,29 +18,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, kernels, reference
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations._types import Geometry
-from gpt2block.operations.gemm import CAPABILITY, FILE, TILES, Tile, geometry
+from gpt2block.operations.gemm import FILE, TILES, Tile, geometry
 from gpt2block.weight_matrix import WeightMatrix
-from tests import cpu_cuda, plain
+from tests import plain
+from tests.compiling import assert_clean
 from tests.cpu_cuda import loader
+from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
 
 Array = NDArray[Any]
-# Multiprocessors, and bytes of shared memory that a block may ask for.
-H200 = {"sms": 132, "most_shared": 232448}
-A100 = {"sms": 108, "most_shared": 166912}
-RTX = {"sms": 84, "most_shared": 101376}
-GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 GPT2 = ((2304, 768), (768, 768), (3072, 768), (768, 3072))  # N, K
 # Odd numbers of fragments side by side: groups of four, two and one; rows and columns of warps.
 NARROW = Tile(16, 72, (1, 1), 64, 3, 2)
 SQUARE = Tile(64, 48, (2, 2), 64, 3, 1)
 LONG = Tile(32, 128, (1, 2), 128, 3, 1)
-GELU_ON_THE_CPU = """// gelu_fast.cuh without its PTX
-inline float gelu_fast(float v) {
-    return v / (1.0f + exp2f(v * fmaf(-0.10294324f, v * v, -2.3022082f)));
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class Case:
     def out_dtype(self) -> np.dtype[Any]:
         return np.dtype(np.float32) if self.float_out else DTYPES[self.storage]
 
-    def geometry(self, gpu: dict[str, int], tile: Tile | None = None) -> Geometry:
+    def geometry(self, gpu: Gpu, tile: Tile | None = None) -> Geometry:
         return geometry(
             self.M,
             self.N,
@@ -184,7 +176,7 @@ def test_the_tile_fits_the_gpu(M: int, N: int, K: int, tile: tuple[int, int], bl
 
 
 @pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
-def test_a_tile_has_room_on_every_gpu(gpu: dict[str, int]) -> None:
+def test_a_tile_has_room_on_every_gpu(gpu: Gpu) -> None:
     for M in (1, 16, 17, 64, 128, 500, 5000):
         for N, K in GPT2:
             how = Case(M, N, K).geometry(gpu)
@@ -197,15 +189,6 @@ def test_a_tile_has_room_on_every_gpu(gpu: dict[str, int]) -> None:
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-def imitated(at_once: bool) -> loader.Source:
-    """The shipped file with PTX instructions that the CPU can do."""
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    if at_once:
-        header = "#define COPIES_AT_ONCE\n" + header
-    stand_ins = (("mma/ptx.cuh", header), ("gelu_fast.cuh", GELU_ON_THE_CPU))
-    return replace(loader.Source.shipped(FILE), headers=stand_ins)
-
-
 def run_on_cpu(
     case: Case, tile: Tile, order: loader.Order, at_once: bool = False, blocks: int = 4
 ) -> Array:
@@ -213,9 +196,10 @@ def run_on_cpu(
     if problem := loader.missing():
         pytest.skip(problem)
     given = Problem(case)
-    out, how = given.poisoned(), case.geometry({**H200, "sms": blocks}, tile)
+    out = given.poisoned()
+    how = case.geometry({"sms": blocks, "most_shared": H200["most_shared"]}, tile)
     loader.run(
-        imitated(at_once),
+        FILE,
         how.kernel,
         how.grid,
         how.block,
@@ -224,6 +208,7 @@ def run_on_cpu(
         defines=how.defines,
         storage=case.storage,
         order=order,
+        copies_at_once=at_once,
     )
     given.assert_right(out)
     return out
@@ -253,7 +238,7 @@ def test_the_residual_may_be_the_output() -> None:
         assert given.residual is not None
         out, how = given.residual.copy(), given.case.geometry(H200, SQUARE)
         loader.run(
-            imitated(False),
+            FILE,
             how.kernel,
             how.grid,
             how.block,
@@ -281,19 +266,17 @@ def test_any_size_on_the_cpu(M: int, N: int, K: int) -> None:
 # --- with NVRTC, without a GPU -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_no_tile_spills(tile: Tile) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for i, epilogue in enumerate(EPILOGUES[3:]):
-        arch, gpu = GPUS[(i + TILES.index(tile)) % len(GPUS)]
-        try:
-            how = replace(epilogue, M=500, N=768, K=768).geometry(gpu, tile)
-        except ValueError:  # no room for this tile, and none is left to choose from
-            continue
-        defines = (*kernels.stored_as(epilogue.storage), *how.defines)
-        log = kernels.compile_for(FILE, arch, defines).log
-        assert "0 bytes spill stores, 0 bytes spill loads" in log
-        assert "warning" not in log
+def test_no_tile_spills() -> None:
+    jobs = []
+    for i, tile in enumerate(TILES):
+        for j, epilogue in enumerate(EPILOGUES[3:]):
+            arch, gpu = GPUS[(i + j) % len(GPUS)]
+            try:
+                how = replace(epilogue, M=500, N=768, K=768).geometry(gpu, tile)
+            except ValueError:  # no room for this tile, and none is left to choose from
+                continue
+            jobs.append((FILE, arch, (*kernels.stored_as(epilogue.storage), *how.defines)))
+    assert_clean(jobs)
 
 
 # --- on the GPU ----------------------------------------------------------------------------------
@@ -301,14 +284,9 @@ def test_no_tile_spills(tile: Tile) -> None:
 
 @pytest.fixture
 def _tensor_cores(request: pytest.FixtureRequest) -> None:
-    import cupy  # noqa: PLC0415
-
-    capability = int(cupy.cuda.Device().compute_capability)
     callspec = getattr(request.node, "callspec", None)
-    if callspec and callspec.params.get("variant") == "hopper" and capability != 90:
-        pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {capability / 10}")
-    if capability < CAPABILITY:
-        pytest.skip(f"mma.sync needs compute capability 8.0, this GPU has {capability / 10}")
+    hopper = callspec and callspec.params.get("variant") == "hopper"
+    cupy_with(HOPPER_CAPABILITY if hopper else MMA_CAPABILITY)
 
 
 on_the_gpu = pytest.mark.usefixtures("_tensor_cores")
@@ -320,7 +298,7 @@ def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = N
     import cupy  # noqa: PLC0415
 
     from gpt2block.ops import _gemm  # noqa: PLC0415
-    from gpt2block.ops._arrays import device_attribute, launch_at  # noqa: PLC0415
+    from gpt2block.ops._arrays import launch_at  # noqa: PLC0415
 
     case = given.case
     a, w, bias, residual = (
@@ -334,14 +312,10 @@ def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = N
             inputs = (a, matrix, bias, residual)
             _gemm.bind(inputs, out, gelu=case.gelu, variant=variant).run()
         else:
-            gpu = {
-                "sms": device_attribute("MultiProcessorCount"),
-                "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
-            }
             outputs = (residual, out)
             both = (None, None, *outputs) if case.float_out else (*outputs, None, None)
             args = (a, w, bias, *both, case.M, case.N, case.K)
-            launch_at(FILE, case.geometry(gpu, tile), args, storage=case.storage).run()
+            launch_at(FILE, case.geometry(this_gpu(), tile), args, storage=case.storage).run()
         results.append(out.get())
     first: Array
     first, again = results

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import kernels
+from gpt2block.operations import _hopper_gemm
 from gpt2block.operations._hopper_gemm import (
     FILE,
     SPLIT_FILE,
@@ -23,10 +24,13 @@ from gpt2block.operations._hopper_gemm import (
     geometry,
     split_geometry,
 )
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.weight_matrix import WeightMatrix
+from tests.compiling import assert_clean
+from tests.gpus import H200, cupy_with
 from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
 
-SMS = 132  # an H200's
-MOST_SHARED = 232448
+SMS, MOST_SHARED = H200["sms"], H200["most_shared"]
 QKV, OUT, FC, PROJ = GPT2
 
 
@@ -72,29 +76,19 @@ def test_the_fastest_tile_of_split_numbers(
     assert (chosen.rows, chosen.columns) == tile
 
 
-@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
-def test_a_tile_of_split_numbers_has_room_and_does_not_spill(tile: Tile) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for split_out, gelu, residual in (
-        (True, True, False),
-        (True, False, False),
-        (False, False, True),
-    ):
-        how, _ = split_geometry(
-            500,
-            768,
-            768,
-            gelu=gelu,
-            residual=residual,
-            split_out=split_out,
-            sms=SMS,
-            tile=tile,
-        )
-        assert how.shared <= MOST_SHARED
-        log = kernels.compile_for(SPLIT_FILE, "sm_90a", how.defines).log
-        assert "0 bytes spill stores, 0 bytes spill loads" in log
-        assert "warning" not in log
-        assert "serialized" not in log
+def test_a_tile_of_split_numbers_has_room_and_does_not_spill() -> None:
+    jobs = []
+    for tile in SPLIT_TILES:
+        for gelu, residual, split_out in (
+            (True, False, True),
+            (False, False, True),
+            (False, True, False),
+        ):
+            ends: Any = {"gelu": gelu, "residual": residual, "split_out": split_out}
+            how, _ = split_geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
+            assert how.shared <= MOST_SHARED
+            jobs.append((SPLIT_FILE, "sm_90a", how.defines))
+    assert_clean(jobs)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -112,25 +106,18 @@ def test_a_short_k_is_not_split_into_nothing() -> None:
         assert choose_tile(TILES, 128, 768, K, True, SMS).splits <= -(-K // 64)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_no_tile_spills(tile: Tile) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for epilogue in EPILOGUES:
-        how, _ = geometry(
-            500,
-            768,
-            768,
-            gelu=epilogue.gelu,
-            residual=epilogue.residual,
-            float_out=epilogue.float_out,
-            sms=SMS,
-            tile=tile,
-        )
-        defines = (*kernels.stored_as(epilogue.storage), *how.defines)
-        log = kernels.compile_for(FILE, "sm_90a", defines).log
-        assert "0 bytes spill stores, 0 bytes spill loads" in log
-        assert "warning" not in log
-        assert "serialized" not in log
+def test_no_tile_spills() -> None:
+    """With all that a block asks for, and by turns with one of the other epilogues."""
+    plain, *_, gelu_and_residual = EPILOGUES
+    of_a_block = (plain, replace(plain, gelu=True), replace(plain, residual=True))
+    others = (*EPILOGUES[1:3], EPILOGUES[4], gelu_and_residual)
+    jobs = []
+    for i, tile in enumerate(TILES):
+        for case in (*of_a_block, others[i % len(others)]):
+            ends: Any = {"gelu": case.gelu, "residual": case.residual, "float_out": case.float_out}
+            how, _ = geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
+            jobs.append((FILE, "sm_90a", (*kernels.stored_as(case.storage), *how.defines)))
+    assert_clean(jobs)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -138,18 +125,12 @@ def test_no_tile_spills(tile: Tile) -> None:
 
 @pytest.fixture
 def cp() -> Any:
-    import cupy  # noqa: PLC0415
-
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("wgmma needs compute capability 9.0")
-    return cupy
+    return cupy_with(HOPPER_CAPABILITY)
 
 
 def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> NDArray[Any]:
     """With this tile, twice, for the same bits."""
-    from gpt2block.operations import _hopper_gemm  # noqa: PLC0415
     from gpt2block.ops import _gemm  # noqa: PLC0415
-    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
 
     monkeypatch.setattr(_hopper_gemm, "choose_tile", lambda *_: tile)
     _hopper_gemm.geometry.cache_clear()
@@ -192,7 +173,6 @@ def test_every_tile(cp: Any, epilogue: Case, monkeypatch: pytest.MonkeyPatch) ->
 def test_k_in_parts(cp: Any, M: int) -> None:
     """As the Block asks for it."""
     from gpt2block.ops import _gemm  # noqa: PLC0415
-    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
 
     for N, K in (OUT, PROJ):
         given = Problem(Case(M, N, K, residual=True))
@@ -207,7 +187,6 @@ def test_k_in_parts(cp: Any, M: int) -> None:
 def test_other_rows_do_not_matter(cp: Any) -> None:
     """NaN and infinity stay in their rows; beyond the last one nothing is read or written."""
     from gpt2block.ops import _gemm  # noqa: PLC0415
-    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
 
     given = Problem(Case(200, 2304, 768))
     w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")

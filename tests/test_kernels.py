@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import pytest
 
 from gpt2block import KernelError, kernels
 from gpt2block.kernels import Parameter, Signature
+from tests.compiling import assert_clean
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 ODD_CONSTANTS = {
@@ -286,37 +283,6 @@ def nvrtc() -> tuple[int, int]:
     return version
 
 
-COMPILE = """
-import json, sys
-from gpt2block import kernels
-for file, arch, defines in json.load(sys.stdin):
-    compiled = kernels.compile_for(file, arch, tuple(map(tuple, defines)))
-    there = [name for name in kernels.signatures(file) if name.encode() in compiled.cubin]
-    print(json.dumps([there, compiled.log]), flush=True)
-"""
-
-
-def compile_apart(jobs: list[tuple[str, str, kernels.Defines]]) -> list[tuple[list[str], str]]:
-    """Kernels found and the compiler's log, of each job; in fresh processes, one for each core.
-
-    As users compile: what ptxas makes of a kernel at the limit of its registers was seen to depend,
-    rarely, on hundreds of compiles before it in the process.
-    """
-    processes = min(len(jobs), os.cpu_count() or 1, 4)
-    shares = [range(first, len(jobs), processes) for first in range(processes)]
-    with ThreadPoolExecutor(processes) as pool:
-        lists = pool.map(lambda share: compile_in_turn([jobs[i] for i in share]), shares)
-        found = dict(zip((i for share in shares for i in share), chain(*lists), strict=True))
-    return [found[i] for i in range(len(jobs))]
-
-
-def compile_in_turn(jobs: list[tuple[str, str, kernels.Defines]]) -> list[tuple[list[str], str]]:
-    command, text = [sys.executable, "-c", COMPILE], json.dumps(jobs)
-    done = subprocess.run(command, check=False, input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
     known = [arch for arch in ("sm_70", *ARCHITECTURES) if arch != "sm_70" or nvrtc[0] < 13]
@@ -324,17 +290,7 @@ def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str)
         known = ["sm_90a"]
     constants: list[kernels.Defines] = list(dict.fromkeys([(), ODD_CONSTANTS.get(file, ())]))
     jobs = [(file, arch, defines) for arch in known for defines in constants]
-    expected = list(kernels.signatures(file))
-    for (_, arch, _), (there, log) in zip(jobs, compile_apart(jobs), strict=True):
-        assert there == expected
-        spills = [line for line in log.splitlines() if "spill" in line]
-        assert len(spills) == len(expected)
-        clean = "0 bytes spill stores, 0 bytes spill loads"
-        assert all(clean in line for line in spills), (arch, spills)
-        assert "instructions are serialized" not in log
-        warnings = [line for line in log.splitlines() if "warning" in line]
-        # CUDA 12.9 announces by itself that sm_70 will go; nothing else may be said.
-        assert all(arch == "sm_70" and "Architectures prior to" in line for line in warnings)
+    assert_clean(jobs)
 
 
 @pytest.mark.parametrize("file", kernels.sources())
@@ -410,8 +366,6 @@ def test_kernel_sources_are_readable() -> None:
 
 
 def test_importing_the_loader_does_not_import_cupy() -> None:
-    import subprocess  # noqa: PLC0415
-
     code = "import sys, gpt2block.kernels; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

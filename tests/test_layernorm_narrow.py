@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, kernels, reference
-from gpt2block.kernels import STORAGE
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.layernorm import HELD, NARROW, OPERATION, narrow_geometry
 from tests import plain
+from tests.compiling import assert_clean
 from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
@@ -200,18 +200,17 @@ def test_a_missing_barrier_shows() -> None:
     assert any((evaluate(w, arrays, "bfloat16", source=source) != right).any() for w in CPU)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(
-    ("rows", "C"), [(1, 768), (10**6, 768), (10**6, 1600), (10**6, 4096), (1, 16384), (1, 16383)]
-)
-def test_compiles_without_spills(rows: int, C: int, arch: str) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for float_x in (False, True):
-        how = narrow_geometry(float_x, rows, C, widest(C, "bfloat16"), H200)
-        log = kernels.compile_for(FILE, arch, (*STORAGE["bfloat16"], *how.defines)).log
-        own = log.split(f"Function properties for {how.kernel}\n")[1].splitlines()[0]
-        assert "0 bytes spill stores, 0 bytes spill loads" in own
-        assert "warning" not in log
+def test_compiles_without_spills() -> None:
+    """Alone, before 16 bits and before two parts of them."""
+    jobs, own = [], []
+    many = 10**6
+    for rows, C in ((1, 768), (many, 768), (many, 1600), (many, 4096), (1, 16384), (1, 16383)):
+        for float_x, split in ((False, False), (True, False), (True, True)):
+            how = narrow_geometry(float_x, rows, C, widest(C, "bfloat16"), H200, split)
+            defines = (*kernels.stored_as("float16" if split else "bfloat16"), *how.defines)
+            jobs += [(FILE, arch, defines) for arch in ("sm_80", "sm_90")]
+            own += [how.kernel] * 2
+    assert_clean(jobs, own)
 
 
 # --- on the GPU alone -----------------------------------------------------------------------------

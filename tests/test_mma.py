@@ -7,7 +7,6 @@ and registers, the pipeline's waits and every address are tried there; `mma.sync
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,18 +17,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import kernels, reference
-from gpt2block.operations._mma import CAPABILITY, FILE, TILES, Tile, fits, geometry
+from gpt2block.operations._mma import FILE, TILES, Tile, fits, geometry
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.rope import exponent_step
-from tests import cpu_cuda, plain
+from tests import plain
+from tests.compiling import Job, assert_clean
 from tests.cpu_cuda import loader
+from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
 
 Array = NDArray[Any]
-# Multiprocessors, and bytes of shared memory that a block may ask for.
-H200 = {"sms": 132, "most_shared": 232448}
-A100 = {"sms": 108, "most_shared": 166912}
-RTX = {"sms": 84, "most_shared": 101376}
-GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 STORED = [(s, w) for s in DTYPES for w in (None, *kernels.FP8)]
 EPS = 1e-6
@@ -59,7 +55,7 @@ class Case:
     def weight(self) -> int:
         return 1 if self.weights else 2
 
-    def geometry(self, gpu: dict[str, int], tile: Tile | None = None) -> Geometry:
+    def geometry(self, gpu: Gpu, tile: Tile | None = None) -> Geometry:
         return geometry(
             self.matrices,
             self.M,
@@ -170,21 +166,13 @@ class Problem:
             np.testing.assert_array_equal(sum, self.hidden())
 
 
-def imitated(at_once: bool) -> loader.Source:
-    """The shipped file with PTX instructions that the CPU can do."""
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    if at_once:
-        header = "#define COPIES_AT_ONCE\n" + header
-    return replace(loader.Source.shipped(FILE), headers=(("mma/ptx.cuh", header),))
-
-
 def run_on_cpu(case: Case, how: Geometry, order: loader.Order, at_once: bool = False) -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     given = Problem(case)
     out, sum = given.outputs()
     loader.run(
-        imitated(at_once),
+        FILE,
         how.kernel,
         how.grid,
         how.block,
@@ -194,6 +182,7 @@ def run_on_cpu(case: Case, how: Geometry, order: loader.Order, at_once: bool = F
         storage=case.storage,
         weights=case.weights,
         order=order,
+        copies_at_once=at_once,
     )
     given.assert_right(out, sum)
 
@@ -202,13 +191,7 @@ def run_on_gpu(case: Case, tile: Tile | None = None) -> None:
     """Twice, and both must give the same bits."""
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops._arrays import device_attribute  # noqa: PLC0415
-
-    gpu = {
-        "sms": device_attribute("MultiProcessorCount"),
-        "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
-    }
-    how, problem = case.geometry(gpu, tile), Problem(case)
+    how, problem = case.geometry(this_gpu(), tile), Problem(case)
     results = []
     for _ in range(2):
         out, sum = problem.outputs()
@@ -263,7 +246,7 @@ def test_the_tile_fits_the_gpu(
 
 @pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
 @pytest.mark.parametrize("weights", [None, "float8_e4m3fn"])
-def test_a_tile_has_room_on_every_gpu(gpu: dict[str, int], weights: str | None) -> None:
+def test_a_tile_has_room_on_every_gpu(gpu: Gpu, weights: str | None) -> None:
     for M in (1, 16, 17, 64, 128, 500, 5000):
         for matrices, N, residual in ((1, 4096, False), (2, 11008, True)):
             for layout in ("KN", "NK"):
@@ -338,20 +321,21 @@ def test_any_size_on_the_cpu(M: int, N: int, K: int, matrices: int) -> None:
 # --- with NVRTC, without a GPU -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_no_tile_spills(residual: bool) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+def test_no_tile_spills() -> None:
+    jobs = []
     for i, tile in enumerate(TILES):
-        layout = "NK" if (i + residual) % 2 else "KN"
-        case = Case(2, 500, 4096, 4096, layout=layout, residual=residual)
-        if tile.rows < 64 and residual:
-            continue  # few registers, compiled once
-        room = [(arch, gpu) for arch, gpu in GPUS if has_room(case, gpu, tile)]
-        arch, gpu = room[(i + residual) % len(room)]
-        assert_compiles(arch, gpu, case, tile)
+        for residual in (False, True):
+            layout = "NK" if (i + residual) % 2 else "KN"
+            case = Case(2, 500, 4096, 4096, layout=layout, residual=residual)
+            if tile.rows < 64 and residual:
+                continue  # few registers, compiled once
+            room = [(arch, gpu) for arch, gpu in GPUS if has_room(case, gpu, tile)]
+            arch, gpu = room[(i + residual) % len(room)]
+            jobs.append(job(arch, gpu, case, tile))
+    assert_clean(jobs)
 
 
-def has_room(case: Case, gpu: dict[str, int], tile: Tile) -> bool:
+def has_room(case: Case, gpu: Gpu, tile: Tile) -> bool:
     try:
         case.geometry(gpu, tile)
     except ValueError:  # no tile is left to choose from
@@ -359,24 +343,20 @@ def has_room(case: Case, gpu: dict[str, int], tile: Tile) -> bool:
     return True
 
 
-@pytest.mark.parametrize("storage", DTYPES)
-def test_no_dtype_spills(storage: str) -> None:
+def test_no_dtype_spills() -> None:
     """With the tile that many rows get: the one with most registers."""
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    for i, weights in enumerate((None, *kernels.FP8)):
+    jobs = []
+    for storage, weights in STORED:
         for layout in ("KN", "NK"):
-            arch, gpu = GPUS[(i + (layout == "KN") + (storage == "float16")) % len(GPUS)]
-            assert_compiles(arch, gpu, Case(2, 4096, 4096, 4096, storage, weights, layout))
+            turn = (layout == "KN") + (storage == "float16") + [None, *kernels.FP8].index(weights)
+            case = Case(2, 4096, 4096, 4096, storage, weights, layout)
+            jobs.append(job(*GPUS[turn % len(GPUS)], case))
+    assert_clean(jobs)
 
 
-def assert_compiles(arch: str, gpu: dict[str, int], case: Case, tile: Tile | None = None) -> None:
-    """Both kernels, without spills and warnings."""
-    defines = (*kernels.stored_as(case.storage, case.weights), *case.geometry(gpu, tile).defines)
-    log = kernels.compile_for(FILE, arch, defines).log
-    spills = [line for line in log.splitlines() if "spill" in line]
-    assert len(spills) == 2
-    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
-    assert "warning" not in log
+def job(arch: str, gpu: Gpu, case: Case, tile: Tile | None = None) -> Job:
+    stored = kernels.stored_as(case.storage, case.weights)
+    return FILE, arch, (*stored, *case.geometry(gpu, tile).defines)
 
 
 # --- on the GPU ----------------------------------------------------------------------------------
@@ -384,11 +364,7 @@ def assert_compiles(arch: str, gpu: dict[str, int], case: Case, tile: Tile | Non
 
 @pytest.fixture
 def _tensor_cores() -> None:
-    import cupy  # noqa: PLC0415
-
-    capability = int(cupy.cuda.Device().compute_capability)
-    if capability < CAPABILITY:
-        pytest.skip(f"mma.sync needs compute capability 8.0, this GPU has {capability / 10}")
+    cupy_with()
 
 
 on_the_gpu = pytest.mark.usefixtures("_tensor_cores")

@@ -28,7 +28,7 @@ from gpt2block.engines.model import kv_cache_dtype
 from gpt2block.sampling import Sampling
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import GPT2Weights
-from tests import test_attention_mma, test_gemm, test_warm
+from tests import test_warm
 from tests.cpu_cuda import loader
 from tests.plain import rounding
 from tests.test_warm import Recorder
@@ -188,11 +188,7 @@ class Machine:
         storages = (s for s, own in kernels.STORAGE.items() if own and set(own) <= set(defines))
         storage = next(storages, "float32")
         others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
-        imitated = {
-            "mma/gemm.cu": test_gemm.imitated,
-            "mma/attention.cu": test_attention_mma.imitated,
-        }
-        source = imitated[file](False) if file in imitated else file
+        loader.compile_ahead(file, defines)
 
         def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
             every = [
@@ -203,7 +199,7 @@ class Machine:
 
             def run() -> None:
                 self.ran.append(name)
-                loader.run(source, name, grid, block, every, order=self.order, **options)
+                loader.run(file, name, grid, block, every, order=self.order, **options)
 
             self.do(run)
 
@@ -296,12 +292,12 @@ def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
     return np.asarray(logits[:, : model.config.vocab_size])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1])
-def test_a_ragged_batch_some_of_which_goes_on(machine: Machine, dtype: str) -> None:
+def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
     """A call, a graph of it, then rows that begin and rows that go on."""
     from gpt2block.engines.model_cuda import CudaCache  # noqa: PLC0415
 
-    model, lengths = on(machine, TINY, dtype), [16, 14, 22, 9]
+    dtype, lengths = "bfloat16", [16, 14, 22, 9]
+    model = on(machine, TINY, dtype)
     rows = [truth_and_meaning(TINY, dtype, b, n) for b, n in enumerate(lengths)]
     kv_cache = CudaCache(TINY, 4, 40, kv_cache_dtype(dtype))
     first = [ids[:n] for (ids, _, _), n in zip(rows, (11, 0, 22, 1), strict=True)]
@@ -344,8 +340,8 @@ def test_a_ragged_batch_some_of_which_goes_on(machine: Machine, dtype: str) -> N
 
 def test_what_nobody_goes_on_with(machine: Machine) -> None:
     """No cache is kept and none filled; a row alone is the end of the same arrays."""
-    model = on(machine, TINY, "float16")
-    ids, truth, meaning = truth_and_meaning(TINY, "float16", 0, 33)
+    model = on(machine, TINY, "bfloat16")
+    ids, truth, meaning = truth_and_meaning(TINY, "bfloat16", 0, 33)
     scratch = model._scratch([ids])
     assert scratch.nbytes == 0
     for launched in range(2):  # the second time as a graph

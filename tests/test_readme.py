@@ -32,7 +32,7 @@ def shown(name: str) -> list[str]:
 def test_two_commands_of_one_line_that_set_themselves_up() -> None:
     run, test = commands()
     assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block generate --seed 7"
-    assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q"
+    assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q -n auto --dist loadfile"
 
 
 def test_ci_takes_both_commands_from_the_readme() -> None:

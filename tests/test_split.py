@@ -15,13 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, SplitMatrix, kernels, reference
+from gpt2block import InputError, SplitMatrix, reference
 from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
 from gpt2block.operations.layernorm import NARROW, OPERATION, narrow_geometry
 from gpt2block.plan import layernorm_bound
 from gpt2block.split import scale_for
 from tests import plain
 from tests.cpu_cuda import loader
+from tests.gpus import cupy_with
 from tests.test_layernorm_narrow import EPS, inputs, widest
 from tests.test_layernorm_narrow import assert_right as assert_normalized
 
@@ -206,28 +207,12 @@ def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
     assert_normalized(got[finite], (x[finite], gamma, beta))
 
 
-@pytest.mark.parametrize(("rows", "C"), [(1, 768), (10**6, 768), (10**6, 1600), (1, 16383)])
-def test_layernorm_compiles_without_spills(rows: int, C: int) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, split=True)
-    file, defines = OPERATION.variant(NARROW).file, (*kernels.stored_as("float16"), *how.defines)
-    for arch in ("sm_80", "sm_90"):
-        log = kernels.compile_for(file, arch, defines).log
-        own = log.split(f"Function properties for {how.kernel}\n")[1].splitlines()[0]
-        assert "0 bytes spill stores, 0 bytes spill loads" in own
-
-
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    if int(cupy.cuda.Device().compute_capability) < 80:
-        pytest.skip("needs tensor cores of compute capability 8.0")
-    module: ModuleType = cupy
-    return module
+    return cupy_with()
 
 
 def host(matrix: SplitMatrix) -> SplitMatrix:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,26 +15,28 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.errors import InputError
-from gpt2block.kernels import compile_for, signatures
+from gpt2block.kernels import signatures
+from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations._types import Geometry, check_block
 from gpt2block.operations.trimat import (
     FILE,
     MMA,
-    MMA_CAPABILITY,
     OPERATION,
     fill_geometry,
     geometry,
     mma_geometry,
 )
-from tests import cpu_cuda, plain
+from tests import plain
+from tests.compiling import assert_clean
 from tests.cpu_cuda import loader
+from tests.gpus import GPUS, H200, cupy_with
 
 Array = NDArray[Any]
 UNTOUCHED = 1e30  # what the output holds before
 FILLS = [math.nan, -math.inf, 0.0]
 VARIANTS = [variant.name for variant in OPERATION.variants]
 IN_FLOAT = VARIANTS[:-1]  # add up in float32, in order
-FEW_SMS = {"sms": 1, "most_shared": 232448}  # a block then has several tiles
+FEW_SMS = {"sms": 1, "most_shared": H200["most_shared"]}  # a block then has several tiles
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -47,15 +48,6 @@ class Backend(Protocol):
 
 def untouched(B: int, T: int, NH: int) -> Array:
     return np.full((B, NH, T, T), UNTOUCHED, np.float32)
-
-
-def on_the_cpu(file: str) -> loader.Source:
-    """A shipped `.cu` file, the instructions of tensor cores imitated."""
-    source = loader.Source.shipped(file)
-    if file != MMA:
-        return source
-    header = (Path(cpu_cuda.__file__).parent / "mma_ptx.h").read_text("ascii")
-    return replace(source, headers=(("mma/ptx.cuh", header),))
 
 
 def launch_of(
@@ -95,14 +87,12 @@ class OnShim:
     def _run(self, file: str, how: Geometry, args: list[Any]) -> None:
         where = (how.kernel, how.grid, how.block)
         options: dict[str, Any] = {"shared": how.shared, "defines": how.defines}
-        loader.run(on_the_cpu(file), *where, args, **options, order=self.order)
+        loader.run(file, *where, args, **options, order=self.order)
 
 
 def skip_without_tensor_cores(variant: str) -> None:
-    import cupy  # noqa: PLC0415
-
-    if variant == "tri6" and int(cupy.cuda.Device().compute_capability) < MMA_CAPABILITY:
-        pytest.skip("mma.sync needs compute capability 8.0")
+    if variant == "tri6":
+        cupy_with()
 
 
 class OnGpu:
@@ -294,7 +284,7 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     if loader.missing():
         pytest.skip(str(loader.missing()))
     chosen = OPERATION.variant(variant)
-    source = on_the_cpu(chosen.file)
+    source = loader.Source.shipped(chosen.file)
     # Lanes that exchange values keep the warps in step: every other one of tri6 has to be held up.
     held_up = "for (int i = 0; i < 40; ++i) lag();"
     text = source.text.replace("share.split(", f"{held_up} share.split(")
@@ -381,16 +371,14 @@ def test_how_tiles_are_dealt_changes_no_bit() -> None:
         np.testing.assert_array_equal(OnShim("shuffled", **cut)("tri6", qkv), first)
 
 
-@pytest.mark.parametrize(
-    ("arch", "most_shared"), [("sm_80", 166912), ("sm_90", 232448), ("sm_120", 101376)]
-)
-@pytest.mark.parametrize("HS", [64, 128])
-def test_no_spills(arch: str, most_shared: int, HS: int) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how, _ = mma_geometry(8, 1024, 12, HS, sms=132, most_shared=most_shared)
-    log = compile_for(MMA, arch, how.defines).log
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
-    assert how.shared <= most_shared
+def test_no_spills() -> None:
+    jobs = []
+    for arch, gpu in GPUS:
+        for HS in (64, 128):
+            how, _ = mma_geometry(8, 1024, 12, HS, **gpu)
+            assert how.shared <= gpu["most_shared"]
+            jobs.append((MMA, arch, how.defines))
+    assert_clean(jobs)
 
 
 def test_more_blocks_than_a_grid_has_are_refused() -> None:

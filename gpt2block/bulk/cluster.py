@@ -32,7 +32,7 @@ def local(workers: int | None, engine: str) -> Iterator[Client]:
         number: {
             "cls": Nanny,
             "options": {
-                "nthreads": 1,
+                "nthreads": job.THREADS[engine],
                 "env": env,
                 "memory_limit": 0,
                 "dashboard_address": None,

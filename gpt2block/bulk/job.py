@@ -22,6 +22,10 @@ from gpt2block.config import check_count
 from gpt2block.errors import CheckpointError, InputError
 
 FORMAT = 1  # of the manifest
+# Of a worker, a shard each: while the GPU computes one, the other is read or written. NumPy's
+# products have the CPU's cores already.
+THREADS = {"cuda": 1, "cpu": 1}
+SWITCH_SECONDS = 1e-4  # the GPU waits for its thread, which waits so long for Python; 5 ms else
 _ALREADY_NAMED = {"index"}
 
 
@@ -137,6 +141,8 @@ def predictor(job: Job) -> Predictor:
             )
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
                 raise InputError(f"{job.model} has another tokenizer on {socket.gethostname()}")
+            if job.device == "cuda":
+                sys.setswitchinterval(SWITCH_SECONDS)
             _predictors[key] = found
         return _predictors[key]
 

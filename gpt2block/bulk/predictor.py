@@ -21,6 +21,7 @@ from gpt2block.model import GPT2
 
 Batch = Mapping[str, Any]  # column → one value a record
 INPUTS = ("text", "tokens")
+GROUP = 8192  # tokens that a GPU's engine scores or embeds in one go, TOKENS_AT_ONCE there
 _NOTHING: Mapping[Kind, Any] = {"float": np.nan, "int": 0, "text": ""}
 
 
@@ -157,17 +158,27 @@ class Predictor:
         return ids
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
-        """Records of like length together, the longest first: what does not fit shows at once."""
+        """Records of like length together, the longest first: what does not fit shows at once.
+
+        A batch has whole groups of the engine's: some records more would cost as much as a group.
+        """
         alone = isinstance(self.model.engine, NumpyModel)
         at_once = 1 if alone else self._task.at_once
         part: list[int] = []
-        tokens = 0
+        tokens = group = 0
         for index in sorted(ids, key=lambda index: (-len(ids[index]), index)):
-            if part and (len(part) == at_once or tokens + len(ids[index]) > self.batch_tokens):
+            length = len(ids[index])
+            border = group + length > GROUP
+            room = self.batch_tokens - tokens
+            needed = max(GROUP, length) if border else length
+            if part and (len(part) == at_once or needed > room):
                 yield part
-                part, tokens = [], 0
+                part, tokens, group = [], 0, 0
+            elif border:
+                group = 0
             part.append(index)
-            tokens += len(ids[index])
+            tokens += length
+            group += length
         if part:
             yield part
 

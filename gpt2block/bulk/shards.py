@@ -21,6 +21,7 @@ from gpt2block.errors import InputError
 
 MANIFEST, LOCK, ERRORS = "manifest.ndjson", ".lock", "errors"
 FORMATS = ("jsonl", "parquet")
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 def _json(value: Any) -> bytes:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
+        return _TO_JSON.encode(value).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, in a field that was kept
         return json.dumps(value, allow_nan=False, default=str).encode()
 
@@ -90,7 +91,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        return [_plain(float(str(number))) for number in value.ravel()]
+        numbers = map(float, value.ravel().astype("S32").tolist())
+        return [number if math.isfinite(number) else None for number in numbers]
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(entry) for entry in value]
     if isinstance(value, float):

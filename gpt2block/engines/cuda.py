@@ -261,9 +261,11 @@ class CudaEngine:
 def _run_step(name: str, bound: _Launches) -> None:
     """Under the step's name in a profiler's timeline."""
     cupy.cuda.nvtx.RangePush(name)
-    for launch in bound.launches:
-        launch.run()
-    cupy.cuda.nvtx.RangePop()
+    try:
+        for launch in bound.launches:
+            launch.run()
+    finally:
+        cupy.cuda.nvtx.RangePop()
 
 
 def split_steps(plan: Plan, dtype: str) -> frozenset[str]:

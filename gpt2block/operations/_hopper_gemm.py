@@ -13,7 +13,6 @@ FILE = "hopper/gemm.cu"
 KERNEL = "gemm_hopper"
 SPLIT_FILE = "hopper/gemm_split.cu"
 SPLIT_KERNEL = "gemm_split_hopper"
-CAPABILITY = 90  # exactly: newer GPUs have no wgmma
 SLICE = 64  # of K
 CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
@@ -72,8 +71,22 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, 
         waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
         return tile.start_us + waves * (ceil(slices / tile.splits) * tile.slice_us + tile.wave_us)
 
-    allowed = (tile for tile in tiles if tile.splits == 1 or (split_k and tile.splits <= slices))
+    allowed = (
+        tile
+        for tile in tiles
+        if (tile.splits == 1 or (split_k and tile.splits <= slices)) and in_step(tile, slices)
+    )
     return min(allowed, key=us)
+
+
+def in_step(tile: Tile, slices: int) -> bool:
+    """Whether the ring keeps warpgroups with tiles of their own within a turn of each other.
+
+    With fewer slices a tile than this, one could be given two turns before a warp of it has seen
+    the first, and would then wait for ever.
+    """
+    own = tile.group == (tile.rows, tile.columns)
+    return not own or 2 * slices - 1 >= tile.stages
 
 
 def _tiles(tile: Tile, M: int, N: int) -> int:
@@ -104,11 +117,7 @@ def geometry(
     tile: instead of the best of `TILES`. Without splits of K the bits are the same for any.
     """
     tile = tile or choose_tile(TILES, M, N, K, split_k, sms)
-    ends = (
-        ("GEMM_GELU", int(gelu)),
-        ("GEMM_RESIDUAL", int(residual)),
-        ("GEMM_FLOAT_OUT", int(float_out)),
-    )
+    ends = epilogue(gelu, residual, "GEMM_FLOAT_OUT", float_out)
     biases = tile.group[1] // tile.splits
     shared = shared_bytes(tile, 1, 0 if float_out else BUFFERS, biases)
     return launched(KERNEL, tile, M, N, sms, shared, ends), tile
@@ -128,19 +137,21 @@ def split_geometry(
 ) -> tuple[Geometry, Tile]:
     """The launch of gemm_split_hopper; as `geometry`, with the tiles `SPLIT_TILES`."""
     tile = tile or choose_tile(SPLIT_TILES, M, N, K, False, sms)
-    ends = (
-        ("GEMM_GELU", int(gelu)),
-        ("GEMM_RESIDUAL", int(residual)),
-        ("GEMM_SPLIT_OUT", int(split_out)),
-    )
+    ends = epilogue(gelu, residual, "GEMM_SPLIT_OUT", split_out)
     biases_and_scales = 2 * tile.group[1]
     shared = shared_bytes(tile, 2, 2 if split_out else 0, biases_and_scales)
     return launched(SPLIT_KERNEL, tile, M, N, sms, shared, ends), tile
 
 
+def epilogue(gelu: bool, residual: bool, output: str, special: bool) -> Defines:
+    """What follows the sums, in both tiers; `output`: the constant for the less usual result."""
+    return (("GEMM_GELU", int(gelu)), ("GEMM_RESIDUAL", int(residual)), (output, int(special)))
+
+
 def launched(
     kernel: str, tile: Tile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
+    """The launch of a kernel over hopper/gemm.cuh for a result (M, N); ends: its own constants."""
     rows, columns = tile.group
     defines = (
         ("GEMM_M", tile.rows),

@@ -48,6 +48,7 @@ FFN_TILES = {
 
 
 def tiles(matrices: int, layout: str) -> tuple[Tile, ...]:
+    """To choose from for one or two matrices in a layout."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
 
 

@@ -6,16 +6,15 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry
 
 FILE = "mma/rmsnorm_matmul.cu"
-CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
 
 # What an SM does in a clock, about: multiply-adds of mma.sync, and bytes from the L2 cache.
 MULTIPLY_ADDS = 1000
 BYTES = 28
 FEW_STAGES = 4  # with fewer an SM had better hold fewer blocks
-RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 
 
 class Tile(NamedTuple):
@@ -137,8 +136,8 @@ def _fit(
     """The tile with as many blocks and slices as shared memory holds; None where it has no room."""
     stage = _stage(tile, weight, layout, norm, residual)
     for blocks in range(tile.blocks, 0, -1):
-        room = (most_shared + RESERVED) // blocks - RESERVED
-        stages = min(tile.stages, room // stage)
-        if _end(tile) <= room and stages >= (2 if blocks == 1 else FEW_STAGES):
+        own = room(most_shared, blocks)
+        stages = min(tile.stages, own // stage)
+        if _end(tile) <= own and stages >= (2 if blocks == 1 else FEW_STAGES):
             return tile._replace(stages=stages, blocks=blocks)
     return None

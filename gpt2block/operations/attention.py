@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2block.errors import InputError
+from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "attention.cu"
@@ -28,13 +29,11 @@ SIXTEEN_BITS = ("float16", "bfloat16")
 # Variants for these, the best last, and the channels of a head that they take.
 TENSOR_CORES = ("mma", "hopper")
 TENSOR_HEAD = 64
-MMA_CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
-HOPPER_CAPABILITY = 90  # of the only GPUs that have wgmma
 HOPPER_TILE = 128  # queries, and keys
 HOPPER_THREADS = 288  # two warpgroups that multiply, a warp that copies
 HOPPER_SHARED = 181408  # bytes: eight tiles of K or V, two of queries, the output on its way
+MMA_THREADS = 128  # of a block of either of `MMA_TILES`
 MMA_STAGE = 2 * 64 * 144  # bytes in shared memory of a tile of 64 keys, K and V
-RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 CACHED = 32 << 20  # bytes of K and V that the L2 cache holds on to
 
 
@@ -85,6 +84,7 @@ OPERATION = Operation(
             ("attention_mma",),
             "tensor cores (mma.sync), 16 or 32 queries a warp: scores stay in registers, a ring of "
             "tiles of K and V by cp.async; ragged batches",
+            block=MMA_THREADS,
             source="beyond the documents",
             dtypes=SIXTEEN_BITS,
         ),
@@ -94,6 +94,7 @@ OPERATION = Operation(
             ("attention_hopper",),
             "tensor cores (wgmma), 64 queries a warpgroup: a warp has K and V copied (TMA), scores "
             "and P V are multiplied beside the softmax, a block has many tiles; ragged batches",
+            block=HOPPER_THREADS,
             source="beyond the documents",
             dtypes=SIXTEEN_BITS,
         ),
@@ -242,14 +243,8 @@ def mma_geometry(
     """
     if tile is None:
         tile = min(MMA_TILES, key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
-    grid = B * NH * ceil(T / tile.queries)
-    if grid > MOST_BLOCKS[0]:
-        raise InputError(
-            f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {grid:,} blocks, CUDA takes "
-            f"{MOST_BLOCKS[0]:,}: use smaller batches"
-        )
-    room = (most_shared + RESERVED) // tile.blocks - RESERVED
-    stages = 3 if room >= 3 * MMA_STAGE else 2
+    grid = _checked_grid(B, T, NH, tile.queries)
+    stages = 3 if room(most_shared, tile.blocks) >= 3 * MMA_STAGE else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
         ("ATT_WARPS", tile.warps),
@@ -288,17 +283,22 @@ def mma_fp32_geometry(
 ) -> tuple[Geometry, int]:
     """As `mma_geometry`, for split matrices: one tile, 4 warps of 16 queries."""
     warps, blocks, stage = 4, 2, 2 * MMA_STAGE
-    grid = B * NH * ceil(T / (16 * warps))
+    grid = _checked_grid(B, T, NH, 16 * warps)
+    stages = 3 if room(most_shared, blocks) >= 3 * stage else 2
+    defines = (("ATT_CAUSAL", int(causal)), ("ATT_WARPS", warps), ("ATT_STAGES", stages))
+    how = Geometry("attention_fp32_mma", (grid,), (32 * warps,), stages * stage, defines)
+    return how, together(B, 2 * T, NH, causal)
+
+
+def _checked_grid(B: int, T: int, NH: int, queries: int) -> int:
+    """Blocks of so many queries; InputError for more than a grid can have."""
+    grid = B * NH * ceil(T / queries)
     if grid > MOST_BLOCKS[0]:
         raise InputError(
             f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {grid:,} blocks, CUDA takes "
             f"{MOST_BLOCKS[0]:,}: use smaller batches"
         )
-    room = (most_shared + RESERVED) // blocks - RESERVED
-    stages = 3 if room >= 3 * stage else 2
-    defines = (("ATT_CAUSAL", int(causal)), ("ATT_WARPS", warps), ("ATT_STAGES", stages))
-    how = Geometry("attention_fp32_mma", (grid,), (32 * warps,), stages * stage, defines)
-    return how, together(B, 2 * T, NH, causal)
+    return grid
 
 
 def together(B: int, T: int, NH: int, causal: bool) -> int:

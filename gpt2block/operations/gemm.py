@@ -1,4 +1,4 @@
-"""The product of the tensor-core tier with what follows it: tiles of the variant mma."""
+"""The product of the tensor-core tier: its variants, and the launches of mma/gemm*.cu."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from gpt2block.kernels import Defines
 from gpt2block.operations import _hopper_gemm
+from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "mma/gemm.cu"
 SPLIT_FILE = "mma/gemm_split.cu"
 ROWS_FILE = "split.cu"
-CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
 MULTIPLE = 8  # of N and K: rows are copied in 16 bytes
 
 # What an SM does in a clock, about: multiply-adds, bytes from the L2 cache, of shared memory, and
@@ -25,7 +25,6 @@ L2_BYTES = 28
 SHARED_BYTES = 112
 STORED_BYTES = 32
 STEP = 40
-RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 FEWEST_STAGES = 3
 WARPS = 4  # of a block of split_rows, a row each
 
@@ -141,10 +140,10 @@ def geometry(
     sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block of it
     may ask for. tile: instead of the best of `TILES`. The results are the same bits for any.
     """
-    outputs = (("GEMM_FLOAT_OUT", int(float_out)),)
     choice = (tile,) if tile else TILES
     chosen = _chosen(choice, M, N, K, sms, most_shared, 1)
-    return _launched("gemm_mma", chosen, M, N, sms, 1, gelu, residual, outputs)
+    ends = _hopper_gemm.epilogue(gelu, residual, "GEMM_FLOAT_OUT", float_out)
+    return _launched("gemm_mma", chosen, M, N, sms, 1, ends)
 
 
 @lru_cache(maxsize=1024)
@@ -161,10 +160,10 @@ def split_geometry(
     tile: Tile | None = None,
 ) -> Geometry:
     """The launch of gemm_split_mma; as `geometry`, with the tiles `SPLIT_TILES`."""
-    outputs = (("GEMM_SPLIT_OUT", int(split_out)),)
     choice = (tile,) if tile else SPLIT_TILES
     chosen = _chosen(choice, M, N, K, sms, most_shared, 2)
-    return _launched("gemm_split_mma", chosen, M, N, sms, 2, gelu, residual, outputs)
+    ends = _hopper_gemm.epilogue(gelu, residual, "GEMM_SPLIT_OUT", split_out)
+    return _launched("gemm_split_mma", chosen, M, N, sms, 2, ends)
 
 
 def rows_geometry(rows: int, width: int) -> Geometry:
@@ -181,15 +180,7 @@ def _chosen(
 
 
 def _launched(
-    kernel: str,
-    tile: Tile,
-    M: int,
-    N: int,
-    sms: int,
-    parts: int,
-    gelu: bool,
-    residual: bool,
-    outputs: Defines,
+    kernel: str, tile: Tile, M: int, N: int, sms: int, parts: int, ends: Defines
 ) -> Geometry:
     warps_m, warps_n = tile.warps
     defines = (
@@ -201,9 +192,7 @@ def _launched(
         ("GEMM_STAGES", tile.stages),
         ("GEMM_EARLY", tile.early),
         ("GEMM_BLOCKS", tile.blocks),
-        ("GEMM_GELU", int(gelu)),
-        ("GEMM_RESIDUAL", int(residual)),
-        *outputs,
+        *ends,
     )
     grid = min(_tiles(tile, M, N), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
@@ -237,8 +226,7 @@ def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
 def _fit(tile: Tile, most_shared: int, parts: int) -> Tile | None:
     """The tile with as many blocks and stages as shared memory holds; None where it has no room."""
     for blocks in range(tile.blocks, 0, -1):
-        room = (most_shared + RESERVED) // blocks - RESERVED
-        stages = min(tile.stages, room // (parts * _slice(tile)))
+        stages = min(tile.stages, room(most_shared, blocks) // (parts * _slice(tile)))
         if stages >= FEWEST_STAGES:
             return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
     return None

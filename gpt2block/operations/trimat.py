@@ -7,6 +7,7 @@ from math import ceil
 import numpy as np
 
 from gpt2block.errors import InputError
+from gpt2block.operations._tensor_cores import RESERVED
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
 FILE = "trimat.cu"
@@ -19,13 +20,11 @@ TILE = 128  # side of a block's tile, from tri4 on
 FILL_ROWS = 8  # that a block of trimat_fill takes, a warp each
 
 # Of tri6, on tensor cores.
-MMA_CAPABILITY = 80  # of the oldest GPU that has mma.sync for 16-bit floats with 16 values of K
 MMA_LARGEST_HEAD = 128
 MMA_THREADS = 128
 MMA_BLOCKS = 3  # on an SM, at most: what its registers and shared memory hold
 MOST_SPAN = 8  # tiles of K for one of Q
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
-RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
 

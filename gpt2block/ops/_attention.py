@@ -14,11 +14,10 @@ import cupy
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch, load
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations._types import Geometry, Variant, check_block
 from gpt2block.operations.attention import (
-    HOPPER_CAPABILITY,
     HOPPER_TILE,
-    MMA_CAPABILITY,
     MMA_FP32,
     OPERATION,
     SIXTEEN_BITS,
@@ -131,7 +130,7 @@ def _bind_split(
 ) -> Bound:
     """float32 in two parts, the accuracy of float32."""
     if problem := _not_here("mma"):
-        raise InputError(f"attention of a split matrix: {problem}: use float32, variant online")
+        raise InputError(f"attention of a split matrix: {problem}")
     check_split("qkv", qkv)
     _check_shape(qkv, n_head)
     C = qkv.shape[-1] // 3
@@ -168,7 +167,7 @@ class _Job(NamedTuple):
 def _check_tensor_cores(variant: Variant, qkv: Any) -> None:
     """That this GPU has the variant, and that it takes the dtype of qkv."""
     if problem := _not_here(variant.name):
-        raise InputError(f"variant {variant.name}: {problem}: use float32 and variant online")
+        raise InputError(f"variant {variant.name}: {problem}")
     if storage(qkv) == "float32" and isinstance(qkv, cupy.ndarray):
         raise InputError(
             f"qkv: expected {' or '.join(SIXTEEN_BITS)} for variant {variant.name}, got "
@@ -227,12 +226,12 @@ _TENSOR_CORES: Mapping[str, Callable[[_Job, bool, str], Launch]] = {
 
 
 def _not_here(variant: str) -> str | None:
-    """Why this GPU has not what a variant on tensor cores needs; `variant` is one of them."""
+    """What a variant on tensor cores needs that this GPU has not, and what to use instead."""
     capability = compute_capability()
     if capability < MMA_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or newer"
+        return "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
     if variant == "hopper" and capability != HOPPER_CAPABILITY:
-        return "needs a GPU of compute capability 9.0"
+        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
     return None
 
 
@@ -350,7 +349,7 @@ def attention(
     a SplitMatrix, too. A row's scale is the largest of the rows that it sees.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); of hopper Shah et
-    al., "FlashAttention-3" (2024).
+    al., "FlashAttention-3" (2024); of split matrices Ootomo and Yokota (2022), see `gemm`.
     """
     if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
         qkv = qkv.copy()

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.operations import _hopper_gemm
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations.gemm import (
-    CAPABILITY,
     FILE,
     MULTIPLE,
     OPERATION,
@@ -34,15 +34,19 @@ from gpt2block.ops._arrays import (
     overlap,
     storage,
 )
-from gpt2block.ops._split import arrays_of, check_apart, check_split
+from gpt2block.ops._split import (
+    ALIGNED,
+    LARGEST,
+    SPLIT,
+    arrays_of,
+    check_apart,
+    check_one_scale,
+    check_split,
+)
 from gpt2block.ops._warm import call
 from gpt2block.split import SplitMatrix
 from gpt2block.tensor_maps import NO_MAP, tensor_map
 from gpt2block.weight_matrix import WeightMatrix
-
-LARGEST = 2**31 - 2**16  # M, N and K: what an int holds, and a tile more
-ALIGNED = 16
-SPLIT = "split"  # in place of a dtype: a SplitMatrix
 
 
 class Job(NamedTuple):
@@ -201,19 +205,19 @@ def _split_output(
                 "its rows one scale"
             )
         return SplitMatrix.empty(shape, bound)
-    check_split("out", out, shape)
-    if bound is not None or out.one_scale is None:
-        raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
+    check_one_scale(out, shape, bound)
     return out
 
 
 def _check_weights(a: CudaArray, w: Any, dtype: str) -> None:
     if not isinstance(w, WeightMatrix):
-        raise InputError(f"w: expected a WeightMatrix, got {type(w).__name__}: use .quantize")
+        raise InputError(
+            f"w: expected a WeightMatrix, got {type(w).__name__}: use WeightMatrix.quantize"
+        )
     if w.layout != "NK" or w.dtype != dtype:
         raise InputError(
             f"w: expected {dtype}, as a has, in layout 'NK', (N, K) in memory, "
-            f"got {w.dtype}, {w.layout!r}"
+            f"got {w.dtype}, {w.layout!r}: use WeightMatrix.quantize(w, {dtype!r}, 'NK')"
         )
     check("w", w.data, dtype=dtype)
     K = int(a.shape[-1])
@@ -226,7 +230,10 @@ def _check_sizes(a: CudaArray | SplitMatrix, N: int, K: int) -> None:
     if max(a.size // K, N, K) > LARGEST:
         raise InputError(f"a {a.shape}, w ({N}, {K}): expected at most {LARGEST:,} of each size")
     if N % MULTIPLE or K % MULTIPLE:
-        raise InputError(f"w: expected K and N in multiples of {MULTIPLE}, got K {K}, N {N}")
+        raise InputError(
+            f"w: expected K and N in multiples of {MULTIPLE}, got K {K}, N {N}: add zeros, "
+            "or use ops.linear"
+        )
 
 
 def _check_memory(out: CudaArray, residual: CudaArray | None, others: Mapping[str, Any]) -> None:
@@ -255,7 +262,7 @@ def _choose(variant: str | None) -> Way:
 
 
 def _mma_problem() -> str | None:
-    if compute_capability() < CAPABILITY:
+    if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use ops.linear"
     return None
 
@@ -298,8 +305,8 @@ def _split_outputs(job: Job) -> tuple[CudaArray | None, CudaArray | None, float]
 
 
 def _hopper_problem() -> str | None:
-    if compute_capability() != _hopper_gemm.CAPABILITY:
-        return "needs a GPU of compute capability 9.0 (Hopper)"
+    if compute_capability() != HOPPER_CAPABILITY:
+        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
     return None
 
 
@@ -376,7 +383,8 @@ def gemm(
     SplitMatrix with one scale for all rows, from the largest magnitude it can have, `bound`; what
     is more than twice as large becomes infinite. Infinity and NaN in a and w make of a result what
     they make of it in float32, but for infinity beside a number below 2^-39 of the largest of its
-    row, which gives NaN.
+    row, which gives NaN. Source: Ootomo and Yokota, "Recovering single precision accuracy from
+    Tensor Cores while surpassing the FP32 theoretical peak performance" (2022).
     """
     a, bias, residual = contiguous(a, bias, residual)
     options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}

@@ -29,7 +29,7 @@ from gpt2block.ops._arrays import (
     overlap,
     storage,
 )
-from gpt2block.ops._split import check_apart, check_split
+from gpt2block.ops._split import SPLIT, check_apart, check_one_scale
 from gpt2block.ops._warm import call
 from gpt2block.plan import layernorm_bound
 from gpt2block.split import SplitMatrix
@@ -37,7 +37,6 @@ from gpt2block.split import SplitMatrix
 BLOCK = 256  # of the ten-step kernels
 MAX_ROWS = 2**31 - 1
 MAX_C = 2**30
-SPLIT = "split"  # in place of a dtype: a SplitMatrix
 STATS_VARIANT = 6  # where none is asked for, but something that the ten-step kernels do not do
 
 
@@ -137,9 +136,7 @@ def _bind_split(
             bound = layernorm_bound(cupy.asnumpy(gamma), cupy.asnumpy(beta))
         out = SplitMatrix.empty(x.shape, bound)
     else:
-        check_split("out", out, x.shape)
-        if bound is not None or out.one_scale is None:
-            raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
+        check_one_scale(out, x.shape, bound)
         check_apart(out, {"x": x, "gamma": gamma, "beta": beta})
     rows = x.size // C
     if rows > MAX_ROWS:

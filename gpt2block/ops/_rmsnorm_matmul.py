@@ -14,6 +14,7 @@ from gpt2block import overlap as early
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, Launch
 from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations._types import Geometry, Operation
 from gpt2block.operations.rmsnorm_matmul import (
     FILE,
@@ -246,7 +247,7 @@ def _choose(job: Job, variant: str | None) -> str:
 
 def _not_for_hopper(job: Job) -> str | None:
     """Why the kernels with wgmma cannot do this."""
-    if compute_capability() != _hopper_gemm.CAPABILITY:
+    if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
     if job.storage == "float32" or job.weights:
         return "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
@@ -262,7 +263,7 @@ def _not_for_hopper(job: Job) -> str | None:
 
 def _not_for_tiles(job: Job) -> str | None:
     """Why the tensor-core kernels cannot do this."""
-    if compute_capability() < _mma.CAPABILITY:
+    if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer"
     if job.storage == "float32":
         return "takes float16 and bfloat16"

@@ -10,8 +10,9 @@ from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, overlap
 from gpt2block.split import SplitMatrix
 
-LARGEST = 2**31 - 2**16  # rows and K: what an int holds, and a step more
-ALIGNED = 16
+LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
+ALIGNED = 16  # bytes
+SPLIT = "split"  # in place of a dtype: a SplitMatrix
 
 
 def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
@@ -35,7 +36,7 @@ def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
 
 
 def split(x: CudaArray) -> SplitMatrix:
-    """`reference.split` of a float32 CuPy array (..., K); raises InputError."""
+    """`reference.split` of a float32 CuPy array (..., K): the same bits; raises InputError."""
     made: SplitMatrix = bind(contiguous(x)).run()
     return made
 
@@ -60,6 +61,16 @@ def check_split(name: str, matrix: Any, shape: tuple[int, ...] | None = None) ->
             raise InputError(
                 f"{name}.{part}: expected data aligned to {ALIGNED} bytes: pass a copy"
             )
+
+
+def check_one_scale(out: Any, shape: tuple[int, ...], bound: float | None) -> None:
+    """InputError unless it is a SplitMatrix as `SplitMatrix.empty(shape, bound)` makes it.
+
+    Its bound belongs there, and not beside it.
+    """
+    check_split("out", out, shape)
+    if bound is not None or out.one_scale is None:
+        raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:

@@ -9,10 +9,10 @@ import cupy
 import numpy as np
 
 from gpt2block.errors import InputError
+from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations._types import check_block
 from gpt2block.operations.trimat import (
     FILE,
-    MMA_CAPABILITY,
     MMA_LARGEST_HEAD,
     OPERATION,
     fill_geometry,

@@ -6,6 +6,15 @@
 // The K of an output are added up in the same order whatever the tile, so a row has the same bits in any batch. The
 // exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a tile's K, tell each other
 // their sums through shared memory, and each finishes a part of the columns.
+//
+// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in those runs: 60.7):
+//
+//   two warpgroups share tiles of 128x192, a ring of four slices, a persistent grid    63.4
+//   each has tiles of its own: one's epilogue runs while the other multiplies          55.3
+//   two blocks load their common rows of w together (GEMM_SHARES 2)                    54.0
+//
+// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out: the copy engine has read an
+// element before it is told to write it.
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
 #define STORAGE_BF16
 #endif
@@ -95,10 +104,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
     Work at(M, N, K, rank);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<24>();
-        if (threadIdx.x / 32 == 0 && elect_one()) produce(ring, barriers, a, w, at);
-        __syncwarp();
-        if (GEMM_SHARES > 1) sync_cluster();
+        run_producer([&] { produce(ring, barriers, a, w, at); });
         return;
     }
     take_registers<240>();
@@ -138,6 +144,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     }
     if (group.thread == 0) wait_for_reads<0>();
-    __syncwarp();
-    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+    end_block();
 }

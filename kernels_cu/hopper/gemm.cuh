@@ -1,5 +1,5 @@
 // What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of
-// gemm.cu, gemm_split.cu and rmsnorm_matmul.cu.
+// gemm.cu, gemm_split.cu and rmsnorm_matmul.cu, which set the constants below where others suit them better.
 //
 // A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of
 // a and w, into a ring in shared memory; the other two multiply:
@@ -11,11 +11,13 @@
 // Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
 // more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
 // have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
-// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS, gemm.cu alone).
+// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in gemm_split.cu).
 //
 // a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
 // (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
-// grid: a cluster for every tile, or as many as fit at once, which go from tile to tile. block (THREADS).
+// grid: a cluster for every tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS the former.
+// block (THREADS). Dynamic shared memory, from a multiple of 1024 on: the ring, chunks on their way out, the kernel's
+// Rest; gpt2block/operations/_hopper_gemm.py counts it.
 #pragma once
 
 #include "hopper/wgmma.cuh"
@@ -72,7 +74,10 @@ constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
 constexpr int BUFFERS = 2;  // chunks of a group on their way out
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
-static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_CHUNK % 16 == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
+static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
+static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
+static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
+static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
 static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 
 struct Barriers {
@@ -134,7 +139,8 @@ __device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier
     }
 }
 
-// load_w(at, to, full) asks for a slice of w.
+// Asks for all slices of the block's tiles, as places in the ring become free. By one thread; load_w(at, to, full) asks
+// for a slice of w.
 template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
@@ -167,6 +173,20 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
             load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, at.slice * SLICE, at.column() + first, part);
         }
     });
+}
+
+// What every warp does last.
+__device__ __forceinline__ void end_block() {
+    __syncwarp();
+    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+}
+
+// The warpgroup that loads, from its beginning to its end. It leaves registers to those that multiply.
+template <typename Produce>
+__device__ __forceinline__ void run_producer(const Produce& produce) {
+    give_registers<24>();
+    if (threadIdx.x / 32 == 0 && elect_one()) produce();
+    end_block();
 }
 
 struct Group {  // of consumers

@@ -15,6 +15,11 @@
 //
 // out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough.
 //
+// On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of out, 720 of the tensor cores' (cuBLAS in
+// float32 794 us, in TF32 119).
+//
+// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out.
+//
 // Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
 // FP32 theoretical peak performance" (2022). gemm.cuh says how a block is organised.
 #ifndef STORAGE_FP16
@@ -118,7 +123,7 @@ __device__ __forceinline__ void multiply_tile(Total& total, const char* ring, Ba
 }
 
 struct Output {
-    const float *scale, *bias;  // of the group's columns, in shared memory
+    const float *w_scale, *bias;  // of the group's columns, in shared memory
     const float* residual;
     float* out;
     float per_scale;  // 1 / scale of the parts
@@ -126,8 +131,8 @@ struct Output {
 };
 
 // Output i of a thread, finished.
-__device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float scale, float bias) {
-    const float v = scaled(total.get(i), a_scale, scale) + bias;
+__device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float w_scale, float bias) {
+    const float v = scaled(total.get(i), a_scale, w_scale) + bias;
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
@@ -152,7 +157,7 @@ __device__ __forceinline__ void store_float(const Total& total, const Group& gro
             const int block = first + i / 2, half = i % 2, row = lane_row + half * 8;
             const int column = first_column + lane_column + 8 * block;
             if (block >= BLOCKS || row >= to.M || column >= to.N) continue;
-            const float2 scale = pair_at(to.scale, lane_column + 8 * block);
+            const float2 scale = pair_at(to.w_scale, lane_column + 8 * block);
             const float2 bias = pair_at(to.bias, lane_column + 8 * block);
             const int at = 4 * block + 2 * half;
             const float2 y = {finished(total, at, a_scale[half], scale.x, bias.x) + r[i].x,
@@ -180,7 +185,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // i % 2: the lower rows; i / 2: the right columns
                 const int at = c * GEMM_CHUNK + 8 * (j + i / 2) + 2 * (lane % 4);
-                const float2 scale = pair_at(to.scale, at), bias = pair_at(to.bias, at);
+                const float2 scale = pair_at(to.w_scale, at), bias = pair_at(to.bias, at);
                 const int first = c * GEMM_CHUNK / 2 + 4 * (j + i / 2) + i % 2 * 2;
                 float v[2] = {finished(total, first, a_scale[i % 2], scale.x, bias.x) * to.per_scale,
                               finished(total, first + 1, a_scale[i % 2], scale.y, bias.y) * to.per_scale};
@@ -230,10 +235,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<24>();
-        if (threadIdx.x / 32 == 0 && elect_one()) produce(ring, barriers, a, w, at);
-        __syncwarp();
-        if (GEMM_SHARES > 1) sync_cluster();
+        run_producer([&] { produce(ring, barriers, a, w, at); });
         return;
     }
     take_registers<240>();
@@ -266,6 +268,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     }
     if (group.thread == 0) wait_for_reads<0>();
-    __syncwarp();
-    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+    end_block();
 }

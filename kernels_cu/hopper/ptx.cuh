@@ -127,9 +127,6 @@ __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
 }
 
-// Until all of this thread's groups are in global memory.
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // What this thread wrote to shared memory becomes visible to the copy engine and to wgmma: before the barrier behind
 // which another thread asks them for it.
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

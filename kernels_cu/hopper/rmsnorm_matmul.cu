@@ -12,6 +12,11 @@
 // The weights' first slices are on their way while rmsnorm.cu runs (overlap.cuh). Tiles go down the rows first: what w
 // has for them is read once from memory.
 //
+// On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 13.9 and 38.7 us;
+// silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.8 and 148 us.
+//
+// M is free, N and K are multiples of 8, all arrays start on 16 bytes. Positions are start + m % seq_len.
+//
 // Maps: n, boxes (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns are GEMM_N, or with
 // two w half of GEMM_GROUP_N; as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64, GEMM_CHUNK). grid, block: gemm.cuh.
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
@@ -99,14 +104,11 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
     Work at(M, MATRICES * N, K, rank);
     if (uniform(threadIdx.x / GROUP) == 0) {
-        give_registers<24>();
-        if (threadIdx.x / 32 == 0 && elect_one()) {
+        run_producer([&] {
             produce(ring, barriers, n, at, [&](const Work& at, char* to, Barrier& full) {
                 load_columns<MATRICES>(at, to, full, w);
             });
-        }
-        __syncwarp();
-        if (GEMM_SHARES > 1) sync_cluster();
+        });
         return;
     }
     take_registers<240>();
@@ -159,8 +161,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         if (MATRICES == 1) group.sync();  // and done with
     }
     if (group.thread == 0) wait_for_reads<0>();
-    __syncwarp();
-    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+    end_block();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_hopper(

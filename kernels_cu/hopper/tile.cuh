@@ -10,8 +10,8 @@ constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // of 64 columns of w as (K, N)
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
 static_assert(GEMM_SPLITS == 1 || GEMM_M * GEMM_N * 4 <= GEMM_STAGES * STAGE_BYTES, "the ring has room for all sums");
 
-typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];   // of a thread
-typedef float Finals[BLOCKS_M][PART_N / 2];
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
+typedef float Finals[BLOCKS_M][PART_N / 2];      // of it, for the columns that its group finishes
 
 // The sums of a tile, from the ring's slices from `count` on. ACROSS: w lies as (K, N).
 template <bool ACROSS = false>
@@ -91,7 +91,8 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
     }
 }
 
-// 16 bits: chunks of 64 rows through shared memory and the copy engine, which brings the residual there, too.
+// An output of 16 bits: chunks of 64 rows through shared memory and the copy engine, which brings the residual there,
+// too.
 struct Chunks {
     char* const buffers;  // two of them
     Barrier* const arrived;

@@ -92,7 +92,8 @@ __device__ __forceinline__ void pin(float (&c)[COUNT]) {
 #define SUMS128 SUMS120, SUMS8(120)
 
 // multiply(c, a, b, adds): c += a b, or c = a b unless it adds. N / 2 registers of sums say what N is; behind them come
-// the operands A, B, P (adds) and X (whether B is read across).
+// the operands A, B, P (adds) and X (whether B is read across). Of the multiples of 8 that N can be, those that some
+// tile has, and some to try.
 #define PRODUCT(N, COUNT, A, B, P, X)                                                                                \
     template <bool ACROSS = false>                                                                                   \
     __device__ __forceinline__ void multiply(float (&c)[COUNT], Matrix a, Matrix b, bool adds) {                     \

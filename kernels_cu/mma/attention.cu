@@ -7,19 +7,19 @@
 //
 // A warp has 16 ATT_FRAGS queries in registers, and walks over tiles of 64 keys, which the block's warps share:
 //
-//   cp.async   [K V of tile j+1, j+2 ...]  a ring of ATT_STAGES tiles in shared memory; one barrier a tile
-//   mma        S = Q K^T                   (queries, 64) in registers: scores never leave them
-//   softmax    P = exp2(S c - reference)   c = log2(e) / 8; the sum of a row's P is put together at the very end
-//   mma        O = O + P V                 an accumulator of S is, as it lies, the operand P of the next product
-//
-// A row's reference is what its largest score has been, less 8: P, rounded to T, has its largest value from 2^8 to
-// 2^15, and what is 2^-32 of that is not yet zero in fp16. The reference moves, and O is scaled, only when a score
-// would pass 2^15: seldom after the first tile.
+//   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier a tile
+//   mma        S = Q K^T                      (queries, 64) in registers: scores never leave them
+//   softmax    P = exp2(S UNIT - reference)   attention_scores.cuh; the sum of a row's P is put together at the end
+//   mma        O = O + P V                    an accumulator of S is, as it lies, the operand P of the next product
 //
 // What a row becomes depends on its sequence alone, to the bit: tiles start where the sequence starts, and no tile is
-// split. 16 queries skip each step of 16 keys that they cannot see at all. The one step that they see in part has
-// zeros in P for the rest; there 0 NaN would be NaN, so values that are not finite are taken out of V first, and
-// multiplied key by key for the queries that do see them. Keys past the end of a sequence are zeros, and not read.
+// split. 16 queries skip each step of 16 keys that they cannot see at all. Of the one step that they see in part,
+// values that are not finite are multiplied key by key, for the queries that do see them. Keys past the end of a
+// sequence are zeros, and not read.
+//
+// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.8 us, causal 63.6 (hopper/attention.cu: 63.0 and 43.1).
+//
+// Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. qkv and out
 // start on 16 bytes.
@@ -57,8 +57,6 @@ static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
 // What a warp holds of its queries; lane 4 g + t, in fragment f, of rows g and g + 8.
 struct Queries {
-    static constexpr float UNIT = 1.4426950408889634f / 8;  // exp(s / sqrt(64)) is exp2(s UNIT)
-    static constexpr float BELOW = 8, AT_MOST = 15;  // log2 of P's largest value: when the reference is set, and ever
     unsigned q[FRAGS][4][4];
     float out[FRAGS][8][4];
     float sum[FRAGS][2], reference[FRAGS][2];  // the sum: of this lane's keys
@@ -274,7 +272,6 @@ struct Queries {
             }
         }
     }
-
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
@@ -334,5 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
         stage = stage == ring + (ATT_STAGES - 1) * STAGE ? ring : stage + STAGE;
     }
     queries.store(out + (job.row + first) * C + SIZE * job.head, C, job.length - first);
+#else
+    asm("trap;");
 #endif
 }

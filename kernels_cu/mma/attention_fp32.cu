@@ -2,24 +2,28 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
 //
-// Matrices are split: x = (hi + lo 2^-11) scale[row], with hi = fp16(x / scale), lo = fp16((x / scale - hi) 2^11), and
-// scale a power of two. A product is three: hi hi + 2^-11 (hi lo + lo hi), the last two in an accumulator of their own.
+// Matrices are split (split.cuh): x = (hi + lo / 2048) scale[row], where scale is a power of two. A product is three:
+// hi hi + (hi lo + lo hi) / 2048, the last two in an accumulator of their own.
 //
 //   parts (2, rows, 3C)      hi, then lo; a row is [Q | K | V], C = 64 n_head; scale (rows) is that of all three
 //   out_parts (2, rows, C)   rows are those of all sequences, one after the other: attention_job.cuh
 //   out_scale (rows)         the largest scale of the rows that row i sees: what a row is an average of has this size
 //
-// As in attention.cu, whose notes hold here too, with these differences:
+// A warp has 16 queries. As in attention.cu, whose notes hold here too, with these differences:
 //
-//   scores    scale of query and key apart: (hi hi + ...) scale[j], then in exp2's argument scale[i] c
+//   scores    scale of query and key apart: (hi hi + ...) scale[j], then in exp2's argument scale[i] UNIT
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is split for the second product; top[i] is the largest
 //             scale so far, and O counts in its units. Sums of P alone are the denominator
 //   sums      tensor cores cut off what they add to: O gets the product of each tile by a float32 addition
 //
-// A warp has 16 queries. lo is 0 where hi is not finite; such a value makes all that it reaches not finite, NaN or not.
+// Where hi is not finite, lo is 0. Such a value makes all that it reaches not finite, but not always what it would make
+// of it in float32: infinity can become NaN.
+//
+// Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
+// FP32 theoretical peak performance" (2022).
 //
 // Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. Arrays start
-// on 16 bytes, both parts of each: rows C is a multiple of 64.
+// on 16 bytes; then the second parts do, too, as C is a multiple of 64.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
@@ -48,7 +52,7 @@ constexpr int STAGE = 4 * TILE;  // K hi, K lo, V hi, V lo
 static_assert(2 * QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
-// Two floats, each as hi + lo 2^-11.
+// Two floats, each as hi + lo / 2048.
 struct Split {
     unsigned hi, lo;
 
@@ -62,8 +66,7 @@ struct Split {
 
 // What a warp holds of its queries; lane 4 g + t, of rows g and g + 8.
 struct Queries {
-    static constexpr float UNIT = 1.4426950408889634f / 8, CROSS = 1.0f / 2048;
-    static constexpr float BELOW = 8, AT_MOST = 15;
+    static constexpr float CROSS = 1.0f / 2048;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
     static constexpr bool ALL_MASKED = true;  // from here on the compiler fits only one of the two ways into registers
 #else
@@ -71,8 +74,8 @@ struct Queries {
 #endif
     unsigned hi[4][4], lo[4][4];
     float out[8][4];
-    float unit[2];                        // the row's scale, in exp2's units
-    float sum[2], reference[2], top[2];   // the sum: of this lane's keys
+    float unit[2];                       // the row's scale, in exp2's units
+    float sum[2], reference[2], top[2];  // the sum: of this lane's keys; top: the largest scale so far
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -370,5 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const long long row = job.row + first;
     float* top = job.head == 0 ? out_scale + row : nullptr;
     queries.store(out_parts + row * C + SIZE * job.head, top, rows * C, C, job.length - first);
+#else
+    asm("trap;");
 #endif
 }

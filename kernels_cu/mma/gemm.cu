@@ -6,6 +6,8 @@
 // their loop over K. A tile's sums go from registers straight to memory: a lane has 16 bytes of a row side by side,
 // four lanes 64, so neither shared memory nor a barrier is needed, and a warp that is done goes on with the next tile.
 //
+// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 111 us (hopper/gemm.cu: 54.0).
+//
 // M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out: a thread reads an element
 // before it writes it.
 //
@@ -20,13 +22,6 @@
 #include "overlap.cuh"
 #include "mma/ptx.cuh"
 #include "mma/gemm.cuh"
-
-#ifndef GEMM_GELU
-#define GEMM_GELU 0
-#endif
-#ifndef GEMM_RESIDUAL
-#define GEMM_RESIDUAL 0
-#endif
 
 struct Total {
     Sums sums;

@@ -8,6 +8,8 @@
 //   GEMM_EARLY                    slices of w that are asked for before the kernel before has ended
 //   GEMM_BLOCKS                   blocks that an SM must hold
 //   GEMM_PARTS                    1, or 2 matrices of each operand behind one another: (2, M, K) and (2, N, K)
+//   GEMM_FLOAT_OUT                1: out and residual are float
+//   GEMM_GELU, GEMM_RESIDUAL      1: what else becomes of the sums
 //
 // The grid is persistent: a block takes tile after tile, and the ring of slices runs on from one tile to the next, so
 // that while a tile's results are stored the next one's first slices arrive:
@@ -58,6 +60,12 @@
 #endif
 #ifndef GEMM_FLOAT_OUT  // out and residual are float
 #define GEMM_FLOAT_OUT 0
+#endif
+#ifndef GEMM_GELU
+#define GEMM_GELU 0
+#endif
+#ifndef GEMM_RESIDUAL
+#define GEMM_RESIDUAL 0
 #endif
 
 constexpr int THREADS = 32 * GEMM_WARPS_M * GEMM_WARPS_N;

@@ -41,12 +41,6 @@
 #include "mma/ptx.cuh"
 #include "mma/gemm.cuh"
 
-#ifndef GEMM_GELU
-#define GEMM_GELU 0
-#endif
-#ifndef GEMM_RESIDUAL
-#define GEMM_RESIDUAL 0
-#endif
 #ifndef GEMM_SPLIT_OUT
 #define GEMM_SPLIT_OUT 0
 #endif

@@ -27,6 +27,8 @@
 // A row with values that are not finite gives what sums in float give, infinities or NaN (but for an infinity times a
 // value 2^39 times smaller than the largest of its row: NaN). The order of the HS values is no matter.
 //
+// On an NVIDIA H200, B = 8, T = 1024, NH = 12, HS = 64: 99.4 us (matmul_tri5: 205.6).
+//
 // Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
 // FP32 theoretical peak performance" (2022).
 //
@@ -178,9 +180,9 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
-// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f and the next: e / 2; rows: e % 2
 
+// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 struct Queries {
     unsigned hi[STEPS][FRAGS][2], lo[STEPS][FRAGS][2];
 
@@ -203,8 +205,7 @@ struct Queries {
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
     }
 
-    // Times 32 rows of K, which are columns of out. The small products come first: a tensor core cuts off what it adds
-    // up at the size of the sum so far. With HIGH those of hi alone.
+    // Times 32 rows of K, which are columns of out. The small products come first. With HIGH those of hi alone.
     template <bool HIGH>
     __device__ __forceinline__ void multiply(Sums& sums, const char* rows) const {
         const int lane = threadIdx.x % 32;

@@ -314,6 +314,11 @@ void* cuda_on_cpu::dynamic_shared() {
 }
 
 // name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
+bool cuda_on_cpu::copies_at_once() {
+    static const bool asked_for = std::getenv("COPIES_AT_ONCE") != nullptr;
+    return asked_for;
+}
+
 int main(int argc, char** argv) {
     if (argc < 11) fail("expected at least 10 words");
     auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(argv[i], nullptr, 10)); };

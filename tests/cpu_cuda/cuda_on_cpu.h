@@ -69,6 +69,7 @@ void barrier(const char* file, int line);
 std::uint64_t exchange(unsigned mask, std::uint64_t value, int source_lane, const char* file, int line);
 int lane();
 void* dynamic_shared();
+bool copies_at_once();  // of mma_ptx.h: whether they arrive when they are asked for
 
 // A lane that is not in the mask, has returned or does not exist gives 0xFF bytes, a NaN.
 template <typename T>

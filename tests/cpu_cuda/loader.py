@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,8 +32,10 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
+STAND_INS = {"mma/ptx.cuh": "mma_ptx.h", "gelu_fast.cuh": "gelu_fast.h"}  # header → file here
 
-_FLAGS = ("-std=c++17", "-g", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
+# -g1: lines for the reports; where variables are, as -g tells too, takes as long as all the rest.
+_FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
 _KERNEL_FLAGS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize=object-size",  # AddressSanitizer tells the same, with the name of the array
@@ -55,6 +58,10 @@ _TELLING = re.compile(
 )
 
 
+_POOL = ThreadPoolExecutor(2)
+_ahead: dict[tuple[Source, kernels.Defines], Future[Path]] = {}
+
+
 class ShimError(Exception):
     """A kernel that does not compile, or broke a rule when it ran; the message holds the report."""
 
@@ -69,7 +76,12 @@ class Source:
 
     @classmethod
     def shipped(cls, name: str) -> Source:
-        return cls(name, kernels.read_source(name))
+        """Files under mma/ with headers whose PTX instructions the CPU can do."""
+        stand_ins = STAND_INS if name.startswith("mma/") else {}
+        headers = tuple(
+            (header, (HERE / own).read_text("ascii")) for header, own in stand_ins.items()
+        )
+        return cls(name, kernels.read_source(name), headers)
 
     def edited(self, old: str, new: str, *, header: str = "") -> Source:
         """With the only occurrence of `old` replaced, in the file or in a header it includes."""
@@ -98,12 +110,15 @@ def run(
     weights: str | None = None,
     order: Order = "forward",
     seed: int = 0,
+    copies_at_once: bool = False,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
     source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
     FP8 format of its `W`, where that is not `T`. order: in which the threads of a block run between
-    two barriers, and the blocks. The same array twice is the same pointer twice.
+    two barriers, and the blocks. copies_at_once: those to shared memory of files under mma/ arrive
+    when they are asked for, not as late as a kernel may rely on. The same array twice is the same
+    pointer twice.
     Raises ShimError with the sanitizer's report; the arrays are then as they were.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
@@ -121,7 +136,8 @@ def run(
     sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
     words = [kernel, *sizes, shared, order, seed, *(p.name for p in parameters)]
     launch = f"{kernel}, grid {grid}, block {block}, order {order}"
-    output = _execute(compile_kernel_file(source, defines), words, b"".join(message), launch)
+    told = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
+    output = _execute(compile_kernel_file(source, defines), words, b"".join(message), launch, told)
     _store(kernel, parameters, args, output)
 
 
@@ -181,15 +197,18 @@ def _store(
             raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
 
 
-def _execute(program: Path, words: Sequence[object], message: bytes, launch: str) -> bytes:
+def _execute(
+    program: Path, words: Sequence[object], message: bytes, launch: str, told: dict[str, str]
+) -> bytes:
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program brings its options itself
+    env = {name: value for name, value in os.environ.items() if name not in own} | told
     try:
         done = subprocess.run(
             [str(program), *map(str, words)],
             input=message,
             capture_output=True,
             timeout=TIMEOUT_S,
-            env={name: value for name, value in os.environ.items() if name not in own},
+            env=env,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -223,15 +242,29 @@ def missing() -> str | None:
 
 def compile_kernel_file(source: Source | str, defines: kernels.Defines = ()) -> Path:
     """The program that runs any kernel of a file; compiled once for each text and constants."""
-    return _compile(Source.shipped(source) if isinstance(source, str) else source, defines)
+    known = Source.shipped(source) if isinstance(source, str) else source
+    begun = _ahead.get((known, defines))
+    return begun.result() if begun else _compile(known, defines)
+
+
+def compile_ahead(source: Source | str, defines: kernels.Defines = ()) -> None:
+    """Begin to compile what will be run, beside what else is done, on another core."""
+    _cache_dir(), _runtime()  # once, before several threads ask for them
+    known = Source.shipped(source) if isinstance(source, str) else source
+    if (known, defines) not in _ahead:
+        _ahead[known, defines] = _POOL.submit(_compile, known, defines)
+
+
+@cache
+def _runtime() -> Path:
+    return _build("runtime.o", {}, ("-c", str(HERE / "cuda_on_cpu.cpp"), *_FLAGS))
 
 
 @cache
 def _compile(source: Source, defines: kernels.Defines) -> Path:
     headers = {p.name: p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
-    runtime = _build("runtime.o", {}, ("-c", str(HERE / "cuda_on_cpu.cpp"), *_FLAGS))
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
-    flags = (str(runtime), f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_KERNEL_FLAGS)
+    flags = (str(_runtime()), f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_KERNEL_FLAGS)
     return _build(source.name, files, ("unit.cpp", *flags), salt=repr(sorted(headers.items())))
 
 

@@ -1,6 +1,6 @@
 // kernels_cu/mma/ptx.cuh on the CPU: the lanes of a warp show each other their registers. A copy to shared memory
 // happens as late as the kernel may rely on it, when its group is waited for, and until then NaN stands there; or at
-// once with COPIES_AT_ONCE. Every other warp lags behind the rest, up to a barrier. So a missing wait or barrier shows,
+// once where `run` is told so. Every other warp lags behind the rest, up to a barrier. So a missing wait or barrier shows,
 // and a stage that is overwritten too early. For a Source's `headers`.
 #pragma once
 
@@ -17,13 +17,10 @@ inline void arrive(const Copy16& copy) { *copy.to = copy.from ? *copy.from : uin
 
 inline void copy16(void* shared, const void* global, bool there) {
     const Copy16 copy = {static_cast<uint4*>(shared), there ? static_cast<const uint4*>(global) : nullptr};
-#ifdef COPIES_AT_ONCE
-    arrive(copy);
-#else
+    if (cuda_on_cpu::copies_at_once()) return arrive(copy);
     if (asked[threadIdx.x] == MOST_COPIES) __builtin_trap();
     copies_of[threadIdx.x][asked[threadIdx.x]++] = copy;
     *copy.to = {~0u, ~0u, ~0u, ~0u};
-#endif
 }
 
 inline void end_group() {
