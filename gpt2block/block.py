@@ -13,15 +13,14 @@ from gpt2block.config import block_shapes
 from gpt2block.engines import Engine, host_array
 from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError
+from gpt2block.operations._tensor_cores import MMA_CAPABILITY
+from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.plan import fused_plan, ten_step_plan
 from gpt2block.split import LARGEST_BOUND
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import BlockWeights, unpack
 
 KERNELS = ("auto", "skeleton", "fused")
-SIXTEEN_BITS = ("bfloat16", "float16")  # which the fused plan alone has kernels for
-FUSED_CAPABILITY = 80
-FUSED_HEAD = 64
 FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
 
 
@@ -216,38 +215,36 @@ def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
     """ "skeleton" or "fused", or InputError with what is possible."""
-    if dtype not in SIXTEEN_BITS:
-        if device is None:  # NumPy takes any sizes and weights
-            return "fused" if kernels == "fused" else "skeleton"
-        if kernels == "skeleton":
-            return "skeleton"
-        problem = fused_problem(weights, _capability(device)) or split_problem(weights)
-        if problem and kernels == "fused":
-            raise InputError(f"kernels 'fused': {problem}: use kernels='skeleton'")
-        return "skeleton" if problem else "fused"
-    if kernels == "skeleton":
+    if kernels == "skeleton" and dtype in SIXTEEN_BITS:
         raise InputError(
             f"kernels 'skeleton': they are float32 only, got dtype {dtype!r}: "
             "use kernels='fused', or dtype='float32'"
         )
-    if device is None:  # NumPy takes any sizes
-        return "fused"
+    if kernels == "skeleton":
+        return kernels
+    if device is None:  # NumPy takes any sizes and weights
+        return "fused" if kernels == "fused" or dtype in SIXTEEN_BITS else "skeleton"
     problem = fused_problem(weights, _capability(device))
-    if problem:
-        raise InputError(
-            f"dtype {dtype!r}: {problem}: use dtype='float32', whose kernels run here, "
-            "or device='cpu'"
-        )
-    return "fused"
+    if dtype in SIXTEEN_BITS:
+        if problem:
+            raise InputError(
+                f"dtype {dtype!r}: {problem}: use dtype='float32', whose kernels run here, "
+                "or device='cpu'"
+            )
+        return "fused"
+    problem = problem or split_problem(weights)
+    if problem and kernels == "fused":
+        raise InputError(f"kernels 'fused': {problem}: use kernels='skeleton'")
+    return "skeleton" if problem else "fused"
 
 
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     """Why the fused kernels cannot run on such a GPU; None when they can."""
-    if capability < FUSED_CAPABILITY:
+    if capability < MMA_CAPABILITY:
         return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
-    if head != FUSED_HEAD:
-        return f"the fused attention takes heads of {FUSED_HEAD} channels, these have {head}"
+    if head != TENSOR_HEAD:
+        return f"the fused attention takes heads of {TENSOR_HEAD} channels, these have {head}"
     if weights.n_embd > FUSED_WIDTH:
         return f"the fused LayerNorm takes {FUSED_WIDTH:,} channels at most, not {weights.n_embd:,}"
     return None

@@ -86,3 +86,15 @@ def run(launch: Launch) -> None:
     status = _launch_kernel()(ctypes.byref(config), function, pointers, None)
     if status:
         raise DeviceError(f"{launch.name}: cuLaunchKernelEx failed with CUDA error {status}")
+
+
+class Early(Launch):
+    """Starts before the launch before it has ended, whose end its kernel waits for itself."""
+
+    def run(self) -> None:
+        run(self)
+
+
+def early(launch: Launch) -> Launch:
+    """The launch as an `Early` one, or as it is where that is not possible."""
+    return Early(**vars(launch)) if possible() else launch

@@ -24,6 +24,7 @@ from gpt2block.operations._hopper_gemm import (
     geometry,
     split_geometry,
 )
+from gpt2block.operations._hopper_rmsnorm import FFN_TILES, MATMUL_TILES
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.weight_matrix import WeightMatrix
 from tests.compiling import assert_clean
@@ -99,6 +100,20 @@ def test_a_tile_has_room(tile: Tile) -> None:
             assert how.shared <= MOST_SHARED
             assert how.grid[0] % tile.cluster == 0
             assert how.grid[0] <= SMS or tile.splits > 1
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [TILES, SPLIT_TILES, MATMUL_TILES, *FFN_TILES.values()],
+    ids=["gemm", "split", "matmul", "ffn NK", "ffn KN"],
+)
+def test_warpgroups_stay_in_step_at_a_short_k(tiles: tuple[Tile, ...]) -> None:
+    """With tiles of their own they need so many slices that the ring holds the faster one back."""
+    for K in (8, 64, 128, 192, 256, 320):
+        for M in (1, 1000, 100_000):
+            chosen = choose_tile(tiles, M, 2312, K, True, SMS)
+            own = chosen.group == (chosen.rows, chosen.columns)
+            assert not own or chosen.stages < 2 * -(-K // 64)
 
 
 def test_a_short_k_is_not_split_into_nothing() -> None:

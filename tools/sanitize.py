@@ -28,9 +28,9 @@ from gpt2block import (
     random_input,
     reference,
 )
-from gpt2block.block import SIXTEEN_BITS
 from gpt2block.engines.model import DTYPES
 from gpt2block.operations import OPERATIONS, Operation
+from gpt2block.operations.attention import SIXTEEN_BITS
 from gpt2block.weight_matrix import FLOATS
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}

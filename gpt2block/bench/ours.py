@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, 
 from gpt2block.block import Block
 from gpt2block.engines.cuda import allocate, split_steps
 from gpt2block.errors import InputError, KernelError
-from gpt2block.kernels import Launch
 from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.ops import BINDERS, Bound
 from gpt2block.plan import Plan
@@ -101,13 +99,9 @@ def _capture(
     bound = [bind(arrays, out) for arrays, out in zip(inputs, outs, strict=True)]
     outs[:] = [each.out for each in bound]
     launches = [launch for each in bound for launch in each.launches]
-    row = _overlapping(launches) if waits else launches
-    return _run(timing.captured([*row] * rounds), outs, bound)
-
-
-def _overlapping(launches: Sequence[Launch]) -> list[timing.Launchable]:
-    """As in a block's graph, where the device can; for kernels that all wait where they must."""
-    return [_Early(launch) if overlap.possible() else launch for launch in launches]
+    if waits:  # as in a block's graph
+        launches = [overlap.early(launch) for launch in launches]
+    return _run(timing.captured(launches * rounds), outs, bound)
 
 
 def _run(replay: Callable[[], None], outs: Sequence[DeviceArray], kept: Any) -> Run:
@@ -134,7 +128,6 @@ class _Steps:
             sets = [_split(plan, each) for each in sets]
         weights = {name: array for name, array in sets[0].items() if name != plan.input}
         buffers = allocate(plan, x.shape, weights, x.dtype.name, bounds)
-        self._overlapping = plan.overlapping
         self._outs = [cupy.empty_like(x) for _ in sets]
         bound: list[Bound] = []
         for each, out in zip(sets, self._outs, strict=True):
@@ -146,26 +139,15 @@ class _Steps:
                 inputs = tuple(tensors[name] for name in step.inputs)
                 bound.append(BINDERS[step.op](inputs, tensors[step.name], **options))
         self.launches = [launch for each in bound for launch in each.launches]
+        if plan.overlapping:
+            self.launches = [overlap.early(launch) for launch in self.launches]
         self._kept = buffers, sets, bound
 
     def capture(self, rounds: int) -> Run:
-        launches: list[timing.Launchable] = [*self.launches]
-        if self._overlapping:
-            launches = _overlapping(self.launches)
-        return _run(timing.captured(launches * rounds), self._outs, self._kept)
+        return _run(timing.captured(self.launches * rounds), self._outs, self._kept)
 
 
 def _split(plan: Plan, arrays: Host) -> Host:
     """The same with the matrices as a float32 plan for tensor cores has them."""
     matrices = {n: cupy.ascontiguousarray(arrays[n].T) for n in plan.matrices}
     return {**arrays, **{n: SplitMatrix.split(w) for n, w in matrices.items()}}
-
-
-@dataclass(frozen=True, eq=False)
-class _Early:
-    """A launch that may start before the one before it has ended."""
-
-    launch: Launch
-
-    def run(self) -> None:
-        overlap.run(self.launch)

@@ -43,9 +43,8 @@ from gpt2block.engines.model import (
 )
 from gpt2block.engines.model_cuda_prefill import Plain, Prefill, Shape, TensorCores
 from gpt2block.kernels import Launch
-from gpt2block.operations._tensor_cores import MMA_CAPABILITY
+from gpt2block.operations._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.operations.gemm import MULTIPLE
 from gpt2block.ops import (
     _attention_cached,
     _encoder_rows,

@@ -16,7 +16,6 @@ from gpt2block.operations._hopper_gemm import (
 from gpt2block.operations._types import Geometry
 
 FILE = "hopper/rmsnorm_matmul.cu"
-MULTIPLE = 8  # of N and K: rows are copied in 16 bytes
 
 # Fitted to Llama's sizes, K 4,096, float16: at 500 rows an H200 is at its limit of power. With few
 # rows all tiles wait for the weights; what counts is one for nearly every SM: 64x64 split in two

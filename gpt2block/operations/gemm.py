@@ -16,7 +16,6 @@ from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Vari
 FILE = "mma/gemm.cu"
 SPLIT_FILE = "mma/gemm_split.cu"
 ROWS_FILE = "split.cu"
-MULTIPLE = 8  # of N and K: rows are copied in 16 bytes
 
 # What an SM does in a clock, about: multiply-adds, bytes from the L2 cache, of shared memory, and
 # to memory. And the clocks of a step of 16 of K, however small the tile.

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.operations import _hopper_gemm
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.operations.gemm import (
     FILE,
-    MULTIPLE,
     OPERATION,
     SPLIT_FILE,
     geometry,

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, overload
 
 import cupy
 
-from gpt2block import overlap as early
+from gpt2block import overlap as overlapping  # the module; `overlap` is of two arrays
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, Launch
 from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.operations._types import Geometry, Operation
 from gpt2block.operations.rmsnorm_matmul import (
     FILE,
@@ -50,13 +50,6 @@ LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
 FEW_ROWS = 2  # up to here the variant "matvec" is the fastest on an H200
 UNFUSED_FROM = 64  # rows, with which "unfused" is it for the feed-forward
 HOPPER_FROM = 2**28  # multiplications, with which "hopper" is worth a launch more
-
-
-class Early(Launch):
-    """Starts before the launch before it has ended, whose end its kernel waits for itself."""
-
-    def run(self) -> None:
-        early.run(self)
 
 
 class Job(NamedTuple):
@@ -253,7 +246,7 @@ def _not_for_hopper(job: Job) -> str | None:
         return "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     _, N, K = job.sizes
     aligned = all(array.data.ptr % 16 == 0 for array in (job.out, *(w.data for w in job.matrices)))
-    if not aligned or N % _hopper_rmsnorm.MULTIPLE or K % _hopper_rmsnorm.MULTIPLE:
+    if not aligned or N % MULTIPLE or K % MULTIPLE:
         return (
             "expected K and N in multiples of 8, weights and out on 16 bytes, "
             f"got K {K}, N {N}: use variant matvec"
@@ -296,7 +289,7 @@ def _hopper(job: Job, normed: CudaArray, turns: bool, rest: tuple[Any, ...]) -> 
         tensor_map(job.out.reshape(1, M, N), (1, 64, tile.chunk)),
     )
     launch = _launch(job, _hopper_rmsnorm.FILE, where, (*maps, M, N, K, *rest))
-    return Early(**vars(launch)) if early.possible() else launch
+    return overlapping.early(launch)
 
 
 def _tiles(job: Job, norm: bool = True) -> Geometry:
