@@ -512,7 +512,7 @@ def test_bad_input(cp: ModuleType) -> None:
         ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
         ((x.astype("float32"), 2), {"variant": "mma"}, "expected float16 or bfloat16 for var"),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 1), {}, "head size 128: variant mma takes 64: use float32"),
+        ((x, 1), {"variant": "mma"}, "head size 128: variant mma takes 64: use float32"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
         ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import kernels
+from gpt2block import SplitMatrix, kernels
 from gpt2block.operations import _hopper_gemm
 from gpt2block.operations._hopper_gemm import (
     FILE,
@@ -24,9 +24,9 @@ from gpt2block.operations._hopper_gemm import (
     geometry,
     split_geometry,
 )
-from gpt2block.operations._hopper_rmsnorm import FFN_TILES, MATMUL_TILES
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.weight_matrix import WeightMatrix
+from tests import test_gemm_split
 from tests.compiling import assert_clean
 from tests.gpus import H200, cupy_with
 from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
@@ -102,20 +102,6 @@ def test_a_tile_has_room(tile: Tile) -> None:
             assert how.grid[0] <= SMS or tile.splits > 1
 
 
-@pytest.mark.parametrize(
-    "tiles",
-    [TILES, SPLIT_TILES, MATMUL_TILES, *FFN_TILES.values()],
-    ids=["gemm", "split", "matmul", "ffn NK", "ffn KN"],
-)
-def test_warpgroups_stay_in_step_at_a_short_k(tiles: tuple[Tile, ...]) -> None:
-    """With tiles of their own they need so many slices that the ring holds the faster one back."""
-    for K in (8, 64, 128, 192, 256, 320):
-        for M in (1, 1000, 100_000):
-            chosen = choose_tile(tiles, M, 2312, K, True, SMS)
-            own = chosen.group == (chosen.rows, chosen.columns)
-            assert not own or chosen.stages < 2 * -(-K // 64)
-
-
 def test_a_short_k_is_not_split_into_nothing() -> None:
     for K in (8, 64, 72, 128, 192):
         assert choose_tile(TILES, 128, 768, K, True, SMS).splits <= -(-K // 64)
@@ -181,6 +167,52 @@ def test_every_tile(cp: Any, epilogue: Case, monkeypatch: pytest.MonkeyPatch) ->
                 np.testing.assert_array_equal(got, expected)
             else:
                 given.assert_right(got, cp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [8, 64, 128, 192])
+def test_a_short_k(cp: Any, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles a block, each of so few slices that the ring does not hold warpgroups back."""
+    given = Problem(Case(5000, 2312, K))
+    expected = run(cp, given, TILES[0], monkeypatch)
+    given.assert_right(expected, cp)
+    for tile in TILES[1:]:
+        if tile.splits == 1:
+            np.testing.assert_array_equal(run(cp, given, tile, monkeypatch), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", test_gemm_split.EPILOGUES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8, 264), (129, 264, 520), (1500, 2312, 72), (900, 768, 8)])
+def test_every_tile_of_split_numbers(
+    cp: Any,
+    epilogue: test_gemm_split.Case,
+    sizes: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One tile a block and many, a long and a short K; the same bits."""
+    from gpt2block.ops import _gemm  # noqa: PLC0415
+
+    M, N, K = sizes
+    given = test_gemm_split.Problem(replace(epilogue, M=M, N=N, K=K))
+    arrays = (SplitMatrix.split(cp.asarray(x)) for x in (given.a, given.w))
+    others = (x if x is None else cp.asarray(x) for x in (given.bias, given.residual))
+    inputs = (*arrays, *others)
+    results = []
+    for tile in SPLIT_TILES:
+        monkeypatch.setattr(_hopper_gemm, "choose_tile", lambda *_, tile=tile: tile)
+        for _ in range(2):
+            _hopper_gemm.split_geometry.cache_clear()
+            out: Any = cp.asarray(given.poisoned())
+            if epilogue.split_out:
+                scale = cp.full(M, given.scale, "float32")
+                out = SplitMatrix(out, scale, (M, N), given.scale)
+            _gemm.bind(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
+            results.append((out.parts if epilogue.split_out else out).get())
+    _hopper_gemm.split_geometry.cache_clear()
+    given.assert_right(results[0], cp)
+    for got in results[1:]:
+        np.testing.assert_array_equal(got, results[0])
 
 
 @pytest.mark.gpu

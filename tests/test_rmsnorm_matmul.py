@@ -206,7 +206,7 @@ every_hopper_tile = pytest.mark.parametrize(("matrices", "layout", "tile"), HOPP
     ("matrices", "N", "layout", "M", "tile"),
     [
         (1, 4096, "KN", 16, (64, 64, 2)),
-        (1, 4096, "KN", 500, (128, 128, 1)),
+        (1, 4096, "KN", 500, (256, 128, 2)),
         (2, 11008, "NK", 16, (64, 192, 1)),
         (2, 11008, "NK", 500, (128, 224, 1)),
     ],

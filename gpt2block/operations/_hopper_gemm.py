@@ -71,22 +71,8 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, 
         waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
         return tile.start_us + waves * (ceil(slices / tile.splits) * tile.slice_us + tile.wave_us)
 
-    allowed = (
-        tile
-        for tile in tiles
-        if (tile.splits == 1 or (split_k and tile.splits <= slices)) and in_step(tile, slices)
-    )
+    allowed = (t for t in tiles if t.splits == 1 or (split_k and t.splits <= slices))
     return min(allowed, key=us)
-
-
-def in_step(tile: Tile, slices: int) -> bool:
-    """Whether the ring keeps warpgroups with tiles of their own within a turn of each other.
-
-    With fewer slices a tile than this, one could be given two turns before a warp of it has seen
-    the first, and would then wait for ever.
-    """
-    own = tile.group == (tile.rows, tile.columns)
-    return not own or 2 * slices - 1 >= tile.stages
 
 
 def _tiles(tile: Tile, M: int, N: int) -> int:

@@ -32,6 +32,7 @@
 #define STORAGE_BF16
 #endif
 #include "attention_scores.cuh"
+#include "fast.cuh"
 #include "storage.cuh"
 #include "mma/ptx.cuh"
 #include "hopper/attention_work.cuh"
@@ -91,12 +92,6 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         }
         load_slot(2, 0);
     }
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 struct Consumer {
@@ -178,7 +173,7 @@ struct Consumer {
             const float old = reference[r];
             const float next = fmaf(lanes_max<4>(fmaxf(largest[0], largest[1])), UNIT, -BELOW);
             const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
-            factor[r] = passes ? exp2_of(old - next) : 1.0f;
+            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
             moves |= passes;
@@ -187,7 +182,7 @@ struct Consumer {
         if (moves) sum[0] *= factor[0], sum[1] *= factor[1];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            s[i] = exp2_of(fmaf(s[i], UNIT, base[i / 2 % 2]));
+            s[i] = exp2_fast(fmaf(s[i], UNIT, base[i / 2 % 2]));
             sum[i / 2 % 2] += s[i];
         }
         return moves;

@@ -18,7 +18,7 @@
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
 #define STORAGE_BF16
 #endif
-#include "gelu_fast.cuh"
+#include "fast.cuh"
 #include "hopper/tile.cuh"
 
 #ifndef GEMM_FLOAT_OUT  // out and residual are float
@@ -101,8 +101,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncthreads();
     if (GEMM_SHARES > 1) sync_cluster();
 
-    const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
-    Work at(M, N, K, rank);
+    Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
         run_producer([&] { produce(ring, barriers, a, w, at); });
         return;
@@ -116,7 +115,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int i = 0; at.left(); at.next_tile(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
         const int row = at.row() + group.row;
-        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? rank * PART_N : 0);
+        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? at.split * PART_N : 0);
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(residual, 0, BUFFERS, row, column);
         for (int c = group.thread; c < PART_N; c += GROUP) {
             own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
@@ -129,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const Finals& finals = sums;
 #else
         Finals finals;
-        combine(sums, finals, ring, barriers.sums[group.index], group, rank);
+        combine(sums, finals, ring, barriers.sums[group.index], group, at.split, at.share);
 #endif
         if (GEMM_FLOAT_OUT) {
             store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);

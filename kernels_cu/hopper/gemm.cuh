@@ -11,7 +11,8 @@
 // Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
 // more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
 // have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
-// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in gemm_split.cu).
+// which takes load off the L2 cache. They can share the K of a tile, too (GEMM_SPLITS; not in gemm_split.cu): block r
+// of a cluster has part r / GEMM_SHARES of K and the (r % GEMM_SHARES)-th of the tiles.
 //
 // a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
 // (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
@@ -78,7 +79,6 @@ static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the cop
 static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
 static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
 static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
-static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
@@ -93,7 +93,7 @@ struct Barriers {
         }
         for (int i = 0; i < CONSUMERS; ++i) {
             for (int j = 0; j < BUFFERS; ++j) init(residual[i][j], 1);
-            init(turn[i], 1);
+            init(turn[i], GROUP / 32);
             init(sums[i], 1);
         }
         fence_inits();
@@ -102,14 +102,15 @@ struct Barriers {
 
 // Where a block is in its work: slices of the tiles it multiplies, one after the other.
 struct Work {
-    const int rank, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
+    const int split, share, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
     int tile, slice;
 
     __device__ Work(int M, int N, int K, int rank)
-        : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
+        : split(GEMM_SPLITS > 1 ? rank / GEMM_SHARES : 0), share(rank % GEMM_SHARES),
+          tiles_n((N + GEMM_N - 1) / GEMM_N),
           tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n),
-          first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
-          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER),
+          first(GEMM_SPLITS > 1 ? slices(K, split) : 0),
+          last(GEMM_SPLITS > 1 ? slices(K, split + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER),
           slice(first) {}
 
     // Those of the first `parts` splits; where numbers have two parts, an even number: beyond K there are zeros.
@@ -125,15 +126,16 @@ struct Work {
     }
     __device__ int row() const {
         const int below = GEMM_DOWN ? tile % (tiles / tiles_n) : tile / tiles_n;
-        return (below * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M;
+        return (below * GEMM_SHARES + share) * GEMM_M;
     }
     __device__ int column() const { return (GEMM_DOWN ? tile / (tiles / tiles_n) : tile % tiles_n) * GEMM_N; }
 };
 
-// A box of w for the block, or for all of its cluster.
-__device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier& full, int x, int y, int z) {
+// A box of w for the block, or for all that share it.
+__device__ __forceinline__ void load_w_box(const Work& at, char* to, const TensorMap& w, Barrier& full, int x,
+                                           int y, int z) {
     if (GEMM_SHARES > 1) {
-        load_box_for((1 << GEMM_SHARES) - 1, to, w, full, x, y, z);
+        load_box_for(((1 << GEMM_SHARES) - 1) << at.split * GEMM_SHARES, to, w, full, x, y, z);
     } else {
         load_box(to, w, full, x, y, z);
     }
@@ -168,9 +170,10 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
                                         const Work& work) {
     produce(ring, barriers, a, work, [&](const Work& at, char* to, Barrier& full) {
-        const int first = GEMM_SHARES > 1 ? at.rank * (GEMM_N / GEMM_SHARES) : 0;
+        const int first = at.share * (GEMM_N / GEMM_SHARES);
         for (int part = 0; part < GEMM_PARTS; ++part) {
-            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, at.slice * SLICE, at.column() + first, part);
+            load_w_box(at, to + part * W_BYTES + first * ROW_BYTES, w, full, at.slice * SLICE, at.column() + first,
+                       part);
         }
     });
 }
@@ -192,6 +195,8 @@ __device__ __forceinline__ void run_producer(const Produce& produce) {
 struct Group {  // of consumers
     const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
     const int warp = thread / 32, lane = thread % 32;
+    // Of the blocks that share w with this one, the first.
+    const int sharers = GEMM_SPLITS > 1 && GEMM_SHARES > 1 ? rank_in_cluster() / GEMM_SHARES * GEMM_SHARES : 0;
     // Of the tile, where both share it.
     const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
     const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
@@ -210,7 +215,7 @@ __device__ __forceinline__ const char* arrived(const char* ring, const Barriers&
 __device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
     Barrier& empty = barriers.empty[count % GEMM_STAGES];
     if (GEMM_SHARES > 1) {
-        if (group.lane < GEMM_SHARES) arrive_at(empty, group.lane);
+        if (group.lane < GEMM_SHARES) arrive_at(empty, group.sharers + group.lane);
     } else {
         if (group.lane == 0) arrive(empty);
     }
@@ -223,7 +228,7 @@ __device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Gr
 }
 
 __device__ __forceinline__ void give_turn(Barriers& barriers, const Group& group) {
-    if (GROUPS == 1 && group.thread == 0) arrive(barriers.turn[1 - group.index]);
+    if (GROUPS == 1 && group.lane == 0) arrive(barriers.turn[1 - group.index]);
 }
 
 __device__ __forceinline__ float2 pair_at(const float* from, int i) {

@@ -44,7 +44,7 @@
 #define GEMM_CHUNK 32
 #endif
 #include "storage.cuh"
-#include "gelu_fast.cuh"
+#include "fast.cuh"
 #include "split.cuh"
 #include "hopper/gemm.cuh"
 

@@ -27,6 +27,7 @@
 #define STORAGE_FP16
 #endif
 #include "common.cuh"
+#include "fast.cuh"
 #include "overlap.cuh"
 #include "storage.cuh"
 #include "mma/attention_job.cuh"
@@ -110,7 +111,7 @@ struct Queries {
             for (int r = 0; r < 2; ++r) {
                 const float old = reference[f][r], next = fmaf(lanes_max<4>(largest[r]), UNIT, -BELOW);
                 const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
-                factor[f][r] = passes ? exp2f(old - next) : 1.0f;
+                factor[f][r] = passes ? exp2_fast(old - next) : 1.0f;
                 reference[f][r] = passes ? next : old;
                 base[f][r] = reference[f][r] == -INFINITY ? 0.0f : -reference[f][r];  // -inf + inf would be NaN
                 moves |= passes;
@@ -184,7 +185,7 @@ struct Queries {
                     float v[2];
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        v[e] = exp2f(fmaf(s[f][2 * k + i / 2][i % 2 * 2 + e], UNIT, base[f][i % 2]));
+                        v[e] = exp2_fast(fmaf(s[f][2 * k + i / 2][i % 2 * 2 + e], UNIT, base[f][i % 2]));
                         sum[f][i % 2] += v[e];
                     }
                     p[i] = pack2(v[0], v[1]);

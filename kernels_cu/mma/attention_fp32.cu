@@ -28,6 +28,7 @@
 #define STORAGE_FP16
 #endif
 #include "common.cuh"
+#include "fast.cuh"
 #include "overlap.cuh"
 #include "storage.cuh"
 #include "mma/attention_job.cuh"
@@ -142,7 +143,7 @@ struct Queries {
             const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
             const float higher = lanes_max<4>(highest[r]);
             const bool passes = next > old + (AT_MOST - BELOW);
-            factor[r] = passes ? exp2f(old - next) : 1.0f;
+            factor[r] = passes ? exp2_fast(old - next) : 1.0f;
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];
             down[r] = inverse(higher);
@@ -165,8 +166,8 @@ struct Queries {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
                 const int n = 2 * k + i / 2, r = i % 2;
-                const float a = exp2f(fmaf(s[n][2 * r], unit[r], base[r]));
-                const float b = exp2f(fmaf(s[n][2 * r + 1], unit[r], base[r]));
+                const float a = exp2_fast(fmaf(s[n][2 * r], unit[r], base[r]));
+                const float b = exp2_fast(fmaf(s[n][2 * r + 1], unit[r], base[r]));
                 sum[r] += a;
                 sum[r] += b;
                 const Split both(a * (of_key[n][0] * down[r]), b * (of_key[n][1] * down[r]));

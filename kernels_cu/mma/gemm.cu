@@ -18,7 +18,7 @@
 #endif
 #include "storage.cuh"
 #include "fresh.cuh"
-#include "gelu_fast.cuh"
+#include "fast.cuh"
 #include "overlap.cuh"
 #include "mma/ptx.cuh"
 #include "mma/gemm.cuh"

@@ -35,7 +35,7 @@
 #endif
 #include "storage.cuh"
 #include "fresh.cuh"
-#include "gelu_fast.cuh"
+#include "fast.cuh"
 #include "overlap.cuh"
 #include "split.cuh"
 #include "mma/ptx.cuh"

@@ -27,13 +27,11 @@
 // A row with values that are not finite gives what sums in float give, infinities or NaN (but for an infinity times a
 // value 2^39 times smaller than the largest of its row: NaN). The order of the HS values is no matter.
 //
-// On an NVIDIA H200, B = 8, T = 1024, NH = 12, HS = 64: 99.4 us (matmul_tri5: 205.6).
-//
 // Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
 // FP32 theoretical peak performance" (2022).
 //
-// Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH +
-// 12 TILE bytes. Any T; any HS that is a multiple of 4, up to 128; qkv and out on 16 bytes.
+// Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory for two
+// tiles and three times their scales. Any T; any HS that is a multiple of 4, up to 128; qkv and out on 16 bytes.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -53,6 +51,9 @@
 #endif
 #ifndef TRI_WARPS
 #define TRI_WARPS 4
+#endif
+#ifndef TRI_BATCH
+#define TRI_BATCH 4
 #endif
 #ifndef TRI_BLOCKS  // that an SM must hold
 #define TRI_BLOCKS 2
@@ -74,16 +75,12 @@ static_assert(TILE % COPIED == 0, "all threads copy alike");
 // divides b.
 __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 / 4; }
 
-template <typename P>
-__device__ __forceinline__ void swap(P& a, P& b) {
-    const P was = a;
-    a = b, b = was;
-}
-
 // What a thread does to every COPIED-th row of a tile: its 8 values there are 4 from each half of the row. They arrive
 // where their hi and lo will stand.
 struct Share {
-    static constexpr int BUFFER = TILE * PITCH;
+    static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // a tile, and a scale for each row
+    static constexpr int BATCH = TILE < TRI_BATCH * COPIED ? TILE / COPIED : TRI_BATCH;  // rows of a thread at a time
+    static_assert(BATCH * COPIED % 32 == 0 && TILE % (BATCH * COPIED) == 0, "place() is linear from batch to batch");
     const int row = threadIdx.x / LANES, part = threadIdx.x % LANES;
     const int offset = place(row) * PITCH + 16 * part;
     const bool has = CHUNKS == LANES || part < CHUNKS;
@@ -103,37 +100,49 @@ struct Share {
 
     // Scales, times `unit`, of rows that need care get a minus sign: those whose scale is far from 1, or which have
     // values that are not finite, and with them other rows.
-    __device__ __forceinline__ void split(char* buffer, float* scales, float unit) const {
+    __device__ __forceinline__ void split(char* buffer, char* to, float unit) const {
+        float* scales = reinterpret_cast<float*>(to);
         unsigned lows = 0;  // two sums, NaN where there was one
-#pragma unroll 2
-        for (int i = 0; i < TILE; i += COPIED) {
-            char* at = buffer + offset + place(i) * PITCH;
-            float4 a = {}, b = {};
-            if (has) {
-                a = *reinterpret_cast<const float4*>(at);
-                b = *reinterpret_cast<const float4*>(at + PART);
-            }
-            const float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-            float most = largest<false>(x);
-            if (__any_sync(0xffffffffu, !(most < INFINITY))) most = largest<true>(x);
-            const int exponent = max(__float_as_int(most) >> 23, 19);  // less cannot be brought to 2^14
-            const float up = __int_as_float((268 - exponent) << 23), scale = __int_as_float((exponent - 14) << 23);
-            unsigned hi[4], lo[4];
+        buffer += offset;
+#pragma unroll 1
+        for (int first = 0; first < TILE; first += BATCH * COPIED, buffer += BATCH * COPIED * PITCH) {
+            float x[BATCH][8], most[BATCH];
+            bool finite = true;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float v = x[2 * e] * up, w = x[2 * e + 1] * up;
-                float near[2];
-                hi[e] = pack2(v, w);
-                Vec<T, 2>{hi[e]}.unpack(near);
-                lo[e] = pack2(v - near[0], w - near[1]);
-                lows = add2(lows, lo[e]);
+            for (int i = 0; i < BATCH; ++i) {
+                const char* at = buffer + place(i * COPIED) * PITCH;
+                const float4 zero = {};
+                const float4 a = has ? *reinterpret_cast<const float4*>(at) : zero;
+                const float4 b = has ? *reinterpret_cast<const float4*>(at + PART) : zero;
+                x[i][0] = a.x, x[i][1] = a.y, x[i][2] = a.z, x[i][3] = a.w;
+                x[i][4] = b.x, x[i][5] = b.y, x[i][6] = b.z, x[i][7] = b.w;
             }
-            if (has) {
-                *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
-                *reinterpret_cast<uint4*>(at + PART) = {lo[0], lo[1], lo[2], lo[3]};
+            largest<false>(x, most);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) finite &= most[i] < INFINITY;
+            if (__any_sync(0xffffffffu, !finite)) largest<true>(x, most);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                char* at = buffer + place(i * COPIED) * PITCH;
+                const int exponent = max(__float_as_int(most[i]) >> 23, 19);  // less cannot be brought to 2^14
+                const float up = __int_as_float((268 - exponent) << 23), scale = __int_as_float((exponent - 14) << 23);
+                unsigned hi[4], lo[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float v = x[i][2 * e] * up, w = x[i][2 * e + 1] * up;
+                    float near[2];
+                    hi[e] = pack2(v, w);
+                    Vec<T, 2>{hi[e]}.unpack(near);
+                    lo[e] = pack2(v - near[0], w - near[1]);
+                    lows = add2(lows, lo[e]);
+                }
+                if (has) {
+                    *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
+                    *reinterpret_cast<uint4*>(at + PART) = {lo[0], lo[1], lo[2], lo[3]};
+                }
+                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // more than 60 from 2^14
+                if (part == 0) scales[row + first + i * COPIED] = far ? -scale * unit : scale * unit;
             }
-            const bool far = (exponent < 81 && most > 0.0f) || exponent > 201;  // more than 60 from 2^14
-            if (part == 0) scales[row + i] = far ? -scale * unit : scale * unit;
         }
         float sums[2];
         Vec<T, 2>{lows}.unpack(sums);
@@ -146,15 +155,25 @@ struct Share {
 private:
     static constexpr int HALF = 4 * CHUNKS;
 
-    // The largest magnitude in the row; of those that are finite.
+    // The largest magnitude of each row; with FINITE of those that are. Rows side by side: shuffles take their time.
     template <bool FINITE>
-    static __device__ __forceinline__ float largest(const float (&x)[8]) {
-        float found = 0.0f;
+    static __device__ __forceinline__ void largest(const float (&x)[BATCH][8], float (&found)[BATCH]) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            found = !FINITE || fabsf(x[e]) < INFINITY ? fmaxf(found, fabsf(x[e])) : found;
+        for (int i = 0; i < BATCH; ++i) {
+            found[i] = 0.0f;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const float size = fabsf(x[i][e]);
+                found[i] = !FINITE || size < INFINITY ? fmaxf(found[i], size) : found[i];
+            }
         }
-        return lanes_max<LANES>(found);
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                found[i] = fmaxf(found[i], __shfl_xor_sync(0xffffffffu, found[i], distance));
+            }
+        }
     }
 };
 
@@ -180,9 +199,9 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
+// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f and the next: e / 2; rows: e % 2
 
-// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 struct Queries {
     unsigned hi[STEPS][FRAGS][2], lo[STEPS][FRAGS][2];
 
@@ -205,7 +224,8 @@ struct Queries {
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
     }
 
-    // Times 32 rows of K, which are columns of out. The small products come first. With HIGH those of hi alone.
+    // Times 32 rows of K, which are columns of out. The small products come first: a tensor core cuts off what it adds
+    // up at the size of the sum so far. With HIGH those of hi alone.
     template <bool HIGH>
     __device__ __forceinline__ void multiply(Sums& sums, const char* rows) const {
         const int lane = threadIdx.x % 32;
@@ -281,35 +301,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
-    char *here = shared, *there = shared + share.BUFFER;
-    float *of_q = reinterpret_cast<float*>(shared + 2 * share.BUFFER), *of_k = of_q + TILE, *next_of_k = of_k + TILE;
+    char* const of_q = shared + 2 * share.BUFFER;  // scales, which outlive the rows of Q
     const Job job = choose_job(T, heads, span, together);
     const float* q = qkv + (job.head / NH * T + job.i * TILE) * ROW + job.head % NH * HS;
     const float* k = qkv + (job.head / NH * T + job.first * TILE) * ROW + (NH + job.head % NH) * HS;
-    share.copy(there, q, T - job.i * TILE);
+    share.copy(shared + share.BUFFER, q, T - job.i * TILE);
     end_group();
-    share.copy(here, k, T - job.first * TILE);
+    share.copy(shared, k, T - job.first * TILE);
     end_group();
     wait_for_groups<1>();
-    share.split(there, of_q, 1.0f / sqrtf((float)HS));
+    share.split(shared + share.BUFFER, of_q, 1.0f / sqrtf((float)HS));
     __syncthreads();  // the rows of Q are there for all
-    const Queries queries(there);
+    const Queries queries(shared + share.BUFFER);
     const int row = queries.row(), column = threadIdx.x % 32 / 4 * 4;
-    of_q += row;
+    const float* of_rows = reinterpret_cast<const float*>(of_q) + row;
     bool care = false;
 #pragma unroll
-    for (int n = 0; n < FRAGS; ++n) care |= fminf(of_q[n], of_q[n + 4]) < 0.0f;
+    for (int n = 0; n < FRAGS; ++n) care |= fminf(of_rows[n], of_rows[n + 4]) < 0.0f;
     const bool all_there = T % 4 == 0 && (job.i + 1) * TILE <= T;
     float* to = out + (job.head * T + job.i * TILE + row) * T + job.first * TILE + column;
 
+    int at_here = 0;
 #pragma unroll 1
-    for (int j = job.first; j < job.last; ++j) {
+    for (int j = job.first; j < job.last; ++j, at_here = share.BUFFER - at_here) {
+        char* const here = shared + at_here;
         wait_for_groups<0>();
-        share.split(here, of_k, 1.0f);
+        share.split(here, here + share.SCALES, 1.0f);
         __syncthreads();  // the tile is there for all, and none still needs the one before, or the rows of Q
         if (j + 1 < job.last) {
             k += TILE * ROW;
-            share.copy(there, k, T - (j + 1) * TILE);
+            share.copy(shared + share.BUFFER - at_here, k, T - (j + 1) * TILE);
         }
         end_group();
 #pragma unroll 1
@@ -318,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
             if (below < 0) continue;
             Sums sums = {};
             queries.multiply<false>(sums, here + c * PITCH);
-            const Four of_columns = *reinterpret_cast<const Four*>(of_k + c + column);
+            const Four of_columns = *reinterpret_cast<const Four*>(here + share.SCALES + 4 * (c + column));
             const float* of_c = of_columns.v;
             const bool odd = care || fminf(fminf(of_c[0], of_c[1]), fminf(of_c[2], of_c[3])) < 0.0f;
             float* at = to;
@@ -327,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
                 for (int r = 0; r < 8; ++r, at += T) {
                     const int e = r / 4, n = r % 4;
                     if (n >= FRAGS) continue;
-                    const float s = of_q[r];
+                    const float s = of_rows[r];
                     __stcs(reinterpret_cast<float4*>(at),
                            make_float4(sums[0][n][e] * (s * of_c[0]), sums[0][n][e + 2] * (s * of_c[1]),
                                        sums[1][n][e] * (s * of_c[2]), sums[1][n][e + 2] * (s * of_c[3])));
@@ -340,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
             for (int r = 0; r < 8; ++r, at += T) {
                 const int e = r / 4, n = r % 4;
                 if (n >= FRAGS) continue;
-                const float s = fabsf(of_q[r]);
+                const float s = fabsf(of_rows[r]);
                 float v[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {  // the smaller scale first: nothing overflows on the way that is not to
@@ -350,8 +371,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
                 store(at, v, r < left ? last + r : -1, T % 4 == 0);
             }
         }
-        swap(here, there);
-        swap(of_k, next_of_k);
     }
 #else
     asm("trap;");

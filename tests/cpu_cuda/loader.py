@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
-STAND_INS = {"mma/ptx.cuh": "mma_ptx.h", "gelu_fast.cuh": "gelu_fast.h"}  # header → file here
+STAND_INS = {"mma/ptx.cuh": "mma_ptx.h", "fast.cuh": "fast.h"}  # header → file here
 
 # -g1: lines for the reports; where variables are, as -g tells too, takes as long as all the rest.
 _FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
