@@ -86,6 +86,11 @@ class CudaCache:
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph was captured of what runs over it."""
+        return self.step is not None or any(each.has_graph for each in self.prefills.values())
+
 
 class CudaModel:
     """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
@@ -221,8 +226,9 @@ class CudaModel:
 
     def _forget_oldest(self, kept: OrderedDict[Any, Any]) -> None:
         if len(kept) > KEPT_SHAPES:
-            self.stream.synchronize()  # a graph of it may still be running
-            kept.popitem(last=False)
+            _, oldest = kept.popitem(last=False)
+            if oldest.has_graph:  # it may still be running; launches keep to the stream's memory
+                self.stream.synchronize()
 
     def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
         prefill = self.prefill(sequences, cache, want)
@@ -243,17 +249,22 @@ class CudaModel:
         return np.split(np.stack([*prefill.states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        """The launches of a group are bound while the GPU computes the group before it."""
         found: list[Floats] = []
+        computed: list[tuple[list[CudaArray], list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
                 prefill = self.prefill(group, self._scratch(group), "logits")
                 targets = cupy.asarray(np.roll(np.concatenate(group), -1))  # the last of each: any
-                parts, first = [], 0
+                parts: list[CudaArray] = []
+                first = 0
                 for logits in self._logits(prefill.out):
                     some = targets[first : first + len(logits)]
-                    parts.append(_log_likelihood.bind((logits, some)).run().get())
+                    parts.append(_log_likelihood.bind((logits, some)).run())
                     first += len(logits)
-                rows = np.split(np.concatenate(parts), prefill.ends[:-1])
+                computed.append((parts, prefill.ends))
+            for parts, ends in computed:
+                rows = np.split(np.concatenate([part.get() for part in parts]), ends[:-1])
                 found += [row[:-1] for row in rows]
         return found
 

@@ -206,6 +206,10 @@ class Prefill(ABC):
         way.ran = True
         self.out = way.out
 
+    @property
+    def has_graph(self) -> bool:
+        return any(way.graph is not None for way in self._ways.values())
+
     def _numbers_of(self, sequences: Sequence[Ids], starts: list[int]) -> Ids:
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
