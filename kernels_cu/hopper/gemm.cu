@@ -112,10 +112,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     wait_for_previous();
     unsigned count = 0;
-    for (int i = 0; at.left(); at.next_tile(), ++i, count += at.last - at.first) {
+    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
         const int row = at.row() + group.row;
-        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? at.split * PART_N : 0);
+        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? at.rank * PART_N : 0);
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(residual, 0, BUFFERS, row, column);
         for (int c = group.thread; c < PART_N; c += GROUP) {
             own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
@@ -128,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const Finals& finals = sums;
 #else
         Finals finals;
-        combine(sums, finals, ring, barriers.sums[group.index], group, at.split, at.share);
+        combine(sums, finals, ring, barriers.sums[group.index], group, at.rank);
 #endif
         if (GEMM_FLOAT_OUT) {
             store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);

@@ -11,8 +11,7 @@
 // Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
 // more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
 // have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
-// which takes load off the L2 cache. They can share the K of a tile, too (GEMM_SPLITS; not in gemm_split.cu): block r
-// of a cluster has part r / GEMM_SHARES of K and the (r % GEMM_SHARES)-th of the tiles.
+// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in gemm_split.cu).
 //
 // a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
 // (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
@@ -79,6 +78,7 @@ static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the cop
 static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
 static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
 static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
+static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
@@ -100,18 +100,16 @@ struct Barriers {
     }
 };
 
-// Where a block is in its work: slices of the tiles it multiplies, one after the other.
+// Where a block is in its work: the tiles it multiplies, one after the other.
 struct Work {
-    const int split, share, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
-    int tile, slice;
+    const int rank, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
+    int tile;
 
     __device__ Work(int M, int N, int K, int rank)
-        : split(GEMM_SPLITS > 1 ? rank / GEMM_SHARES : 0), share(rank % GEMM_SHARES),
-          tiles_n((N + GEMM_N - 1) / GEMM_N),
+        : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
           tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n),
-          first(GEMM_SPLITS > 1 ? slices(K, split) : 0),
-          last(GEMM_SPLITS > 1 ? slices(K, split + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER),
-          slice(first) {}
+          first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
+          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER) {}
 
     // Those of the first `parts` splits; where numbers have two parts, an even number: beyond K there are zeros.
     static __device__ int slices(int K, int parts) {
@@ -120,60 +118,62 @@ struct Work {
     }
 
     __device__ bool left() const { return tile < tiles; }
-    __device__ void next_tile() { tile += gridDim.x / CLUSTER; }
-    __device__ void next() {
-        if (++slice == last) slice = first, next_tile();
-    }
+    __device__ void next() { tile += gridDim.x / CLUSTER; }
     __device__ int row() const {
         const int below = GEMM_DOWN ? tile % (tiles / tiles_n) : tile / tiles_n;
-        return (below * GEMM_SHARES + share) * GEMM_M;
+        return (below * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M;
     }
     __device__ int column() const { return (GEMM_DOWN ? tile / (tiles / tiles_n) : tile % tiles_n) * GEMM_N; }
 };
 
-// A box of w for the block, or for all that share it.
-__device__ __forceinline__ void load_w_box(const Work& at, char* to, const TensorMap& w, Barrier& full, int x,
-                                           int y, int z) {
+// A box of w for the block, or for all of its cluster.
+__device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier& full, int x, int y, int z) {
     if (GEMM_SHARES > 1) {
-        load_box_for(((1 << GEMM_SHARES) - 1) << at.split * GEMM_SHARES, to, w, full, x, y, z);
+        load_box_for((1 << GEMM_SHARES) - 1, to, w, full, x, y, z);
     } else {
         load_box(to, w, full, x, y, z);
     }
 }
 
-// Asks for all slices of the block's tiles, as places in the ring become free. By one thread; load_w(at, to, full) asks
-// for a slice of w.
+// Asks for all slices of the block's tiles, as places in the ring become free. By one thread; load_w(slice, column, to,
+// full) asks for a slice of w. Between slices this thread has no time to lose: 250 ns with a division in there, which
+// was more than small tiles take to multiply.
 template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
-    const auto load_slice = [&](const Work& at, int stage) {
+    const auto load_slice = [&](int slice, int column, int stage) {
         arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
-        load_w(at, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
+        load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
     };
-    Work ahead = work;  // weights were there before the kernel whose end is waited for
-    for (int stage = 0; stage < GEMM_STAGES && ahead.left(); ++stage, ahead.next()) load_slice(ahead, stage);
+    int stage = 0;  // weights were there before the kernel whose end is waited for
+    for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
+        const int column = at.column();
+        for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) load_slice(slice, column, stage++);
+    }
+    int row = work.row(), column = work.column();
     wait_for_previous();
-    unsigned count = 0;
-    for (Work at = work; at.left(); at.next(), ++count) {
-        const int stage = count % GEMM_STAGES;
-        if (count >= GEMM_STAGES) {
-            wait(barriers.empty[stage], (count / GEMM_STAGES - 1) & 1, "empty");
-            load_slice(at, stage);
-        }
-        for (int part = 0; part < GEMM_PARTS; ++part) {
-            char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
-            load_box(to, a, barriers.full[stage], at.slice * SLICE, at.row(), part);
+    unsigned round = stage = 0;
+    for (Work at = work; at.left(); at.next(), row = at.row(), column = at.column()) {
+        for (int slice = at.first; slice < at.last; ++slice) {
+            if (round > 0) {
+                wait(barriers.empty[stage], (round - 1) & 1, "empty");
+                load_slice(slice, column, stage);
+            }
+            for (int part = 0; part < GEMM_PARTS; ++part) {
+                char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
+                load_box(to, a, barriers.full[stage], slice * SLICE, row, part);
+            }
+            if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
     }
 }
 
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
                                         const Work& work) {
-    produce(ring, barriers, a, work, [&](const Work& at, char* to, Barrier& full) {
-        const int first = at.share * (GEMM_N / GEMM_SHARES);
+    produce(ring, barriers, a, work, [&](int slice, int column, char* to, Barrier& full) {
+        const int first = GEMM_SHARES > 1 ? work.rank * (GEMM_N / GEMM_SHARES) : 0;
         for (int part = 0; part < GEMM_PARTS; ++part) {
-            load_w_box(at, to + part * W_BYTES + first * ROW_BYTES, w, full, at.slice * SLICE, at.column() + first,
-                       part);
+            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, slice * SLICE, column + first, part);
         }
     });
 }
@@ -195,8 +195,6 @@ __device__ __forceinline__ void run_producer(const Produce& produce) {
 struct Group {  // of consumers
     const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
     const int warp = thread / 32, lane = thread % 32;
-    // Of the blocks that share w with this one, the first.
-    const int sharers = GEMM_SPLITS > 1 && GEMM_SHARES > 1 ? rank_in_cluster() / GEMM_SHARES * GEMM_SHARES : 0;
     // Of the tile, where both share it.
     const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
     const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
@@ -215,7 +213,7 @@ __device__ __forceinline__ const char* arrived(const char* ring, const Barriers&
 __device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
     Barrier& empty = barriers.empty[count % GEMM_STAGES];
     if (GEMM_SHARES > 1) {
-        if (group.lane < GEMM_SHARES) arrive_at(empty, group.sharers + group.lane);
+        if (group.lane < GEMM_SHARES) arrive_at(empty, group.lane);
     } else {
         if (group.lane == 0) arrive(empty);
     }

@@ -244,7 +244,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Output to = {own_scale, own_bias, residual, out, per_scale, M, N};
     wait_for_previous();
     unsigned count = 0;
-    for (int i = 0; at.left(); at.next_tile(), ++i, count += at.last - at.first) {
+    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
         const int row = at.row() + group.row, column = at.column() + group.column;
         for (int c = group.thread; c < PART_N; c += GROUP) {

@@ -54,20 +54,20 @@ struct Columns {
 };
 
 template <int MATRICES>
-__device__ __forceinline__ void load_columns(const Work& at, char* to, Barrier& full,
+__device__ __forceinline__ void load_columns(const Work& at, int slice, int column, char* to, Barrier& full,
                                              const TensorMap* const (&w)[MATRICES]) {
     constexpr int BESIDE = Columns<MATRICES>::BESIDE, ROWS = NORM_W_NK ? BESIDE : SLICE;
-    const int first = at.share * (ROWS / GEMM_SHARES);  // row of a box that this block loads
-    int column = at.column() / MATRICES;
+    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // row of a box that this block loads
+    column /= MATRICES;
     for (int n = 0; n < GEMM_N; n += MATRICES * BESIDE, column += BESIDE) {
 #pragma unroll
         for (int i = 0; i < MATRICES; ++i, to += BESIDE * ROW_BYTES) {
             if constexpr (NORM_W_NK) {
-                load_w_box(at, to + first * ROW_BYTES, *w[i], full, at.slice * SLICE, column + first, 0);
+                load_w_box(to + first * ROW_BYTES, *w[i], full, slice * SLICE, column + first, 0);
             } else {
                 for (int box = 0; box < BESIDE / 64; ++box) {
-                    load_w_box(at, to + box * BOX_BYTES + first * ROW_BYTES, *w[i], full, column + 64 * box,
-                               at.slice * SLICE + first, 0);
+                    load_w_box(to + box * BOX_BYTES + first * ROW_BYTES, *w[i], full, column + 64 * box,
+                               slice * SLICE + first, 0);
                 }
             }
         }
@@ -104,8 +104,8 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     Work at(M, MATRICES * N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
         run_producer([&] {
-            produce(ring, barriers, n, at, [&](const Work& at, char* to, Barrier& full) {
-                load_columns<MATRICES>(at, to, full, w);
+            produce(ring, barriers, n, at, [&](int slice, int column, char* to, Barrier& full) {
+                load_columns<MATRICES>(at, slice, column, to, full, w);
             });
         });
         return;
@@ -115,10 +115,10 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     Pair* const frequencies = rest.frequencies[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
     unsigned count = 0;
-    for (int i = 0; at.left(); at.next_tile(), ++i, count += at.last - at.first) {
+    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
         const int row = at.row() + group.row;
-        const int column = (at.column() + group.column) / MATRICES + (GEMM_SPLITS > 1 ? at.split * PART_N : 0);
+        const int column = (at.column() + group.column) / MATRICES + (GEMM_SPLITS > 1 ? at.rank * PART_N : 0);
         for (int c = group.thread; MATRICES == 1 && c < PART_N / 2; c += GROUP) {
             const int pair = TURNS ? (column + 2 * c) % turn.head_dim / 2 : 0;
             frequencies[c] = TURNS ? frequency(pair, turn.step, turn.step_low) : Pair{-0.0f, -0.0f};
@@ -132,7 +132,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         const Finals& finals = sums;
 #else
         Finals finals;
-        combine(sums, finals, ring, barriers.sums[group.index], group, at.split, at.share);
+        combine(sums, finals, ring, barriers.sums[group.index], group, at.rank);
 #endif
         int positions[BLOCKS_M][2];
 #pragma unroll

@@ -49,9 +49,9 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
 }
 
 // The sums of all splits, in their order, for this block's part of the columns. They meet in the rings, which nobody
-// needs any more. own, share: of the block (Work).
+// needs any more.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* ring, Barrier& arrived,
-                                        const Group& group, int own, int share) {
+                                        const Group& group, int rank) {
     constexpr int FOURS = PART_N / 8;  // of a thread, below each other BLOCKS_M times
     const auto place = [&](int split, int m, int i) {
         const int four = ((split * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
@@ -61,11 +61,11 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
     sync_cluster();
 #pragma unroll
     for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
-        if (owner == own) continue;
+        if (owner == rank) continue;
 #pragma unroll
         for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
             const float* v = sums[i / FOURS] + owner * PART_N / 2 + i % FOURS * 4;
-            store_at(owner * GEMM_SHARES + share, place(own, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
+            store_at(owner, place(rank, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
         }
     }
     wait(arrived, 0, "sums");
@@ -74,7 +74,7 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
 #pragma unroll
         for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
             float v[4];
-            if (split == own) {
+            if (split == rank) {
 #pragma unroll
                 for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
                     if (owner != split) continue;
