@@ -90,7 +90,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ char unaligned[];
     char* const ring = align_1024(unaligned);
     char* const buffers = ring + GEMM_STAGES * STAGE_BYTES;
-    Rest& rest = *reinterpret_cast<Rest*>(buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES));
+    char* const received = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
+    Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
 
     let_next_start();
@@ -98,8 +99,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         prefetch(a), prefetch(w);
         barriers.start();
     }
-    __syncthreads();
-    if (GEMM_SHARES > 1) sync_cluster();
+    start_block();
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const Finals& finals = sums;
 #else
         Finals finals;
-        combine(sums, finals, ring, barriers.sums[group.index], group, at.rank);
+        combine(sums, finals, received, barriers.sums[group.index], group, at.rank);
 #endif
         if (GEMM_FLOAT_OUT) {
             store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);

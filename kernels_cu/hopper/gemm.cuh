@@ -16,8 +16,8 @@
 // a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
 // (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
 // grid: a cluster for every tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS the former.
-// block (THREADS). Dynamic shared memory, from a multiple of 1024 on: the ring, chunks on their way out, the kernel's
-// Rest; gpt2block/operations/_hopper_gemm.py counts it.
+// block (THREADS). Dynamic shared memory, from a multiple of 1024 on: the ring, chunks on their way out, received sums,
+// the kernel's Rest; gpt2block/operations/_hopper_gemm.py counts it.
 #pragma once
 
 #include "hopper/wgmma.cuh"
@@ -72,6 +72,7 @@ constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group fini
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
 constexpr int BUFFERS = 2;  // chunks of a group on their way out
+constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums of the other splits
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
 static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
@@ -178,6 +179,13 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     });
 }
 
+// Behind barriers.start().
+__device__ __forceinline__ void start_block() {
+    __syncthreads();
+    if (CLUSTER > 1) arrive_in_cluster();
+    if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, when there are sums to send
+}
+
 // What every warp does last.
 __device__ __forceinline__ void end_block() {
     __syncwarp();
@@ -190,6 +198,7 @@ __device__ __forceinline__ void run_producer(const Produce& produce) {
     give_registers<24>();
     if (threadIdx.x / 32 == 0 && elect_one()) produce();
     end_block();
+    if (GEMM_SPLITS > 1) wait_for_cluster();  // who has arrived does
 }
 
 struct Group {  // of consumers

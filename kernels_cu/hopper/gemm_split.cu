@@ -230,8 +230,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         prefetch(a), prefetch(w);
         barriers.start();
     }
-    __syncthreads();
-    if (GEMM_SHARES > 1) sync_cluster();
+    start_block();
 
     Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {

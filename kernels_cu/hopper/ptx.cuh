@@ -171,9 +171,17 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-// All threads of all blocks of the cluster that are still there. It is not said that one sees what another wrote.
+// All threads of all blocks of the cluster that are still there wait for each other, in one step or in two. It is not
+// said that one sees what another wrote.
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    arrive_in_cluster();
+    wait_for_cluster();
 }
 
 // Four floats into the shared memory of another block of the cluster, where this one has `here`. They arrive at its

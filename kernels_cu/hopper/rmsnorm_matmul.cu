@@ -89,7 +89,8 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
     extern __shared__ char unaligned[];
     char* const ring = align_1024(unaligned);
     char* const buffers = ring + GEMM_STAGES * STAGE_BYTES;
-    Rest& rest = *reinterpret_cast<Rest*>(buffers + CONSUMERS * BUFFERS * CHUNK_BYTES);
+    char* const received = buffers + CONSUMERS * BUFFERS * CHUNK_BYTES;
+    Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
     Barriers& barriers = rest.barriers;
 
     let_next_start();
@@ -98,8 +99,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         for (const TensorMap* map : w) prefetch(*map);
         barriers.start();
     }
-    __syncthreads();
-    if (GEMM_SHARES > 1) sync_cluster();
+    start_block();
 
     Work at(M, MATRICES * N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (uniform(threadIdx.x / GROUP) == 0) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         const Finals& finals = sums;
 #else
         Finals finals;
-        combine(sums, finals, ring, barriers.sums[group.index], group, at.rank);
+        combine(sums, finals, received, barriers.sums[group.index], group, at.rank);
 #endif
         int positions[BLOCKS_M][2];
 #pragma unroll

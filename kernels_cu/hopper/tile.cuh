@@ -8,7 +8,6 @@
 constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // of 64 columns of w as (K, N)
 
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
-static_assert(GEMM_SPLITS == 1 || GEMM_M * GEMM_N * 4 <= GEMM_STAGES * STAGE_BYTES, "the ring has room for all sums");
 
 typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
 typedef float Finals[BLOCKS_M][PART_N / 2];      // of it, for the columns that its group finishes
@@ -48,24 +47,23 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     release(barriers, group, count - 1);
 }
 
-// The sums of all splits, in their order, for this block's part of the columns. They meet in the rings, which nobody
-// needs any more.
-__device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* ring, Barrier& arrived,
+// The sums of all splits, in their order, for this block's part of the columns. Each has memory for what it receives.
+__device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
     constexpr int FOURS = PART_N / 8;  // of a thread, below each other BLOCKS_M times
-    const auto place = [&](int split, int m, int i) {
-        const int four = ((split * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
-        return reinterpret_cast<float*>(ring) + 4 * (four * GROUP + group.thread);
+    const auto place = [&](int from, int to, int m, int i) {
+        const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
+        return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
     };
     if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
-    sync_cluster();
+    wait_for_cluster();  // their barriers are there, since long
 #pragma unroll
     for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
         if (owner == rank) continue;
 #pragma unroll
         for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
             const float* v = sums[i / FOURS] + owner * PART_N / 2 + i % FOURS * 4;
-            store_at(owner, place(rank, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
+            store_at(owner, place(rank, owner, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
         }
     }
     wait(arrived, 0, "sums");
@@ -82,7 +80,8 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
                     for (int k = 0; k < 4; ++k) v[k] = sums[i / FOURS][owner * PART_N / 2 + i % FOURS * 4 + k];
                 }
             } else {
-                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(place(split, i / FOURS, i % FOURS));
+                const float* from = place(split, rank, i / FOURS, i % FOURS);
+                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
             }
             float* to = finals[i / FOURS] + i % FOURS * 4;
 #pragma unroll
