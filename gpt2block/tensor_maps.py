@@ -23,8 +23,16 @@ _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzl
 _LONG_LINES = 3  # CUtensorMapL2promotion: 256 bytes
 
 
-@cache
 def _encode() -> Any:
+    """The driver's call. It takes the thread's context, which a new thread does not have yet."""
+    import cupy  # noqa: PLC0415
+
+    cupy.cuda.Device().use()
+    return _driver_call()
+
+
+@cache
+def _driver_call() -> Any:
     call = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     call.argtypes = (
         ctypes.c_void_p,

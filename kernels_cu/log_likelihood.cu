@@ -7,6 +7,7 @@
 // It is bound by memory: a row is read once. A row with NaN or +inf, or of -inf alone, gives NaN; so does a target
 // outside 0..V-1. A target of -inf gives -inf.
 #include "logits.cuh"
+#include "overlap.cuh"
 
 #ifndef LL_THREADS  // of a block: a power of two, from 32 on
 #define LL_THREADS 512
@@ -25,6 +26,8 @@ extern "C" __global__ void __launch_bounds__(LL_THREADS) log_likelihood_kernel(
     float* out,           // (N)
     int V) {
     __shared__ Online parts[WARPS];
+    let_next_start();
+    wait_for_previous();
     const int thread = threadIdx.x, row = blockIdx.x, target = targets[row];
     const float* x = logits + (long long)row * V;
     const bool inside = 0 <= target && target < V;

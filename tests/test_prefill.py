@@ -10,6 +10,7 @@ Without a GPU the launches of a whole model are run by the kernels' own source.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, kernels, reference
-from gpt2block.engines.model import kv_cache_dtype
+from gpt2block.engines.model import filled_up, kv_cache_dtype
 from gpt2block.sampling import Sampling
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 from gpt2block.weights import GPT2Weights
@@ -269,7 +272,7 @@ def on(machine: Machine, config: GPT2Config, dtype: str) -> Any:
     model: Any = object.__new__(CudaModel)
     model.config, model.dtype, model.device = config, dtype, 0
     model.stream, model.on_tensor_cores = machine, True
-    model._scratches = OrderedDict()
+    model._scratches, model._activations = OrderedDict(), None
     model._vectors, model._matrices = {}, {}
     for name, array, layout in weights(config).tensors():
         if layout is None:
@@ -362,6 +365,52 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
         every = text + "".join(h.read_text("ascii") for h in headers if h.is_file())
         assert "let_next_start();" in every
         assert "wait_for_previous();" in every, file
+
+
+def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
+    """One graph from the tokens on, which another batch has, too."""
+    model = on(machine, TINY, "bfloat16")
+    rows = [truth_and_meaning(TINY, "bfloat16", b, n) for b, n in enumerate((33, 20, 2))]
+    for number, several in enumerate((rows, rows, rows[::-1])):
+        machine.ran.clear()
+        machine.early.clear()
+        batch = filled_up([ids for ids, _, _ in several])
+        assert (len(batch), sum(map(len, batch))) == (4, 56)
+        prefill = model.prefill(batch, model._scratch(batch), "log_likelihood")
+        nats = np.split(machine.get(prefill.out).copy(), prefill.ends[:-1])
+        for (ids, truth, meaning), got in zip(several, nats[:3], strict=True):
+            at = np.arange(len(ids) - 1), ids[1:]
+            exact, own = (
+                np.log(reference.softmax(logits[:-1].astype(np.float64)))[at][:, None]
+                for logits in (truth.logits, meaning.logits)
+            )
+            assert_close(got[:-1, None], exact, own)
+        assert machine.ran[-1] == "log_likelihood_kernel"
+        assert machine.early == (machine.ran if number == 1 else [])  # when it was captured
+    assert len(model._scratches) == 1
+
+
+@given(st.lists(st.integers(1, 1024), min_size=1, max_size=300))
+def test_filled_up(lengths: list[int]) -> None:
+    """The sequences are there as they were; what is added is little, and short."""
+    group = [np.full(n, 7, np.int32) for n in lengths]
+    filled = filled_up(group)
+    assert all(a is b for a, b in zip(group, filled, strict=False))
+    added = filled[len(group) :]
+    assert sum(map(len, added)) <= sum(lengths) / 16
+    assert all(len(ids) <= max(lengths) and not ids.any() for ids in added)
+    assert len(added) <= len(group) / 4 + sum(lengths) / 16 / max(lengths) * 1.25 + 2
+    again = filled_up(filled)
+    assert sum(map(len, again)) == sum(map(len, filled))
+
+
+def test_few_shapes_for_batches_of_a_size() -> None:
+    """8,000 to 8,192 tokens in 20 to 40 sequences: at most 10 shapes."""
+    found = set()
+    for tokens, count in itertools.product(range(8000, 8193), range(20, 41)):
+        filled = filled_up(np.array_split(np.zeros(tokens, np.int32), count))
+        found.add((sum(map(len, filled)), len(filled)))
+    assert len(found) <= 10
 
 
 def test_the_last_rows_are_those_of_all(machine: Machine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,3 +112,15 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     driver.status = 1
     with pytest.raises(DeviceError, match=r"CUDA error 1 for float16 \(1, 8, 12\), strides"):
         tensor_map(array((1, 8, 12), np.float16), (1, 8, 64))
+
+
+@pytest.mark.gpu
+def test_a_thread_that_never_used_the_gpu() -> None:
+    import cupy  # noqa: PLC0415
+
+    memory = cupy.zeros((1, 128, 64), "float16")
+    tensor_maps._encoded.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(tensor_map, memory, (1, 64, 64)).result()
+    tensor_maps._encoded.cache_clear()
+    assert there.tobytes() == tensor_map(memory, (1, 64, 64)).tobytes()

@@ -22,9 +22,9 @@ from gpt2block.config import check_count
 from gpt2block.errors import CheckpointError, InputError
 
 FORMAT = 1  # of the manifest
-# Of a worker, a shard each. With two, one could be read or written while the GPU computes the
-# other; NumPy's products have the CPU's cores already.
-THREADS = {"cuda": 1, "cpu": 1}
+# Of a worker, a shard each. With two, one is read or written while the GPU computes the other;
+# NumPy's products have the CPU's cores already.
+THREADS = {"cuda": 2, "cpu": 1}
 SWITCH_SECONDS = 1e-4  # the GPU waits for its thread, which waits so long for Python; 5 ms else
 _ALREADY_NAMED = {"index"}
 

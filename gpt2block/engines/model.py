@@ -56,6 +56,25 @@ def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
         yield group
 
 
+def filled_up(group: list[Ids]) -> list[Ids]:
+    """The sequences, and some of token 0 behind them: at most a sixteenth more tokens.
+
+    Many batches then have the same number of tokens, and of sequences; what is made for one of them
+    is there for the next.
+    """
+    tokens, count = sum(map(len, group)), len(group)
+    longest = max(map(len, group))
+    missing = rounded_up(tokens, 16) - tokens
+    more = rounded_up(count + -(-missing // max(1, longest)), 4) - count
+    return [*group, *np.array_split(np.zeros(missing, np.int32), more)] if more else group
+
+
+def rounded_up(n: int, steps: int) -> int:
+    """n, or the next number of so many from each power of two to the next."""
+    step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
+    return -(-n // step) * step
+
+
 def check_dtype(dtype: str) -> None:
     """InputError unless weights can be stored so."""
     if dtype not in DTYPES:

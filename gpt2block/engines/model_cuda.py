@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -37,11 +37,13 @@ from gpt2block.engines.model import (
     Want,
     cache_kind,
     check_room,
+    filled_up,
     in_groups,
     kv_cache_dtype,
+    rounded_up,
     stored_tensors,
 )
-from gpt2block.engines.model_cuda_prefill import Plain, Prefill, Shape, TensorCores
+from gpt2block.engines.model_cuda_prefill import Asked, Plain, Prefill, Shape, TensorCores
 from gpt2block.kernels import Launch
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
@@ -60,7 +62,8 @@ from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
-KEPT_SHAPES = 4  # of a prefill, with their buffers and launches
+KEPT_SHAPES = 4  # of a prefill, with their launches, buffers and caches
+KEPT_FILLED_UP = 32  # of a prefill of sequences that were filled up, with their launches
 KEPT_CACHES = 2  # of ended decodings, with their graphs
 
 
@@ -86,11 +89,6 @@ class CudaCache:
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether a graph was captured of what runs over it."""
-        return self.step is not None or any(each.has_graph for each in self.prefills.values())
-
 
 class CudaModel:
     """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
@@ -106,6 +104,7 @@ class CudaModel:
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._activations: list[CudaArray] | None = None
         self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
@@ -213,7 +212,8 @@ class CudaModel:
 
         Attention on tensor cores needs none.
         """
-        shape = len(sequences), max(map(len, sequences))
+        longest = max(map(len, sequences))
+        shape = len(sequences), self.config.n_ctx if self.on_tensor_cores else longest
         cache = self._scratches.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
@@ -225,10 +225,9 @@ class CudaModel:
         return cache
 
     def _forget_oldest(self, kept: OrderedDict[Any, Any]) -> None:
-        if len(kept) > KEPT_SHAPES:
-            _, oldest = kept.popitem(last=False)
-            if oldest.has_graph:  # it may still be running; launches keep to the stream's memory
-                self.stream.synchronize()
+        if len(kept) > (KEPT_FILLED_UP if self.on_tensor_cores else KEPT_SHAPES):
+            self.stream.synchronize()  # it may still be running
+            kept.popitem(last=False)
 
     def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
         prefill = self.prefill(sequences, cache, want)
@@ -249,23 +248,17 @@ class CudaModel:
         return np.split(np.stack([*prefill.states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """The launches of a group are bound while the GPU computes the group before it."""
+        """All groups are launched before the first result is waited for."""
         found: list[Floats] = []
-        computed: list[tuple[list[CudaArray], list[int]]] = []
+        computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                prefill = self.prefill(group, self._scratch(group), "logits")
-                targets = cupy.asarray(np.roll(np.concatenate(group), -1))  # the last of each: any
-                parts: list[CudaArray] = []
-                first = 0
-                for logits in self._logits(prefill.out):
-                    some = targets[first : first + len(logits)]
-                    parts.append(_log_likelihood.bind((logits, some)).run())
-                    first += len(logits)
-                computed.append((parts, prefill.ends))
-            for parts, ends in computed:
-                rows = np.split(np.concatenate([part.get() for part in parts]), ends[:-1])
-                found += [row[:-1] for row in rows]
+                several = filled_up(group) if self.on_tensor_cores else group
+                prefill = self.prefill(several, self._scratch(several), "log_likelihood")
+                computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
+            for rows, ends in computed:
+                *found_here, _ = np.split(rows.get(), ends)
+                found += [row[:-1] for row in found_here]
         return found
 
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
@@ -296,7 +289,7 @@ class CudaModel:
         return cache.step
 
     def prefill(
-        self, sequences: Sequence[Ids], cache: CudaCache, want: Want | None = None
+        self, sequences: Sequence[Ids], cache: CudaCache, want: Asked | None = None
     ) -> Prefill:
         """The sequences through all blocks, behind what the cache's rows hold."""
         lengths = [len(ids) for ids in sequences]
@@ -305,7 +298,8 @@ class CudaModel:
         if self.on_tensor_cores:
             make = TensorCores
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
-            shape = shape._replace(fresh=0 in before, going_on=any(before))
+            longest = min(rounded_up(shape.longest, 4), shape.rows)
+            shape = Shape(shape.rows, longest, fresh=0 in before, going_on=any(before))
         prefill = cache.prefills.get(shape)
         if prefill is None:
             prefill = cache.prefills[shape] = make(self, cache, shape)
@@ -317,15 +311,48 @@ class CudaModel:
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
         """Of all rows, some at a time; there may be more columns than tokens, of -inf."""
+        for _, bound in self._bind_logits(hidden):
+            yield bound.run()
+
+    def _bind_logits(self, hidden: CudaArray) -> Iterator[tuple[int, Bound]]:
+        """The first of some rows, and their logits: in the same memory for all."""
         head, bias = self._head or (self._matrices["lm_head"], None)
-        out = cupy.empty((min(len(hidden), ROWS_AT_ONCE), head.N), "float32")
+        out = self._some_logits[: len(hidden)]
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             rows = hidden[first : first + ROWS_AT_ONCE]
             here = out[: len(rows)]
             if self.on_tensor_cores:
-                yield _gemm.bind((rows, head, bias), here).run()
+                yield first, _gemm.bind((rows, head, bias), here)
             else:
-                yield _linear.bind((rows, head), here, variant="tiles").run()
+                yield first, _linear.bind((rows, head), here, variant="tiles")
+
+    @cached_property
+    def _some_logits(self) -> CudaArray:
+        """Memory for the logits of some rows."""
+        head, _ = self._head or (self._matrices["lm_head"], None)
+        return cupy.empty((ROWS_AT_ONCE, head.N), "float32")
+
+    def bind_log_likelihood(
+        self, hidden: CudaArray, targets: CudaArray
+    ) -> tuple[list[Bound], CudaArray]:
+        """Of the targets (N,), some rows after the others, and where the results will be, (N,)."""
+        out = cupy.empty(len(hidden), "float32")
+        bounds: list[Bound] = []
+        for first, logits in self._bind_logits(hidden):
+            rows = slice(first, first + len(logits.out))
+            bounds += logits, _log_likelihood.bind((logits.out, targets[rows]), out[rows])
+        return bounds, out
+
+    def activations(self, rows: int, dtype: str) -> list[CudaArray]:
+        """Of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C) and ff (rows, 4C).
+
+        The same memory for all prefills, as one runs at a time.
+        """
+        C = self.config.n_embd
+        if self._activations is None or len(self._activations[0]) < rows:
+            sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)
+            self._activations = [cupy.empty((rows, n * C), kind) for n, kind in sizes]
+        return [array[:rows] for array in self._activations]
 
     def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
         inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])

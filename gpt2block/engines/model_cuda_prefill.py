@@ -30,10 +30,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import cupy
+import cupyx
 import numpy as np
 
 from gpt2block import overlap
@@ -44,6 +45,9 @@ from gpt2block.ops._arrays import Bound, CudaArray
 
 if TYPE_CHECKING:
     from gpt2block.engines.model_cuda import CudaCache, CudaModel
+
+
+Asked = Want | Literal["log_likelihood"]
 
 
 class Shape(NamedTuple):
@@ -93,29 +97,29 @@ class Prefill(ABC):
 
     After `run`, `out` holds of what was asked for: "last": logits, (B, V), where rows of sequences
     without new tokens mean nothing; "hidden" and "states": the final LayerNorm, (N, C) float32;
-    "logits": the same as their product takes it.
+    "logits": the same as their product takes it; "log_likelihood": of the next token of each, (N,),
+    where that behind the last of a sequence means nothing. It holds until the model's next prefill.
     """
 
     overlapping: ClassVar[bool]  # whether every kernel waits for the one before it (overlap.cuh)
 
     def __init__(self, model: CudaModel, cache: CudaCache, shape: Shape, dtype: str) -> None:
-        N, B, C = shape.rows, cache.batch, model.config.n_embd
+        N, B = shape.rows, cache.batch
         self.model: CudaModel = weakref.proxy(model)  # it has this, in its caches
         self.shape, self.batch, self.n_ctx, self.kept = shape, B, cache.n_ctx, cache.layers
         self.ends: list[int] = []
         self.states: list[Floats] = []
         self.out: CudaArray = None
-        self._numbers = cupy.empty(3 * N + 3 * B + 1, "int32")
-        ends = np.cumsum([N, N, N, B + 1, B]).tolist()
-        ids, positions, self.row, self.cu_seqlens, self.start, self._last = cupy.split(
-            self._numbers, ends
+        self._numbers = cupy.empty(4 * N + 3 * B + 1, "int32")
+        ends = np.cumsum([N, N, N, N, B + 1, B]).tolist()
+        ids, self._targets, positions, self.row, self.cu_seqlens, self.start, self._last = (
+            cupy.split(self._numbers, ends)
         )
         self.positions = positions
-        self.x = cupy.empty((N, C), "float32")
-        self._h, self.qkv, self._ff = (cupy.empty((N, n * C), dtype) for n in (1, 3, 4))
+        self.x, self._h, self.qkv, self._ff = model.activations(N, dtype)
         self._encoder = model.bind_encoder(ids, positions, self.x)
         self._layers = list(self._bind_layers())
-        self._ways: dict[Want | None, _Way] = {}
+        self._ways: dict[Asked | None, _Way] = {}
 
     @abstractmethod
     def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
@@ -138,8 +142,8 @@ class Prefill(ABC):
         """Of `qkv`, whose K and V also go into the cache."""
 
     @abstractmethod
-    def bind_hidden(self, want: Want) -> Bound:
-        """The final LayerNorm of x for "hidden", "states" or "logits"."""
+    def bind_hidden(self, want: Asked) -> Bound:
+        """The final LayerNorm of x: float32 for "hidden" and "states", else for the product."""
 
     def _bind_layers(self) -> Iterator[tuple[Bound, ...]]:
         """Of every layer what comes before and with attention, which leaves its result in h."""
@@ -172,14 +176,18 @@ class Prefill(ABC):
                 yield from self._bind_rest(layer - 1, self.x, self._h)
             yield from bounds
 
-    def _bind(self, want: Want | None) -> _Way:
+    def _bind(self, want: Asked | None) -> _Way:
         before: list[Bound | _Gather] = list(self._bind_before())
         if want is None:
             return _Way(tuple(before), self.x)
         if want != "last":
             norm = self.bind_hidden(want)
             rest = self._bind_rest(len(self._layers) - 1, self.x, self._h)
-            return _Way((*before, *rest, norm), norm.out)
+            hidden = (*before, *rest, norm)
+            if want != "log_likelihood":
+                return _Way(hidden, norm.out)
+            scores, out = self.model.bind_log_likelihood(norm.out, self._targets)
+            return _Way((*hidden, *scores), out)
         x, h = self.x[-1:], self._h[-1:]
         if self.batch > 1:
             shape = (self.batch, x.shape[1])
@@ -188,7 +196,7 @@ class Prefill(ABC):
         logits = self.model.bind_lm_head(x, None)
         return _Way((*before, *self._bind_last(x, h), logits), logits.out)
 
-    def run(self, sequences: Sequence[Ids], starts: list[int], want: Want | None) -> None:
+    def run(self, sequences: Sequence[Ids], starts: list[int], want: Asked | None) -> None:
         """The sequences through the model; `want` None: for what is in the cache then."""
         self._send(self._numbers_of(sequences, starts))
         if want == "states":
@@ -206,10 +214,6 @@ class Prefill(ABC):
         way.ran = True
         self.out = way.out
 
-    @property
-    def has_graph(self) -> bool:
-        return any(way.graph is not None for way in self._ways.values())
-
     def _numbers_of(self, sequences: Sequence[Ids], starts: list[int]) -> Ids:
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
@@ -218,7 +222,8 @@ class Prefill(ABC):
         rows = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(self.shape.rows) - np.repeat(before - starts, lengths)
         last = np.maximum(ends - 1, 0)
-        parts = (*sequences, positions, rows, [0], ends, self._starts(starts), last)
+        ids = np.concatenate(sequences)
+        parts = (ids, np.roll(ids, -1), positions, rows, [0], ends, self._starts(starts), last)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
     def _starts(self, starts: list[int]) -> list[int]:
@@ -226,7 +231,20 @@ class Prefill(ABC):
         return starts
 
     def _send(self, numbers: Ids) -> None:
-        self._numbers.set(numbers)
+        """Through memory that the GPU reads when it gets there; the call before has to be there."""
+        self._sent.synchronize()
+        self._pinned[...] = numbers
+        self._numbers.set(self._pinned)
+        self._sent.record()
+
+    @cached_property
+    def _pinned(self) -> Ids:
+        pinned: Ids = cupyx.empty_pinned(self._numbers.shape, np.int32)
+        return pinned
+
+    @cached_property
+    def _sent(self) -> Any:
+        return cupy.cuda.Event(disable_timing=True)
 
     def _run_and_look(self) -> None:
         """Layer by layer, with copies of the stream in between."""
@@ -280,7 +298,7 @@ class Plain(Prefill):
             longest=self.shape.longest,
         )
 
-    def bind_hidden(self, want: Want) -> Bound:
+    def bind_hidden(self, want: Asked) -> Bound:
         return self.model.bind_norm(self.x, "_f", self._h)
 
 
@@ -337,8 +355,9 @@ class TensorCores(Prefill):
             matvec("proj", ff, x, residual=x),
         )
 
-    def bind_hidden(self, want: Want) -> Bound:
-        out = self._h if want == "logits" else cupy.empty(self.x.shape, "float32")
+    def bind_hidden(self, want: Asked) -> Bound:
+        whole = want in ("hidden", "states")
+        out = cupy.empty(self.x.shape, "float32") if whole else self._h
         return self.bind_norm(self.x, "_f", out)
 
     def _starts(self, starts: list[int]) -> list[int]:
