@@ -26,7 +26,8 @@ from gpt2block import GPT2, cli
 from gpt2block.bulk import shards
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
-import psutil  # distributed needs it, too
+import dask
+import psutil  # distributed needs both
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 120  # seconds
@@ -206,6 +207,8 @@ def test_two_shards_at_once_in_a_worker(
     monkeypatch.setattr(job, "THREADS", {"cpu": 2})
     with cluster.local(1, "cpu") as client:
         assert list(client.nthreads().values()) == [2]
+        name = "distributed.worker.profile.enabled"
+        assert client.submit(dask.config.get, name).result() is False
     given = job.Job("score", str(tmp_path / "o"), device="cpu", keep=("id",), shard_size=SHARD)
     outcome = driver.run(given, [str(few(records, tmp_path))], Mock(), workers=1)
     assert (outcome.records + outcome.errors, outcome.failed) == (199, {})

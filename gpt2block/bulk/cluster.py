@@ -20,6 +20,9 @@ from gpt2block.errors import DeviceError, InputError
 
 ALLOWED_FAILURES = 10  # workers that die with a shard before it is blamed
 CONNECT_SECONDS = 10
+# A thread would look at the others' stacks every 10 ms, for the dashboard's profile; Python runs
+# one thread at a time, and the GPU waits for it.
+UNOBSERVED = {"distributed.worker.profile.enabled": False}
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def local(workers: int | None, engine: str) -> Iterator[Client]:
             "allowed_failures": ALLOWED_FAILURES,
         },
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), dask.config.set(UNOBSERVED):
         warnings.filterwarnings("ignore", "Port 8787 is already in use")  # another one is taken
         cluster = _started(
             workers=specs, scheduler=scheduler, name="gpt2block", silence_logs=logging.WARNING
