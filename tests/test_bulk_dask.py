@@ -204,8 +204,10 @@ def test_two_shards_at_once_in_a_worker(
     """As where there is a GPU."""
     from gpt2block.bulk import cluster, driver, job  # noqa: PLC0415
 
-    monkeypatch.setattr(job, "THREADS", {"cpu": 2})
-    with cluster.local(1, "cpu") as client:
+    assert job.threads_of("score", "cuda") == 2
+    assert job.threads_of("generate", "cuda") == job.threads_of("score", "cpu") == 1
+    monkeypatch.setattr(driver, "threads_of", lambda *_: 2)
+    with cluster.local(1, "cpu", threads=2) as client:
         assert list(client.nthreads().values()) == [2]
         name = "distributed.worker.profile.enabled"
         assert client.submit(dask.config.get, name).result() is False

@@ -272,7 +272,8 @@ def on(machine: Machine, config: GPT2Config, dtype: str) -> Any:
     model: Any = object.__new__(CudaModel)
     model.config, model.dtype, model.device = config, dtype, 0
     model.stream, model.on_tensor_cores = machine, True
-    model._scratches, model._activations = OrderedDict(), None
+    model._scratches, model._filled_up = OrderedDict(), OrderedDict()
+    model._activations = model._some_logits = None
     model._vectors, model._matrices = {}, {}
     for name, array, layout in weights(config).tensors():
         if layout is None:
@@ -376,7 +377,8 @@ def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
         machine.early.clear()
         batch = filled_up([ids for ids, _, _ in several])
         assert (len(batch), sum(map(len, batch))) == (4, 56)
-        prefill = model.prefill(batch, model._scratch(batch), "log_likelihood")
+        cache = model._scratch_filled_up(len(batch))
+        prefill = model.prefill(batch, cache, "log_likelihood")
         nats = np.split(machine.get(prefill.out).copy(), prefill.ends[:-1])
         for (ids, truth, meaning), got in zip(several, nats[:3], strict=True):
             at = np.arange(len(ids) - 1), ids[1:]
@@ -387,7 +389,7 @@ def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
             assert_close(got[:-1, None], exact, own)
         assert machine.ran[-1] == "log_likelihood_kernel"
         assert machine.early == (machine.ran if number == 1 else [])  # when it was captured
-    assert len(model._scratches) == 1
+    assert len(cache.prefills) == 1
 
 
 @given(st.lists(st.integers(1, 1024), min_size=1, max_size=300))
@@ -505,6 +507,24 @@ def test_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
         for kind, together in enumerate(everything(rows[-size:])):
             for own, got in zip(alone[-size:], together, strict=True):
                 np.testing.assert_array_equal(got, own[kind][0])
+
+
+@pytest.mark.gpu
+@in_16_bits
+def test_likelihoods_of_many_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that repeat and shapes that are forgotten; a longer one makes the buffers grow."""
+    from gpt2block.engines import model_cuda  # noqa: PLC0415
+
+    m = GPT2(weights(SMALL), "cuda", dtype)
+    model(SMALL, dtype)  # skips without tensor cores
+    for name, value in (("TOKENS_AT_ONCE", 128), ("KEPT_COUNTS", 2), ("KEPT_OF_COUNT", 2)):
+        monkeypatch.setattr(model_cuda, name, value)
+    lengths = np.random.default_rng(0).integers(2, 100, 60).tolist()
+    rows = [random_ids(SMALL, n, seed) for seed, n in enumerate(lengths)]
+    rows.insert(30, random_ids(SMALL, 300))
+    together = three_times(lambda: m.engine.log_likelihood(rows))
+    for ids, got in zip(rows, together, strict=True):
+        np.testing.assert_array_equal(got, m.engine.log_likelihood([ids])[0])
 
 
 @pytest.mark.gpu

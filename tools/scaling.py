@@ -41,7 +41,7 @@ import numpy as np
 
 from gpt2block import GPT2Weights, tokenizer
 from gpt2block.bulk import records, shards
-from gpt2block.bulk.job import THREADS, Job, engine_of, prepare, run_shard
+from gpt2block.bulk.job import Job, engine_of, prepare, run_shard, threads_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +140,7 @@ class Measurement:
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder = given, folder
-        self._engine = engine_of(given.device)
+        self._threads = threads_of(given.what, engine_of(given.device))
         model = given.model
         if model is None:
             model = str(folder / "model")
@@ -193,7 +193,7 @@ class Measurement:
     def map(self, workers: int, rate: float) -> Part:
         """The command, for as many records as take `seconds` at the loop's rate."""
         given, job = self._given, self._job
-        part = Part(f"map, {workers}", workers, THREADS[self._engine])
+        part = Part(f"map, {workers}", workers, self._threads)
         output = self._output(f"map{workers}")
         edges = 5 * workers * part.threads * job.shard_size
         needed = MORE * rate * workers * given.seconds + edges
@@ -227,7 +227,7 @@ class Measurement:
         given = self._given
         self.loop(1, WARM_SECONDS, "warm")
         best: Part | None = None
-        for threads in given.threads or [THREADS[self._engine]]:
+        for threads in given.threads or [self._threads]:
             best = self.loop(threads, given.loop_seconds or given.seconds, f"loop{threads}")
             yield best
         assert best is not None

@@ -26,8 +26,11 @@ UNOBSERVED = {"distributed.worker.profile.enabled": False}
 
 
 @contextmanager
-def local(workers: int | None, engine: str) -> Iterator[Client]:
-    """A cluster of processes that end with this one: `workers`, or one a GPU, or one on the CPU."""
+def local(workers: int | None, engine: str, threads: int = 1) -> Iterator[Client]:
+    """A cluster of processes that end with this one: `workers`, or one a GPU, or one on the CPU.
+
+    threads: shards that each has in hand.
+    """
     gpus = visible_gpus() if engine == "cuda" else []
     count = workers or max(1, len(gpus))
     pinned = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(count)]
@@ -35,7 +38,7 @@ def local(workers: int | None, engine: str) -> Iterator[Client]:
         number: {
             "cls": Nanny,
             "options": {
-                "nthreads": job.THREADS[engine],
+                "nthreads": threads,
                 "env": env,
                 "memory_limit": 0,
                 "dashboard_address": None,

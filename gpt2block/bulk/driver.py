@@ -16,7 +16,7 @@ from uuid import uuid4
 from distributed import CancelledError, Client, Future, KilledWorker, TimeoutError
 
 from gpt2block.bulk import cluster, records, shards
-from gpt2block.bulk.job import Job, engine_of, run_shard
+from gpt2block.bulk.job import Job, engine_of, run_shard, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.errors import InputError
 
@@ -92,7 +92,11 @@ def run(
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
         if todo:
-            place = cluster.local(workers, engine) if engine else cluster.running(str(scheduler))
+            place = (
+                cluster.local(workers, engine, threads_of(job.task, engine))
+                if engine
+                else cluster.running(str(scheduler))
+            )
             with _connected(folder), place as client:
                 engine = cluster.check(client, job.device)
                 work.job = job = replace(job, device=engine)  # a worker never takes another

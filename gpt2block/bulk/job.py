@@ -22,11 +22,17 @@ from gpt2block.config import check_count
 from gpt2block.errors import CheckpointError, InputError
 
 FORMAT = 1  # of the manifest
-# Of a worker, a shard each. With two, one is read or written while the GPU computes the other;
-# NumPy's products have the CPU's cores already.
-THREADS = {"cuda": 2, "cpu": 1}
 SWITCH_SECONDS = 1e-4  # the GPU waits for its thread, which waits so long for Python; 5 ms else
 _ALREADY_NAMED = {"index"}
+
+
+def threads_of(task: str, engine: str) -> int:
+    """How many shards a worker has in hand.
+
+    With two, one is read or written while the GPU computes the other. But two that generate would
+    have a kv_cache each, and NumPy's products have the CPU's cores already.
+    """
+    return 2 if engine == "cuda" and task != "generate" else 1
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,10 @@ def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
 
 
 def filled_up(group: list[Ids]) -> list[Ids]:
-    """The sequences, and some of token 0 behind them: at most a sixteenth more tokens.
+    """The sequences, and some of token 0, or empty, behind them.
 
-    Many batches then have the same number of tokens, and of sequences; what is made for one of them
-    is there for the next.
+    At most a sixteenth more tokens and about a quarter more sequences. Many batches then have the
+    same numbers of both, and what a GPU was told for one of them is there for the next.
     """
     tokens, count = sum(map(len, group)), len(group)
     longest = max(map(len, group))
@@ -70,7 +70,7 @@ def filled_up(group: list[Ids]) -> list[Ids]:
 
 
 def rounded_up(n: int, steps: int) -> int:
-    """n, or the next number of so many from each power of two to the next."""
+    """n rounded up to a power of two, or to one of `steps` even steps on the way to the next."""
     step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
     return -(-n // step) * step
 

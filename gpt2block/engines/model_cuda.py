@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -62,8 +62,9 @@ from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
-KEPT_SHAPES = 4  # of a prefill, with their launches, buffers and caches
-KEPT_FILLED_UP = 32  # of a prefill of sequences that were filled up, with their launches
+KEPT_SHAPES = 4  # of a prefill, with its launches, its results and what it has for a cache
+KEPT_COUNTS = 32  # of sequences that were filled up,
+KEPT_OF_COUNT = 8  # and shapes for each: most of those that batches of many lengths come in
 KEPT_CACHES = 2  # of ended decodings, with their graphs
 
 
@@ -74,7 +75,7 @@ class CudaCache:
         self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
     ) -> None:
         """layers: how many to keep, all of them if None."""
-        self.batch, self.n_ctx = batch, n_ctx
+        self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
         shape = (batch, n_ctx, config.n_embd)
@@ -104,7 +105,9 @@ class CudaModel:
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._filled_up: OrderedDict[int, CudaCache] = OrderedDict()
         self._activations: list[CudaArray] | None = None
+        self._some_logits: CudaArray | None = None
         self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
@@ -212,20 +215,32 @@ class CudaModel:
 
         Attention on tensor cores needs none.
         """
-        longest = max(map(len, sequences))
-        shape = len(sequences), self.config.n_ctx if self.on_tensor_cores else longest
+        shape = len(sequences), max(map(len, sequences))
         cache = self._scratches.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
             cache = CudaCache(self.config, *shape, kv_cache_dtype(self.dtype), layers)
             self._scratches[shape] = cache
-            self._forget_oldest(self._scratches)
+            self._forget_oldest(self._scratches, KEPT_SHAPES)
         self._scratches.move_to_end(shape)
         cache.lengths = [0] * cache.batch
         return cache
 
-    def _forget_oldest(self, kept: OrderedDict[Any, Any]) -> None:
-        if len(kept) > (KEPT_FILLED_UP if self.on_tensor_cores else KEPT_SHAPES):
+    def _scratch_filled_up(self, count: int) -> CudaCache:
+        """The same for sequences that were filled up to `count`, on tensor cores."""
+        cache = self._filled_up.get(count)
+        if cache is None:
+            dtype = kv_cache_dtype(self.dtype)
+            cache = CudaCache(self.config, count, self.config.n_ctx, dtype, layers=0)
+            cache.kept_shapes = KEPT_OF_COUNT
+            self._filled_up[count] = cache
+            self._forget_oldest(self._filled_up, KEPT_COUNTS)
+        self._filled_up.move_to_end(count)
+        cache.lengths = [0] * count
+        return cache
+
+    def _forget_oldest(self, kept: OrderedDict[Any, Any], most: int) -> None:
+        if len(kept) > most:
             self.stream.synchronize()  # it may still be running
             kept.popitem(last=False)
 
@@ -245,7 +260,8 @@ class CudaModel:
         hidden = prefill.out.get()
         if want == "hidden":
             return np.split(hidden, ends)
-        return np.split(np.stack([*prefill.states, hidden]), ends, axis=1)
+        states, prefill.states = prefill.states, []
+        return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         """All groups are launched before the first result is waited for."""
@@ -253,8 +269,12 @@ class CudaModel:
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                several = filled_up(group) if self.on_tensor_cores else group
-                prefill = self.prefill(several, self._scratch(several), "log_likelihood")
+                if self.on_tensor_cores:
+                    several = filled_up(group)
+                    cache = self._scratch_filled_up(len(several))
+                else:
+                    several, cache = group, self._scratch(group)
+                prefill = self.prefill(several, cache, "log_likelihood")
                 computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
             for rows, ends in computed:
                 *found_here, _ = np.split(rows.get(), ends)
@@ -303,7 +323,7 @@ class CudaModel:
         prefill = cache.prefills.get(shape)
         if prefill is None:
             prefill = cache.prefills[shape] = make(self, cache, shape)
-            self._forget_oldest(cache.prefills)
+            self._forget_oldest(cache.prefills, cache.kept_shapes)
         cache.prefills.move_to_end(shape)
         prefill.run(sequences, cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
@@ -317,7 +337,7 @@ class CudaModel:
     def _bind_logits(self, hidden: CudaArray) -> Iterator[tuple[int, Bound]]:
         """The first of some rows, and their logits: in the same memory for all."""
         head, bias = self._head or (self._matrices["lm_head"], None)
-        out = self._some_logits[: len(hidden)]
+        out = self._room_for_logits(min(len(hidden), ROWS_AT_ONCE), head.N)
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             rows = hidden[first : first + ROWS_AT_ONCE]
             here = out[: len(rows)]
@@ -326,11 +346,11 @@ class CudaModel:
             else:
                 yield first, _linear.bind((rows, head), here, variant="tiles")
 
-    @cached_property
-    def _some_logits(self) -> CudaArray:
-        """Memory for the logits of some rows."""
-        head, _ = self._head or (self._matrices["lm_head"], None)
-        return cupy.empty((ROWS_AT_ONCE, head.N), "float32")
+    def _room_for_logits(self, rows: int, columns: int) -> CudaArray:
+        """The same memory each time, until more is asked for."""
+        if self._some_logits is None or len(self._some_logits) < rows:
+            self._some_logits = cupy.empty((rounded_up(rows, 1), columns), "float32")
+        return self._some_logits[:rows]
 
     def bind_log_likelihood(
         self, hidden: CudaArray, targets: CudaArray
@@ -346,12 +366,14 @@ class CudaModel:
     def activations(self, rows: int, dtype: str) -> list[CudaArray]:
         """Of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C) and ff (rows, 4C).
 
-        The same memory for all prefills, as one runs at a time.
+        The same memory for all prefills, as one runs at a time, until one asks for more: at least
+        twice as much then, and those before it keep theirs.
         """
         C = self.config.n_embd
         if self._activations is None or len(self._activations[0]) < rows:
+            room = rounded_up(rows, 1)
             sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)
-            self._activations = [cupy.empty((rows, n * C), kind) for n, kind in sizes]
+            self._activations = [cupy.empty((room, n * C), kind) for n, kind in sizes]
         return [array[:rows] for array in self._activations]
 
     def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
     """What the launches of a prefill follow from, beside the cache."""
 
     rows: int
-    longest: int  # of the sequences' new tokens
+    longest: int  # of the sequences' new tokens, or somewhat more
     fresh: bool = True  # some begin here
     going_on: bool = False  # some go on behind tokens in the cache
 
@@ -93,7 +93,8 @@ class _Way:
 
 
 class Prefill(ABC):
-    """Buffers and launches for one shape and cache, bound once. `x`: the residual stream, (N, C).
+    """Launches for one shape and cache, bound once, over the model's buffers; `x` is the residual
+    stream, (N, C).
 
     After `run`, `out` holds of what was asked for: "last": logits, (B, V), where rows of sequences
     without new tokens mean nothing; "hidden" and "states": the final LayerNorm, (N, C) float32;

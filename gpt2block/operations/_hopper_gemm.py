@@ -39,9 +39,9 @@ class Tile(NamedTuple):
         return self.splits * self.shares
 
 
-# Fitted to GPT-2's four products at M from 128 to 8192, in a row of overlapping launches. A slice
-# takes as long as shared memory does to take it in and to give its rows to wgmma; tiles of two
-# warpgroups each (the first and the fourth) have hardly a time of their own for the epilogue.
+# Fitted to GPT-2's four products at M from 128 to 8192, in a row of overlapping launches: the three
+# times are apart only roughly. What a slice takes is mostly shared memory's, which takes it in and
+# gives its rows to wgmma. Where each warpgroup has a tile of its own, epilogues cost little.
 TILES = (
     Tile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     Tile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
@@ -159,7 +159,7 @@ def launched(
 
 
 def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int) -> int:
-    """Bytes: the ring, received sums, a warpgroup's chunks, its floats of columns, barriers."""
+    """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
     received = 4 * (tile.splits - 1) * tile.rows * (tile.columns // tile.splits)
     ring = tile.stages * parts * 2 * SLICE * (tile.rows + tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats

@@ -39,7 +39,7 @@
 #define NORM_TURNS 1
 #endif
 
-struct Rest {  // of shared memory, behind the ring and the chunks
+struct Rest {  // of shared memory, behind the ring, the chunks and the received sums
     Pair frequencies[CONSUMERS][PART_N / 2];  // of a group's pairs of columns
     Barriers barriers;
 };

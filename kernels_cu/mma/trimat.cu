@@ -198,9 +198,9 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
     return {i, first, min(first + span, i + 1), band * together + index % side_by_side};
 }
 
-// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f and the next: e / 2; rows: e % 2
 
+// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
 struct Queries {
     unsigned hi[STEPS][FRAGS][2], lo[STEPS][FRAGS][2];
 
