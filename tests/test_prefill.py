@@ -377,7 +377,7 @@ def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
         machine.early.clear()
         batch = filled_up([ids for ids, _, _ in several])
         assert (len(batch), sum(map(len, batch))) == (4, 56)
-        cache = model._scratch_filled_up(len(batch))
+        cache = model._scratch(batch, repeats=True)
         prefill = model.prefill(batch, cache, "log_likelihood")
         nats = np.split(machine.get(prefill.out).copy(), prefill.ends[:-1])
         for (ids, truth, meaning), got in zip(several, nats[:3], strict=True):

@@ -105,7 +105,7 @@ class CudaModel:
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self._filled_up: OrderedDict[int, CudaCache] = OrderedDict()
+        self._filled_up: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._activations: list[CudaArray] | None = None
         self._some_logits: CudaArray | None = None
         self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
@@ -210,32 +210,23 @@ class CudaModel:
                     logits[row] = of_one[row] if want == "last" else of_one[row, None]
             return logits
 
-    def _scratch(self, sequences: Sequence[Ids]) -> CudaCache:
+    def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
         """For sequences that nobody will continue: a kv_cache that every layer overwrites, or none.
 
-        Attention on tensor cores needs none.
+        Attention on tensor cores needs none. repeats: the sequences were filled up, so that more of
+        what is made for their shapes is worth keeping.
         """
-        shape = len(sequences), max(map(len, sequences))
-        cache = self._scratches.get(shape)
+        count, longest = len(sequences), max(map(len, sequences))
+        kept, most = (self._filled_up, KEPT_COUNTS) if repeats else (self._scratches, KEPT_SHAPES)
+        shape = count, self.config.n_ctx if repeats else longest
+        cache = kept.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
             cache = CudaCache(self.config, *shape, kv_cache_dtype(self.dtype), layers)
-            self._scratches[shape] = cache
-            self._forget_oldest(self._scratches, KEPT_SHAPES)
-        self._scratches.move_to_end(shape)
-        cache.lengths = [0] * cache.batch
-        return cache
-
-    def _scratch_filled_up(self, count: int) -> CudaCache:
-        """The same for sequences that were filled up to `count`, on tensor cores."""
-        cache = self._filled_up.get(count)
-        if cache is None:
-            dtype = kv_cache_dtype(self.dtype)
-            cache = CudaCache(self.config, count, self.config.n_ctx, dtype, layers=0)
-            cache.kept_shapes = KEPT_OF_COUNT
-            self._filled_up[count] = cache
-            self._forget_oldest(self._filled_up, KEPT_COUNTS)
-        self._filled_up.move_to_end(count)
+            cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
+            kept[shape] = cache
+            self._forget_oldest(kept, most)
+        kept.move_to_end(shape)
         cache.lengths = [0] * count
         return cache
 
@@ -269,12 +260,9 @@ class CudaModel:
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
-                if self.on_tensor_cores:
-                    several = filled_up(group)
-                    cache = self._scratch_filled_up(len(several))
-                else:
-                    several, cache = group, self._scratch(group)
-                prefill = self.prefill(several, cache, "log_likelihood")
+                repeats = self.on_tensor_cores
+                several = filled_up(group) if repeats else group
+                prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
                 computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
             for rows, ends in computed:
                 *found_here, _ = np.split(rows.get(), ends)
