@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.config import block_shapes
+from gpt2block.checks import check_flag, named_options
+from gpt2block.config import block_shapes, check_count
 from gpt2block.engines import Engine, host_array
 from gpt2block.engines.cpu import NumpyEngine
-from gpt2block.errors import DeviceError, InputError
+from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.plan import fused_plan, ten_step_plan
@@ -63,6 +64,7 @@ class Block:
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
+    @named_options()
     def __init__(
         self,
         weights: BlockWeights,
@@ -77,10 +79,11 @@ class Block:
                 f"weights: expected a BlockWeights, got {type(weights).__name__}: see "
                 "BlockWeights.from_packed, .random and .from_pretrained"
             )
-        if dtype not in FLOATS:
+        causal, graph = check_flag("causal", causal), check_flag("graph", graph)
+        if not isinstance(dtype, str) or dtype not in FLOATS:
             known = ", ".join(map(repr, FLOATS))
-            raise InputError(f"dtype: expected one of {known}, got {dtype!r}")
-        if kernels not in KERNELS:
+            raise InputError(f"dtype: expected one of {known}, got {shown(dtype)}")
+        if not isinstance(kernels, str) or kernels not in KERNELS:
             raise InputError(
                 f"kernels: expected one of {', '.join(map(repr, KERNELS))}, got {kernels!r}"
             )
@@ -100,6 +103,13 @@ class Block:
         from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
         return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
+
+    def __repr__(self) -> str:
+        w = self.weights
+        return (
+            f"Block(n_embd={w.n_embd}, n_head={w.n_head}, causal={self.causal}, {self.dtype}, "
+            f"kernels {self.kernels!r}, {self.device}, {self.weight_bytes:,} bytes)"
+        )
 
     @property
     def kernels(self) -> str:
@@ -179,13 +189,13 @@ def resolve_device(device: str | None) -> int | None:
     None means the best there is. Raises DeviceError naming what is missing for CUDA, InputError
     for an unknown name.
     """
+    if device is not None and not isinstance(device, str):
+        raise InputError(f"device: expected a string such as 'cuda:0', got {shown(device)}")
     if device == "cpu" or (device is None and doctor.cuda_problem()):
         return None
     device = "cuda" if device is None else device
-    if not isinstance(device, str):
-        raise InputError(f"device: expected a string such as 'cuda:0', got {device!r}")
     kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index.isdigit() or index == ""):
+    if kind != "cuda" or not (index == "" or (index.isdecimal() and len(index) < 10)):
         raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")
     doctor.require_cuda(f"device {device!r}")
     import cupy  # noqa: PLC0415
@@ -280,6 +290,7 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     `Block(BlockWeights.from_packed(weights), causal=False, kernels="skeleton")(x)`. Raises
     InputError.
     """
+    seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")
     from gpt2block.engines.cuda import run_once  # noqa: PLC0415
     from gpt2block.ops._arrays import check  # noqa: PLC0415

@@ -5,27 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.checks import check_integer, check_number
+from gpt2block.errors import CheckpointError, InputError, shown
+
+# Far above every GPT-2 there is. They bound the work that a header of a few bytes can ask for.
+LIMITS: Mapping[str, int] = {
+    "n_layer": 10_000,
+    "n_head": 2**16,
+    "n_embd": 2**16,
+    "n_ctx": 2**20,
+    "vocab_size": 2**24,
+}
+LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+# What `transformers` calls the same settings in every architecture
+_OTHER_NAMES: Mapping[str, str] = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+}
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise InputError unless `value` is a positive integer (a bool is none)."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name}: expected a positive integer, got {value!r}")
+def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
+    """The value as an int; InputError unless it is a positive integer (a bool is none)."""
+    count = check_integer(name, value, 1, math.inf, "a positive integer")
+    return check_integer(name, count, 1, most, f"at most {most:,}")
 
 
-def check_eps(value: Any) -> None:
-    """Raise InputError unless `value` will do as LayerNorm's epsilon: finite and not negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise InputError(f"eps: expected a finite number of at least 0, got {value!r}")
+def check_eps(value: Any) -> float:
+    """The value as a float; InputError unless it can be LayerNorm's epsilon in float32."""
+    expected = "a finite number of at least 0 that fits float32"
+    return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
+
+    Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
@@ -39,12 +60,14 @@ class GPT2Config:
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size"):
-            check_count(name, getattr(self, name))
-        check_eps(self.eps)
+        for name, limit in LIMITS.items():
+            # A NumPy integer becomes one that JSON can hold.
+            object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
+        object.__setattr__(self, "eps", check_eps(self.eps))
         if not isinstance(self.tie_word_embeddings, bool):
             raise InputError(
-                f"tie_word_embeddings: expected true or false, got {self.tie_word_embeddings!r}"
+                "tie_word_embeddings: expected true or false, got "
+                f"{shown(self.tie_word_embeddings)}"
             )
         if self.n_embd % self.n_head:
             raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
@@ -57,42 +80,22 @@ class GPT2Config:
     def from_hugging_face(cls, config: Any) -> GPT2Config:
         """The fields of a Hugging Face `config.json`; absent ones keep GPT-2 small's value.
 
-        Raises CheckpointError for another architecture or for variants GPT-2 itself never used.
+        A size may have its GPT-2 name or its general one (n_head, num_attention_heads). As in
+        `transformers`, n_positions is the context, and n_ctx counts only without it. Keys that do
+        not change what the model computes are ignored.
+
+        Raises CheckpointError for another architecture, for variants of GPT-2 that the kernels do
+        not compute, and for two names of one size that contradict each other.
         """
         if not isinstance(config, dict):
-            raise CheckpointError(f"config.json: expected an object, got {config!r:.40}")
+            raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
         kind = config.get("model_type", "gpt2")
-        if kind != "gpt2":
-            raise CheckpointError(f"config.json: expected model_type 'gpt2', got {kind!r}")
-        activation = config.get("activation_function", "gelu_new")
-        if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise CheckpointError(
-                f"config.json: expected the tanh GELU (gelu_new), got {activation!r}"
-            )
-        n_embd = config.get("n_embd", cls.n_embd)
-        check_count("n_embd", n_embd)
-        if config.get("n_inner") not in (None, 4 * n_embd):
-            raise CheckpointError(
-                f"config.json: expected n_inner {4 * n_embd}, got {config['n_inner']!r}"
-            )
-        unsupported = [
-            f"{name}={config[name]}"
-            for name, usual in (
-                ("scale_attn_weights", True),
-                ("scale_attn_by_inverse_layer_idx", False),
-                ("add_cross_attention", False),
-            )
-            if config.get(name, usual) != usual
-        ]
-        if unsupported:
-            raise CheckpointError(f"config.json: not GPT-2's own attention: {unsupported[0]}")
-        n_ctx: Any = config.get("n_ctx", cls.n_ctx)
+        if not isinstance(kind, str) or kind != "gpt2":
+            raise CheckpointError(f"config.json: expected model_type 'gpt2', got {shown(kind)}")
+        sizes = _sizes_in(config)
+        _check_variant(config, sizes.get("n_embd", cls.n_embd))
         return cls(
-            n_layer=config.get("n_layer", cls.n_layer),
-            n_head=config.get("n_head", cls.n_head),
-            n_embd=n_embd,
-            n_ctx=config.get("n_positions", n_ctx),
-            vocab_size=config.get("vocab_size", cls.vocab_size),
+            **sizes,
             eps=config.get("layer_norm_epsilon", cls.eps),
             tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),
         )
@@ -120,6 +123,54 @@ class GPT2Config:
         }
 
 
+def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that a config.json gives, under either name. Raises CheckpointError, InputError."""
+    sizes = {name: config[name] for name in ("n_ctx", "vocab_size") if name in config}
+    for name, other in _OTHER_NAMES.items():
+        ours = "n_ctx" if name == "n_positions" else name
+        keys = [key for key in (name, other) if key in config]
+        for key in keys:
+            check_count(key, config[key], LIMITS[ours])
+        given = [config[key] for key in keys]
+        if len(given) == 2 and given[0] != given[1]:
+            raise CheckpointError(
+                f"config.json: {name} {shown(given[0])} contradicts {other} {shown(given[1])}: "
+                "they are two names of one size: remove the wrong one"
+            )
+        if given:
+            sizes[ours] = given[0]
+    return sizes
+
+
+def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
+    """CheckpointError for settings with which a model computes something else than GPT-2."""
+    for name, supported, why in (
+        (
+            "activation_function",
+            ("gelu_new", "gelu_pytorch_tanh"),
+            "the kernels compute GELU in its tanh approximation only",
+        ),
+        ("n_inner", (None, 4 * n_embd), "the kernels have a hidden width of 4 n_embd only"),
+        ("scale_attn_weights", (True,), "the kernels divide by the root of the head size"),
+        ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
+        ("add_cross_attention", (False,), "there is no encoder to attend to"),
+        ("quantization_config", (None,), "quantized weights are not supported"),
+    ):
+        value = config.get(name, supported[0])
+        scalar = value is None or isinstance(value, (str, int, float))
+        if not scalar or value not in supported:
+            expected = " or ".join(_as_json(option) for option in supported)
+            raise CheckpointError(
+                f"config.json: {name}: expected {expected}, got {_as_json(value)}: {why}"
+            )
+
+
+def _as_json(value: Any) -> str:
+    """A value of a config.json as the file has it, where that is short."""
+    names = {None: "null", True: "true", False: "false"}
+    return names[value] if value is None or isinstance(value, bool) else shown(value)
+
+
 SIZES: Mapping[str, GPT2Config] = {
     "gpt2": GPT2Config(),
     "gpt2-medium": GPT2Config(n_layer=24, n_head=16, n_embd=1024),
@@ -139,7 +190,7 @@ ALIASES: Mapping[str, str] = {
 def size(name: str) -> GPT2Config:
     """The config of a GPT-2 size by name, "gpt2" or "124M"; InputError lists the known names."""
     known = (*SIZES, *ALIASES)
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise InputError(f"unknown size {name!r}: expected one of {', '.join(known)}")
     return SIZES[ALIASES.get(name, name)]
 

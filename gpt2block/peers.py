@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from math import sqrt
 from typing import Any
 
@@ -107,9 +108,8 @@ def torch_replays(
     Returns name → replay of a CUDA graph, `rounds` times over all sets. Raises InputError when
     PyTorch is not installed, sees no GPU, or has no such operation here.
     """
+    check_peer("torch", operation)
     torch = required_torch()
-    if operation not in PEERS:
-        raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
     tensors = [tuple(tensor(array) for array in arrays) for arrays in sets]
     if operation in PREPARED:
         more = PREPARED[operation](tensors[0][0])
@@ -119,6 +119,16 @@ def torch_replays(
         "torch.compile": torch.compile(PEERS[operation], mode="max-autotune-no-cudagraphs"),
     }
     return {name: captured(each, tensors, rounds)[0] for name, each in functions.items()}
+
+
+def check_peer(name: str, operation: str) -> None:
+    """InputError unless `name` is "torch", which is installed and has such an operation here."""
+    if name != "torch":
+        raise InputError(f"--peer: expected torch, got {name!r}")
+    if operation not in PEERS:
+        raise InputError(f"--peer torch: expected one of {', '.join(PEERS)}, got {operation}")
+    if find_spec("torch") is None:
+        raise InputError("--peer torch: PyTorch is not installed")
 
 
 def required_torch() -> Any:

@@ -2,7 +2,8 @@
 
 float32 in, float32 out; float64 in, float64 out. float64 is the truth that everything else is held
 against. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head), HS = C / NH.
-Every function takes (T, C) as well as (B, T, C).
+Every function takes (T, C) as well as (B, T, C), and raises InputError for arrays or numbers that
+do not fit: `takes` checks them, the shapes as they are written there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.array_checks import check_real, takes
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling, choose, rows_of
 
@@ -30,12 +32,17 @@ QUERIES = 16
 SMALLEST_SCALE = 2.0**-126  # of a split row: its inverse is a number of float32, too
 
 
+@takes(ids="int ... T", wte="V C", wpe="P C")
 def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
     """Token plus position embedding. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
+    _check_places("ids", ids, len(wte))
+    if ids.shape[-1] > len(wpe):
+        raise InputError(f"ids: {ids.shape[-1]} tokens, wpe has {len(wpe)} positions")
     embedded: Array = wte[ids] + wpe[: ids.shape[-1]]
     return embedded
 
 
+@takes(ids="int N", positions="int N", wte="table V C", wpe="P C")
 def encoder_rows(
     ids: NDArray[np.integer[Any]],
     positions: NDArray[np.integer[Any]],
@@ -47,10 +54,13 @@ def encoder_rows(
     ids (N,), positions (N,), wte (V, C), also as a WeightMatrix, wpe (n_ctx, C) → (N, C).
     """
     table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
+    _check_places("ids", ids, len(table))
+    _check_places("positions", positions, len(wpe))
     embedded: Array = table[ids].astype(wpe.dtype, copy=False) + wpe[positions]
     return embedded
 
 
+@takes(x="... C", gamma="C", beta="C")
 def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     """(x - mean) / sqrt(var + eps) · γ + β over the last axis.
 
@@ -62,6 +72,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     return (x - mean) / std * gamma + beta
 
 
+@takes(x="... C")
 def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
     """What LayerNorm keeps of each row for a backward pass: mean and 1 / sqrt(var + eps).
 
@@ -73,11 +84,13 @@ def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
     return mean, rstd
 
 
+@takes(a="... K", w="K N", bias="N")
 def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
     """a · w + bias. a (..., K), w (K, N), bias (N,) or None → (..., N)."""
     return a @ w if bias is None else a @ w + bias
 
 
+@takes(qkv="... T W")
 def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
@@ -86,6 +99,10 @@ def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     Source: Vaswani et al., "Attention Is All You Need" (2017).
     """
     *batch, T, three_c = qkv.shape
+    if three_c % (3 * n_head):
+        raise InputError(
+            f"qkv: expected rows of 3C, C a multiple of n_head {n_head}, got {three_c}"
+        )
     heads = qkv.reshape(*batch, T, 3, n_head, three_c // 3 // n_head)
     out = np.empty_like(heads[..., 0, :, :])  # (..., T, NH, HS)
     for h in range(n_head):
@@ -95,6 +112,7 @@ def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     return out.reshape(*batch, T, three_c // 3)
 
 
+@takes(q="T C", k="S C", v="S C")
 def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
@@ -102,6 +120,11 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     are not looked at → (T, C), in the dtype of q. The query at position p sees keys 0…p.
     """
     T, C = q.shape
+    if C % n_head or start + T > len(k):
+        raise InputError(
+            f"expected C a multiple of n_head {n_head} and keys of start + T = {start + T} "
+            f"tokens, got q {q.shape}, k {k.shape}"
+        )
     k, v = (a[: start + T].astype(q.dtype, copy=False) for a in (k, v))
     if T > QUERIES:
         firsts = range(0, T, QUERIES)
@@ -119,6 +142,7 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     return np.ascontiguousarray(out).reshape(T, C)
 
 
+@takes(scores="... T")
 def softmax(scores: Array, causal: bool = False) -> Array:
     """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing.
 
@@ -126,6 +150,8 @@ def softmax(scores: Array, causal: bool = False) -> Array:
     stood there is skipped, NaN or not. What a row of -inf alone sees becomes NaN.
     """
     if causal:
+        if scores.ndim < 2 or scores.shape[-2] != scores.shape[-1]:
+            raise InputError(f"scores: causal, expected (..., T, T), got {scores.shape}")
         seen = np.tri(scores.shape[-1], dtype=bool)
         causal_weights: Array = np.where(seen, softmax(np.where(seen, scores, -np.inf)), 0)
         return causal_weights
@@ -149,12 +175,15 @@ def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
     return out
 
 
+@takes(qkv="B T 3 NH HS")
 def trimat(qkv: Array, fill: float | None = None) -> Array:
     """The causal half of Q Kᵀ / sqrt(HS) for each head: what a query may see.
 
     qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Above the diagonal stands
     `fill`; None leaves that half unspecified, and NaN stands there so that nobody relies on it.
     """
+    if fill is not None:
+        check_real("fill", fill)
     q, k = (qkv[:, :, i].swapaxes(1, 2) for i in range(2))  # (B, NH, T, HS)
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     above = scores.dtype.type(math.nan if fill is None else fill)
@@ -162,6 +191,7 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     return result
 
 
+@takes(x="... K", w="matrix K N", bias="N", gamma="K", beta="K", residual="... N")
 def linear(
     x: Array,
     w: Array | WeightMatrix,
@@ -176,6 +206,8 @@ def linear(
 
     x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
     """
+    if (gamma is None) != (beta is None):
+        raise InputError("expected gamma and beta, or neither")
     n = x if gamma is None or beta is None else layernorm(x, gamma, beta, eps)
     product = matmul_bias(n, _matrix(w, x), bias)
     if gelu:
@@ -183,6 +215,7 @@ def linear(
     return product if residual is None else residual + product
 
 
+@takes(a="... K", w="matrix K N", bias="N", residual="... N")
 def gemm(
     a: Array,
     w: Array | WeightMatrix,
@@ -199,6 +232,7 @@ def gemm(
     return linear(a, w, bias, residual=residual, gelu=gelu)
 
 
+@takes(x="float32 ... K")
 def split(x: Array) -> tuple[Array, Array]:
     """Each row of float32 as two parts of float16 and a scale: (hi + lo 2^-11) scale.
 
@@ -224,16 +258,28 @@ def split(x: Array) -> tuple[Array, Array]:
 
 def joined(parts: Array, scale: Array) -> Array:
     """What `split` has made of x, (rows, K) in float32: exactly the parts' number."""
+    for name, array, dtype, ndim in (
+        ("parts", parts, "float16", 3),
+        ("scale", scale, "float32", 1),
+    ):
+        shape, found = getattr(array, "shape", ()), getattr(array, "dtype", None)  # of CuPy as well
+        masked = isinstance(array, np.ma.MaskedArray)
+        if masked or found != dtype or len(shape) != ndim:
+            raise InputError(f"{name}: expected {dtype} of {ndim} axes, got {found} {shape}")
+    if parts.shape[:2] != (2, len(scale)):
+        raise InputError(f"parts: expected (2, {len(scale)}, K), as scale has, got {parts.shape}")
     hi, lo = parts[0].astype("float32"), parts[1].astype("float32")
     result: Array = (hi + lo * np.float32(2**-11)) * scale[:, None]
     return result
 
 
+@takes(a="...", b="...")
 def add(a: Array, b: Array) -> Array:
     """a + b, the residual connection. Same shapes."""
     return a + b
 
 
+@takes(x="...")
 def gelu(x: Array) -> Array:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), GPT-2's GELU.
 
@@ -247,6 +293,7 @@ def gelu(x: Array) -> Array:
 _gelu = gelu  # where an argument has the name
 
 
+@takes(x="... C", gamma="C", beta="C")
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
 ) -> Array:
@@ -257,6 +304,7 @@ def layernorm_gelu(
     return gelu(layernorm(x, gamma, beta, eps))
 
 
+@takes(x="... C", weight="C")
 def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     """x / sqrt(mean(x²) + eps) · weight over the last axis.
 
@@ -267,6 +315,7 @@ def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     return x / rms * weight
 
 
+@takes(x="... T H D")
 def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
     """Rotary position embedding: each pair (r, i) → (r cos a - i sin a, r sin a + i cos a).
 
@@ -287,6 +336,7 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
     return out
 
 
+@takes(x="... K", gamma="K", w="matrix K N")
 def rmsnorm_matmul(
     x: Array,
     gamma: Array,
@@ -304,10 +354,16 @@ def rmsnorm_matmul(
     product: Array = rmsnorm(x, gamma, eps) @ _matrix(w, x)
     if head_dim is None:
         return product
+    if x.ndim < 2 or product.shape[-1] % head_dim:
+        raise InputError(
+            f"with head_dim {head_dim} expected x (..., T, K) and N a multiple of it, "
+            f"got {x.shape}, N {product.shape[-1]}"
+        )
     heads = product.reshape(*product.shape[:-1], -1, head_dim)
     return rope(heads, start, theta, half_split).reshape(product.shape)
 
 
+@takes(x="... K", gamma="K", w1="matrix K N", w3="matrix K N", residual="... K")
 def rmsnorm_ffn(
     x: Array,
     gamma: Array,
@@ -327,6 +383,13 @@ def rmsnorm_ffn(
     a, b = n @ _matrix(w1, x), n @ _matrix(w3, x)
     out: Array = a / (1 + np.exp(-a)) * b
     return out if residual is None else (out, h)
+
+
+def _check_places(name: str, indices: NDArray[np.integer[Any]], count: int) -> None:
+    """InputError for an index outside 0…count - 1: NumPy takes negative ones from the end."""
+    least, most = int(indices.min()), int(indices.max())
+    if least < 0 or most >= count:
+        raise InputError(f"{name}: expected 0 to {count - 1}, got {least if least < 0 else most}")
 
 
 def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
@@ -351,11 +414,12 @@ FP8_FORMATS: Mapping[str, _Fp8] = {
 
 
 def _fp8_format(name: str) -> _Fp8:
-    if name not in FP8_FORMATS:
+    if not isinstance(name, str) or name not in FP8_FORMATS:
         raise InputError(f"unknown FP8 format {name!r}: expected one of {', '.join(FP8_FORMATS)}")
     return FP8_FORMATS[name]
 
 
+@takes(x="...", scale="N")
 def to_fp8(
     x: Array,
     format: str = "float8_e5m2",
@@ -373,7 +437,15 @@ def to_fp8(
     """
     fp8 = _fp8_format(format)
     wide = x if x.dtype == np.float64 else x.astype(np.float32)
+    if not isinstance(layout, str) or layout not in ("KN", "NK"):
+        raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
     if scale is not None:
+        outputs = x.shape[layout.index("N")] if x.ndim == 2 else None
+        if scale.shape != (outputs,):
+            raise InputError(
+                f"scale: expected a number for each output of a matrix with layout {layout}, "
+                f"got {scale.shape} for {x.shape}"
+            )
         wide = wide / (scale if layout == "KN" else scale[:, None])
     lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps stay as wide
     beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
@@ -388,6 +460,7 @@ def to_fp8(
     return np.where(np.signbit(wide), code | 0x80, code).astype(np.uint8)
 
 
+@takes(x="byte ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
     """The numbers that bytes of FP8 stand for, exactly. → as x, float32."""
     magnitudes = _fp8_magnitudes(format)
@@ -411,6 +484,7 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
     return values
 
 
+@takes(logits="... V", targets="int ...")
 def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
     """logits[target] - log Σ exp(logits) of each row. logits (..., V), targets (...) → (...).
 
@@ -426,6 +500,7 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
     return np.where(known, found, found.dtype.type(math.nan))
 
 
+@takes(logits="B V", seen="byte B V")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -445,8 +520,14 @@ def sample_token(
     return np.array(tokens, np.int32)
 
 
+@takes(x="... T C")
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     """The ten-step Pre-LN block. x (T, C) or (B, T, C) → same shape, in the dtype of x."""
+    if not hasattr(w, "w_qkv") or w.n_embd != x.shape[-1]:
+        width = getattr(w, "n_embd", None)
+        raise InputError(
+            f"w: expected BlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, {width}"
+        )
     w = w.astype(x.dtype)
     ln1 = layernorm(x, w.gamma1, w.beta1, w.eps)
     qkv = matmul_bias(ln1, w.w_qkv, w.b_qkv)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gpt2block import reference
-from gpt2block.errors import InputError
+from gpt2block.checks import check_integer, is_plain, real
+from gpt2block.errors import InputError, shown
 from gpt2block.weight_matrix import is_cupy, kind, on_host
 
 LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
@@ -40,7 +41,7 @@ class SplitMatrix:
             ("parts", self.parts, (2, rows, K), "float16"),
             ("scale", self.scale, (rows,), "float32"),
         ):
-            if not isinstance(array, np.ndarray) and not is_cupy(array):
+            if not is_plain(array) and not is_cupy(array):
                 raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
             if array.shape != shape or array.dtype.name != dtype:
                 raise InputError(
@@ -78,7 +79,7 @@ class SplitMatrix:
 
             made: SplitMatrix = split(x)
             return made
-        if not isinstance(x, np.ndarray):
+        if not is_plain(x):
             raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
         if x.dtype != np.float32:
             raise InputError(f"x: expected float32, got {x.dtype}: use .astype('float32')")
@@ -103,6 +104,9 @@ class SplitMatrix:
             return cls(parts, cupy.empty((rows,), dtype="float32"), shape)
         one = scale_for(bound)
         return cls(parts, cupy.full((rows,), one, dtype="float32"), shape, one)
+
+    def __repr__(self) -> str:
+        return f"SplitMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
 
     @property
     def ndim(self) -> int:
@@ -132,8 +136,8 @@ def scale_for(bound: float) -> float:
 
     Raises InputError unless it is a number from 0 to 2^127.
     """
-    if not 0 <= bound <= LARGEST_BOUND:
-        raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {bound!r}")
+    if real(bound) is None or not 0 <= bound <= LARGEST_BOUND:
+        raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {shown(bound)}")
     mantissa, exponent = math.frexp(bound)
     whole = exponent - (mantissa == 0.5)  # a power of two is one itself
     return max(2.0 ** (whole - 15), reference.SMALLEST_SCALE) if bound else 1.0
@@ -141,6 +145,8 @@ def scale_for(bound: float) -> float:
 
 def _rows(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and K of (..., K), or InputError."""
-    if not shape or min(shape) < 1:
-        raise InputError(f"{name}: expected (..., K) with at least one element, got {shape}")
-    return math.prod(shape[:-1]), int(shape[-1])
+    expected = "(..., K) with at least one element"
+    if not isinstance(shape, tuple) or not shape:
+        raise InputError(f"{name}: expected {expected}, got {shown(shape)}")
+    sizes = [check_integer(name, size, 1, math.inf, expected) for size in shape]
+    return math.prod(sizes[:-1]), sizes[-1]

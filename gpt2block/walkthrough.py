@@ -13,6 +13,7 @@ from gpt2block import doctor, reference, tokenizer
 from gpt2block.block import Block, Comparison, errors
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
 from gpt2block.config import size
+from gpt2block.encoding import bytes_of_id
 from gpt2block.errors import InputError
 from gpt2block.weight_matrix import FLOATS
 from gpt2block.weights import BlockWeights, GPT2Weights, random_input
@@ -75,15 +76,16 @@ def with_trained_weights(
     progress: Progress = iter,
     dtype: str = "float32",
     kernels: str = "auto",
+    revision: str | None = None,
 ) -> Walkthrough:
     """A text through every block of a checkpoint; `layer`'s steps are compared one by one.
 
     The other blocks are compared as wholes: the residual stream on the device, block after block,
     against float64 NumPy on the same matrices. Row b of a batch is the text rotated by b tokens.
     """
-    checkpoint = Checkpoint.open(name)
+    checkpoint = Checkpoint.open(name, revision)
     ends = GPT2Weights.from_pretrained(checkpoint, layers=())
-    encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
+    encoding = tokenizer.load(checkpoint.tokenizer_directory(), checkpoint.config.vocab_size)
     text = _passage() if text is None else text
     ids = _rows(tokenizer.encode(encoding, text), seq_len, batch)
     if ids.shape[-1] > checkpoint.config.n_ctx:
@@ -121,7 +123,10 @@ def with_trained_weights(
         f"{ids.shape[-1]} tokens of {_excerpt(text)}",
         steps,
         stream,
-        [(encoding.decode([token]), p) for token, p in likeliest(logits)],
+        [
+            (bytes_of_id(encoding, token).decode(errors="replace"), p)
+            for token, p in likeliest(logits)
+        ],
     )
 
 
@@ -168,4 +173,4 @@ def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
 def _device(block: Block, asked: str | None) -> str:
     """The device in words, and why it is the CPU when nobody asked for that."""
     problem = doctor.cuda_problem() if asked is None else None
-    return f"{block.device}, because {problem}" if problem else block.device
+    return f"{block.device}, because {problem}: {doctor.ADVICE}" if problem else block.device

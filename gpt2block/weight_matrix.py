@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.checks import is_plain
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, STORAGE
 
@@ -31,6 +32,7 @@ class WeightMatrix:
     data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
     "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale: float32 (N,),
     only beside E4M3: a weight of output n is scale[n] times the number in data; None is all ones.
+    largest: the largest magnitude before rounding where `quantize` made the matrix, else None.
 
     The arrays are taken as they are, not copied. Raises InputError for what does not fit together,
     and for bytes of FP8 that are infinity or NaN, which the kernels would take for numbers.
@@ -40,6 +42,7 @@ class WeightMatrix:
     dtype: str
     scale: Any = None
     layout: str = "KN"
+    largest: float | None = None
 
     def __post_init__(self) -> None:
         _check_choices(self.dtype, self.layout)
@@ -82,7 +85,14 @@ class WeightMatrix:
             raise InputError(f"scale: expected positive normal numbers, got {host[n]} at {n}")
 
     @classmethod
-    def quantize(cls, w: Any, dtype: str, layout: str = "KN", name: str = "w") -> WeightMatrix:
+    def quantize(
+        cls,
+        w: Any,
+        dtype: str,
+        layout: str = "KN",
+        name: str = "w",
+        allow_nonfinite: bool = False,
+    ) -> WeightMatrix:
         """Float weights in `layout`, rounded to `dtype`; on the GPU if `w` is a CuPy array there.
 
         w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 gets a scale for each output
@@ -90,31 +100,30 @@ class WeightMatrix:
         beyond ±57344 become that. The bytes and scales are the same on NumPy and CuPy. Where
         nothing needs rounding and `w` is contiguous, it is taken as it is.
 
-        Raises InputError by the tensor's `name` for infinity or NaN, and for weights beyond what
-        float16 or bfloat16 can hold.
+        Raises InputError by the tensor's `name` for infinity or NaN, which allow_nonfinite permits
+        where the dtype is not FP8, and for weights beyond what float16 or bfloat16 can hold.
         """
         _check_choices(dtype, layout)
         _check_array(name, w, *STORAGE)
         if not w.flags.c_contiguous:
             w = w.copy(order="C")
         absmax = _absmax(w, layout)
-        if not np.isfinite(absmax).all():
-            bad = ~np.isfinite(on_host(w).astype(np.float32))
-            raise InputError(f"{name}: {_some(bad)} infinity or NaN: expected finite weights")
+        if not np.isfinite(absmax).all() and (dtype in FP8 or not allow_nonfinite):
+            check_finite(name, on_host(w))
+        largest = float(absmax.max())
         if dtype in FLOATS:
-            return cls(_rounded(w, dtype, absmax, name), dtype, None, layout)
+            return cls(_rounded(w, dtype, absmax, name), dtype, None, layout, largest)
         scale: Any = None
         if dtype == SCALED:
-            largest = np.float32(448)
-            scale = np.where(absmax < SMALLEST, np.float32(1), absmax / largest)
+            scale = np.where(absmax < SMALLEST, np.float32(1), absmax / np.float32(448))
         if not is_cupy(w):
-            return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout)
+            return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
         import cupy  # noqa: PLC0415
 
         from gpt2block.ops import to_fp8  # noqa: PLC0415
 
         scale = None if scale is None else cupy.asarray(scale)
-        return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout)
+        return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -139,24 +148,49 @@ class WeightMatrix:
         values = values.astype(np.float32, copy=False)
         if self.layout == "NK":
             values = values.T
-        return values if self.scale is None else values * on_host(self.scale)
+        if self.scale is not None:
+            values *= on_host(self.scale)  # they are new: only bytes of FP8 have scales
+        return values
+
+    def widened(self) -> WeightMatrix:
+        """The same numbers stored as NumPy float32, in the same layout; self where they are."""
+        values = self.dequantized()
+        data = values.T if self.layout == "NK" else values
+        return self if data is self.data else WeightMatrix(data, "float32", None, self.layout)
+
+    def __repr__(self) -> str:
+        scales = "" if self.scale is None else ", scales"
+        return (
+            f"WeightMatrix(K={self.K}, N={self.N}, {self.dtype}{scales}, layout {self.layout!r}, "
+            f"{kind(self.data)}, {self.nbytes:,} bytes)"
+        )
+
+
+def check_finite(name: str, array: NDArray[Any]) -> None:
+    """InputError, with the place of the first, where a tensor on the host has infinity or NaN."""
+    bad = ~np.isfinite(array.astype(np.float32, copy=False))
+    if bad.any():
+        raise InputError(
+            f"{name}: {_some(bad)} infinity or NaN: expected finite weights "
+            "(GPT2's allow_nonfinite=True permits them, but not in FP8 matrices)"
+        )
 
 
 def check_layout(layout: str) -> None:
     """InputError unless it is one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
 
 
 def _check_choices(dtype: str, layout: str) -> None:
     known = (*STORAGE, *FP8)
-    if dtype not in known:
+    if not isinstance(dtype, str) or dtype not in known:
         raise InputError(f"unknown weight dtype {dtype!r}: expected one of {', '.join(known)}")
     check_layout(layout)
 
 
 def _check_array(name: str, array: Any, *dtypes: str) -> None:
-    if not isinstance(array, np.ndarray) and not is_cupy(array):
+    if not is_plain(array) and not is_cupy(array):
         raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
     if array.ndim != 2 or array.size == 0:
         raise InputError(f"{name}: expected a matrix with elements, got shape {array.shape}")
@@ -171,7 +205,7 @@ def is_cupy(array: Any) -> bool:
 
 
 def kind(array: Any) -> str:
-    if isinstance(array, np.ndarray):
+    if is_plain(array):
         return "NumPy"
     return "CuPy" if is_cupy(array) else type(array).__name__
 
@@ -215,10 +249,12 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
     target = FLOATS[dtype]
     with np.errstate(over="ignore"):
         if not np.isfinite(absmax.astype(target)).all():
-            beyond = ~np.isfinite(on_host(w).astype(target))
-            raise InputError(
-                f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
-            )
+            host = on_host(w).astype(np.float32, copy=False)
+            beyond = np.isfinite(host) & ~np.isfinite(host.astype(target))
+            if beyond.any():
+                raise InputError(
+                    f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
+                )
     return w.astype(target, copy=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.checks import check_integer, is_plain, plain_array, several
 from gpt2block.config import (
     SIZES,
     GPT2Config,
@@ -20,17 +22,18 @@ from gpt2block.config import (
     model_shapes,
     size,
 )
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, shown
 
 Array = NDArray[np.floating[Any]]
+MOST_NUMBERS = 2**40  # drawn at random in one call: 4 TiB of float32
 
 
 def packed_offsets(n_embd: int = 768) -> dict[str, int]:
     """Name → offset in floats inside the packed buffer, plus `"end"`: 7,087,872 for C = 768."""
     offsets, end = {}, 0
-    for name, shape in block_shapes(n_embd).items():
+    for name, shape in block_shapes(check_count("n_embd", n_embd)).items():
         offsets[name] = end
-        end += int(np.prod(shape))
+        end += math.prod(shape)
     return {**offsets, "end": end}
 
 
@@ -39,14 +42,17 @@ def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
 
     Raises InputError when the buffer is not 1-D of exactly the packed length.
     """
+    n_embd = check_count("n_embd", n_embd)
     offsets = packed_offsets(n_embd)
-    if packed.shape != (offsets["end"],):
+    shape = getattr(packed, "shape", None)
+    if shape != (offsets["end"],):
+        got = type(packed).__name__ if shape is None else f"shape {shape}"
         raise InputError(
-            f"packed weights: expected a 1-D array of {offsets['end']:,} floats "
-            f"(C = {n_embd}), got shape {packed.shape}"
+            f"packed weights: expected a 1-D array of {offsets['end']:,} floats (C = {n_embd}), "
+            f"got {got}"
         )
     return {
-        name: packed[offsets[name] : offsets[name] + int(np.prod(shape))].reshape(shape)
+        name: packed[offsets[name] : offsets[name] + math.prod(shape)].reshape(shape)
         for name, shape in block_shapes(n_embd).items()
     }
 
@@ -76,22 +82,27 @@ class BlockWeights:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        if np.ndim(self.gamma1) != 1:
-            raise InputError(f"gamma1: expected shape (C,), got {np.shape(self.gamma1)}")
+        gamma1: Any = self.gamma1
+        if not is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
+            got = getattr(gamma1, "shape", type(gamma1).__name__)
+            raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}")
         for name, shape in block_shapes(self.n_embd).items():
-            array = getattr(self, name)
-            if not isinstance(array, np.ndarray):
-                raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
-            if array.shape != shape:
-                raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+            array = _checked(name, getattr(self, name), shape)
             if array.dtype not in (np.float32, np.float64) or array.dtype != self.gamma1.dtype:
                 raise InputError(
                     f"{name}: expected float32 or float64, the same for all, got {array.dtype}"
                 )
-        check_count("n_head", self.n_head)
-        check_eps(self.eps)
+        object.__setattr__(self, "n_head", check_count("n_head", self.n_head))
+        object.__setattr__(self, "eps", check_eps(self.eps))
         if self.n_embd % self.n_head:
             raise InputError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
+
+    def __repr__(self) -> str:
+        nbytes = sum(array.nbytes for array in self.tensors().values())
+        return (
+            f"BlockWeights(n_embd={self.n_embd}, n_head={self.n_head}, eps={self.eps}, "
+            f"{self.gamma1.dtype}, {nbytes:,} bytes)"
+        )
 
     @property
     def n_embd(self) -> int:
@@ -102,7 +113,13 @@ class BlockWeights:
         return {name: getattr(self, name) for name in block_shapes(self.n_embd)}
 
     def astype(self, dtype: DTypeLike) -> BlockWeights:
-        """The same weights in another float dtype; self when nothing changes."""
+        """The same weights in another float dtype; self when nothing changes. Raises InputError."""
+        try:
+            known = np.dtype(dtype) in (np.float32, np.float64)
+        except (TypeError, ValueError):
+            known = False
+        if not known or dtype is None:
+            raise InputError(f"dtype: expected float32 or float64, got {shown(dtype)}")
         if self.gamma1.dtype == dtype:
             return self
         tensors: dict[str, Any] = {name: a.astype(dtype) for name, a in self.tensors().items()}
@@ -112,8 +129,16 @@ class BlockWeights:
     def from_packed(
         cls, packed: Array, n_embd: int = 768, n_head: int = 12, eps: float = 1e-5
     ) -> BlockWeights:
-        """Views into one packed buffer, 12C² + 13C floats: 7,087,872 for GPT-2 small."""
-        packed = np.asarray(packed)
+        """Views into one packed buffer, 12C² + 13C floats: 7,087,872 for GPT-2 small.
+
+        packed: a 1-D float32 or float64 array. Raises InputError.
+        """
+        try:
+            packed = plain_array("packed weights", packed)
+        except InputError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"packed weights: expected a 1-D array of floats: {error}") from error
         return cls(**unpack(packed, n_embd), n_head=n_head, eps=eps)
 
     def to_packed(self) -> Array:
@@ -127,19 +152,24 @@ class BlockWeights:
         The LeetGPU challenge's distribution, but for the biases, which it sets to zero. `config`: a
         GPT2Config or the name of a size, such as "gpt2-xl".
         """
-        config = size(config) if isinstance(config, str) else config
-        tensors = _random(np.random.default_rng(seed), block_shapes(config.n_embd))
+        config = _config(config)
+        tensors = _random(seed, block_shapes(config.n_embd))
         return cls(**tensors, n_head=config.n_head, eps=config.eps)
 
     @classmethod
-    def from_pretrained(cls, checkpoint: str | Path | Checkpoint, layer: int = 0) -> BlockWeights:
+    def from_pretrained(
+        cls,
+        checkpoint: str | Path | Checkpoint,
+        layer: int = 0,
+        revision: str | None = None,
+    ) -> BlockWeights:
         """Block `layer` of a checkpoint, as float32; only that block's tensors are read.
 
         `checkpoint`: an opened Checkpoint, or what `Checkpoint.open` takes: a Hugging Face
         directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, "shakespeare",
-        the model in the package. Raises CheckpointError.
+        the model in the package. revision: of a hub id. Raises CheckpointError.
         """
-        opened = Checkpoint.open(checkpoint)
+        opened = Checkpoint.open(checkpoint, revision)
         tensors = opened.read_block(layer)
         return cls(**tensors, n_head=opened.config.n_head, eps=opened.config.eps)
 
@@ -158,13 +188,22 @@ class GPT2Weights:
 
     def __post_init__(self) -> None:
         c = self.config
+        if not isinstance(c, GPT2Config):
+            raise InputError(f"config: expected a GPT2Config, got {type(c).__name__}")
         shapes = {name: model_shapes(c)[name] for name in ("wte", "wpe", "gamma_f", "beta_f")}
         for name, shape in (shapes | {"lm_head": shapes["wte"]}).items():
-            if np.shape(getattr(self, name)) != shape:
-                raise InputError(f"{name}: expected {shape}, got {np.shape(getattr(self, name))}")
+            array = _checked(name, getattr(self, name), shape)
+            if array.dtype not in (np.float32, np.float64):
+                raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
         if c.tie_word_embeddings and self.lm_head is not self.wte:
             raise InputError("lm_head: expected the very array wte, as the config ties them")
+        if not isinstance(self.blocks, tuple):
+            raise InputError(f"blocks: expected a tuple, got {type(self.blocks).__name__}")
         for layer, block in enumerate(self.blocks):
+            if not isinstance(block, BlockWeights):
+                raise InputError(
+                    f"block {layer}: expected BlockWeights, got {type(block).__name__}"
+                )
             if (block.n_embd, block.n_head, block.eps) != (c.n_embd, c.n_head, c.eps):
                 raise InputError(
                     f"block {layer}: expected n_embd {c.n_embd}, n_head {c.n_head}, eps {c.eps}, "
@@ -173,23 +212,28 @@ class GPT2Weights:
 
     @classmethod
     def from_pretrained(
-        cls, checkpoint: str | Path | Checkpoint, layers: Iterable[int] | None = None
+        cls,
+        checkpoint: str | Path | Checkpoint,
+        layers: Iterable[int] | None = None,
+        revision: str | None = None,
     ) -> GPT2Weights:
         """A checkpoint, named as in `BlockWeights.from_pretrained`, with the blocks of `layers`.
 
         None means all of them. Raises CheckpointError.
         """
-        opened = Checkpoint.open(checkpoint)
+        opened = Checkpoint.open(checkpoint, revision)
+        wanted = range(opened.config.n_layer) if layers is None else several(layers)
+        for layer in wanted:  # before the large tensors are read
+            opened.check_layer(layer)
         wte, wpe, gamma_f, beta_f, lm_head = opened.read_ends()
-        wanted = range(opened.config.n_layer) if layers is None else layers
         blocks = tuple(BlockWeights.from_pretrained(opened, layer) for layer in wanted)
         return cls(opened.config, wte, wpe, blocks, gamma_f, beta_f, lm_head)
 
     @classmethod
     def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> GPT2Weights:
         """A model of random weights, distributed as in `BlockWeights.random`, wte and wpe as W."""
-        config = size(config) if isinstance(config, str) else config
-        tensors = _random(np.random.default_rng(seed), model_shapes(config))
+        config = _config(config)
+        tensors = _random(seed, model_shapes(config))
         blocks = tuple(
             BlockWeights(
                 **{name: tensors[f"h.{layer}.{name}"] for name in block_shapes(config.n_embd)},
@@ -200,6 +244,14 @@ class GPT2Weights:
         )
         wte, wpe, gamma_f, beta_f = (tensors[name] for name in ("wte", "wpe", "gamma_f", "beta_f"))
         return cls(config, wte, wpe, blocks, gamma_f, beta_f, tensors.get("lm_head", wte))
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"GPT2Weights(n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, "
+            f"n_ctx={c.n_ctx}, vocab_size={c.vocab_size}, {len(self.blocks)} blocks, "
+            f"{self.wte.dtype})"
+        )
 
     def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
         """Name, array and layout of every tensor, as `Checkpoint.tensors` gives them.
@@ -221,10 +273,31 @@ class GPT2Weights:
             yield "lm_head", self.lm_head, "NK"
 
 
-def _random(
-    rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, NDArray[np.float32]]:
+def _checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
+    """The array; InputError unless it is a NumPy array of this shape, without a mask."""
+    if not is_plain(array):
+        raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
+    if array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    checked: Array = array
+    return checked
+
+
+def _config(config: Any) -> GPT2Config:
+    return config if isinstance(config, GPT2Config) else size(config)
+
+
+def _generator(seed: Any, numbers: int) -> np.random.Generator:
+    """InputError for a seed that is not one, and for more numbers than any memory holds."""
+    seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
+    if numbers > MOST_NUMBERS:
+        raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")
+    return np.random.default_rng(seed)
+
+
+def _random(seed: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
     """γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), all else ~ N(0, 0.02), drawn in this order."""
+    rng = _generator(seed, sum(map(math.prod, shapes.values())))
     tensors: dict[str, NDArray[np.float32]] = {}
     for name, shape in shapes.items():
         kind = name.rpartition(".")[2]
@@ -239,5 +312,11 @@ def _random(
 
 
 def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """float32 activations x ~ U(-1, 1), the challenge's input. shape (T, C) or (B, T, C)."""
-    return np.random.default_rng(seed).uniform(-1, 1, shape).astype(np.float32)
+    """float32 activations x ~ U(-1, 1), the challenge's input. shape (T, C) or (B, T, C).
+
+    Raises InputError.
+    """
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise InputError(f"shape: expected a tuple such as (T, C), got {shown(shape)}")
+    sizes = [check_count("shape", size) for size in shape]
+    return _generator(seed, math.prod(sizes)).uniform(-1, 1, sizes).astype(np.float32)

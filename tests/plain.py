@@ -28,9 +28,12 @@ def running_sum(terms: Array, xp: Any = np) -> Array:
     return total
 
 
-def product(a: Array, b: Array, xp: Any = np) -> Array:
-    """a · b, (..., M, K) · (..., K, N), adding along K in order."""
-    total = xp.zeros((*a.shape[:-1], b.shape[-1]), dtype=xp.float32)
+def product(a: Array, b: Array, xp: Any = np, dtype: Any = np.float32) -> Array:
+    """a · b, (..., M, K) · (..., K, N), adding along K in order, in `dtype`.
+
+    CuPy's own product would need cuBLAS, which an installation of this package does not have.
+    """
+    total = xp.zeros((*a.shape[:-1], b.shape[-1]), dtype)
     for k in range(a.shape[-1]):
         total = total + a[..., k : k + 1] * b[..., k : k + 1, :]
     return total
@@ -50,8 +53,8 @@ def tensor_core_product(a: Array, w: Array, xp: Any = np) -> Array:
     """
     total = xp.zeros((*a.shape[:-1], w.shape[1]), xp.float32)
     for k in range(0, a.shape[-1], 16):
-        step = a[..., k : k + 16].astype(xp.float64) @ w[k : k + 16].astype(xp.float64)
-        exact = total.astype(xp.float64) + step
+        parts = a[..., k : k + 16].astype(xp.float64), w[k : k + 16].astype(xp.float64)
+        exact = total.astype(xp.float64) + product(*parts, xp, xp.float64)
         total = exact.astype(xp.float32)
         over = xp.abs(total) > xp.abs(exact)
         total = xp.where(over, xp.nextafter(total, xp.float32(0)), total)

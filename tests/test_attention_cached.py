@@ -512,7 +512,7 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
         ops.kv_append(*arrays)
         k, v = arrays[1].get(), arrays[2].get()
     else:
-        how = launches.append(7, C, k.itemsize, 16, narrow)
+        how = launches.append(7, C, k.itemsize, 16, 16, narrow)
         on_shim(where, "kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
     np.testing.assert_array_equal(k, truth_k)
     np.testing.assert_array_equal(v, truth_v)
@@ -571,9 +571,10 @@ def test_launches() -> None:
         launches.tiles(1, 10, 1, 256, 4, 49152)
     with pytest.raises(InputError, match="too many for a grid"):
         launches.tiles(1, 2**24, 1, 64, 4, H200)
-    assert dict(launches.append(5, 768, 2, 16).defines)["KV_WIDTH"] == 8
-    assert dict(launches.append(5, 768, 2, 4).defines)["KV_WIDTH"] == 1
-    assert dict(launches.append(5, 768, 2, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    assert dict(launches.append(5, 768, 2, 16, 16).defines)["KV_WIDTH"] == 8
+    assert dict(launches.append(5, 768, 2, 4, 4).defines)["KV_WIDTH"] == 1
+    assert dict(launches.append(5, 768, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    assert dict(launches.append(5, 768, 2, 4, 2).defines)["KV_WIDTH"] == 1
 
 
 @pytest.mark.parametrize(
@@ -669,7 +670,7 @@ def test_bad_input(cp: ModuleType) -> None:
         (ops.attention_split, (q[:2], k, k, long, 3), "position: expected int"),
         (split, (q[:2], k, k, at, seams), r"arrived: expected shape \(2, 3\)"),
         (split, (q[:2], k, k, at, cp.zeros((2, 3))), "arrived: expected int32"),
-        (partial(split, out=q[1:3]), (q[:2], k, k, at, None), "out: overlaps the queries"),
+        (partial(split, out=q[1:3]), (q[:2], k, k, at, None), "out: overlaps q:"),
         (ops.kv_append, (qkv, k, k, rows, rows), "v: overlaps k"),
         (
             ops.kv_append,

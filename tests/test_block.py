@@ -269,3 +269,68 @@ def test_import_touches_no_gpu_and_is_quick() -> None:
     seconds, *modules = min(run.stdout for run in runs).split()
     assert modules == []
     assert float(seconds) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("causal", "no"), ("causal", 1), ("causal", None), ("graph", "off"), ("dtype", ["float32"]),
+        ("dtype", None), ("kernels", ["auto"]), ("kernels", np.array(["auto", "fused"])),
+        ("device", 0), ("device", np.array(["cpu", "cuda"])), ("device", True),
+        ("device", "cuda:²"), ("device", "cuda:" + "9" * 5000), ("device", "cuda:-1"),
+    ],
+)  # fmt: skip
+def test_wrong_options_of_a_block(weights: BlockWeights, option: str, value: Any) -> None:
+    options: dict[str, Any] = {"device": "cpu", option: value}
+    with pytest.raises(InputError, match=f"^{option}: expected"):
+        Block(weights, **options)
+
+
+def test_an_unknown_keyword_of_a_block_names_the_nearest(weights: BlockWeights) -> None:
+    with pytest.raises(
+        InputError, match=r"Block: unknown keyword 'kernel': did you mean 'kernels'"
+    ):
+        Block(weights, kernel="fused")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"GPT2\.from_pretrained: .*did you mean 'dtype'"):
+        gpt2block.GPT2.from_pretrained(dtypes="float16")  # type: ignore[call-arg]
+
+
+def test_a_numpy_bool_is_a_flag(weights: BlockWeights, block: Block) -> None:
+    x = random_input(0, (5, 48))
+    causal: Any = np.True_
+    np.testing.assert_array_equal(Block(weights, causal, "cpu")(x), block(x))
+
+
+def test_masked_arrays_are_refused(weights: BlockWeights, block: Block) -> None:
+    masked = np.ma.masked_array(random_input(0, (5, 48)))
+    for call in (block, block.trace, block.compare):
+        with pytest.raises(InputError, match="x: expected an array without a mask"):
+            call(masked)
+    with pytest.raises(InputError, match="out: expected"):
+        block(random_input(0, (5, 48)), out=masked)
+    for name in ("gamma1", "w_fc"):
+        arrays: dict[str, Any] = weights.tensors()
+        arrays[name] = np.ma.masked_array(arrays[name])
+        with pytest.raises(InputError, match=f"{name}: expected .*NumPy array.*got"):
+            BlockWeights(**arrays, n_head=3)
+
+
+@pytest.mark.parametrize("seq_len", [True, -1, 0, "3", None, 2.0, 10**400])
+def test_solve_checks_its_length_first(seq_len: Any) -> None:
+    with pytest.raises(InputError, match="seq_len: expected"):
+        gpt2block.solve(None, None, None, seq_len)
+
+
+def test_one_informative_line_each(weights: BlockWeights, block: Block) -> None:
+    assert repr(weights) == "BlockWeights(n_embd=48, n_head=3, eps=1e-05, float32, 113,088 bytes)"
+    found = repr(block)
+    assert found.startswith(
+        "Block(n_embd=48, n_head=3, causal=True, float32, kernels 'skeleton', CPU"
+    )
+    assert found.endswith(", 113,088 bytes)")
+    matrix = gpt2block.WeightMatrix.quantize(weights.w_fc, "float8_e4m3fn")
+    assert repr(matrix) == (
+        "WeightMatrix(K=48, N=192, float8_e4m3fn, scales, layout 'KN', NumPy, 9,984 bytes)"
+    )
+    split = gpt2block.SplitMatrix.split(weights.w_fc)
+    assert repr(split) == "SplitMatrix(shape=(48, 192), NumPy, 37,056 bytes)"

@@ -463,7 +463,7 @@ def test_wrong_caches_are_refused() -> None:
         qkv(x, matrix(51), *norm, cache, cache.copy(), at)
     with pytest.raises(InputError, match="k_cache: expected bfloat16, got float32"):
         qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at)
-    with pytest.raises(InputError, match="overlaps another argument"):
+    with pytest.raises(InputError, match="v_cache: overlaps k_cache: expected another array"):
         qkv(x, matrix(48), *norm, cache, cache, at)
     with pytest.raises(InputError, match="position: expected int32, got int64"):
         qkv(x, matrix(48), *norm, cache, cache.copy(), at.astype("int64"))

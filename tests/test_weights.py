@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import SIZES, BlockWeights, GPT2Config, GPT2Weights, InputError, random_input
+from gpt2block import (
+    SIZES,
+    BlockWeights,
+    CheckpointError,
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    random_input,
+)
 from gpt2block.config import model_shapes, size
-from gpt2block.weights import packed_offsets
+from gpt2block.weights import packed_offsets, unpack
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 
@@ -153,10 +162,99 @@ def test_tensors_that_do_not_fit_the_config() -> None:
     config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
     good = GPT2Weights.random(0, config)
     for change, message in (
-        ({"wpe": good.wpe[1:]}, r"wpe: expected \(20, 24\), got \(19, 24\)"),
-        ({"gamma_f": good.gamma_f[:1]}, r"gamma_f: expected \(24,\), got \(1,\)"),
+        ({"wpe": good.wpe[1:]}, r"wpe: expected shape \(20, 24\), got \(19, 24\)"),
+        ({"gamma_f": good.gamma_f[:1]}, r"gamma_f: expected shape \(24,\), got \(1,\)"),
         ({"lm_head": good.wte.copy()}, "lm_head: expected the very array wte"),
         ({"config": replace(config, n_head=4)}, "block 0: expected n_embd 24, n_head 4, .* got"),
     ):
         with pytest.raises(InputError, match=message):
             replace(good, **change)
+
+
+@pytest.mark.parametrize("packed", [None, 3, "abc", [[1], [2, 3]], [10**400], {}, np.array("x")])
+def test_what_is_no_packed_buffer(packed: Any) -> None:
+    with pytest.raises(InputError, match="packed weights: expected"):
+        BlockWeights.from_packed(packed)
+    with pytest.raises(InputError, match="packed weights: expected a 1-D array"):
+        unpack(packed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"seed": True}, "seed: expected an integer"),
+        ({"seed": "7"}, "seed: expected an integer"),
+        ({"config": None}, "unknown size None"),
+        ({"config": ["gpt2"]}, "unknown size"),
+    ],
+)
+def test_random_weights_of_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    for random in (BlockWeights.random, GPT2Weights.random):
+        with pytest.raises(InputError, match=message):
+            random(**arguments)
+
+
+def test_random_weights_beyond_any_memory() -> None:
+    largest = GPT2Config(n_layer=10_000, n_head=1, n_embd=2**16)
+    with pytest.raises(InputError, match="expected sizes of at most"):
+        GPT2Weights.random(config=largest)
+
+
+@pytest.mark.parametrize(
+    "shape", [3, (), (0, 4), (2.0, 4), "ab", (True, 4), None, (10**12, 10**12)]
+)
+def test_random_input_of_wrong_shapes(shape: Any) -> None:
+    with pytest.raises(InputError, match=r"shape: expected|expected sizes of at most"):
+        random_input(0, shape)
+
+
+def test_numpy_integers_are_integers() -> None:
+    """And JSON can hold them: `save_pretrained` writes them."""
+    sizes: dict[str, Any] = {"n_layer": np.int64(1), "n_head": np.int32(2), "n_embd": np.uint8(4)}
+    config = GPT2Config(**sizes, eps=np.float32(0.5))
+    assert json.loads(json.dumps(config.to_hugging_face()))["n_embd"] == 4
+    assert config == GPT2Config(1, 2, 4, eps=0.5)
+
+
+@pytest.mark.parametrize("value", [10**400, np.True_, 1j, np.array([1]), 2**31])
+def test_wrong_sizes(value: Any) -> None:
+    for name in ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size"):
+        with pytest.raises(InputError, match=f"{name}: expected "):
+            GPT2Config(**{name: value})
+    if not isinstance(value, int) or value > 2**31:
+        with pytest.raises(InputError, match="eps: expected a finite number"):
+            GPT2Config(eps=value)
+
+
+@pytest.mark.parametrize("layer", [True, np.True_, 1.0, "0", None])
+def test_what_is_no_layer(layer: Any) -> None:
+    with pytest.raises(CheckpointError, match="layer: expected an integer"):
+        BlockWeights.from_pretrained("shakespeare", layer)
+    with pytest.raises(CheckpointError, match="layer: expected an integer"):
+        GPT2Weights.from_pretrained("shakespeare", [layer])
+    with pytest.raises(InputError, match="checkpoint: expected a name or a path, got 3"):
+        BlockWeights.from_pretrained(3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="layer 9 is out of range"):
+        GPT2Weights.from_pretrained("shakespeare", 9)  # type: ignore[arg-type]
+
+
+def test_model_weights_of_wrong_kinds() -> None:
+    config = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
+    good = GPT2Weights.random(0, config)
+    changes: dict[str, Any] = {
+        "config": 3,
+        "wpe": good.wpe.astype(int),
+        "gamma_f": np.ma.masked_array(good.gamma_f),
+        "beta_f": good.beta_f.tolist(),
+        "blocks": list(good.blocks),
+    }
+    for name, value in changes.items():
+        with pytest.raises(InputError, match=f"{name}: expected"):
+            replace(good, **{name: value})
+    wrong: Any = (3,)
+    with pytest.raises(InputError, match="block 0: expected BlockWeights, got int"):
+        replace(good, blocks=wrong)
+    assert repr(good) == (
+        "GPT2Weights(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37, 1 blocks, float32)"
+    )

@@ -90,6 +90,8 @@ def check_file(file: Path) -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib")
     if not file.parent.is_dir():
         raise InputError(f"--plot {file}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise InputError(f"--plot {file}: expected a file, got a directory")
 
 
 def draw(report: Report, file: Path) -> None:

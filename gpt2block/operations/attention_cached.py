@@ -164,11 +164,13 @@ def tiles(
     return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
 
 
-def append(N: int, C: int, itemsize: int, alignment: int, narrow: bool = False) -> Geometry:
-    """For N rows. alignment: in bytes, of the arrays. narrow: rows have the cache's dtype."""
+def append(
+    N: int, C: int, itemsize: int, of_rows: int, of_cache: int, narrow: bool = False
+) -> Geometry:
+    """For N rows. of_rows, of_cache: their alignment in bytes. narrow: one dtype for both."""
     width = vector_width(itemsize, C)
     own = itemsize if narrow else 4
-    while max(min(16, own * width), itemsize * width) > alignment:
+    while min(16, own * width) > of_rows or itemsize * width > of_cache:
         width //= 2
     threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MOST_THREADS)
     kernel = OPERATION.beside[1].kernels[narrow]

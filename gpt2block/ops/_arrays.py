@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import cupy
 from gpt2block.errors import InputError
 from gpt2block.kernels import STORAGE, Launch, launch
 from gpt2block.operations._types import Geometry
+from gpt2block.split import SplitMatrix
+from gpt2block.weight_matrix import WeightMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
@@ -75,10 +78,7 @@ def check(
         raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
     if array.dtype.name != dtype:
         raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
-    if array.data.ptr % array.itemsize:
-        raise InputError(
-            f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
-        )
+    check_alignment(name, array)
     if not strided and not array.flags.c_contiguous:
         raise InputError(f"{name}: expected a C-contiguous array: use cupy.ascontiguousarray")
     device = cupy.cuda.Device().id
@@ -89,14 +89,64 @@ def check(
         )
 
 
+def check_alignment(name: str, array: CudaArray) -> None:
+    """Raise InputError unless elements start on a multiple of their size."""
+    if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
+        raise InputError(
+            f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
+        )
+
+
 def output(
-    out: CudaArray | None, shape: tuple[int, ...], dtype: str = "float32", name: str = "out"
+    out: CudaArray | None,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    name: str = "out",
+    *,
+    apart: Mapping[str, Any],
+    in_place: Mapping[str, Any] | None = None,
 ) -> CudaArray:
-    """`out` itself, checked, or a new array of `shape`."""
+    """`out` itself, checked, or a new array of `shape`.
+
+    apart, in_place: the inputs by name, as for `check_apart`.
+    """
     if out is None:
         return cupy.empty(shape, dtype=dtype)
     check(name, out, shape, dtype)
+    check_apart(name, out, apart, in_place)
     return out
+
+
+def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
+    """The arrays that a named argument has, by their names."""
+    if isinstance(value, SplitMatrix):
+        return {f"{name}.parts": value.parts, f"{name}.scale": value.scale}
+    if isinstance(value, WeightMatrix):
+        return {name: value.data} | arrays_of(f"{name}.scale", value.scale)
+    return {} if value is None else {name: value}
+
+
+def check_apart(
+    name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
+) -> None:
+    """Raise InputError where an output shares memory with an input, which other blocks still read.
+
+    apart: arrays, WeightMatrix, SplitMatrix or None by name. in_place: those that `out` may be
+    itself, element by element, but not overlap in part.
+    """
+    for written in arrays_of(name, out).values():
+        for kind, inputs in (("", apart), (" in part", in_place or {})):
+            for given, value in inputs.items():
+                for part, array in arrays_of(given, value).items():
+                    itself = kind and _same_memory(written, array)
+                    if not itself and overlap(written, array):
+                        expected = f"{part} itself or another array" if kind else "another array"
+                        raise InputError(f"{name}: overlaps {part}{kind}: expected {expected}")
+
+
+def _same_memory(a: CudaArray, b: CudaArray) -> bool:
+    """Whether the elements of both are the same."""
+    return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
 
 
 def storage(x: Any) -> str:
@@ -154,7 +204,7 @@ def checked_row_stride(name: str, x: CudaArray) -> int:
 def in_rows(x: Any) -> Any:
     """x, or a copy where a CuPy array has no `row_stride`."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
-        return cupy.ascontiguousarray(x)
+        return _copied(x)
     return x
 
 
@@ -202,8 +252,23 @@ def _attribute(device: int, name: str) -> int:
 def contiguous(*arrays: Any) -> tuple[Any, ...]:
     """Copies of those CuPy arrays that are not C-contiguous; everything else as it is."""
     return tuple(
-        cupy.ascontiguousarray(array)
+        _copied(array)
         if isinstance(array, cupy.ndarray) and not array.flags.c_contiguous
         else array
         for array in arrays
     )
+
+
+def on_16_bytes(name: str, array: Any) -> Any:
+    """C-contiguous, from a multiple of 16 bytes on: a CuPy array itself, or a copy of it."""
+    (array,) = contiguous(array)
+    if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
+        check_alignment(name, array)
+        return array.copy()
+    return array
+
+
+def _copied(array: CudaArray) -> CudaArray:
+    """C-contiguous. InputError where CuPy's copying kernel could not read an element."""
+    check_alignment("an input", array)
+    return cupy.ascontiguousarray(array)

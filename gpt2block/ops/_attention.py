@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
+from gpt2block.checks import check_flag
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch, load
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -33,14 +34,15 @@ from gpt2block.ops._arrays import (
     CudaArray,
     Shape,
     check,
+    check_apart,
     compute_capability,
-    contiguous,
     device_attribute,
     launch_at,
+    on_16_bytes,
     output,
     storage,
 )
-from gpt2block.ops._split import check_apart, check_split
+from gpt2block.ops._split import check_split
 from gpt2block.ops._warm import call
 from gpt2block.split import SplitMatrix
 from gpt2block.tensor_maps import tensor_map
@@ -66,10 +68,11 @@ def bind(
     a SplitMatrix out.
     """
     (qkv,) = inputs
+    causal = check_flag("causal", causal)
     if isinstance(qkv, SplitMatrix):
         if variant not in (None, "mma") or block is not None:
             raise InputError("attention of a split matrix: expected variant mma, and no block")
-        return _bind_split(qkv, cu_seqlens, max_seqlen, out, _heads(n_head), bool(causal))
+        return _bind_split(qkv, cu_seqlens, max_seqlen, out, _heads(n_head), causal)
     dtype = storage(qkv)
     if variant is None:
         variant = _on_tensor_cores() if dtype in SIXTEEN_BITS else "mha"
@@ -84,7 +87,7 @@ def bind(
     _check_shape(qkv, n_head)
     _check_aligned("qkv", qkv)
     if tensor_cores:
-        return _bind_tensor_cores(chosen, qkv, cu_seqlens, max_seqlen, out, n_head, bool(causal))
+        return _bind_tensor_cores(chosen, qkv, cu_seqlens, max_seqlen, out, n_head, causal)
     if cu_seqlens is not None or max_seqlen is not None:
         raise InputError(
             f"cu_seqlens and max_seqlen: variant {chosen.name} takes sequences of one length: "
@@ -95,14 +98,14 @@ def bind(
         check_limits(qkv.shape, n_head=n_head, causal=causal)
     *batch, T, three_c = qkv.shape
     B, C = batch[0] if batch else 1, three_c // 3
-    out = output(out, (*batch, T, C))
+    out = output(out, (*batch, T, C), apart={"qkv": qkv})
     if variant == "naive":
-        return _bind_naive(qkv, out, (B, n_head, T, T), where, int(bool(causal)))
+        return _bind_naive(qkv, out, (B, n_head, T, T), where, int(causal))
     (only,) = where
     args: tuple[Any, ...] = (qkv, out, T)
     if variant == "online":
         _check_aligned("out", out)
-        args = (*args, int(bool(causal)))
+        args = (*args, int(causal))
     return Bound(out, (launch_at(chosen.file, only, args),))
 
 
@@ -145,7 +148,7 @@ def _bind_split(
         out = SplitMatrix.empty(shape)
     else:
         check_split("out", out, shape)
-        check_apart(out, {"qkv": qkv, "cu_seqlens": cu_seqlens})
+        check_apart("out", out, {"qkv": qkv, "cu_seqlens": cu_seqlens})
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     where, together = mma_fp32_geometry(B, T, n_head, causal, most_shared=limit)
     sizes = (qkv.size // (3 * C), B, T, n_head, together)
@@ -192,7 +195,7 @@ def _bind_tensor_cores(
         )
     dtype = storage(qkv)
     B, T = _sequences(qkv, cu_seqlens, max_seqlen)
-    out = output(out, (*qkv.shape[:-1], C), dtype)
+    out = output(out, (*qkv.shape[:-1], C), dtype, apart={"qkv": qkv, "cu_seqlens": cu_seqlens})
     _check_aligned("out", out)
     job = _Job(qkv, cu_seqlens, out, B, T, n_head)
     return Bound(out, (_TENSOR_CORES[variant.name](job, causal, dtype),))
@@ -278,7 +281,7 @@ def _launches(
     *batch, T, three_c = qkv
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes = (batch[0] if batch else 1, T, n_head, three_c // 3 // n_head)
-    return geometry(variant, *sizes, bool(causal), block, limit)
+    return geometry(variant, *sizes, causal, block, limit)
 
 
 def _bind_naive(
@@ -351,13 +354,11 @@ def attention(
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); of hopper Shah et
     al., "FlashAttention-3" (2024); of split matrices Ootomo and Yokota (2022), see `gemm`.
     """
-    if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
-        qkv = qkv.copy()
+    qkv = on_16_bytes("qkv", qkv)
     options = {"n_head": n_head, "causal": causal, "variant": variant, "block": block}
     if cu_seqlens is None and max_seqlen is None:
-        return call(bind, contiguous(qkv), **options).out
-    inputs = (*contiguous(qkv), cu_seqlens)
-    return call(_bind_packed, inputs, **options, max_seqlen=max_seqlen).out
+        return call(bind, (qkv,), **options).out
+    return call(_bind_packed, (qkv, cu_seqlens), **options, max_seqlen=max_seqlen).out
 
 
 def _bind_packed(inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any) -> Bound:

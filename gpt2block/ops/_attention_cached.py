@@ -19,11 +19,11 @@ from gpt2block.ops._arrays import (
     CudaArray,
     alignment,
     check,
+    check_apart,
     contiguous,
     device_attribute,
     launch_at,
     output,
-    overlap,
     storage,
 )
 from gpt2block.ops._warm import call
@@ -103,9 +103,8 @@ def _tiles(
     N, distance = q.shape
     C = k.shape[-1]
     B = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    out = output(out, (N, C), q.dtype.name)
-    if overlap(q, out):
-        raise InputError("out: overlaps the queries: expected another array")
+    given = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "start": start}
+    out = output(out, (N, C), q.dtype.name, apart=given)
     for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
         _aligned(name, array, 16)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
@@ -136,9 +135,8 @@ def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head:
     if made:
         arrived = cupy.zeros((B, n_head), "int32")
     check("arrived", arrived, (B, n_head), "int32")
-    out = output(out, (B, C))
-    if overlap(q, out):
-        raise InputError("out: overlaps the queries: expected another array")
+    given = {"q": q, "k": k, "v": v, "position": position, "arrived": arrived}
+    out = output(out, (B, C), apart=given)
     HS, S = C // n_head, ceil(n_ctx / SPLIT_KEYS)
     where = launches.split(B, n_ctx, n_head, HS, k.itemsize)
     width = dict(where.defines)["AS_WIDTH"]
@@ -161,16 +159,15 @@ def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bo
     qkv, row, position = inputs
     k, v = out
     dtype, B, n_ctx, C = _cache(k, v)
-    if overlap(k, v):
-        raise InputError("v: overlaps k: expected another array")
+    check_apart("v", v, {"k": k})
     of_rows = _of_rows(qkv, dtype)
     check("qkv", qkv, dtype=of_rows)
     N = qkv.shape[0]
     check("qkv", qkv, (N, 3 * C), of_rows)
     check("row", row, (N,), "int32")
     check("position", position, (N,), "int32")
-    aligned = alignment(qkv.data.ptr, k.data.ptr, v.data.ptr)
-    where = launches.append(N, C, k.itemsize, aligned, of_rows != "float32")
+    aligned = alignment(qkv.data.ptr), alignment(k.data.ptr, v.data.ptr)
+    where = launches.append(N, C, k.itemsize, *aligned, of_rows != "float32")
     args = (qkv, row, position, k, v, C, B, n_ctx)
     return Bound(k, (launch_at(APPEND.file, where, args, dtype),), (v,))
 

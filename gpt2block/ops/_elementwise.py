@@ -9,7 +9,7 @@ import cupy
 
 from gpt2block.errors import InputError
 from gpt2block.kernels import launch
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.ops._arrays import Bound, CudaArray, check, check_alignment, contiguous, output
 from gpt2block.ops._warm import call
 
 BLOCK = 256
@@ -20,7 +20,7 @@ def bind_add(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     a, b = inputs
     check("a", a)
     check("b", b, a.shape)
-    out = output(out, a.shape)
+    out = output(out, a.shape, apart={}, in_place={"a": a, "b": b})
     grid = (ceil(a.size / BLOCK),)
     return Bound(out, (launch("residual.cu", "add_kernel", grid, (BLOCK,), (a, b, out, a.size)),))
 
@@ -43,5 +43,6 @@ def add(a: CudaArray, b: CudaArray) -> CudaArray:
 def gelu(x: CudaArray) -> CudaArray:
     """`reference.gelu` on a float32 CuPy array, into a new one; raises InputError."""
     if isinstance(x, cupy.ndarray):
+        check_alignment("x", x)
         x = x.copy(order="C")  # the kernel works in place
     return bind_gelu((x,)).run()

@@ -39,7 +39,7 @@ def bind(
     T = ids.shape[-1]
     if n_ctx < T:
         raise InputError(f"ids: {T:,} positions, but wpe has {n_ctx:,} rows")
-    out = output(out, (*ids.shape, C))
+    out = output(out, (*ids.shape, C), apart={"ids": ids, "wte": wte, "wpe": wpe})
 
     on_16_bytes = C % 4 == 0 and all(a.data.ptr % 16 == 0 for a in (wte, wpe, out))
     if variant is None:

@@ -43,7 +43,9 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str 
     if weights.scale is not None:
         check("wte's scale", weights.scale, (V,))
     N = ids.size
-    out = output(out, (N, C))
+    out = output(
+        out, (N, C), apart={"ids": ids, "positions": positions, "wte": weights, "wpe": wpe}
+    )
     itemsize = weights.data.itemsize
     aligned = min(
         alignment(wpe.data.ptr, out.data.ptr),

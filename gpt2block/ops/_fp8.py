@@ -6,6 +6,7 @@ from typing import Any
 
 import cupy
 
+from gpt2block.checks import check_flag
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8
 from gpt2block.operations import fp8
@@ -31,23 +32,24 @@ def bind(
     (x,) = inputs
     dtype = storage(x)
     check("x", x, dtype=dtype)
-    if format not in FP8:
+    if not isinstance(format, str) or format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
     arrays = [x]
+    saturate = check_flag("saturate", saturate)
+    check_layout(layout)
     if scale is not None:
-        check_layout(layout)
         if x.ndim != 2:
             raise InputError(f"x: expected a matrix, as it has scales, got shape {x.shape}")
         check("scale", scale, (x.shape[layout.index("N")],))
         arrays.append(scale)
-    out = output(out, x.shape, "uint8")
+    out = output(out, x.shape, "uint8", apart={"x": x, "scale": scale})
     arrays.append(out)
     chosen = fp8.OPERATION.variant(FASTEST if variant is None else variant)
     if block is not None:
         check_block(fp8.OPERATION.name, chosen, block)
     row = None if scale is None else x.shape[1]
     where = fp8.geometry(
-        chosen, x.size, x.itemsize, _alignment(arrays), row, layout, bool(saturate), block
+        chosen, x.size, x.itemsize, _alignment(arrays), row, layout, saturate, block
     )
     args = (x, scale, out, x.size, row or x.size)
     return Bound(out, (launch_at(fp8.FILE, where, args, storage=dtype, weights=format),))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from gpt2block.checks import check_flag
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.operations import _hopper_gemm
@@ -24,21 +25,20 @@ from gpt2block.ops import _split
 from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
+    arrays_of,
     check,
+    check_apart,
     compute_capability,
     contiguous,
     device_attribute,
     launch_at,
     output,
-    overlap,
     storage,
 )
 from gpt2block.ops._split import (
     ALIGNED,
     LARGEST,
     SPLIT,
-    arrays_of,
-    check_apart,
     check_one_scale,
     check_split,
 )
@@ -105,11 +105,12 @@ def bind(
     that of `bound`, for dtype "split". There is no split_k: nothing of K is added up in parts.
     """
     a, w, bias, residual = (*inputs, *(None,) * 2)[:4]
+    gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
     if isinstance(w, SplitMatrix) or isinstance(a, SplitMatrix):
-        return _bind_split(a, w, bias, residual, out, bool(gelu), dtype, variant, bound)
+        return _bind_split(a, w, bias, residual, out, gelu, dtype, variant, bound)
     if bound is not None:
         raise InputError("bound: of a result in two parts, but a and w are no split matrices")
-    job = _check(a, w, bias, residual, out, dtype)._replace(gelu=bool(gelu), split_k=bool(split_k))
+    job = _check(a, w, bias, residual, out, dtype)._replace(gelu=gelu, split_k=split_k)
     return Bound(job.out, (_choose(variant).launch(job),))
 
 
@@ -128,10 +129,12 @@ def _check(a: Any, w: Any, bias: Any, residual: Any, out: Any, dtype: str | None
     _check_weights(a, w, own)
     if bias is not None:
         check("bias", bias, (w.N,))
-    out = output(out, (*a.shape[:-1], w.N), dtype)
+    shape = (*a.shape[:-1], w.N)
     if residual is not None:
-        check("residual", residual, out.shape, dtype)
-    _check_memory(out, residual, {"a": a, "w": w.data, "bias": bias})
+        check("residual", residual, shape, dtype)
+    others = {"a": a, "w": w, "bias": bias}
+    out = output(out, shape, dtype, apart=others, in_place={"residual": residual})
+    _check_aligned(**others, residual=residual, out=out)
     return Job(a, w, bias, residual, out)
 
 
@@ -160,21 +163,15 @@ def _bind_split(
     _check_sizes(a, N, K)
     if bias is not None:
         check("bias", bias, (N,))
-    out = _split_output(out, (*a.shape[:-1], N), dtype, bound)
+    others = {"a": a, "w": w, "bias": bias}
+    out = _split_output(out, (*a.shape[:-1], N), dtype, bound, others, residual)
     if residual is not None:
         if isinstance(out, SplitMatrix):
             raise InputError(
                 "residual: expected none beside a result in two parts: no bound is known for one"
             )
         check("residual", residual, out.shape)
-    others = {"a": a, "w": w, "bias": bias}
-    if isinstance(out, SplitMatrix):
-        check_apart(out, others)
-    else:
-        arrays: dict[str, CudaArray] = {}
-        for name, value in others.items():
-            arrays |= arrays_of(name, value)
-        _check_memory(out, residual, arrays)
+    _check_aligned(**others, residual=residual, out=out)
     before: tuple[Launch, ...] = ()
     extra: tuple[CudaArray, ...] = ()
     if not isinstance(a, SplitMatrix):
@@ -186,9 +183,14 @@ def _bind_split(
 
 
 def _split_output(
-    out: Any, shape: tuple[int, ...], dtype: str | None, bound: float | None
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: str | None,
+    bound: float | None,
+    others: Mapping[str, Any],
+    residual: CudaArray | None,
 ) -> CudaArray | SplitMatrix:
-    """float32, or a SplitMatrix whose rows have one scale."""
+    """float32, or a SplitMatrix whose rows have one scale; apart from the other arguments."""
     if dtype is None:
         dtype = SPLIT if isinstance(out, SplitMatrix) else "float32"
     if dtype not in ("float32", SPLIT):
@@ -196,7 +198,7 @@ def _split_output(
     if dtype == "float32":
         if bound is not None:
             raise InputError(f"bound: of a result in two parts: expected dtype {SPLIT!r}")
-        return output(out, shape)
+        return output(out, shape, apart=others, in_place={"residual": residual})
     if out is None:
         if bound is None:
             raise InputError(
@@ -205,6 +207,7 @@ def _split_output(
             )
         return SplitMatrix.empty(shape, bound)
     check_one_scale(out, shape, bound)
+    check_apart("out", out, others)
     return out
 
 
@@ -235,16 +238,11 @@ def _check_sizes(a: CudaArray | SplitMatrix, N: int, K: int) -> None:
         )
 
 
-def _check_memory(out: CudaArray, residual: CudaArray | None, others: Mapping[str, Any]) -> None:
-    """Where the arrays start, and that what is written overlaps nothing that is read."""
-    for name, array in {**others, "residual": residual, "out": out}.items():
-        if array is not None and array.data.ptr % ALIGNED:
-            raise InputError(f"{name}: expected data aligned to {ALIGNED} bytes: pass a copy")
-    for name, array in others.items():
-        if array is not None and overlap(out, array):
-            raise InputError(f"out: overlaps {name}: expected another array")
-    if residual is not None and residual.data.ptr != out.data.ptr and overlap(out, residual):
-        raise InputError("out: overlaps residual in part: expected residual itself, or another")
+def _check_aligned(**arguments: Any) -> None:
+    for given, value in arguments.items():
+        for name, array in arrays_of(given, value).items():
+            if array.data.ptr % ALIGNED:
+                raise InputError(f"{name}: expected data aligned to {ALIGNED} bytes: pass a copy")
 
 
 def _choose(variant: str | None) -> Way:

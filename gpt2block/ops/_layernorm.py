@@ -7,6 +7,8 @@ from typing import Any, Literal, overload
 
 import cupy
 
+from gpt2block.checks import check_flag
+from gpt2block.config import check_eps
 from gpt2block.errors import InputError
 from gpt2block.kernels import Defines, Launch, launch
 from gpt2block.operations._types import Variant, check_block
@@ -22,14 +24,14 @@ from gpt2block.ops._arrays import (
     CudaArray,
     alignment,
     check,
+    check_apart,
     contiguous,
     device_attribute,
     launch_at,
     output,
-    overlap,
     storage,
 )
-from gpt2block.ops._split import SPLIT, check_apart, check_one_scale
+from gpt2block.ops._split import SPLIT, check_one_scale
 from gpt2block.ops._warm import call
 from gpt2block.plan import layernorm_bound
 from gpt2block.split import SplitMatrix
@@ -63,6 +65,8 @@ def bind(
     "split" makes a new one, with the scale of `bound`, or of what gamma and beta allow.
     """
     x, gamma, beta = inputs
+    check_eps(eps)
+    check_flag("stats", stats)
     if isinstance(out, SplitMatrix) or dtype is not None or bound is not None:
         unused = (block, mean, rstd)
         if variant not in (None, NARROW) or any(each is not None for each in unused):
@@ -86,14 +90,15 @@ def bind(
     if N > MAX_ROWS or C > MAX_C:
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
     size = check_block(OPERATION.name, chosen, block)
-    out = output(out, x.shape, dtype)
-    if overlap(out, x):
-        raise InputError("out: overlaps x: expected another array, as nothing works in place")
+    given = {"x": x, "gamma": gamma, "beta": beta}
+    out = output(out, x.shape, dtype, apart=given)
     if not stats and chosen.name == "6" and (mean is not None or rstd is not None):
         raise InputError("layernorm: mean and rstd are written with stats only: pass stats=True")
     extra: tuple[CudaArray, ...] = ()
     if stats or chosen.name != "6":
-        extra = (output(mean, tuple(rows), name="mean"), output(rstd, tuple(rows), name="rstd"))
+        mean = output(mean, tuple(rows), name="mean", apart={**given, "out": out})
+        rstd = output(rstd, tuple(rows), name="rstd", apart={**given, "out": out, "mean": mean})
+        extra = (mean, rstd)
     arrays = (x, gamma, beta, out, *(extra or (None, None)))
     if chosen.name == "6":
         return Bound(out, (_rows(arrays, float(eps), N, C, size, block),), extra)
@@ -105,9 +110,7 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
     C = x.shape[-1]
     check("gamma", gamma, (C,))
     check("beta", beta, (C,))
-    out = output(out, x.shape)
-    if overlap(out, x):
-        raise InputError("out: overlaps x: expected another array, as nothing works in place")
+    out = output(out, x.shape, apart={"x": x, "gamma": gamma, "beta": beta})
     rows = x.size // C
     name, width = ("layernorm768_kernel", ()) if C == 768 else ("layernorm_kernel", (C,))
     args = (x, out, gamma, beta, rows, *width)
@@ -137,7 +140,7 @@ def _bind_split(
         out = SplitMatrix.empty(x.shape, bound)
     else:
         check_one_scale(out, x.shape, bound)
-        check_apart(out, {"x": x, "gamma": gamma, "beta": beta})
+        check_apart("out", out, {"x": x, "gamma": gamma, "beta": beta})
     rows = x.size // C
     if rows > MAX_ROWS:
         raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
@@ -164,9 +167,7 @@ def _bind_narrow(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: floa
     check("gamma", gamma, (C,))
     check("beta", beta, (C,))
     dtype = storage(out) if stored == "float32" and out is not None else stored
-    out = output(out, x.shape, dtype)
-    if overlap(out, x):
-        raise InputError("out: overlaps x: expected another array, as nothing works in place")
+    out = output(out, x.shape, dtype, apart={"x": x, "gamma": gamma, "beta": beta})
     rows = x.size // C
     if rows > MAX_ROWS:
         raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.config import check_eps
 from gpt2block.errors import InputError
 from gpt2block.operations._types import check_block
 from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
@@ -33,6 +34,7 @@ def bind(
     """
     chosen = OPERATION.variant(variant)
     x, gamma, beta = (*inputs, None, None)[:3]
+    check_eps(eps)
     check("x", x)
     hidden = x.shape[-1]
     affine = [array for array in (gamma, beta) if array is not None]
@@ -43,12 +45,11 @@ def bind(
         raise InputError(
             f"layernorm_gelu variant {chosen.name}: has no gamma and beta: use variant 'rows'"
         )
-    out = output(out, x.shape)
-    if out.data.ptr == x.data.ptr and chosen.name != "rows":
-        raise InputError(
-            f"out: layernorm_gelu variant {chosen.name} does not work in place: expected another "
-            f"array, or variant 'rows'"
-        )
+    others = {"gamma": gamma, "beta": beta}
+    if chosen.name == "rows":
+        out = output(out, x.shape, apart=others, in_place={"x": x})
+    else:
+        out = output(out, x.shape, apart={"x": x, **others})
 
     rows = x.size // hidden
     if block is not None:

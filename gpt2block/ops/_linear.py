@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import Any
 
+from gpt2block.checks import check_flag
+from gpt2block.config import check_eps
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8
 from gpt2block.operations._types import Geometry
@@ -13,11 +15,11 @@ from gpt2block.ops._arrays import (
     Bound,
     CudaArray,
     check,
+    check_apart,
     contiguous,
     device_attribute,
     launch_at,
     output,
-    overlap,
 )
 from gpt2block.ops._warm import call
 from gpt2block.weight_matrix import WeightMatrix
@@ -40,6 +42,8 @@ def bind(
     w: a WeightMatrix (N, K). What follows it may be None, or missing; residual may be out.
     """
     x, w, bias, gamma, beta, residual = (*inputs, *(None,) * 4)[:6]
+    gelu = check_flag("gelu", gelu)
+    check_eps(eps)
     shape = getattr(x, "shape", ())
     few = bool(shape) and prod(shape[:-1]) <= FEW_ROWS
     chosen = ("matvec" if few or gamma is not None else "tiles") if variant is None else variant
@@ -53,9 +57,11 @@ def bind(
     K, M = _rows("x", x)
     _check_product(w, K, bias)
     _check_norm(gamma, beta, K)
-    out = output(out, (*x.shape[:-1], w.N))
-    _check_residual(residual, out)
-    _apart(out, x, w, bias, gamma, beta)
+    shape = (*x.shape[:-1], w.N)
+    if residual is not None:
+        check("residual", residual, shape)
+    given = {"x": x, "w": w, "bias": bias, "gamma": gamma, "beta": beta}
+    out = output(out, shape, apart=given, in_place={"residual": residual})
     where = _where("linear_matvec", M, w, norm=gamma is not None)
     args = (x, gamma, beta, w.data, w.scale, bias, residual, out, float(eps), M, w.N, int(gelu))
     return Bound(out, (_launch(where, args, w),))
@@ -93,10 +99,10 @@ def bind_qkv(
         raise InputError(f"k_cache: expected ({M}, n_ctx, {C}), got {k_cache.shape}")
     check("v_cache", v_cache, k_cache.shape, kept)
     check("position", position, (M,), "int32")
-    q = output(q, (M, C), name="q")
-    written = (q, k_cache, v_cache)
-    for i, array in enumerate(written):
-        _apart(array, x, w, bias, gamma, beta, position, *written[:i])
+    given = {"x": x, "w": w, "bias": bias, "gamma": gamma, "beta": beta, "position": position}
+    q = output(q, (M, C), name="q", apart=given)
+    check_apart("k_cache", k_cache, {**given, "q": q})
+    check_apart("v_cache", v_cache, {**given, "q": q, "k_cache": k_cache})
     where = _where("qkv_matvec", M, w, norm=gamma is not None)
     n_ctx = k_cache.shape[1]
     product = (x, gamma, beta, w.data, w.scale, bias)
@@ -138,24 +144,9 @@ def _check_norm(gamma: Any, beta: Any, K: int) -> None:
             _aligned(name, array, 4 * gcd(4, K))
 
 
-def _check_residual(residual: Any, out: CudaArray) -> None:
-    if residual is None:
-        return
-    check("residual", residual, out.shape)
-    if residual.data.ptr != out.data.ptr and overlap(out, residual):
-        raise InputError("out: overlaps residual in part: expected residual itself, or another")
-
-
 def _aligned(name: str, array: CudaArray, size: int) -> None:
     if array.data.ptr % size:
         raise InputError(f"{name}: expected data aligned to {size} bytes: pass a copy")
-
-
-def _apart(out: CudaArray, x: CudaArray, w: WeightMatrix, *others: CudaArray | None) -> None:
-    """InputError where what is written overlaps what other blocks still read."""
-    for array in (x, w.data, w.scale, *others):
-        if array is not None and overlap(out, array):
-            raise InputError("the output overlaps another argument: expected an array of its own")
 
 
 def _where(kernel: str, M: int, w: WeightMatrix, **options: Any) -> Geometry:

@@ -15,7 +15,6 @@ from gpt2block.ops._arrays import (
     device_attribute,
     launch_at,
     output,
-    overlap,
 )
 from gpt2block.weight_matrix import WeightMatrix
 
@@ -44,13 +43,11 @@ def bind_tiles(
             f"x {x.shape}, w ({N}, {K}): expected at most {MAX_SIZE:,} rows or outputs, and "
             f"{LONGEST:,} inputs"
         )
-    out = output(out, (*x.shape[:-1], N))
+    shape = (*x.shape[:-1], N)
     if residual is not None:
-        check("residual", residual, out.shape)
-        if residual.data.ptr != out.data.ptr and overlap(out, residual):
-            raise InputError("out: overlaps residual in part: expected residual itself, or another")
-    if any(overlap(out, array) for array in (x, w.data, bias, w.scale) if array is not None):
-        raise InputError("out: overlaps x, w or bias: expected another array")
+        check("residual", residual, shape)
+    given = {"x": x, "w": w, "bias": bias}
+    out = output(out, shape, apart=given, in_place={"residual": residual})
 
     item = w.data.itemsize
     load = min(MOST_LOADED, alignment(K * item, w.data.data.ptr) // item)

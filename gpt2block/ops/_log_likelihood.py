@@ -30,7 +30,7 @@ def bind(
     if rows > MAX_ROWS or V > MAX_V:
         raise InputError(f"logits: at most {MAX_ROWS:,} rows of {MAX_V:,}, got {logits.shape}")
     OPERATION.variant(variant or OPERATION.variants[0].name)
-    out = output(out, targets.shape)
+    out = output(out, targets.shape, apart={"logits": logits, "targets": targets})
     return Bound(out, (launch_at(FILE, geometry(rows), (logits, targets, out, V)),))
 
 

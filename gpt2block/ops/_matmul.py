@@ -16,7 +16,6 @@ from gpt2block.ops._arrays import (
     device_attribute,
     launch_at,
     output,
-    overlap,
 )
 from gpt2block.ops._warm import call
 
@@ -41,9 +40,7 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str 
     M = a.size // K
     if max(M, K, N) > MAX_SIZE:
         raise InputError(f"a {a.shape}, w {w.shape}: expected at most {MAX_SIZE:,} rows or columns")
-    out = output(out, (*a.shape[:-1], N))
-    if overlap(out, a) or overlap(out, w):
-        raise InputError("out: overlaps a or w: expected another array")
+    out = output(out, (*a.shape[:-1], N), apart={"a": a, "w": w, "bias": bias})
 
     width = 1 if N % 4 or w.data.ptr % 16 or out.data.ptr % 16 else 4
     how = geometry(chosen, M, N, width, device_attribute("MultiProcessorCount"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import cupy
 
+from gpt2block.config import check_eps
 from gpt2block.errors import InputError
 from gpt2block.operations._types import check_block
 from gpt2block.operations.rmsnorm import OPERATION, geometry
@@ -20,7 +21,6 @@ from gpt2block.ops._arrays import (
     in_rows,
     launch_at,
     output,
-    overlap,
     storage,
 )
 from gpt2block.ops._warm import call
@@ -44,6 +44,7 @@ def bind(
     """
     x, weight, residual = (*inputs, None)[:3]
     chosen = OPERATION.variant(variant)
+    check_eps(eps)
     if block is not None:
         check_block(OPERATION.name, chosen, block)
     dtype = storage(x)
@@ -54,13 +55,12 @@ def bind(
     if rows > MAX_ROWS or C > MAX_C:
         raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
     stride = checked_row_stride("x", x)
-    out = output(out, x.shape, dtype)
     total = None
     if residual is not None:
         check("residual", residual, x.shape, dtype)
         total = cupy.empty(x.shape, dtype)
-    if any(overlap(array, out) for array in (x, residual) if array is not None):
-        raise InputError("out: overlaps x: expected another array, as this is not done in place")
+    given = {"x": x, "weight": weight, "residual": residual}
+    out = output(out, x.shape, dtype, apart=given)
 
     item = x.dtype.itemsize
     places = [a.data.ptr for a in (x, weight, residual, total, out) if a is not None]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, overload
 import cupy
 
 from gpt2block import overlap as overlapping  # the module; `overlap` is of two arrays
+from gpt2block.checks import check_flag
+from gpt2block.config import check_eps
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, Launch
 from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
@@ -37,7 +39,6 @@ from gpt2block.ops._arrays import (
     in_rows,
     launch_at,
     output,
-    overlap,
     storage,
 )
 from gpt2block.ops._rope import check_turn
@@ -91,6 +92,7 @@ def _check(
     eps: float,
 ) -> Job:
     dtype = storage(x)
+    check_eps(eps)
     check("x", x, dtype=dtype, strided=True)
     if x.ndim < 2:
         raise InputError(f"x: expected (..., T, K), got {x.shape}")
@@ -107,9 +109,9 @@ def _check(
                 f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
                 f"{weights[0][0]}, got N {w.N}, {w.dtype}, layout {w.layout}"
             )
-    out = output(out, (*x.shape[:-1], first.N), dtype)
-    if any(overlap(out, array) for array in (x, residual) if array is not None):
-        raise InputError("out: overlaps x or residual: expected another array")
+    given = {"x": x, "residual": residual, "gamma": gamma}
+    given |= {name: w for (name, _), w in zip(weights, matrices, strict=True)}
+    out = output(out, (*x.shape[:-1], first.N), dtype, apart=given)
     return Job(operation, x, residual, gamma, matrices, out, float(eps), stride)
 
 
@@ -136,6 +138,7 @@ def bind_matmul(
 ) -> Bound:
     """inputs (x (..., T, K), gamma (K,), w (K, N) or WeightMatrix), out (..., T, N)."""
     x, gamma, w = inputs
+    half_split = check_flag("half_split", half_split)
     job = _check(RMSNORM_MATMUL, x, None, gamma, (("w", w),), out, eps)
     M, N, K = job.sizes
     turns = head_dim is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 
+from gpt2block.checks import check_flag
 from gpt2block.errors import InputError
 from gpt2block.operations._types import check_block
 from gpt2block.operations.rope import MOST_POSITIONS, OPERATION, exponent_step, geometry
@@ -21,7 +22,6 @@ from gpt2block.ops._arrays import (
     element_strides,
     launch_at,
     output,
-    overlap,
     storage,
 )
 from gpt2block.ops._warm import call
@@ -45,6 +45,7 @@ def bind(
     x may have any strides but that of its last axis, where neighbours must be neighbours.
     """
     (x,) = inputs
+    half_split = check_flag("half_split", half_split)
     chosen = OPERATION.variant(variant)
     if block is not None:
         check_block(OPERATION.name, chosen, block)
@@ -59,9 +60,7 @@ def bind(
             f"{x.shape}: use cupy.ascontiguousarray"
         )
     if out is None or not _same(x, out):
-        out = output(out, x.shape, dtype)
-        if overlap(x, out):
-            raise InputError("out: overlaps x: expected x itself or another array")
+        out = output(out, x.shape, dtype, apart={"x": x})
     elif not _distinct(x):
         raise InputError("out: x has elements at one place in memory: expected another array")
     out_strides = _strides(out)
@@ -73,7 +72,7 @@ def bind(
     distances = (item * stride for stride in (half, *strides, *out_strides))
     width = alignment(x.data.ptr, out.data.ptr, *distances) // item
     sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, B, T, H, D, bool(half_split), width, sms, block)
+    where = geometry(chosen, B, T, H, D, half_split, width, sms, block)
     both = (number for pair in zip(strides, out_strides, strict=True) for number in pair)
     args = (x, out, *both, int(start), *exponent_step(float(theta), D), T, H)
     return Bound(out, (launch_at(chosen.file, where, args, storage=dtype),))

@@ -13,7 +13,7 @@ from gpt2block.errors import InputError
 from gpt2block.kernels import launch
 from gpt2block.operations.sample import FILE, MARK_BLOCK, MAX_V, OPERATION, geometry
 from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output
-from gpt2block.sampling import Sampling, parameters, rows_of
+from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 MAX_ROWS = 2**31 - 1
 ENDLESS = 2**31 - 1  # positions, where nobody counts them
@@ -110,9 +110,10 @@ def bind(
         raise InputError(f"logits: expected (B, V), got shape {logits.shape}")
     OPERATION.variant(variant or OPERATION.variants[0].name)
     B, V = logits.shape
-    state = SampleState.allocate(B, V)._replace(token=output(out, (B,), "int32"))
+    token = output(out, (B,), "int32", apart={"logits": logits, "seen": seen})
+    state = SampleState.allocate(B, V)._replace(token=token)
     state.set(rows_of(sampling, B))
-    state.step.fill(step)
+    state.step.fill(check_step(step))
     if seen is not None:
         check("seen", seen, (B, V), "uint8")
         state.seen[...] = seen
@@ -152,10 +153,18 @@ def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
     return Bound(seen, (launch(FILE, kernel, grid, (MARK_BLOCK,), args),))
 
 
+def _integers(name: str, given: Any) -> CudaArray:
+    """Integers of the host or the device as int32 on the device."""
+    (array,) = contiguous(given if isinstance(given, cupy.ndarray) else np.asarray(given))
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{name}: expected integers, got {array.dtype}")
+    return cupy.asarray(array, np.int32)
+
+
 def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
     """Set seen (B, V) of uint8 for the tokens (N,) of prompts, packed; rows (N,) has their rows.
 
     Returns `seen`. Raises InputError.
     """
-    tokens, rows = (cupy.asarray(a, np.int32) for a in contiguous(tokens, rows))
+    tokens, rows = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
     return bind_mark_seen(tokens, rows, seen).run()

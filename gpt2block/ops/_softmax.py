@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.checks import check_flag
 from gpt2block.errors import InputError
 from gpt2block.operations._types import check_block
 from gpt2block.operations.softmax import (
@@ -40,6 +41,7 @@ def bind(
     Without a variant: rows in registers where they fit, else online_block.
     """
     (scores,) = inputs
+    causal = check_flag("causal", causal)
     check("scores", scores)
     n = scores.shape[-1]
     if causal and scores.shape[-2:] != (n, n):
@@ -49,9 +51,7 @@ def bind(
         raise InputError(
             f"scores: at most {MAX_ROWS:,} rows of {MAX_N:,} values, got {scores.shape}"
         )
-    out = output(out, scores.shape)
-    if 0 < abs(out.data.ptr - scores.data.ptr) < scores.nbytes:
-        raise InputError("out: overlaps scores: expected scores itself or another array")
+    out = output(out, scores.shape, apart={}, in_place={"scores": scores})
 
     if variant is None:
         variant = "rows" if n <= LONGEST_IN_REGISTERS else "online_block"
@@ -60,7 +60,7 @@ def bind(
         check_block(OPERATION.name, chosen, block)
     width = 1 if n % 4 or scores.data.ptr % 16 or out.data.ptr % 16 else 4
     sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, rows, n, width, sms, block, bool(causal))
+    where = geometry(chosen, rows, n, width, sms, block, causal)
     args = (scores, out, rows, n)
     return Bound(out, (launch_at(FILE, where, args),))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gpt2block.errors import InputError
 from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, overlap
+from gpt2block.ops._arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
 from gpt2block.split import SplitMatrix
 
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
@@ -27,7 +26,7 @@ def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
         out = SplitMatrix.empty(x.shape)
     else:
         check_split("out", out, x.shape)
-        check_apart(out, {"x": x})
+        check_apart("out", out, {"x": x})
     width = 4
     while K % width or x.data.ptr % (4 * width) or out.parts.data.ptr % (2 * width):
         width //= 2
@@ -71,21 +70,3 @@ def check_one_scale(out: Any, shape: tuple[int, ...], bound: float | None) -> No
     check_split("out", out, shape)
     if bound is not None or out.one_scale is None:
         raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
-
-
-def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
-    """The arrays that a named argument has, by their names."""
-    if value is None:
-        return {}
-    if isinstance(value, SplitMatrix):
-        return {f"{name}.parts": value.parts, f"{name}.scale": value.scale}
-    return {name: value}
-
-
-def check_apart(out: Any, others: Mapping[str, Any]) -> None:
-    """InputError where what is written overlaps one of the others; each array or SplitMatrix."""
-    for written in arrays_of("out", out).values():
-        for name, value in others.items():
-            for part, array in arrays_of(name, value).items():
-                if overlap(written, array):
-                    raise InputError(f"out: overlaps {part}: expected another array")

@@ -24,9 +24,9 @@ from gpt2block.ops._arrays import (
     CudaArray,
     check,
     compute_capability,
-    contiguous,
     device_attribute,
     launch_at,
+    on_16_bytes,
     output,
 )
 from gpt2block.ops._warm import call
@@ -61,7 +61,7 @@ def bind(
         raise InputError(f"variant tri6: {problem}: use variant tri5")
     if B * NH > MAX_HEADS:
         raise InputError(f"B · NH {B * NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    out = output(out, (B, NH, T, T))
+    out = output(out, (B, NH, T, T), apart={"qkv": qkv})
     for name, array in (("qkv", qkv), ("out", out)):
         if array.data.ptr % 16:
             raise InputError(f"{name}: expected data aligned to 16 bytes: pass a copy, .copy()")
@@ -126,7 +126,5 @@ def trimat(
     tri3), of the 128×128 tile (tri4), or of the diagonal's group of four (tri5 and tri6, and there
     only when T is a multiple of 4). HS must be a multiple of 4, and B · NH at most 65,535.
     """
-    (qkv,) = contiguous(qkv)
-    if isinstance(qkv, cupy.ndarray) and qkv.data.ptr % 16:
-        qkv = qkv.copy()
+    qkv = on_16_bytes("qkv", qkv)
     return call(bind, (qkv,), fill=fill, variant=variant, block=block).out

@@ -1,0 +1,154 @@
+"""Checks of array arguments by their shapes: `@takes(x="... C", gamma="C")`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from gpt2block.checks import check_flag, check_integer, check_number, is_plain
+from gpt2block.config import check_count, check_eps
+from gpt2block.errors import InputError, shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Sizes = dict[str, Any]  # by letter; "..." is the tuple of all leading axes
+
+MOST_POSITIONS = 2**31 - 1
+# Kind of array → the characters of its dtypes, and those dtypes in words. E: ml_dtypes' bfloat16.
+_KINDS: Mapping[str, tuple[str, str]] = {
+    "float": ("efdE", "float16, bfloat16, float32 or float64"),
+    "float32": ("f", "float32"),
+    "float16": ("e", "float16"),
+    "int": ("bBhHiIlLqQ", "integers"),
+    "byte": ("B", "uint8"),
+    "matrix": ("efdE", "a float dtype, or a WeightMatrix"),  # (K, N)
+    "table": ("efdE", "a float dtype, or a WeightMatrix"),  # (N, K)
+}
+
+
+def _position(name: str, value: Any) -> int:
+    return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
+
+
+# Scalar arguments by name: they mean the same in every function.
+_SCALARS: Mapping[str, Callable[[str, Any], object]] = {
+    "n_head": check_count,
+    "head_dim": check_count,
+    "start": _position,
+    "step": _position,
+    "eps": lambda _, value: check_eps(value),
+    "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
+    **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate"), check_flag),
+}
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What an array has to be: `kind` is one of `_KINDS`, `axes` are letters or numbers."""
+
+    kind: str
+    leading: bool  # whether any axes may come before
+    axes: tuple[str, ...]
+    chars: str
+
+    @classmethod
+    def parse(cls, text: str) -> _Spec:
+        words = text.split()
+        kind = words.pop(0) if words[0] in _KINDS else "float"
+        leading = words[0] == "..."
+        return cls(kind, leading, tuple(words[leading:]), _KINDS[kind][0])
+
+    def check(self, name: str, value: Any, sizes: Sizes) -> None:
+        """InputError unless `value` fits; sizes of letters that are new are added to `sizes`."""
+        if self.kind in ("matrix", "table") and hasattr(value, "dequantized"):
+            shape = (value.K, value.N) if self.kind == "matrix" else (value.N, value.K)
+        elif is_plain(value):
+            shape = value.shape
+            if value.dtype.char not in self.chars or value.size == 0:
+                raise self._error(name, value, sizes)
+        else:
+            raise self._error(name, value, sizes)
+        first = len(shape) - len(self.axes)
+        if first < 0 or (first and not self.leading):
+            raise self._error(name, value, sizes)
+        if self.leading and sizes.setdefault("...", shape[:first]) != shape[:first]:
+            raise self._error(name, value, sizes)
+        for letter, size in zip(self.axes, shape[first:], strict=True):
+            expected = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+            if expected != size:
+                raise self._error(name, value, sizes)
+
+    def _error(self, name: str, value: Any, sizes: Sizes) -> InputError:
+        leading = sizes.get("...", ("...",)) if self.leading else ()
+        axes = [str(size) for size in (*leading, *(sizes.get(axis, axis) for axis in self.axes))]
+        expected = f"({', '.join(axes)}{',' * (len(axes) == 1)})"
+        if isinstance(value, np.ma.MaskedArray):
+            got = "a NumPy masked array"
+        elif hasattr(value, "dtype") and hasattr(value, "shape"):
+            got = f"{value.dtype} {value.shape}"
+        else:
+            got = f"{type(value).__name__} {shown(value):.60}"
+        return InputError(
+            f"{name}: expected a NumPy array of {_KINDS[self.kind][1]}, of shape {expected} with "
+            f"at least one element, got {got}"
+        )
+
+
+def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: arguments are checked before the function is called; InputError if one is wrong.
+
+    arrays: a kind of `_KINDS`, "float" where none is given, and axes: "..." stands for any leading
+    axes, a letter for a size that is the same wherever the letter stands, a number for itself. An
+    array may be None where that is the default. Scalars are checked by name, as in `_SCALARS`.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        names = tuple(parameters)
+        specs = {name: _Spec.parse(text) for name, text in arrays.items()}
+        scalars = {name: _SCALARS[name] for name in names if name in _SCALARS}
+        optional = {name for name, one in parameters.items() if one.default is None}
+
+        def fitting(name: str, value: Any, sizes: Sizes) -> Any:
+            """The value; a NumPy scalar as Python's, which does not overflow."""
+            if value is None and name in optional:
+                return value
+            if name in specs:
+                specs[name].check(name, value, sizes)
+            return scalars[name](name, value) if name in scalars else value
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            sizes: Sizes = {}
+            values: Any = [fitting(*pair, sizes) for pair in zip(names, args, strict=False)]
+            named: Any = {name: fitting(name, value, sizes) for name, value in kwargs.items()}
+            values += args[len(values) :]  # too many: the function says so
+            return function(*values, **named)
+
+        return checked
+
+    return decorated
+
+
+def unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that `takes` decorates, without the checks: for arguments that surely fit."""
+    inner: Callable[P, R] = function.__wrapped__  # type: ignore[attr-defined]
+    return inner
+
+
+def check_real(name: str, value: Any) -> None:
+    """InputError unless it is a number, NaN and infinity included."""
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, numbers) or _beyond(value):
+        raise InputError(f"{name}: expected a number, got {shown(value)}")
+
+
+def _beyond(value: Any) -> bool:
+    """Whether an integer is too large to be a float."""
+    return isinstance(value, int) and abs(value) > math.ldexp(1, 1023)
