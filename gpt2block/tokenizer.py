@@ -1,13 +1,16 @@
-"""Text ↔ token ids, by tiktoken: GPT-2's own BPE, or the tokenizer beside a checkpoint.
+"""Text ↔ token ids: GPT-2's own BPE, or the tokenizer next to a checkpoint.
 
-Nothing is read, and no network touched, before one of these functions is called.
+Byte-level BPEs that merge as GPT-2's are read with tiktoken, the others with the package
+tokenizers: docs/tokenizers.md. Nothing is read, and no network used, before a function is called.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from itertools import pairwise
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +18,49 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block import tokenizer_json
+from gpt2block.checkpoints.tokenizer_files import (
+    ADDED,
+    LLM_C,
+    OTHER_FORMATS,
+    PAIRS,
+    SETTINGS,
+    TOKENIZER,
+)
+from gpt2block.encoding import Encoding, TokenizersEncoding, as_array, is_rust_failure
 from gpt2block.errors import CheckpointError, InputError
-
-# GPT-2's split of text into words; "whole" is for tokenizers that state they do not split.
-_SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SPLIT_NOTHING = r"(?s:.+)"
-
 
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_VOCABULARY = 50257
-_BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-_LLM_C = "gpt2_tokenizer.bin"
 _LLM_C_MAGIC = 20240328
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)
+# Files of tokenizers that are not read here, or not without another file.
+_OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that say nothing of the kind
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
+# White space as Unicode and tiktoken's pattern have it; Python's \s has four characters more.
+_WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 
 
-def load(directory: Path | None, vocab_size: int) -> tiktoken.Encoding:
+def _runs(shortest: int) -> re.Pattern[str]:
+    """Runs of white space, tried at their beginning only."""
+    return re.compile(f"{_WHITE_SPACE}(?<!{_WHITE_SPACE}{{2}}){_WHITE_SPACE}{{{shortest - 1},}}")
+
+
+# tiktoken's pattern backtracks in such runs, and fails at a million characters.
+_LONG_RUN = _runs(10_000)
+
+
+def load(directory: Path | None, vocab_size: int) -> Encoding:
     """The tokenizer of the checkpoint in `directory`; None: of weights that came without one.
 
-    One that lies there: tokenizer.json; encoder.json with vocab.bpe, or vocab.json with merges.txt;
-    llm.c's gpt2_tokenizer.bin. Otherwise, when vocab_size is GPT-2's 50257, GPT-2's BPE from
-    tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download). Raises CheckpointError.
+    The first of these that is there: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
+    with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer, and vocab_size
+    is GPT-2's 50257, GPT-2's BPE from tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download).
+
+    Raises CheckpointError for damaged files, for settings that cannot be honoured, for a directory
+    with a tokenizer of another kind, and for one with more tokens than the model.
     """
     encoding = _in_directory(directory) if directory else None
     where = directory or "weights given as arrays"
@@ -47,42 +71,102 @@ def load(directory: Path | None, vocab_size: int) -> tiktoken.Encoding:
     return _fitting(encoding or _gpt2(directory), vocab_size, where)
 
 
-def from_path(path: str | Path, vocab_size: int) -> tiktoken.Encoding:
-    """A tokenizer named by hand: a directory that holds one as in `load`, or one of its files.
+def from_path(path: str | Path, vocab_size: int) -> Encoding:
+    """A tokenizer named by hand: a directory that has one as in `load`, or one of its files.
 
-    Raises CheckpointError where there is none, or when it has more tokens than the model.
+    Raises CheckpointError where there is none, and as `load` does.
     """
-    path = Path(path).expanduser()
-    encoding: tiktoken.Encoding | None = None
-    if path.is_dir():
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: no tokenizer: {error}") from error
+    encoding: Encoding | None = None
+    if os.path.isdir(path):
         encoding = _in_directory(path)
-    elif path.is_file() and path.suffix == ".bin":
+    elif os.path.lexists(path) and path.suffix == ".bin":
         encoding = from_llm_c(path)
-    elif path.is_file():
-        pair = next(((path.with_name(v), path.with_name(m)) for v, m in _BPE_FILES
+    elif os.path.lexists(path):
+        pair = next(((path.with_name(v), path.with_name(m)) for v, m in PAIRS
                      if path.name in (v, m)), None)  # fmt: skip
         encoding = from_bpe_files(*pair) if pair else from_tokenizer_json(path)
     if encoding is None:
         raise CheckpointError(
             f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
-            f"vocab.json and merges.txt, or {_LLM_C}"
+            f"vocab.json and merges.txt, or {LLM_C}"
         )
     return _fitting(encoding, vocab_size, path)
 
 
-def _in_directory(directory: Path) -> tiktoken.Encoding | None:
-    """The tokenizer that lies there, if any."""
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        return from_tokenizer_json(path)
-    for vocab, merges in ((directory / v, directory / m) for v, m in _BPE_FILES):
-        if vocab.is_file() and merges.is_file():
-            return from_bpe_files(vocab, merges)
-    path = directory / _LLM_C
-    return from_llm_c(path) if path.is_file() else None
+def _in_directory(directory: Path) -> Encoding | None:
+    """The directory's tokenizer; None if it has no file of any, CheckpointError for other kinds."""
+
+    def there(name: str) -> bool:
+        return os.path.lexists(directory / name)  # a dangling link or a FIFO is an error, not none
+
+    if there(TOKENIZER):
+        return from_tokenizer_json(directory / TOKENIZER)
+    for vocab, merges in PAIRS:
+        if there(vocab) and there(merges):
+            return from_bpe_files(directory / vocab, directory / merges)
+    if there(LLM_C):
+        return from_llm_c(directory / LLM_C)
+    other = next((name for name in _OTHER_FILES if there(name)), None)
+    kind = _settings(directory).get("tokenizer_class")
+    if other is None and kind not in (None, *_GPT2_CLASSES):
+        other = f"{SETTINGS} (tokenizer_class {kind!r})"
+    if other is not None:
+        raise CheckpointError(
+            f"{directory}: it has {other}, and no tokenizer that gpt2block reads: expected "
+            "tokenizer.json, which save_pretrained of a fast tokenizer of transformers writes, or "
+            "vocab.json together with merges.txt"
+        )
+    return None
 
 
-def _fitting(encoding: tiktoken.Encoding, vocab_size: int, path: Path | str) -> tiktoken.Encoding:
+def _settings(directory: Path) -> Mapping[str, Any]:
+    """tokenizer_config.json; empty if there is none. Refuses the tokens that it adds to a text."""
+    path = directory / SETTINGS
+    settings = _parse(path) if os.path.lexists(path) else {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    for name in ("add_bos_token", "add_eos_token"):
+        if settings.get(name):
+            raise CheckpointError(
+                f"{path}: {name} adds a token to every text: set it to false, and put the token "
+                "into the text or its ids where the model needs it"
+            )
+    return settings
+
+
+def _read(path: Path) -> bytes:
+    """CheckpointError for what is no regular file, which might never end, or cannot be read."""
+    if not os.path.isfile(path):
+        what = "missing" if not os.path.exists(path) else "no regular file"
+        raise CheckpointError(f"{path}: {what}: expected a file of a tokenizer")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(_read(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: expected JSON: {error}") from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """The error of a file for whatever went wrong with its content."""
+    if isinstance(error, CheckpointError):
+        return error
+    why = str(error) if type(error) is ValueError else repr(error)
+    return CheckpointError(f"{path}: cannot be read as a byte-level BPE tokenizer: {why}")
+
+
+def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
     if encoding.max_token_value >= vocab_size:
         raise CheckpointError(
             f"{path}: it has token id {encoding.max_token_value}, the model has {vocab_size} tokens"
@@ -90,57 +174,83 @@ def _fitting(encoding: tiktoken.Encoding, vocab_size: int, path: Path | str) -> 
     return encoding
 
 
-def _gpt2(directory: Path | None) -> tiktoken.Encoding:
+def _gpt2(directory: Path | None) -> Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken raises whatever its HTTP library does
         raise CheckpointError(
-            "GPT-2's tokenizer is neither beside the weights nor in tiktoken's cache, and cannot "
+            "GPT-2's tokenizer is neither next to the weights nor in tiktoken's cache, and cannot "
             f"be downloaded ({type(error).__name__}): put vocab.json and merges.txt from "
             "https://huggingface.co/openai-community/gpt2, or OpenAI's encoder.json and vocab.bpe, "
-            f"into {directory or 'a folder beside the weights'}, or set TIKTOKEN_CACHE_DIR to a "
+            f"into {directory or 'a folder next to the weights'}, or set TIKTOKEN_CACHE_DIR to a "
             "cache that was filled elsewhere"
         ) from error
 
 
-def from_bpe_files(vocab: Path, merges: Path) -> tiktoken.Encoding:
+def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     """GPT-2's pair of files: token → id (encoder.json, vocab.json), merges (vocab.bpe, merges.txt).
 
-    A token in <> or [] that is no result of a merge is a special one, as <|endoftext|> is. Raises
-    CheckpointError for damaged files and for ids that are not in the order of the merges.
+    A token in <> or [] that is no result of a merge is a special one, as <|endoftext|> is, and so
+    are those of added_tokens.json. tokenizer_config.json may set add_prefix_space. Raises
+    CheckpointError for damaged files and for settings that cannot be honoured.
     """
+    ids, settings = _parse(vocab), _settings(vocab.parent)
     try:
-        ids = json.loads(vocab.read_text(encoding="utf-8"))
-        lines = merges.read_text(encoding="utf-8").splitlines()
-        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-        if not all(len(pair) == 2 for pair in pairs):
-            raise ValueError("expected two tokens in a line")
-        merged = ["".join(pair) for pair in pairs]
-        absent = next((token for token in merged if token not in ids), None)
-        if absent is not None:
-            raise ValueError(f"no id for {absent!r}")
-        if not all(ids[one] < ids[other] for one, other in pairwise(merged)):
-            raise ValueError("expected ids in the order of the merges")
-        known = {*merged, *_byte_characters().values()}
-        special = {token: rank for token, rank in ids.items() if token not in known}
-        strange = next((token for token in special if not _SPECIAL.fullmatch(token)), None)
-        if strange is not None:
-            raise ValueError(f"no merge makes {strange!r}")
-        ranks = {token: rank for token, rank in ids.items() if token in known}
-        return _encoding(vocab.parent.name, _to_bytes(ranks), special)
+        kind = settings.get("tokenizer_class")
+        if kind not in (None, *_GPT2_CLASSES, *_ANY_CLASS):
+            raise ValueError(f"{SETTINGS} has tokenizer_class {kind!r}: expected GPT-2's")
+        lines = _read(merges).decode("utf-8").replace("\r\n", "\n").split("\n")
+        pairs = [line for line in lines if line and not line.startswith("#version")]
+        names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
+        names.difference_update([pair.replace(" ", "") for pair in pairs])
+        special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
+        path = vocab.with_name(ADDED)
+        for token, token_id in (_parse(path) if os.path.lexists(path) else {}).items():
+            special[token] = token_id, _SPECIAL.fullmatch(token)
+        special |= _in_settings(settings)
+        spec = {
+            "added_tokens": _special_tokens(special),
+            "pre_tokenizer": _byte_level(bool(settings.get("add_prefix_space"))),
+            "decoder": _byte_level(False),
+            "model": {"type": "BPE", "vocab": ids, "merges": pairs},
+        }
+        return tokenizer_json.read(vocab.parent.name, spec)
     except _DAMAGE as error:
-        raise CheckpointError(
-            f"{vocab}, {merges.name}: not the two files of a GPT-2 BPE ({error!r:.200})"
-        ) from error
+        raise _unreadable(vocab, error) from error
 
 
-def from_llm_c(path: Path) -> tiktoken.Encoding:
+def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+    """Id, and whether it is special, of each added token in tokenizer_config.json."""
+    entries = (settings.get("added_tokens_decoder") or {}).items()
+    return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
+
+
+def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
+    """Tokens as tokenizer.json lists them, by id; ValueError for one that is not special."""
+    for token, (_, special) in found.items():
+        if not special:
+            raise ValueError(f"{token!r} is an added token that is not special, and not in "
+                             "added_tokens of a tokenizer.json")  # fmt: skip
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False}  # fmt: skip
+    by_id = sorted(found.items(), key=lambda item: item[1][0])
+    return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]
+
+
+def _byte_level(add_prefix_space: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True,
+            "use_regex": True}  # fmt: skip
+
+
+def from_llm_c(path: Path) -> Encoding:
     """llm.c's gpt2_tokenizer.bin: 256 int32 of header, then a length byte and the bytes of a token.
 
     The header: 20240328, version 1 or 2, how many tokens, and in version 2 which one ends a text.
+    The file has no merges: its ids are taken to be in their order, as GPT-2's are. Raises
+    CheckpointError.
     """
+    data = _read(path)
     try:
-        data = path.read_bytes()
         header = np.frombuffer(data, "<i4", 256)
         magic, version, count = header[:3].tolist()
         if magic != _LLM_C_MAGIC or version not in (1, 2) or not 0 < count < len(data):
@@ -156,87 +266,124 @@ def from_llm_c(path: Path) -> tiktoken.Encoding:
         ranks = {token: rank for rank, token in enumerate(tokens) if rank != last}
         if len(ranks) != count - 1:
             raise ValueError("expected tokens that are all different, and one that ends a text")
-        return _encoding(path.parent.name, ranks, {END_OF_TEXT: last})
-    except (ValueError, IndexError, OSError) as error:
+        return tokenizer_json.by_tiktoken(path.parent.name, ranks, {END_OF_TEXT: last})
+    except (ValueError, IndexError) as error:
         raise CheckpointError(f"{path}: not a tokenizer of llm.c ({error})") from error
 
 
-def from_tokenizer_json(path: Path) -> tiktoken.Encoding:
-    """A byte-level BPE in the format of Hugging Face `tokenizers` as a tiktoken encoding.
+def from_tokenizer_json(path: Path) -> Encoding:
+    """A byte-level BPE in the format of Hugging Face `tokenizers`: see docs/tokenizers.md.
 
-    A token's rank in tiktoken is its id, which holds for byte-level BPEs that number their bytes
-    first and then the merges in order, as GPT-2 does. Raises CheckpointError for a damaged file and
-    for what tiktoken does not do: other models, normalizers, a space put before the text.
+    Its settings for truncation and padding are ignored, as by transformers for a text without
+    options. Raises CheckpointError for a damaged file, for settings that cannot be honoured, and
+    for a tokenizer_config.json that contradicts it.
     """
+    spec, settings = _parse(path), _settings(path.parent)
     try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
-        ranks, special, byte_level = _read_spec(spec)
-        split = _SPLIT_WORDS if byte_level.get("use_regex", True) else _SPLIT_NOTHING
-        return _encoding(path.parent.name, ranks, special, split)
+        added = spec.get("added_tokens") or []
+        known = {token["content"] for token in added}
+        more = {token: of for token, of in _in_settings(settings).items() if token not in known}
+        spec = spec | {"added_tokens": [*added, *_special_tokens(more)]}
+        encoding = tokenizer_json.read(path.parent.name, spec)
+        prefix = settings.get("add_prefix_space")
+        if prefix is not None and bool(prefix) != tokenizer_json.adds_prefix_space(spec):
+            raise ValueError(
+                f"{SETTINGS} has add_prefix_space {prefix!r}, {path.name} has not: change "
+                "one of them"
+            )
+        return encoding
     except _DAMAGE as error:
-        raise CheckpointError(f"{path}: not a byte-level BPE tokenizer.json ({error!r})") from error
+        raise _unreadable(path, error) from error
 
 
-def _encoding(
-    name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = _SPLIT_WORDS
-) -> tiktoken.Encoding:
-    """ValueError unless ids are different and every byte has a token, without which tiktoken fails.
+def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
+    """Token ids of a non-empty text.
 
-    Beside the check, this is tiktoken's constructor.
+    special: the names of special tokens in the text, such as <|endoftext|>, become their ids; by
+    default they are text like any other. Raises InputError for an empty text, for a lone surrogate,
+    which no UTF-8 has, and for a text at which the tokenizer fails.
     """
-    ids = [*ranks.values(), *special.values()]
-    if not all(type(rank) is int and rank >= 0 for rank in ids) or len(set(ids)) != len(ids):
-        raise ValueError("expected ids that are different integers of at least 0")
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError("expected a token for each of the 256 bytes")
-    return tiktoken.Encoding(
-        name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
-    )
-
-
-def _read_spec(spec: dict[str, Any]) -> tuple[dict[bytes, int], dict[str, int], dict[str, Any]]:
-    """Ranks, special tokens and the ByteLevel step; ValueError for what cannot be honoured."""
-    step = spec["pre_tokenizer"]
-    steps = [s for s in [*step.get("pretokenizers", []), step] if s["type"] == "ByteLevel"]
-    if spec["model"]["type"] != "BPE" or not steps or spec.get("normalizer"):
-        raise ValueError("expected a BPE model, a ByteLevel pre-tokenizer and no normalizer")
-    byte_level = steps[0]
-    if byte_level.get("add_prefix_space"):
-        raise ValueError("add_prefix_space is not supported")
-    special = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
-    vocab = spec["model"]["vocab"]
-    ranks = {token: rank for token, rank in vocab.items() if token not in special}
-    return _to_bytes(ranks), special, byte_level
-
-
-def _to_bytes(ranks: dict[str, int]) -> dict[bytes, int]:
-    """Ranks by the bytes of a token, from those by the characters that stand for them in files."""
-    to_byte = {char: byte for byte, char in _byte_characters().items()}
-    return {bytes(to_byte[char] for char in token): rank for token, rank in ranks.items()}
-
-
-def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
-    """Token ids of a non-empty text; InputError for an empty one."""
     if not text:
         raise InputError("text: expected at least one character, got none")
-    return encoding.encode_ordinary(text)
+    return _encode(encoding, text, special, "text")
+
+
+def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
+    """Token ids of any text: all that gpt2block encodes comes through here."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
+            "expected text that UTF-8 can hold: decode it from its bytes again, with "
+            "errors='replace' if need be"
+        ) from error
+    try:
+        if not isinstance(encoding, tiktoken.Encoding):
+            if special and isinstance(encoding, TokenizersEncoding):
+                return encoding.encode(text, allowed_special="all")
+            return encoding.encode_ordinary(text)
+        if not special or not encoding.special_tokens_set:
+            return _encode_ordinary(encoding, text)
+        names = sorted(encoding.special_tokens_set, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        return [
+            token
+            for index, part in enumerate(parts)
+            for token in (
+                [encoding.encode_single_token(part)]
+                if index % 2
+                else _encode_ordinary(encoding, part)
+            )
+        ]
+    except BaseException as error:
+        if not is_rust_failure(error):
+            raise
+        raise InputError(f"{name}: the tokenizer fails on this text: {error}: divide it") from error
+
+
+def _encode_ordinary(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """encode_ordinary, with long runs of white space by themselves, at which it would panic.
+
+    GPT-2's pattern never joins white space to what precedes it. It takes a run as one piece; if
+    something follows, without the last character, which may begin the next piece.
+    """
+    if not _splits_words(encoding):
+        return encoding.encode_ordinary(text)
+    ids: list[int] = []
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        end = run.end() - (run.end() < len(text))
+        ids += encoding.encode_ordinary(text[start : run.start()])
+        ids += encoding._encode_single_piece(text[run.start() : end])
+        start = end
+    return ids + encoding.encode_ordinary(text[start:])
+
+
+def _splits_words(encoding: tiktoken.Encoding) -> bool:
+    """Whether it splits text by GPT-2's pattern, which tiktoken spells in another way."""
+    known = tiktoken.registry.ENCODINGS.get("gpt2")
+    return encoding is known or encoding._pat_str == tokenizer_json.SPLIT_WORDS
 
 
 def token_ids(
-    encoding: tiktoken.Encoding | None, given: Any, vocab_size: int, name: str
+    encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
-    """A text, or ids of tokens, as ids (T,); T may be 0.
+    """A text, or ids of tokens, as ids (T,); T may be 0. special: as for `encode`.
 
-    Raises InputError, by the input's `name`, for text without an encoding, for what is neither
-    text nor a row of integers, and for ids outside 0…vocab_size - 1.
+    Raises InputError, by the input's `name`, for text without an encoding or that `encode` refuses,
+    for what is neither text nor a row of integers (masked arrays and booleans are not), and for ids
+    outside 0…vocab_size - 1.
     """
     if isinstance(given, str):
         if encoding is None:
             raise InputError(f"{name}: this model has no tokenizer: expected token ids, got text")
-        return np.array(encoding.encode_ordinary(given), np.int32)
+        return np.array(_encode(encoding, given, special, name), np.int32)
     try:
-        ids = np.asarray(given)
-    except (TypeError, ValueError) as error:  # ragged lists; CuPy arrays
+        ids = as_array(given, name)
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists; CuPy arrays; 400 digits
         raise InputError(f"{name}: expected text or token ids: {error}") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
@@ -272,16 +419,8 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
     return False, several
 
 
-def end_of_text(encoding: tiktoken.Encoding | None) -> int | None:
+def end_of_text(encoding: Encoding | None) -> int | None:
     """The id of <|endoftext|>, which begins and ends GPT-2's texts; None where there is none."""
     if encoding is None or END_OF_TEXT not in encoding.special_tokens_set:
         return None
     return encoding.encode_single_token(END_OF_TEXT)
-
-
-def _byte_characters() -> dict[int, str]:
-    """Byte → the printable character that stands for it in vocabulary files (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return {**{byte: chr(byte) for byte in printable}, **shifted}

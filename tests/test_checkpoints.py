@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ from safetensors.numpy import save_file
 
 from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.config import model_shapes
+from gpt2block.config import LIMITS, model_shapes
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
 CONFIG = {
@@ -191,6 +193,9 @@ def test_shards_that_are_not_there(tmp_path: Path) -> None:
         ([], "expected weight_map"),
         ({"weight_map": {"wte.weight": f"../{names[0]}", "wpe.weight": names[1]}}, first),
         ({"weight_map": {"wte.weight": names[1], "wpe.weight": 3}}, "1 of 2 files missing"),
+        ({"weight_map": {"wte.weight": "x" * 300}}, "cannot be read: File name too long"),
+        ({"weight_map": {"wte.weight": "a\0b"}}, "1 of 1 files missing beside it: a\\x00b"),
+        ({"weight_map": {"wte.weight": "\ud800"}}, "1 of 1 files missing beside it: \\ud800"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
         refused(tmp_path, message)
@@ -267,42 +272,19 @@ def test_hub_id_from_an_offline_cache(cache: Path) -> None:
 
 
 def test_shards_from_an_offline_cache(cache: Path) -> None:
-    """By the other name of a size; without one of its shards it is not to be had."""
+    """By the other name of a size; the error names the shard that is not cached."""
     weight_map = sharded(cache)
     code = (
         "from gpt2block import *; print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])"
     )
     assert run_offline(cache, code) == str(BlockWeights.random(1, SMALL).w_fc[3, 5])
-    (cache / next(iter(weight_map.values()))).unlink()
+    shard = next(iter(weight_map.values()))
+    (cache / shard).unlink()
     code = "from gpt2block import *\ntry: GPT2Weights.from_pretrained('gpt2')\n"
     printed = run_offline(cache, code + "except CheckpointError as e: print(e)")
-    assert printed.startswith("gpt2: neither in the Hugging Face cache nor to be had")
-
-
-def test_shards_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that has them, and no model.safetensors; the cache is empty at first."""
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    hub, cached = tmp_path / "hub", tmp_path / "cache"
-    hub.mkdir()
-    cached.mkdir()
-    weight_map = sharded(hub)
-
-    def download(repo: str, name: str, local_files_only: bool = False) -> str:
-        if not (cached / name).exists():
-            if local_files_only:
-                raise LocalEntryNotFoundError(f"{name} is not in the cache")
-            if not (hub / name).exists():
-                raise EntryNotFoundError(f"{repo} has no {name}")
-            (cached / name).write_bytes((hub / name).read_bytes())
-        return str(cached / name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    got = BlockWeights.from_pretrained("someone/gpt2-in-parts", layer=1)
-    np.testing.assert_array_equal(got.w_proj, BlockWeights.random(1, SMALL).w_proj)
-    assert {p.name for p in cached.iterdir()} == {p.name for p in hub.iterdir()}
-    (cached / next(iter(weight_map.values()))).unlink()  # an interrupted download
-    assert len(list(Checkpoint.open("someone/gpt2-in-parts").tensors())) == 28
+    assert printed.startswith("gpt2: offline mode is set (HF_HUB_OFFLINE)")
+    assert f"does not have {shard}: " in printed
+    assert "network" not in printed
 
 
 def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
@@ -312,7 +294,9 @@ def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
         "try: BlockWeights.from_pretrained('gpt2-xl')\n"
         "except CheckpointError as e: print(e)",
     )
-    assert printed.startswith("gpt2-xl: neither in the Hugging Face cache nor to be had")
+    assert printed.startswith("gpt2-xl: offline mode is set (HF_HUB_OFFLINE)")
+    assert "does not have config.json" in printed
+    assert "network" not in printed
     assert "\n" not in printed
 
 
@@ -320,6 +304,14 @@ def test_a_file_alone_takes_the_size_of_its_width(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=16, n_embd=1024, n_ctx=3, vocab_size=4)
     save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
     assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
+
+
+def nested(depth: int) -> list[Any]:
+    """[[[…]]]"""
+    out: list[Any] = []
+    for _ in range(depth):
+        out = [out]
+    return out
 
 
 def refused(path: Path | str, *words: str, layer: int = 0) -> None:
@@ -334,14 +326,15 @@ def refused(path: Path | str, *words: str, layer: int = 0) -> None:
 def test_missing(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such file or directory", "hub id")
     refused(tmp_path / "nowhere.safetensors", "no such file or directory")
-    refused(tmp_path, "expected model.safetensors", "found nothing")
+    refused(tmp_path, "expected model.safetensors or pytorch_model.bin", "found nothing")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "gpt2.ckpt"])
-def test_pickles_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"\x80\x02.")
-    refused(tmp_path / name, "a pickle", "runs code", "expected .safetensors")
-    refused(tmp_path, f"only {name}, a pickle", "runs code")
+def test_a_pickle_that_is_not_of_torch_save(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x02}.")
+    refused(tmp_path / name, "expected a file of torch.save", "a model of llm.c", "starts with")
+    refused(tmp_path, "torch.save" if name == "pytorch_model.bin" else f"the file: {tmp_path}")
+    refused(tmp_path / f"no-{name}", "no such file or directory")
 
 
 def test_git_lfs_pointer(directory: Path) -> None:
@@ -392,7 +385,8 @@ def test_everything_that_is_wrong_is_told_at_once(directory: Path) -> None:
         "5 tensors missing: wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.ln_2.weight, …; ",
         "1 tensors unexpected: score.weight; ",
         "1 tensors misshapen: h.1.mlp.c_fc.bias: expected shape (192,), got (192, 1); ",
-        "1 tensors of another dtype: h.1.ln_1.bias: expected one of F64, F32, F16, BF16, got I32",
+        "1 tensors of another dtype: h.1.ln_1.bias: expected one of float64, float32, "
+        "float16, bfloat16, got I32",
     )
 
 
@@ -407,7 +401,9 @@ def test_a_tensor_of_integers(directory: Path) -> None:
     tensors = hugging_face_tensors(SMALL)
     tensors["h.0.ln_1.bias"] = np.zeros(48, np.int32)
     save_file(tensors, directory / "model.safetensors")
-    refused(directory, "h.0.ln_1.bias: expected one of F64, F32, F16, BF16, got I32")
+    refused(
+        directory, "h.0.ln_1.bias: expected one of float64, float32, float16, bfloat16, got I32"
+    )
 
 
 def test_a_file_with_other_layers_than_the_config_says(directory: Path) -> None:
@@ -419,12 +415,68 @@ def test_a_file_with_other_layers_than_the_config_says(directory: Path) -> None:
 def test_a_layer_that_is_no_integer(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="layer: expected an integer, got '0'"):
         BlockWeights.from_pretrained(directory, layer="0")  # type: ignore[arg-type]
+    for wrong in (False, True):
+        with pytest.raises(CheckpointError, match=f"layer: expected an integer, got {wrong}"):
+            BlockWeights.from_pretrained(directory, layer=wrong)
+    assert BlockWeights.from_pretrained(directory, layer=np.int64(1)).n_head == 3
+
+
+def test_a_name_that_is_no_name() -> None:
+    for wrong in (None, 3, b"gpt2", ["gpt2"]):
+        with pytest.raises(InputError, match="checkpoint: expected a name or a path, got"):
+            Checkpoint.open(wrong)  # type: ignore[arg-type]
+
+
+def test_a_revision_is_for_hub_ids(directory: Path) -> None:
+    checkpoint = Checkpoint.open(directory)
+    for path in (directory, str(directory), "shakespeare", checkpoint, "no/such/path"):
+        with pytest.raises(InputError, match=r"revision: expected a hub id such as 'gpt2' with"):
+            Checkpoint.open(path, revision="main")
+    for wrong in ("", "a b", "../up", "/main", "a//b", 3, "x\0", "..", "a/../../b"):
+        with pytest.raises(InputError, match="revision: expected a branch, tag or commit, got"):
+            Checkpoint.open("gpt2", revision=wrong)  # type: ignore[arg-type]
+
+
+def test_gguf(tmp_path: Path) -> None:
+    (tmp_path / "gpt2.Q4_K_M.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(100))
+    for path in (tmp_path, tmp_path / "gpt2.Q4_K_M.gguf"):
+        refused(path, "gpt2.Q4_K_M.gguf: GGUF is not supported", "gguf_file=")
+    (tmp_path / "empty.gguf").touch()
+    refused(tmp_path / "empty.gguf", "GGUF is not supported")
+    refused("no_such_model.gguf", "no such file or directory")
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_a_folder_that_is_deleted_while_it_is_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """After so many looks at a file."""
+    looks = 0
+
+    def look(function: Any) -> Any:
+        def looked(self: Path, *args: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks == after + 1:
+                shutil.rmtree(directory)
+            return function(self, *args, **options)
+
+        return looked
+
+    monkeypatch.setattr(Path, "stat", look(Path.stat))
+    monkeypatch.setattr(Path, "open", look(Path.open))
+    with pytest.raises(CheckpointError):
+        list(Checkpoint.open(str(directory)).tensors())
 
 
 def test_names_that_cannot_be_read() -> None:
     refused("", "expected a name or a path, got an empty string")
     refused("x" * 400 + "/y", "cannot be read")
     refused("~nosuchuser/gpt2", "nosuchuser")
+    for name in ("~\0", "~\ud800", "a\0/b", "\ud800/b"):
+        for path in (name, Path(name)):
+            with pytest.raises(CheckpointError):
+                Checkpoint.open(path)
     refused("/proc/1/mem", "/proc/1/mem")
 
 
@@ -434,8 +486,8 @@ def test_the_model_on_board_is_found_beside_a_folder_of_its_name(
     (tmp_path / "shakespeare").mkdir()
     monkeypatch.chdir(tmp_path)
     assert Checkpoint.open("shakespeare").config.n_layer == 6
-    refused("./shakespeare", "expected model.safetensors in this directory")
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors in this directory"):
+    refused("./shakespeare", "expected model.safetensors or pytorch_model.bin in this directory")
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or pytorch_model\.bin"):
         Checkpoint.open(Path("shakespeare"))
 
 
@@ -448,15 +500,36 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     ("change", "message"),
     [
         ({"model_type": "llama"}, "expected model_type 'gpt2', got 'llama'"),
-        ({"activation_function": "relu"}, "expected the tanh GELU"),
-        ({"n_inner": 100}, "expected n_inner 192, got 100"),
-        ({"scale_attn_weights": False}, "scale_attn_weights=False"),
+        (
+            {"activation_function": "gelu"},
+            "activation_function: expected 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu': the "
+            "kernels compute GELU in its tanh approximation only",
+        ),
+        ({"activation_function": "relu"}, "'gelu_pytorch_tanh', got 'relu'"),
+        ({"n_inner": 100}, "n_inner: expected null or 192, got 100: the kernels have a hidden"),
+        ({"scale_attn_weights": False}, "scale_attn_weights: expected true, got false: the"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: expected false, got true: the kernels scale all",
+        ),
+        ({"add_cross_attention": True}, "add_cross_attention: expected false, got true: there"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected null, got {'bits"),
         ({"n_head": 5}, "not a multiple of n_head 5"),
         ({"n_layer": "two"}, "n_layer: expected a positive integer, got 'two'"),
         ({"n_embd": "48"}, "n_embd: expected a positive integer, got '48'"),
         ({"n_embd": None}, "n_embd: expected a positive integer, got None"),
         ({"n_head": True}, "n_head: expected a positive integer, got True"),
-        ({"n_inner": "192"}, "expected n_inner 192, got '192'"),
+        ({"n_inner": "192"}, "n_inner: expected null or 192, got '192'"),
+        ({"n_head": 10**400}, "n_head: expected at most 65,536, got an integer of more"),
+        ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
+        ({"layer_norm_epsilon": 10**400}, "eps: expected a finite number"),
+        ({"layer_norm_epsilon": 1e39}, "that fits float32, got 1e+39"),
+        ({"model_type": nested(900)}, "expected model_type 'gpt2', got [[["),
+        ({"num_attention_heads": 12}, "n_head 3 contradicts num_attention_heads 12"),
+        ({"num_hidden_layers": 3}, "n_layer 2 contradicts num_hidden_layers 3"),
+        ({"hidden_size": 768}, "n_embd 48 contradicts hidden_size 768"),
+        ({"max_position_embeddings": 12}, "n_positions 11 contradicts max_position_embeddings 12"),
+        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
         ({"layer_norm_epsilon": None}, "eps: expected a finite number"),
         ({"layer_norm_epsilon": -1}, "eps: expected a finite number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false"),
@@ -465,6 +538,90 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
 def test_a_config_of_something_else(directory: Path, change: dict[str, Any], message: str) -> None:
     (directory / "config.json").write_text(json.dumps({**CONFIG, **change}))
     refused(directory, "config.json", message)
+
+
+def test_sizes_by_their_general_names(directory: Path) -> None:
+    """As in every architecture of `transformers`: 3 heads, and not the 12 of GPT-2 small."""
+    config = {
+        "model_type": "gpt2",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "hidden_size": 48,
+        "max_position_embeddings": 11,
+        "vocab_size": 5,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(directory).config == SMALL
+    (directory / "config.json").write_text(json.dumps(config | CONFIG))
+    assert Checkpoint.open(directory).config == SMALL
+
+
+def test_n_positions_is_the_context(directory: Path) -> None:
+    """As in `transformers`; n_ctx counts where it is the only one."""
+    changed = CONFIG | {"n_ctx": 1024}
+    (directory / "config.json").write_text(json.dumps(changed))
+    assert Checkpoint.open(directory).config == SMALL
+    del changed["n_positions"]
+    (directory / "config.json").write_text(json.dumps(changed | {"n_ctx": 11}))
+    assert Checkpoint.open(directory).config == SMALL
+
+
+def test_keys_that_change_nothing(directory: Path) -> None:
+    harmless = {"reorder_and_upcast_attn": True, "resid_pdrop": 0.1, "summary_type": "mean", "x": 1}
+    changed = CONFIG | harmless
+    del changed["model_type"]
+    (directory / "config.json").write_text(json.dumps(changed))
+    assert Checkpoint.open(directory).config == SMALL
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "part.safetensors"])
+def test_what_is_no_file_is_not_absent(tmp_path: Path, name: str) -> None:
+    """A model 768 wide is one of GPT-2's sizes where config.json is absent, and only there."""
+    config = GPT2Config(n_layer=1, n_ctx=2, vocab_size=3)
+    save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
+    index = {"weight_map": {"a": "weights.safetensors", "b": "part.safetensors"}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    opened = {"config.json": "weights.safetensors", "part.safetensors": "index.json"}
+    path = tmp_path / opened.get(name, "")
+    odd = tmp_path / name
+    odd.symlink_to("nowhere")
+    refused(path, f"{odd}: a link to a file that does not exist")
+    odd.unlink()
+    odd.symlink_to(name)
+    refused(path, f"{odd}: cannot be read")
+    odd.unlink()
+    odd.mkdir()
+    refused(path, f"{odd}: expected a file, found a folder")
+    odd.rmdir()
+    os.mkfifo(odd)  # to open it would wait for a writer
+    refused(path, f"{odd}: expected a file, found a named pipe")
+    if name == "model.safetensors":
+        refused(odd, f"{odd}: expected a file, found a named pipe")
+
+
+def test_a_config_that_may_not_be_read(directory: Path) -> None:
+    (directory / "config.json").chmod(0)
+    if os.access(directory / "config.json", os.R_OK):
+        pytest.skip("this user may read everything")
+    refused(directory, "config.json: cannot be read: Permission denied")
+
+
+def test_json_without_end(directory: Path) -> None:
+    with (directory / "config.json").open("r+b") as stream:
+        stream.truncate(2**40)
+    refused(directory, "config.json: expected at most 100,000,000 bytes, got 1,099,511,627,776")
+
+
+def test_the_documentation_has_the_limits_and_the_names() -> None:
+    text = (
+        Path(__file__).parent.parent.joinpath("docs", "checkpoints.md").read_text(encoding="utf-8")
+    )
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for name, limit in LIMITS.items():
+        row = rows["n_positions" if name == "n_ctx" else name]
+        assert f"| {getattr(GPT2Config(), name)} | {limit:,} |" in row
+    for names in (("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers")):
+        assert f"`{names[1]}`" in rows[names[0]]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "3", '"x"', ""])
@@ -545,13 +702,31 @@ def test_forged_headers(
 
 @given(
     config=st.dictionaries(
-        st.sampled_from([*CONFIG, "n_inner", "activation_function", "layer_norm_epsilon", "x"]),
+        st.sampled_from(
+            [
+                *CONFIG,
+                "n_ctx",
+                "num_attention_heads",
+                "num_hidden_layers",
+                "hidden_size",
+                "max_position_embeddings",
+                "n_inner",
+                "activation_function",
+                "layer_norm_epsilon",
+                "scale_attn_weights",
+                "add_cross_attention",
+                "quantization_config",
+                "x",
+            ]
+        ),
         st.none()
         | st.booleans()
         | st.integers()
         | st.floats()
         | st.text(max_size=3)
-        | st.sampled_from([2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30]),
+        | st.sampled_from(
+            [2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30, 10**400, nested(900)]
+        ),
     )
 )
 def test_configs_of_anything(

@@ -105,7 +105,7 @@ def refused(file: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"magic": 20240325}, ["a pickle (.bin)", "a model of llm.c"]),
+        ({"magic": 20240325}, ["expected a file of torch.save", "or a model of llm.c"]),
         ({"magic": 20240520}, ["expected a model of llm.c", "got tokens"]),
         ({"magic": 20240328}, ["got a tokenizer, magic 20240328"]),
         ({"version": 2}, ["expected version 3 (float32) or 5 (bfloat16), got 2"]),
@@ -116,8 +116,12 @@ def refused(file: Path, *words: str) -> None:
         ({"padded": 4}, ["a padded vocab_size of at least 5, got 4"]),
         ({"padded": -8}, ["a padded vocab_size of at least 5, got -8"]),
         ({"padded": 9}, ["truncated", f"the file has {len(GOOD):,}"]),
-        ({"n_layer": 2**31 - 1}, ["truncated"]),
-        ({"n_layer": 2**31 - 1, "n_embd": 2**31 - 2, "n_head": 2}, ["truncated"]),
+        ({"n_layer": 10_000}, ["truncated"]),
+        ({"n_layer": 10_001}, ["n_layer: expected at most 10,000, got 10001"]),
+        ({"n_layer": 2**31 - 1}, ["n_layer: expected at most 10,000, got 2147483647"]),
+        ({"n_embd": 2**31 - 2, "n_head": 2}, ["n_embd: expected at most 65,536"]),
+        ({"n_ctx": 2**31 - 1}, ["n_ctx: expected at most 1,048,576"]),
+        ({"vocab_size": 2**31 - 1}, ["vocab_size: expected at most 16,777,216"]),
         ({"n_layer": 1}, ["too long"]),
         ({"version": 5}, ["too long"]),
     ],
@@ -128,10 +132,18 @@ def test_a_header_of_something_else(
     refused(saved(tmp_path, header(**changed) + GOOD[1024:]), *words)
 
 
+def test_a_sparse_file_of_a_million_layers(tmp_path: Path) -> None:
+    """A header of a few bytes, and a file as long as it says, must not make a million tensors."""
+    file = saved(tmp_path, header(n_layer=10**6, n_embd=1, n_head=1, n_ctx=1, vocab_size=1))
+    with file.open("r+b") as stream:
+        stream.truncate(1024 + 4 * ((PADDED + 1) + 10**6 * (12 + 13) + 2))
+    refused(file, "n_layer: expected at most 10,000, got 1000000")
+
+
 def test_files_that_are_no_model(tmp_path: Path) -> None:
     refused(saved(tmp_path, GOOD[:1023]), "expected a header of 1024 bytes, got 1023")
-    refused(saved(tmp_path, GOOD[:3]), "a pickle (.bin)")
-    refused(saved(tmp_path, b""), "a pickle (.bin)")
+    refused(saved(tmp_path, GOOD[:3]), "expected a file of torch.save", "or a model of llm.c")
+    refused(saved(tmp_path, b""), "expected a file of torch.save", "or a model of llm.c")
     refused(saved(tmp_path, GOOD[:-1]), "truncated")
     refused(saved(tmp_path, GOOD + b"\0"), "too long")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,19 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError, reference
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    encoding,
+    reference,
+)
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5, eps=2e-5)
+WORDS = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=257)
 UNTIED = replace(SMALL, tie_word_embeddings=False)
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -71,6 +81,184 @@ def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     save_pretrained(other, board, "float32", tokenizer=tmp_path / "mine.json")
     assert (other / "tokenizer.json").read_text() == "{}"
+
+
+PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+
+
+def tokenizer_pair(folder: Path, names: tuple[str, str] = PAIRS[1]) -> dict[str, str]:
+    """A BPE of the 256 bytes and 'ab', written to a folder; → what was written."""
+    characters = encoding.byte_characters()
+    vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256}
+    texts = dict(zip(names, (json.dumps(vocab), "#version: 0.2\na b\n"), strict=True))
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return texts
+
+
+@pytest.fixture
+def with_pair(tmp_path: Path) -> Path:
+    """A model with a vocabulary of 257 tokens and its pair of files."""
+    folder = save_pretrained(tmp_path / "with_pair", GPT2Weights.random(1, WORDS))
+    tokenizer_pair(folder)
+    return folder
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_a_pair_of_tokenizer_files_is_carried_along(tmp_path: Path, names: tuple[str, str]) -> None:
+    """By a Checkpoint and by a model; OpenAI's pair also by the names `transformers` knows."""
+    folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
+    texts = tokenizer_pair(folder, names)
+    (folder / "tokenizer_config.json").write_text("{}")
+    by_model = GPT2.from_pretrained(folder, device="cpu").save_pretrained(tmp_path / "model")
+    by_checkpoint = save_pretrained(tmp_path / "checkpoint", Checkpoint.open(folder))
+    for saved in (by_model, by_checkpoint):
+        assert (saved / "tokenizer_config.json").read_text() == "{}"
+        for new in {names, PAIRS[1]}:
+            for name, text in zip(new, texts.values(), strict=True):
+                assert (saved / name).read_text(encoding="utf-8") == text
+        model = GPT2.from_pretrained(saved, device="cpu")
+        assert model.tokenizer.encode_ordinary("abc") == [256, 99]
+        assert len(model.generate("abc", max_new_tokens=1).tokens) == 1
+
+
+def test_llm_c_s_tokenizer_is_carried_along(tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
+    content = struct.pack("<256i", 20240328, 1, 257, *[0] * 253)
+    content += b"".join(bytes([1, byte]) for byte in range(256)) + bytes([3]) + b"end"
+    (folder / "gpt2_tokenizer.bin").write_bytes(content)
+    saved = save_pretrained(tmp_path / "saved", Checkpoint.open(folder))
+    assert (saved / "gpt2_tokenizer.bin").read_bytes() == content
+    assert GPT2.from_pretrained(saved, device="cpu").tokenizer.encode_ordinary("ab") == [97, 98]
+
+
+def test_transformers_reads_the_tokenizer(tmp_path: Path, data: Path) -> None:
+    """GPT-2's vocabulary, from OpenAI's files to a model that both libraries read alike."""
+    transformers = pytest.importorskip("transformers")
+    config = replace(SMALL, n_layer=1, n_head=1, n_embd=4, vocab_size=50257)
+    folder = save_pretrained(
+        tmp_path / "gpt2", GPT2Weights.random(1, config), tokenizer=data / "gpt2-bpe"
+    )
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json", "encoder.json", "merges.txt", "model.safetensors", "vocab.bpe", "vocab.json",
+    ]  # fmt: skip
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = GPT2.from_pretrained(folder, device="cpu").tokenizer
+    text = "Hello, world! It's naïve   so"
+    assert theirs(text)["input_ids"] == ours.encode_ordinary(text)
+    assert transformers.AutoConfig.from_pretrained(folder).vocab_size == 50257
+
+
+def test_tokenizers_that_are_named(tmp_path: Path, with_pair: Path) -> None:
+    weights = GPT2Weights.random(2, WORDS)
+    sources: list[Any] = [with_pair, with_pair / "merges.txt", Checkpoint.open(with_pair)]
+    for number, source in enumerate(sources):
+        saved = save_pretrained(tmp_path / str(number), weights, tokenizer=source)
+        assert {"vocab.json", "merges.txt"} < {p.name for p in saved.iterdir()}
+    (with_pair / "merges.txt").unlink()
+    for source in (with_pair, with_pair / "vocab.json", tmp_path / "none.json"):
+        with pytest.raises(CheckpointError, match=r"expected"):
+            save_pretrained(tmp_path / "new", weights, tokenizer=source)
+    (tmp_path / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        save_pretrained(tmp_path / "new", weights, tokenizer="x" * 300)
+    with pytest.raises(CheckpointError, match="a link to a file that does not exist"):
+        save_pretrained(tmp_path / "new", weights, tokenizer=tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwriting_leaves_nothing_of_the_other_model(tmp_path: Path, with_pair: Path) -> None:
+    there = tmp_path / "there"
+    save_pretrained(there, Checkpoint.open("shakespeare"))
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    pickles = ["pytorch_model-00001-of-00001.bin"]
+    for index, names in (("model.safetensors", shards), ("pytorch_model.bin", pickles)):
+        for name in (index, *names):
+            (there / name).write_text("old")
+        weight_map = {"weight_map": {name: name for name in (*names, "gone")}}
+        (there / f"{index}.index.json").write_text(json.dumps(weight_map))
+    (there / "vocab.txt").write_text("old")
+    (there / "notes.txt").write_text("mine")
+    (there / "model-00001-of-00009.safetensors").write_text("of no index: mine")
+    save_pretrained(there, Checkpoint.open(with_pair), overwrite=True)
+    assert sorted(p.name for p in there.iterdir()) == [
+        "config.json", "merges.txt", "model-00001-of-00009.safetensors", "model.safetensors",
+        "notes.txt", "vocab.json",
+    ]  # fmt: skip
+    assert GPT2.from_pretrained(there, device="cpu").tokenizer.encode_ordinary("ab") == [256]
+    save_pretrained(there, GPT2Weights.random(1, SMALL), overwrite=True)
+    assert not (there / "vocab.json").exists()
+
+
+def test_an_index_that_names_files_elsewhere_removes_none(tmp_path: Path) -> None:
+    there = save_pretrained(tmp_path / "there", GPT2Weights.random(1, SMALL))
+    (tmp_path / "mine").write_text("")
+    for content in ('{"weight_map": {"x": "../mine"}}', "{", '{"weight_map": {"x": ".."}}'):
+        (there / "model.safetensors.index.json").write_text(content)
+        save_pretrained(there, GPT2Weights.random(1, SMALL), overwrite=True)
+        assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "mine").exists()
+
+
+def test_a_tokenizer_that_is_there_before_the_model(tmp_path: Path, with_pair: Path) -> None:
+    """It stays with weights that have none; one that comes along replaces it on request only."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer\.json already there"):
+        save_pretrained(there, Checkpoint.open(with_pair))
+    save_pretrained(there, GPT2Weights.random(1, WORDS))
+    assert (there / "tokenizer.json").read_text() == "{}"
+    save_pretrained(there, Checkpoint.open(with_pair), overwrite=True)
+    assert not (there / "tokenizer.json").exists()
+
+
+def test_over_itself(with_pair: Path) -> None:
+    before = {p.name: p.read_bytes() for p in with_pair.iterdir()}
+    save_pretrained(with_pair, Checkpoint.open(with_pair), overwrite=True)
+    assert {p.name: p.read_bytes() for p in with_pair.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("", "directory: expected a path, got ''"),
+        ("~nosuchuser/x", "Could not determine home directory"),
+        ("a\0b", "null character"),
+        ("a\ud800b", r"got 'a\ud800b'"),
+        (None, "directory: expected a path, got None"),
+        (3, "directory: expected a path, got 3"),
+        (b"x", "directory: expected a path, got b'x'"),
+    ],
+)
+def test_directories_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        save_pretrained(directory, GPT2Weights.random(1, SMALL))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if directory is not None:
+        with pytest.raises(InputError, match="tokenizer: expected a path, got"):
+            save_pretrained("new", GPT2Weights.random(1, SMALL), tokenizer=directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "model" / "config.json").mkdir(parents=True)
+    for folder, message in (
+        ("x" * 300, "File name too long"),
+        ("loop", "cannot be written"),
+        ("loop/x", "cannot be written"),
+        ("model", "expected files, found the folders config.json"),
+    ):
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointError, match=message):
+                save_pretrained(
+                    tmp_path / folder, GPT2Weights.random(1, SMALL), overwrite=overwrite
+                )
 
 
 def test_each_tensor_may_have_its_dtype_and_layout(tmp_path: Path) -> None:
@@ -142,6 +330,14 @@ def test_what_cannot_be_saved(
             save_pretrained(folder, weights, dtype)
         assert message in str(caught.value)
     assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    wrong: Any
+    for wrong in (None, 3, "gpt2", tmp_path):
+        with pytest.raises(InputError, match="weights: expected GPT2Weights, a Checkpoint or a"):
+            save_pretrained(tmp_path / "new", wrong)
+    assert not (tmp_path / "new").exists()
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block import CheckpointError, InputError, tokenizer
+from gpt2block import CheckpointError, GPT2Weights, InputError, tokenizer
+from gpt2block.bulk.identity import of_tokenizer
+from gpt2block.checkpoints import save_pretrained
+from gpt2block.config import GPT2Config
+from gpt2block.encoding import Encoding, byte_characters, bytes_of_id, token_sizes
+from gpt2block.model import as_sequences
+from gpt2block.tokenizer_json import SPLIT_WORDS
+from gpt2block.walkthrough import with_trained_weights
 
 TEXT = "Hello, world! It's 2026 and I don't   know;\n\n  naïve Übergänge 🎭"
 
@@ -37,11 +49,12 @@ def bpe(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def gpt2_tokenizer_json(folder: Path) -> dict[str, Any]:
     """What Hugging Face's tokenizer.json for GPT-2 says, made from the original files."""
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    merges = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
     end = "<|endoftext|>"
     return {
         "added_tokens": [{"id": vocab[end], "content": end}],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 
 
@@ -55,7 +68,7 @@ def test_gpt2_from_the_cache_and_from_tokenizer_json(bpe: Path, tmp_path: Path) 
     from_json = tokenizer.load(tmp_path, 50257)
     assert tokenizer.encode(from_json, TEXT) == ids
     assert from_json.n_vocab == 50257
-    assert from_json.eot_token == 50256
+    assert tokenizer.end_of_text(from_json) == 50256
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,7 @@ def test_gpt2_from_the_cache_and_from_tokenizer_json(bpe: Path, tmp_path: Path) 
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"not a byte-level BPE tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be read as a byte-level BPE|expected JSON"):
         tokenizer.load(tmp_path, 256)
 
 
@@ -77,11 +90,10 @@ def on_board() -> dict[str, Any]:
     ("part", "change", "message"),
     [
         ("model", {"type": "WordPiece"}, "expected a BPE model"),
-        ("pre_tokenizer", {"type": "Whitespace"}, "a ByteLevel pre-tokenizer"),
-        ("pre_tokenizer", {"add_prefix_space": True}, "add_prefix_space is not supported"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "a ByteLevel pre_tokenizer, got 'Whitespace'"),
         ("model", {"vocab": {"a": 0}}, "a token for each of the 256 bytes"),
         ("model", {"vocab": ["a"]}, "AttributeError"),
-        ("model", {"vocab": {"☃": 0}}, "KeyError"),
+        ("model", {"vocab": {"☃": 0}}, "a token for each of the 256 bytes"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(
@@ -94,12 +106,12 @@ def test_a_tokenizer_of_another_kind_is_refused(
         tokenizer.load(tmp_path, 256)
 
 
-@pytest.mark.parametrize("token_id", ["7", -1, 8, 1.5, True])
+@pytest.mark.parametrize("token_id", ["7", -1, 8, 1.5, True, None, 2**31, 2**32, 2**64, 10**400])
 def test_ids_that_are_no_different_integers_are_refused(tmp_path: Path, token_id: Any) -> None:
     spec = on_board()
     spec["model"]["vocab"]["A"] = token_id
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="ids that are different integers of at least 0"):
+    with pytest.raises(CheckpointError, match="different integers from 0 to 2147483647"):
         tokenizer.load(tmp_path, 256)
 
 
@@ -152,7 +164,7 @@ def test_gpt2_from_its_two_files(data: Path, tmp_path: Path, vocab: str, merges:
 
 def small_pair(folder: Path, **changed: int) -> tuple[Path, Path]:
     """Two files with the bytes, the merges "ab" and "abc", and the end of the text."""
-    vocab = {char: byte for byte, char in tokenizer._byte_characters().items()}
+    vocab = {char: byte for byte, char in byte_characters().items()}
     vocab |= {"ab": 256, "abc": 257, "<|endoftext|>": 258, **changed}
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\na b\nab c\n", encoding="utf-8")
@@ -171,13 +183,11 @@ def test_a_small_pair(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "merges", "message"),
     [
-        ({"abc": 256, "ab": 257}, None, "expected ids in the order of the merges"),
         ({"abc": 258}, None, "expected ids that are different integers"),
-        ({}, "#version: 0.2\na b c\n", "expected two tokens in a line"),
+        ({}, "#version: 0.2\na b c\n", "expected two tokens in each"),
         ({}, "#version: 0.2\na x\n", "no id for 'ax'"),
-        ({}, "#version: 0.2\na b\n", "no merge makes 'abc'"),
-        ({}, "[" * 10**5, "expected two tokens in a line"),
-        ({}, "\udcff", "not the two files of a GPT-2 BPE"),
+        ({}, "[" * 10**5, "expected two tokens in each"),
+        ({}, "\udcff", "invalid start byte"),
         ({"A": -1}, None, "expected ids that are different integers"),
         ({"A": "x"}, None, "expected ids that are different integers"),
     ],
@@ -258,9 +268,11 @@ def test_any_bytes_are_a_tokenizer_or_a_checkpoint_error(
 
 
 def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text("{}")  # merges.txt is not there
-    for path in (tmp_path, tmp_path / "nothing", str(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"no tokenizer: expected tokenizer\.json, enc"):
+    for path in (tmp_path, tmp_path / "nothing", str(tmp_path), "~nosuchuser/x", "a\0b"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"no tokenizer: (expected tokenizer\.json, enc|Could not determine home)",
+        ):
             tokenizer.from_path(path, 50257)
     with pytest.raises(CheckpointError, match="weights given as arrays: expected tokenizer"):
         tokenizer.load(None, 100)
@@ -278,3 +290,425 @@ def test_importing_needs_no_network() -> None:
         "import gpt2block.tokenizer, gpt2block.generation, gpt2block.scoring, gpt2block.cli_model\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def small_json(folder: Path, **changed: Any) -> Path:
+    """A tokenizer.json with the bytes, ab = 256 and bc = 257; `changed`: parts, or model's."""
+    vocab = {char: byte for byte, char in byte_characters().items()} | {"ab": 256, "bc": 257}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": True}  # fmt: skip
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"], ["b", "c"]]}
+    spec: dict[str, Any] = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    for name, value in changed.items():
+        (spec if name.endswith(("er", "or", "tokens")) else model)[name] = value
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return path
+
+
+def added_token(content: str, token_id: int, special: bool) -> dict[str, Any]:
+    return {"id": token_id, "content": content, "special": special, "single_word": False,
+            "lstrip": False, "rstrip": False, "normalized": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "ids"),
+    [
+        ({}, [256, 99]),
+        ({"merges": [["b", "c"], ["a", "b"]]}, [97, 257]),
+        ({"merges": ["b c", "a b"]}, [97, 257]),
+        ({"merges": []}, [97, 98, 99]),
+        ({"added_tokens": [added_token("bc", 257, False)]}, [97, 257]),
+    ],
+)
+def test_merges_decide_and_not_ids(tmp_path: Path, changed: dict[str, Any], ids: list[int]) -> None:
+    pytest.importorskip("tokenizers")
+    encoding = tokenizer.from_path(small_json(tmp_path, **changed), 258)
+    assert tokenizer.encode(encoding, "abc") == ids
+    assert encoding.decode(ids) == "abc"
+    assert encoding.n_vocab == 258
+    with pytest.raises(KeyError):
+        encoding.decode_single_token_bytes(258)
+
+
+@pytest.mark.parametrize(
+    ("changed", "setting"),
+    [
+        ({"merges": [["b", "c"], ["a", "b"]]}, "model.merges that are not in the order of ids"),
+        ({"merges": [["a", "b"]]}, "model.vocab with 'bc', which no merge makes"),
+        ({"ignore_merges": True}, "model.ignore_merges"),
+        ({"new_setting": 1}, "model.new_setting"),
+        ({"normalizer": {"type": "NFC"}}, "normalizer NFC"),
+        ({"added_tokens": [added_token("x y", 258, False)]}, "added token 'x y'"),
+        ({"added_tokens": [added_token("ab", 256, True)]}, "special token 'ab'"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
+    ],
+)
+def test_the_setting_that_needs_the_package_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], setting: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(CheckpointError) as error:
+        tokenizer.from_path(small_json(tmp_path, **changed), 1000)
+    assert f"it has {setting}" in str(error.value).replace("pre_tokenizer.", "")
+    assert str(error.value).endswith("run pip install 'gpt2block[tokenizers]'")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dropout": 0.1}, "model.dropout is 0.1: the ids of a text would be random"),
+        ({"byte_fallback": True}, "model.byte_fallback is True: not supported"),
+        ({"end_of_word_suffix": "</w>"}, "model.end_of_word_suffix is '</w>': not supported"),
+        ({"continuing_subword_prefix": "##"}, "model.continuing_subword_prefix is '##'"),
+        ({"decoder": {"type": "WordPiece"}}, "decoder: expected ByteLevel, got WordPiece"),
+        ({"pre_tokenizer": None}, "expected a ByteLevel pre_tokenizer, got 'none'"),
+        ({"added_tokens": [added_token("ab", 300, True)]}, "'ab' has id 300, and in model.vocab 2"),
+        ({"added_tokens": [added_token("", 258, True)]}, "expected text as content, got ''"),
+        ({"added_tokens": [added_token("x", 97, True)]}, "'x' has id 97, and in model.vocab 120"),
+        ({"added_tokens": [added_token("xy", 97, True)]}, "expected ids that are different"),
+        ({"added_tokens": [added_token("xy", 400, True)]}, "has id 400, and 258 in the package"),
+        ({"added_tokens": [added_token("xy", 2**32, True)]}, "integers from 0 to 2147483647"),
+        ({"normalizer": {"type": "NoSuch"}}, "the package tokenizers refuses it"),
+        ({"merges": [["a", "b", "c"]]}, "model.merges: expected two tokens in each"),
+        ({"merges": ["ab"]}, "model.merges: expected two tokens in each"),
+        ({"merges": [["a", 1]]}, "model.merges: expected two tokens in each"),
+        ({"merges": [["a", "x"]]}, "model.merges: no id for 'ax'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(CheckpointError) as error:
+        tokenizer.from_path(small_json(tmp_path, **changed), 1000)
+    assert message in str(error.value)
+
+
+def test_a_post_processor_that_adds_tokens_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    start = {"SpecialToken": {"id": "ab", "type_id": 0}}
+    parts = [start, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"ab": {"id": "ab", "ids": [256], "tokens": ["ab"]}}
+    processor = {"type": "TemplateProcessing", "single": parts, "pair": parts,
+                 "special_tokens": special}  # fmt: skip
+    path = small_json(tmp_path, post_processor=processor, ignore_merges=True)
+    with pytest.raises(CheckpointError, match="post_processor TemplateProcessing adds tokens"):
+        tokenizer.from_path(path, 1000)
+
+
+def test_gpt2_needs_no_package_tokenizers(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    spec = gpt2_tokenizer_json(data / "gpt2-bpe")
+    spec["truncation"] = {"max_length": 4}  # off in transformers, too, unless a call asks for it
+    template = [{"Sequence": {"id": "A", "type_id": 0}}]  # as transformers 5 writes it
+    spec["post_processor"] = {"type": "TemplateProcessing", "single": template}
+    del spec["model"]["type"]  # as in old files
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    assert tokenizer.encode(tokenizer.load(tmp_path, 50257), TEXT)[:4] == [15496, 11, 995, 0]
+
+
+def test_a_trained_tokenizer_is_read_with_tiktoken(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    lines = [f"{word} {word}ing the {word}s" for word in ("think", "sing", "bring", "thin")]
+    trained.train_from_iterator(lines, 300, 1, special_tokens=["<pad>", "<|endoftext|>"])
+    trained.save(str(tmp_path / "tokenizer.json"))
+    encoding = tokenizer.load(tmp_path, 400)
+    assert isinstance(encoding, tiktoken.Encoding)
+    assert tokenizer.end_of_text(encoding) == 1
+    for text in [*lines, "a thing: " * 200]:
+        assert tokenizer.encode(encoding, text) == trained.encode(text).ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "config"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "dangling link", "link to a device"])
+def test_a_file_that_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    small_pair(tmp_path)
+    path = tmp_path / (name if name != "config" else "tokenizer_config.json")
+    path.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if "device" in kind else "nothing")
+    with pytest.raises(CheckpointError) as error:
+        tokenizer.load(tmp_path, 50257)
+    assert f"{path}: " + ("missing" if kind == "dangling link" else "no regular file") in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("vocab.json", "{}"),
+        ("merges.txt", ""),
+        ("encoder.json", "{}"),
+        ("vocab.bpe", ""),
+        ("added_tokens.json", "{}"),
+        ("tokenizer.model", ""),
+        ("spiece.model", ""),
+        ("vocab.txt", "[PAD]"),
+        ("tokenizer_config.json", '{"tokenizer_class": "BertTokenizer"}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}'),
+        ("tokenizer_config.json", '{"tokenizer_class": {}}'),
+    ],
+)
+def test_gpt2_does_not_take_the_place_of_another_tokenizer(
+    bpe: Path, tmp_path: Path, name: str, text: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert tokenizer.load(folder, 50257).n_vocab == 50257
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError) as error:
+        tokenizer.load(folder, 50257)
+    assert f"it has {name}" in str(error.value)
+    assert "no tokenizer that gpt2block reads" in str(error.value)
+
+
+def test_gpt2s_class_alone_is_gpt2(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    assert tokenizer.load(tmp_path, 50257).n_vocab == 50257
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"add_bos_token": True}, "add_bos_token adds a token to every text"),
+        ({"add_eos_token": True}, "add_eos_token adds a token to every text"),
+        ({"tokenizer_class": "CLIPTokenizer"}, "has tokenizer_class 'CLIPTokenizer'"),
+        ({"added_tokens_decoder": {"259": {"content": "x y", "special": False}}}, "'x y' is an ad"),
+        ({"added_tokens_decoder": {"9": {"content": "<x>", "special": True}}}, "are different"),
+        ({"added_tokens_decoder": {"x": {"content": "<x>", "special": True}}}, "invalid literal"),
+        ({"added_tokens_decoder": []}, "cannot be read as"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_settings_next_to_two_files(tmp_path: Path, settings: Any, message: str) -> None:
+    pair = small_pair(tmp_path)
+    if isinstance(settings, dict) and "added_tokens_decoder" in settings:
+        pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if settings == {"added_tokens_decoder": []}:
+        assert tokenizer.encode(tokenizer.from_bpe_files(*pair), "ab") == [256]
+        return
+    with pytest.raises(CheckpointError) as error:
+        tokenizer.from_bpe_files(*pair)
+    assert message in str(error.value)
+
+
+def test_special_tokens_next_to_two_files(tmp_path: Path) -> None:
+    pair = small_pair(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 259}')
+    settings = {"added_tokens_decoder": {"260": {"content": "END", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    encoding = tokenizer.from_bpe_files(*pair)
+    assert tokenizer.encode(encoding, "ab<pad>END", special=True) == [256, 259, 260]
+    (tmp_path / "added_tokens.json").write_text('{"pad": 259}')
+    with pytest.raises(CheckpointError, match="'pad' is an added token that is not special"):
+        tokenizer.from_bpe_files(*pair)
+
+
+def test_add_prefix_space_of_the_settings(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    pair = small_pair(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    assert tokenizer.encode(tokenizer.from_bpe_files(*pair), "ab") == [32, 256]
+    with pytest.raises(CheckpointError, match=r"has add_prefix_space True, tokenizer\.json has no"):
+        tokenizer.from_path(small_json(tmp_path), 1000)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    assert tokenizer.encode(tokenizer.load(tmp_path, 1000), "ab") == [256]
+
+
+def test_a_special_token_of_the_settings_alone(tmp_path: Path) -> None:
+    settings = {"added_tokens_decoder": {"258": {"content": "<x>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    encoding = tokenizer.from_path(small_json(tmp_path), 1000)
+    assert tokenizer.encode(encoding, "ab<x>", special=True) == [256, 258]
+
+
+def test_an_added_token_of_the_settings_alone_is_refused(tmp_path: Path) -> None:
+    settings = {"added_tokens_decoder": {"258": {"content": "x y", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="'x y' is an added token that is not special"):
+        tokenizer.from_path(small_json(tmp_path), 1000)
+
+
+def test_special_tokens_in_a_text(tmp_path: Path) -> None:
+    end, text = "<|endoftext|>", "ab<|endoftext|>abc"
+    encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
+    plain = [256, *end.encode(), 257]
+    assert tokenizer.encode(encoding, text) == plain
+    assert tokenizer.encode(encoding, text, special=True) == [256, 258, 257]
+    assert tokenizer.token_ids(encoding, text, 300, "text").tolist() == plain
+    assert tokenizer.token_ids(encoding, text, 300, "text", special=True).tolist() == [
+        256,
+        258,
+        257,
+    ]
+    assert tokenizer.encode(encoding, end * 2, special=True) == [258, 258]
+
+
+def test_the_longest_special_token_is_found(tmp_path: Path) -> None:
+    tokens = [added_token("<x>", 258, True), added_token("<x><y>", 259, True)]
+    encoding = tokenizer.from_path(small_json(tmp_path, added_tokens=tokens), 1000)
+    assert isinstance(encoding, tiktoken.Encoding)
+    assert tokenizer.encode(encoding, "<x><x><y>", special=True) == [258, 259]
+
+
+def encodings(folder: Path) -> list[Encoding]:
+    """One of tiktoken and, where it is installed, one of the package tokenizers."""
+    both: list[Encoding] = [tokenizer.from_bpe_files(*small_pair(folder))]
+    if importlib.util.find_spec("tokenizers"):
+        both.append(tokenizer.from_path(small_json(folder, ignore_merges=True), 1000))
+    return both
+
+
+def test_lone_surrogates_are_refused_with_their_place(tmp_path: Path) -> None:
+    for encoding in encodings(tmp_path):
+        with pytest.raises(InputError, match=r"^text: character 2 is U\+D83C, a lone surrogate"):
+            tokenizer.encode(encoding, "ab\ud83cx")
+        with pytest.raises(InputError, match=r"^prompt 3: character 0 is U\+DC00"):
+            tokenizer.token_ids(encoding, "\udc00", 300, "prompt 3")
+
+
+def test_a_million_spaces(tmp_path: Path) -> None:
+    encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
+    for text in (" " * 1_100_000, "ab" + "\n" * 1_100_000 + "ab"):
+        ids = tokenizer.encode(encoding, text)
+        assert len(ids) == len(text) - 2 * text.count("a") + text.count("ab")
+        assert encoding.decode(ids) == text
+
+
+SPACES = ["\t", " ", "\u3000", "\x85", "\x1c", "\x1f", "\u200b", "\u180e", "\xa0"]
+
+
+@given(
+    text=st.lists(
+        st.sampled_from([*SPACES, " " * 7, "\n" * 5, "ab", "1", "!", "'s", "é", "<|endoftext|>"]),
+        max_size=12,
+    ).map("".join)
+)
+def test_long_runs_of_white_space_are_split_as_short_ones(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    known = tiktoken.Encoding(
+        "",
+        pat_str=SPLIT_WORDS,
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)}
+        | {b" " * size: 254 + size for size in range(2, 8)}
+        | {b"  a": 300, b" \n": 301, b"\n ": 302},
+        special_tokens={"<|endoftext|>": 400},
+    )
+    for shortest in (2, 3, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer, "_LONG_RUN", tokenizer._runs(shortest))
+            found = tokenizer.token_ids(known, text, 500, "text")
+            special = tokenizer.token_ids(known, text, 500, "text", special=True)
+        assert found.tolist() == known.encode_ordinary(text)
+        assert special.tolist() == known.encode(text, allowed_special="all")
+
+
+def test_white_space_is_that_of_the_pattern() -> None:
+    bytes_alone = {bytes([byte]): byte for byte in range(256)}
+    white_space = tiktoken.Encoding(
+        "", pat_str=r"\s", mergeable_ranks=bytes_alone, special_tokens={}
+    )
+    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    found = white_space.decode(white_space.encode_ordinary(every))
+    assert "".join(re.findall(tokenizer._WHITE_SPACE, every)) == found
+
+
+def test_many_runs_of_white_space_take_no_longer() -> None:
+    text = (" " * 9_999 + "a") * 300
+    start = time.process_time()
+    assert tokenizer._LONG_RUN.search(text) is None
+    assert time.process_time() - start < 2  # 0.1; from every character of a run, 15
+
+
+class PanicException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [PanicException("no"), Exception("no")])
+def test_a_panic_is_an_input_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
+
+    def fail(text: str) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(encoding, "encode_ordinary", fail)
+    with pytest.raises(InputError, match="text: the tokenizer fails on this text: no"):
+        tokenizer.encode(encoding, "x")
+
+
+def test_an_interrupt_is_no_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
+
+    def interrupt(text: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoding, "encode_ordinary", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode(encoding, "x")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([True, 5], "token 0 is True: expected an integer"),
+        ([5, np.True_], "token 1 is .*True.*: expected an integer"),
+        (np.array([True]), "got ndarray of bool"),
+        (np.ma.array([1, 2], mask=[False, True]), "got a masked array"),
+        ([1, np.ma.masked], "got a masked array"),
+        (np.array([1.0]), "got ndarray of float64"),
+        ([1, 2.0], "of float64"),
+        ([10**400], "of object"),
+        ([2**64 - 1], "token 0 is 18446744073709551615"),
+        ([[1], [2, 3]], "expected text or token ids"),
+    ],
+)
+def test_what_is_no_row_of_ids(ids: Any, message: str) -> None:
+    with pytest.raises(InputError, match=f"^x: .*{message}"):
+        tokenizer.token_ids(None, ids, 300, "x")
+
+
+@pytest.mark.parametrize("ids", [[True, 5], [[1], [True]], np.ma.array([1, 2], mask=[False, True])])
+def test_a_model_refuses_them_too(ids: Any) -> None:
+    with pytest.raises(InputError, match=r"expected an integer|masked array"):
+        as_sequences(ids, 300)
+
+
+def test_ids_without_a_token(tmp_path: Path) -> None:
+    pair = small_pair(tmp_path, **{"abc": 270})
+    encoding = tokenizer.from_bpe_files(*pair)
+    assert bytes_of_id(encoding, 270) == b"abc"
+    assert bytes_of_id(encoding, 260) == bytes_of_id(encoding, 10**6) == "\ufffd".encode()
+    sizes = token_sizes(encoding, 300)
+    assert sizes[[97, 256, 257, 258, 260, 270, 299]].tolist() == [1, 2, 0, 0, 0, 3, 0]
+
+
+def test_the_fingerprint_has_the_pipeline_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    changes: list[dict[str, Any]] = [{}, {"merges": []}, {"ignore_merges": True},
+                                     {"merges": [["b", "c"], ["a", "b"]]},
+                                     {"normalizer": {"type": "NFC"}}]  # fmt: skip
+    found = [tokenizer.from_path(small_json(tmp_path, **change), 1000) for change in changes]
+    assert len({of_tokenizer(encoding) for encoding in found}) == len(changes)
+    again = tokenizer.from_path(small_json(tmp_path, merges=[]), 1000)
+    assert of_tokenizer(again) == of_tokenizer(found[1])
+
+
+def test_a_walkthrough_of_a_padded_vocabulary(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=8, vocab_size=2000)
+    save_pretrained(tmp_path / "model", GPT2Weights.random(3, config))
+    small_pair(tmp_path / "model")
+    found = with_trained_weights(str(tmp_path / "model"), 0, "abcab", None, 1, True, "cpu")
+    assert "\ufffd" in [token for token, _ in found.next_tokens]

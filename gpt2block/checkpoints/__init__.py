@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints: Hugging Face directories, files and hub ids, and llm.c's `.bin` files.
+"""GPT-2 checkpoints: Hugging Face's, PyTorch's, nanoGPT's and llm.c's.
 
 `Checkpoint.open` finds one, `save_pretrained` writes one that `transformers` loads.
 """

@@ -1,4 +1,8 @@
-"""Hugging Face's layout: config.json beside model.safetensors, or beside shards and their index."""
+"""Hugging Face's layout: config.json next to model.safetensors, or to shards and their index.
+
+The same with PyTorch's files, pytorch_model.bin and its shards. nanoGPT's checkpoints have the same
+names and a layout of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,32 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from gpt2block.checkpoints.stored import Stored, check_pointer, itemsize, read_start, some
+from gpt2block.checkpoints import nanogpt, pytorch
+from gpt2block.checkpoints.stored import (
+    DTYPES,
+    Entry,
+    Stored,
+    check_start,
+    file_size,
+    is_file,
+    itemsize,
+    read_start,
+    reading,
+    some,
+)
 from gpt2block.config import SIZES, GPT2Config, model_shapes
-from gpt2block.errors import CheckpointError
+from gpt2block.errors import CheckpointError, InputError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PYTORCH_WEIGHTS = "pytorch_model.bin"
+PYTORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
+_LONGEST_JSON = 100_000_000  # bytes, as the header of a .safetensors file
 PREFIX = "transformer."  # that `transformers` writes before every name but lm_head's
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -43,13 +61,9 @@ NAMES = {
     "beta_f": "ln_f.bias",
     "lm_head": "lm_head.weight",
 }
+# Before a name: what torch's DistributedDataParallel and compile add, and `transformer.`
+_PREFIXES = re.compile(rf"((module|_orig_mod)\.){{0,4}}({re.escape(PREFIX)})?")
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers that old files have
-
-
-class _Entry(NamedTuple):
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str  # in safetensors' words
 
 
 def name_of(ours: str) -> str:
@@ -65,36 +79,52 @@ def layout_of(ours: str) -> str | None:
 
 
 def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
-    """The config and where the tensors are, by our names, of a .safetensors file or an index.
+    """The config and where the tensors are, by our names.
 
-    Raises CheckpointError, which lists what is missing, unexpected or misshapen.
+    file: .safetensors, one of `torch.save`, or an index of several. Raises CheckpointError, which
+    lists what is missing, unexpected or misshapen.
     """
-    found: dict[str, tuple[Path, _Entry]] = {}
+    found: dict[str, Entry] = {}
+    model_args = None
     twice = []
     for shard in _files(file):
-        for label, entry in _read_header(shard).items():
-            name = label.removeprefix(PREFIX)
+        entries, model_args = _read_entries(shard)
+        for label, entry in entries.items():
+            name = _PREFIXES.sub("", label, count=1)
             twice += [name] if name in found else []
-            found[name] = shard, entry
+            found[name] = entry
     if twice:
         raise CheckpointError(f"{file}: {len(twice)} tensors are there twice: {some(twice)}")
-    config = _read_config(file, {name: entry.shape for name, (_, entry) in found.items()})
+    if model_args is None:
+        source, config = CONFIG, _read_config(file, found)
+    else:
+        source = "model_args"
+        try:
+            config, found = nanogpt.as_hugging_face(model_args, found)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: model_args: {error}") from error
     present = _layers(found)
-    if present != config.n_layer:  # before anything is made as long as config.json says
+    if present != config.n_layer:  # before anything is made as long as the config says
         raise CheckpointError(
-            f"{file}: config.json says n_layer {config.n_layer}, the file has blocks for {present}"
+            f"{file}: {source} says n_layer {config.n_layer}, the file has blocks for {present}"
         )
-    _check(file, config, {name: entry for name, (_, entry) in found.items()})
-    tensors = {}
-    for ours in model_shapes(config):
-        shard, entry = found[name_of(ours)]
-        dtype = DTYPE_NAMES[entry.dtype]
-        layout = layout_of(ours)
-        tensors[ours] = Stored(name_of(ours), shard, entry.offset, entry.shape, dtype, layout)
-    return config, tensors
+    _check(file, config, found)
+    return config, {ours: _stored(ours, found[name_of(ours)]) for ours in model_shapes(config)}
 
 
-def _check(file: Path, config: GPT2Config, found: Mapping[str, _Entry]) -> None:
+def _read_entries(file: Path) -> tuple[Mapping[str, Entry], dict[str, Any] | None]:
+    """The tensors by the names in the file, and nanoGPT's model_args where it has them."""
+    return pytorch.read(file) if pytorch.is_pickle(file) else (_read_header(file), None)
+
+
+def _stored(ours: str, entry: Entry) -> Stored:
+    shape, layout = entry.shape, layout_of(ours)
+    if entry.order == "F":
+        shape, layout = shape[::-1], "NK"
+    return Stored(name_of(ours), entry.file, entry.offset, shape, entry.dtype, layout)
+
+
+def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
     """CheckpointError unless exactly the tensors of such a model are there."""
     expected = {name_of(ours): shape for ours, shape in model_shapes(config).items()}
     missing = [name for name in expected if name not in found]
@@ -109,9 +139,15 @@ def _check(file: Path, config: GPT2Config, found: Mapping[str, _Entry]) -> None:
         if name in found and found[name].shape != shape
     ]
     foreign = [
-        f"{name}: expected one of {', '.join(DTYPE_NAMES)}, got {found[name].dtype}"
+        f"{name}: expected one of {', '.join(DTYPES)}, got {found[name].dtype}"
         for name in expected
-        if name in found and found[name].dtype not in DTYPE_NAMES
+        if name in found and found[name].dtype not in DTYPES
+    ]
+    scattered = [
+        name_of(ours)
+        for ours in model_shapes(config)
+        if (entry := found.get(name_of(ours))) is not None
+        and entry.order not in (("C", "F") if layout_of(ours) == "KN" else ("C",))
     ]
     problems = [
         f"{len(names)} tensors {what}: {some(names)}"
@@ -120,6 +156,7 @@ def _check(file: Path, config: GPT2Config, found: Mapping[str, _Entry]) -> None:
             (unexpected, "unexpected"),
             (wrong, "misshapen"),
             (foreign, "of another dtype"),
+            (scattered, "not contiguous, so save tensor.contiguous()"),
         )
         if names
     ]
@@ -145,7 +182,7 @@ def _files(file: Path) -> list[Path]:
     if file.suffix != ".json":
         return [file]
     shards = shards_of(file)
-    absent = [name for name in shards if not (file.parent / name).is_file()]
+    absent = [name for name in shards if not is_file(file.parent / name)]
     if absent:
         raise CheckpointError(
             f"{file}: {len(absent)} of {len(shards)} files missing beside it: {some(absent)}"
@@ -155,33 +192,44 @@ def _files(file: Path) -> list[Path]:
 
 def read_json(file: Path) -> Any:
     """What a JSON file holds; CheckpointError when it cannot be read."""
+    size = file_size(file)
+    if size > _LONGEST_JSON:
+        raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        with reading(file):
+            return json.loads(file.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
+def _read_header(file: Path) -> dict[str, Entry]:
     """What a .safetensors file holds, by the names in it.
 
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file; where the tensors begin is not in its interface.
     """
-    check_pointer(file, read_start(file, 64))
+    check_start(file, read_start(file, 64))
+    size = file_size(file)
     try:
-        with safe_open(file, "np"):
+        with reading(file), safe_open(file, "np"):
             start = read_start(file, 8)
             length = int.from_bytes(start, "little")
             header = json.loads(read_start(file, 8 + length)[8:])
-            return dict(_entries(header, 8 + length, file.stat().st_size))
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            return dict(_entries(file, header, 8 + length, size))
+    except CheckpointError:
+        raise
+    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: truncated or not a safetensors file, {file.stat().st_size:,} bytes "
-            f"({error}): download it again"
+            f"{file}: truncated or not a safetensors file, {size:,} bytes ({error}): "
+            "download it again"
         ) from error
 
 
-def _entries(header: dict[str, Any], data: int, size: int) -> Iterator[tuple[str, _Entry]]:
+def _entries(
+    file: Path, header: dict[str, Any], data: int, size: int
+) -> Iterator[tuple[str, Entry]]:
     """Name and place of each tensor; `data` is where the bytes of all begin, `size` the file's."""
     for name, spec in header.items():
         if name == "__metadata__":
@@ -191,30 +239,36 @@ def _entries(header: dict[str, Any], data: int, size: int) -> Iterator[tuple[str
         fits = dtype is None or math.prod(shape) * itemsize(dtype) == end - begin
         if not fits or data + end > size:
             raise ValueError(f"{name}: {shape} does not fit its place in the file")
-        yield name, _Entry(data + begin, shape, spec["dtype"])
+        yield name, Entry(file, data + begin, shape, dtype or spec["dtype"], "C")
 
 
-def _read_config(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> GPT2Config:
+def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
     """config.json beside the file; without one, the GPT-2 size that has the tensors' width."""
     path = file.parent / CONFIG
-    if path.is_file():
+    if is_file(path):
         config = read_json(path)
         try:
             return GPT2Config.from_hugging_face(config)
-        except ValueError as error:  # our own errors are ValueErrors
-            raise CheckpointError(f"{path}: {error}") from error
+        except (CheckpointError, InputError) as error:
+            message = str(error).removeprefix(f"{CONFIG}: ")
+            raise CheckpointError(f"{path}: {message}") from error
     n_embd, vocab_size, n_ctx = (
-        (*shapes.get(name, ()), 0)[0] for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
+        (*(found[name].shape if name in found else ()), 0)[0]
+        for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
     )
     for config in SIZES.values():
         if config.n_embd == n_embd:
-            return replace(
-                config,
-                n_layer=_layers(shapes) or config.n_layer,
-                vocab_size=vocab_size or config.vocab_size,
-                n_ctx=n_ctx or config.n_ctx,
-                tie_word_embeddings="lm_head.weight" not in shapes,
-            )
+            try:
+                return replace(
+                    config,
+                    n_layer=_layers(found) or config.n_layer,
+                    vocab_size=vocab_size or config.vocab_size,
+                    n_ctx=n_ctx or config.n_ctx,
+                    tie_word_embeddings=found.get("lm_head.weight")
+                    in (None, found.get("wte.weight")),
+                )
+            except InputError as error:
+                raise CheckpointError(f"{file}: {error}") from error
     raise CheckpointError(
         f"{file}: expected config.json beside it: the number of heads is not in the tensors, and "
         f"width {n_embd} is no GPT-2 size"

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2block.checkpoints.stored import Stored, check_pointer, itemsize, read_start
+from gpt2block.checkpoints.stored import Stored, check_start, file_size, itemsize, read_start
 from gpt2block.config import GPT2Config, block_shapes, model_shapes
 from gpt2block.errors import CheckpointError
 
@@ -48,10 +48,10 @@ _LABELS = {
 def is_model(file: Path) -> bool:
     """Whether the file starts as llm.c's models do. Says what it is where it is another llm.c file.
 
-    Raises CheckpointError for that, for a Git-LFS pointer and for what cannot be read.
+    Raises CheckpointError for that, for a Git-LFS pointer, GGUF, and for what cannot be read.
     """
     start = read_start(file, 64)
-    check_pointer(file, start)
+    check_start(file, start)
     magic = int.from_bytes(start[:4], "little")
     if magic in _OTHER_MAGICS:
         raise CheckpointError(
@@ -85,7 +85,7 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
             f"{file}: header: expected a padded vocab_size of at least {config.vocab_size}, "
             f"got {padded}"
         )
-    size = file.stat().st_size
+    size = file_size(file)
     expected = _size(config, padded, version)
     if size != expected:
         problem = "truncated" if size < expected else "too long"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,20 +14,23 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints import tokenizer_files
 from gpt2block.checkpoints.checkpoint import Checkpoint
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     DTYPE_NAMES,
     INDEX,
     PREFIX,
-    TOKENIZER,
+    PYTORCH_INDEX,
+    PYTORCH_WEIGHTS,
     WEIGHTS,
     layout_of,
     name_of,
+    shards_of,
 )
-from gpt2block.checkpoints.stored import DTYPES, itemsize, some
+from gpt2block.checkpoints.stored import DTYPES, itemsize, reading, some
 from gpt2block.config import GPT2Config, model_shapes
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, shown
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
 _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
@@ -48,59 +50,125 @@ def save_pretrained(
     directory: str | Path,
     weights: TensorSource,
     dtype: str | None = None,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path | Checkpoint | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a Hugging Face directory, which `transformers` and `Checkpoint.open` load.
 
     directory: made where it is not there. weights: GPT2Weights, a Checkpoint or another
     TensorSource, read once, a tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
-    keeps that of each tensor. tokenizer: a tokenizer.json to copy; by default that of a Checkpoint.
+    keeps that of each tensor. tokenizer: whose files are copied, a folder of them, a tokenizer.json
+    or a Checkpoint; by default those of `weights` where it is one.
 
-    What is there already is replaced with `overwrite` only, and then by whole files: an error on
-    the way leaves all as it was. → the directory.
+    A model that is there already is replaced with `overwrite` only: its config, weights (PyTorch's,
+    too), shards and tokenizer files, whether or not the new one has files of these names. Other
+    files stay. An error before the new files are complete leaves all as it was. Returns the
+    directory.
 
     Raises InputError for wrong arguments and for weights beyond what the dtype can hold,
-    CheckpointError where nothing can be written.
+    CheckpointError where nothing can be written or a tokenizer cannot be read.
     """
-    directory = Path(directory).expanduser()
-    if dtype not in (None, *SAVED_DTYPES):
-        raise InputError(f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {dtype!r}")
-    if tokenizer is None and isinstance(weights, Checkpoint):
-        beside = weights.directory / TOKENIZER
-        tokenizer = beside if beside.is_file() else None
-    there = [name for name in (CONFIG, WEIGHTS, INDEX) if (directory / name).exists()]
-    if there and not overwrite:
+    directory = _path("directory", directory)
+    if dtype is not None and not (isinstance(dtype, str) and dtype in SAVED_DTYPES):
         raise InputError(
-            f"{directory}: {some(there)} already there: give another directory or overwrite=True"
+            f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {shown(dtype)}"
         )
-    with _filled_at_once(directory) as new:
+    if not isinstance(getattr(weights, "config", None), GPT2Config):
+        raise InputError(
+            f"weights: expected GPT2Weights, a Checkpoint or a TensorSource, got {shown(weights)}"
+        )
+    tokens = _tokenizer_of(weights, tokenizer)
+    old = _model_in(directory, bool(tokens))
+    if old and not overwrite:
+        raise InputError(
+            f"{directory}: {some(old)} already there: give another directory or overwrite=True"
+        )
+    with _filled_at_once(directory, old) as new:
         stored = _write_weights(new / WEIGHTS, weights, dtype)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, new / TOKENIZER)
+        for name, file in tokens.items():
+            with reading(file):
+                content = file.read_bytes()
+            (new / name).write_bytes(content)
     return directory
 
 
+def _path(name: str, given: str | Path) -> Path:
+    """An argument as a path that the operating system takes. Raises InputError."""
+    if not isinstance(given, (str, Path)) or given == "":
+        raise InputError(f"{name}: expected a path, got {shown(given)}")
+    try:
+        if b"\0" in os.fsencode(given):
+            raise ValueError("it has a null character")
+        return Path(given).expanduser()
+    except (ValueError, RuntimeError) as error:  # half of a surrogate pair; no such user
+        raise InputError(f"{name}: expected a path, got {shown(str(given))}: {error}") from error
+
+
+def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, Path]:
+    """The tokenizer files that are given or come with the weights, by their new names.
+
+    OpenAI's pair comes under Hugging Face's names, too, the only ones that `transformers` knows.
+    """
+    if given is None:
+        given = weights if isinstance(weights, Checkpoint) else None
+    if given is None:
+        return {}
+    if isinstance(given, Checkpoint):
+        found = given.tokenizer_files()
+    else:
+        found = tokenizer_files.of_path(_path("tokenizer", given))
+    openai, hugging_face = tokenizer_files.PAIRS
+    if all(name in found for name in openai) and not any(name in found for name in hugging_face):
+        found = dict(zip(hugging_face, (found[name] for name in openai), strict=True)) | found
+    return found
+
+
+def _model_in(directory: Path, with_tokenizer: bool) -> list[str]:
+    """The names of the files that a new model replaces.
+
+    The tokenizer files of a folder without a model are replaced by a tokenizer only.
+    """
+    try:
+        names = set(os.listdir(directory)) if directory.exists() else set()
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
+    model = {CONFIG, WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX} & names
+    for index in {INDEX, PYTORCH_INDEX} & names:
+        with suppress(CheckpointError):  # a damaged index names no files
+            model |= {name for name in shards_of(directory / index) if name in names}
+    tokens = names.intersection(tokenizer_files.NAMES) if model or with_tokenizer else set()
+    old = sorted(model | tokens)
+    folders = [name for name in old if (directory / name).is_dir()]
+    if folders:
+        raise CheckpointError(f"{directory}: expected files, found the folders {some(folders)}")
+    return old
+
+
 @contextmanager
-def _filled_at_once(directory: Path) -> Iterator[Path]:
-    """A folder whose files are moved to `directory` when all has gone well."""
+def _filled_at_once(directory: Path, old: Iterable[str]) -> Iterator[Path]:
+    """A folder whose files replace the `old` ones of `directory` when all has gone well."""
     new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             with TemporaryDirectory(dir=directory, prefix=".saving-") as name:
                 yield Path(name)
-                for file in sorted(Path(name).iterdir()):
+                files = sorted(Path(name).iterdir())
+                for file in files:
                     os.replace(file, directory / file.name)
+                for stale in {*old} - {file.name for file in files}:
+                    (directory / stale).unlink(missing_ok=True)
         except BaseException:
             if new:
                 with suppress(OSError):  # not empty
                     directory.rmdir()
             raise
     except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be written: {error}") from error
+        name = os.path.basename(error.filename or directory)
+        at = "" if name == directory.name else f" ({name})"
+        raise CheckpointError(f"{directory}: cannot be written: {error.strerror}{at}") from error
 
 
 def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:

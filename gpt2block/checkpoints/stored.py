@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +30,21 @@ def itemsize(dtype: str) -> int:
     return int(np.dtype(DTYPES[dtype]).itemsize)
 
 
+class Entry(NamedTuple):
+    """What a file says about one tensor, before it is checked against a model."""
+
+    file: Path
+    offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
+    shape: tuple[int, ...]
+    dtype: str  # one of `DTYPES`, else the file's own word
+    order: str | None  # "C" or "F" (a transposed matrix); None: not contiguous
+
+    def transposed(self) -> Entry:
+        """The same bytes as a matrix of the reversed shape."""
+        order = {"C": "F", "F": "C"}.get(self.order or "")
+        return self._replace(shape=self.shape[::-1], order=order)
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file: C-contiguous, little-endian, `dtype` one of `DTYPES`.
@@ -37,49 +54,108 @@ class Stored:
 
     label: str  # what the file calls it
     file: Path
-    offset: int
+    offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
     shape: tuple[int, ...]
     dtype: str
     layout: str | None
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """In the file; of a tensor of zeros, what it would take there."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def read(self) -> NDArray[Any]:
         """A new array in the stored dtype, but float64 as float32. Raises CheckpointError."""
+        if self.offset is None:
+            array = np.zeros(self.shape, DTYPES[self.dtype])
+        else:
+            array = self._read_at(self.offset)
+        return array.astype(np.float32) if self.dtype == "float64" else array
+
+    def _read_at(self, offset: int) -> NDArray[Any]:
         array = np.empty(self.shape, DTYPES[self.dtype])
-        try:
-            with self.file.open("rb") as stream:
-                stream.seek(self.offset)
-                got = stream.readinto(array.reshape(-1).view(np.uint8).data)
-        except OSError as error:
-            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from error
+        with reading(self.file), self.file.open("rb") as stream:
+            stream.seek(offset)
+            got = stream.readinto(array.reshape(-1).view(np.uint8).data)
         if got != self.nbytes:
             raise CheckpointError(
-                f"{self.file}: {self.label}: expected {self.nbytes:,} bytes at {self.offset:,}, "
+                f"{self.file}: {self.label}: expected {self.nbytes:,} bytes at {offset:,}, "
                 f"got {got:,}: the file has become shorter since it was opened"
             )
-        return array.astype(np.float32) if self.dtype == "float64" else array
+        return array
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Make a CheckpointError of what the operating system says against `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file, or a link to one; False where nothing has this name.
+
+    Raises CheckpointError for what has the name and is no file: a folder, a named pipe, a link that
+    leads nowhere, a path that may not be looked at.
+    """
+    with reading(path):
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if not path.is_symlink():
+                return False
+            raise CheckpointError(f"{path}: a link to a file that does not exist") from None
+        except ValueError:  # a null character, half of a surrogate pair: no file has such a name
+            return False
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise CheckpointError(f"{path}: expected a file, found {kind}")
+    return True
+
+
+def file_size(file: Path) -> int:
+    """In bytes. Raises CheckpointError."""
+    with reading(file):
+        return file.stat().st_size
+
+
+def check_start(file: Path, start: bytes) -> None:
+    """CheckpointError when a file that starts so is known to hold no weights that can be read."""
+    check_pointer(file, start)
+    if start.startswith(b"GGUF") or file.suffix == ".gguf":
+        raise CheckpointError(f"{file}: {NO_GGUF}")
+
+
+NO_GGUF = (
+    "GGUF is not supported: use the Hugging Face model that it was made from, or convert it with "
+    "transformers: from_pretrained(folder, gguf_file=name), then save_pretrained"
+)
 
 
 def check_pointer(file: Path, start: bytes) -> None:
     """CheckpointError when a file that starts so is a Git-LFS pointer."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
-            f"{file}: a Git-LFS pointer of {file.stat().st_size} bytes, not the weights: "
+            f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
             "run `git lfs pull` in that repository"
         )
 
 
 def read_start(file: Path, length: int) -> bytes:
     """The first bytes of a file, fewer where it ends before."""
-    try:
-        with file.open("rb") as stream:
-            return stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    with reading(file), file.open("rb") as stream:
+        return stream.read(length)
 
 
 def some(names: Iterable[str]) -> str:

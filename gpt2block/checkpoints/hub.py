@@ -1,0 +1,165 @@
+"""Models on the Hugging Face hub: files from the local cache, or downloaded into it.
+
+HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to `huggingface_hub`.
+"""
+
+from __future__ import annotations
+
+import re
+from logging import ERROR, getLogger
+from pathlib import Path
+
+from gpt2block.checkpoints import tokenizer_files
+from gpt2block.checkpoints.hugging_face import (
+    CONFIG,
+    INDEX,
+    PYTORCH_INDEX,
+    PYTORCH_WEIGHTS,
+    WEIGHTS,
+    shards_of,
+)
+from gpt2block.config import SIZES
+from gpt2block.errors import CheckpointError, InputError, shown
+
+_WEIGHTS = (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX)  # the first one there is
+_OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
+_REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
+
+
+class _MissingError(Exception):
+    """Files that the cache, or the repository, does not have."""
+
+
+def has_gpt2_tokenizer(repo: str | None) -> bool:
+    """Whether this is one of OpenAI's models: their tokenizer is known without its files."""
+    return repo in _OFFICIAL
+
+
+def check_revision(revision: str) -> None:
+    """InputError unless it can be a branch, a tag or a commit."""
+    if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
+        raise InputError(f"revision: expected a branch, tag or commit, got {shown(revision)}")
+
+
+def fetch(repo: str, revision: str | None = None) -> Path:
+    """The weights, or the index of their shards, with config.json next to them.
+
+    What is cached needs no network. Files that are downloaded all come from one commit, and the
+    tokenizer's are downloaded with them. Raises CheckpointError.
+    """
+    at = f"{repo} at revision {revision}" if revision else repo
+    try:
+        try:
+            return _weights(repo, revision, cached=True)
+        except _MissingError as missing:
+            if _offline():
+                raise CheckpointError(
+                    f"{at}: offline mode is set (HF_HUB_OFFLINE), and the Hugging Face cache does "
+                    f"not have {missing}: unset it to download, or give the path of a folder"
+                ) from None
+        file = _weights(repo, revision, cached=False)
+    except CheckpointError:
+        raise
+    except _MissingError as missing:
+        raise CheckpointError(
+            f"{at}: the repository on the hub does not have {missing}: expected a GPT-2 in Hugging "
+            "Face's format"
+        ) from None
+    except Exception as error:  # whatever the HTTP library raises, and the cache's file system
+        raise CheckpointError(
+            f"{at}: not in the Hugging Face cache, and {_reason(error)}"
+        ) from error
+    fetch_tokenizer(repo, file.parent)
+    return file
+
+
+def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
+    """Bring the repository's tokenizer files next to its weights.
+
+    snapshot: the folder of the cached weights, which has the name of their commit. Nothing is
+    looked up when the cache has tokenizer.json and knows about its settings, or knows of every file
+    whether the repository has it. Returns None, or why that could not be found out.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    names, commit = tokenizer_files.NAMES, snapshot.name
+    try:
+        known = {name: try_to_load_from_cache(repo, name, revision=commit) for name in names}
+        unknown = [name for name, state in known.items() if state is None]
+        has_json = isinstance(known[tokenizer_files.TOKENIZER], str)
+        if not unknown or (has_json and tokenizer_files.SETTINGS not in unknown):
+            return None
+        if _offline():
+            return "offline mode is set (HF_HUB_OFFLINE)"
+        for name in unknown:
+            _get(repo, name, commit, cached=False)
+    except Exception as error:  # as in fetch
+        return _reason(error)
+    return None
+
+
+def _weights(repo: str, revision: str | None, cached: bool) -> Path:
+    """Raises _MissingError, and what huggingface_hub raises."""
+    config = _get(repo, CONFIG, revision, cached)
+    if config is None:
+        raise _MissingError(CONFIG)
+    commit = config.parent.name
+    found = (_get(repo, name, commit, cached) for name in _WEIGHTS)
+    file = next((path for path in found if path), None)
+    if file is None:
+        raise _MissingError(f"any of {', '.join(_WEIGHTS)}")
+    for shard in shards_of(file) if file.suffix == ".json" else ():
+        if _get(repo, shard, commit, cached) is None:
+            raise _MissingError(shard)
+    return file
+
+
+def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
+    """A file; None where the cache, or the repository on the hub, does not have it."""
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+    )
+
+    getLogger("huggingface_hub").setLevel(ERROR)  # it would report every retry
+    try:
+        return Path(hf_hub_download(repo, name, revision=revision, local_files_only=cached))
+    except LocalEntryNotFoundError:
+        if cached:
+            return None
+        raise  # the hub could not be asked
+    except EntryNotFoundError:
+        return None
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub did not give a file, and what to do."""
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "the hub restricts access to it: ask for access on its page, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such repository: check the name; if it is private, set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository on the hub has no such revision: expected a branch, tag or commit"
+    cause = error.__cause__ or error
+    line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    said = f"{type(cause).__name__}: {line}" if line else type(cause).__name__
+    if isinstance(error, HFValidationError):
+        return f"not a name of a repository on the hub ({said}): expected one, or a path"
+    return (
+        f"the hub cannot be reached or does not answer ({said}): check the network and try again, "
+        "or give the path of a downloaded folder"
+    )

@@ -1,0 +1,238 @@
+"""An interpreter for the pickles that `torch.save` writes. It builds data and runs nothing.
+
+A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls what
+the program names, and it allocates what the program declares. This interpreter knows the opcodes
+that Python 3 writes in protocol 2, the protocol of `torch.save`. It imports nothing: a name stands
+for an entry of the caller's allow-list, and a call runs the caller's function of that name. Memory
+and time are bounded by `MAX_BYTES` and `MAX_OPCODES`.
+
+Source: the opcodes' descriptions in Python's `pickletools`.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from gpt2block.errors import CheckpointError
+
+MAX_BYTES = 1 << 24  # gpt2-xl with its optimizer takes about 0.3 MB
+MAX_OPCODES = 500_000  # gpt2-xl with its optimizer takes about 80,000
+_MAX_NAME = 256  # bytes of a module's or a class's name
+_MAX_INTEGER = 8  # bytes
+_OPCODE_NAMES = {code.code.encode("latin-1"): code.name for code in pickletools.opcodes}
+
+Function = Callable[[tuple[Any, ...]], Any]  # takes the arguments of a call in a pickle
+
+
+@dataclass(frozen=True)
+class Name:
+    """A global that a pickle mentions: its full name and nothing behind it."""
+
+    text: str
+
+
+class OrderedDict(dict[Any, Any]):
+    """What stands for `collections.OrderedDict`; its attributes are dropped."""
+
+
+def kind(value: object) -> str:
+    """What a value from a pickle is, in a few words; never the whole of a container."""
+    if isinstance(value, Name):
+        return value.text
+    return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
+
+
+class Unpickler:
+    """Reads one pickle from a stream, at most `limit` bytes of it.
+
+    functions: what a pickle may name; called with the arguments where the pickle calls it, or None
+    where it must not. persistent: makes a value of a persistent id.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        limit: int,
+        functions: Mapping[str, Function | None],
+        persistent: Function,
+    ) -> None:
+        self._stream = stream
+        self._left = min(limit, MAX_BYTES)
+        self._complete = limit <= MAX_BYTES  # whether `limit` is all that the file has
+        self._functions = functions
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._outer: list[list[Any]] = []  # the stacks below each MARK
+        self._memo: dict[int, Any] = {}
+
+    def load(self) -> Any:
+        """The pickled value; the stream then stands behind the pickle. Raises CheckpointError."""
+        try:
+            for _ in range(MAX_OPCODES):
+                opcode = self._read(1)
+                if opcode == b".":  # STOP
+                    return self._stack.pop()
+                action = _ACTIONS.get(opcode)
+                if action is None:
+                    name = _OPCODE_NAMES.get(opcode, f"{opcode[0]:#04x}")
+                    raise CheckpointError(
+                        f"opcode {name} of the pickle is refused: torch.save does not write it"
+                    )
+                action(self)
+        except (IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"damaged pickle: {error!r:.100}") from error
+        raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
+
+    def _read(self, length: int) -> bytes:
+        """Exactly so many bytes; a length beyond what is there allocates nothing."""
+        if length > self._left:
+            if self._complete:
+                raise CheckpointError("truncated: its pickle goes beyond the end")
+            raise CheckpointError(f"expected a pickle of at most {MAX_BYTES:,} bytes, got more")
+        self._left -= length
+        data = self._stream.read(length)
+        if len(data) < length:
+            raise CheckpointError("truncated: its pickle goes beyond the end")
+        return data
+
+    def _unsigned(self, width: int) -> int:
+        return int.from_bytes(self._read(width), "little")
+
+    def _signed(self, width: int) -> int:
+        return int.from_bytes(self._read(width), "little", signed=True)
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _mark(self) -> None:
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _since_mark(self) -> list[Any]:
+        values, self._stack = self._stack, self._outer.pop()
+        return values
+
+    def _tuple(self, length: int) -> None:
+        values = [self._stack.pop() for _ in range(length)]
+        self._push(tuple(reversed(values)))
+
+    def _protocol(self) -> None:
+        version = self._unsigned(1)
+        if version != 2:
+            raise CheckpointError(f"expected a pickle of protocol 2, got protocol {version}")
+
+    def _long(self) -> None:
+        length = self._unsigned(1)
+        if length > _MAX_INTEGER:
+            raise CheckpointError(f"an integer of {length} bytes in the pickle is refused")
+        self._push(self._signed(length))
+
+    def _float(self) -> None:
+        self._push(struct.unpack(">d", self._read(8))[0])
+
+    def _text(self) -> None:
+        self._push(self._read(self._unsigned(4)).decode("utf-8", "surrogatepass"))
+
+    def _line(self) -> str:
+        line = self._stream.readline(min(_MAX_NAME, self._left))
+        self._left -= len(line)
+        if not line.endswith(b"\n"):
+            raise CheckpointError(
+                f"damaged pickle: a name that does not end within {len(line)} bytes: {line[:40]!r}"
+            )
+        return line[:-1].decode("utf-8")
+
+    def _global(self) -> None:
+        name = f"{self._line()}.{self._line()}"
+        if name not in self._functions:
+            raise CheckpointError(
+                f"its pickle asks for {name}, which is refused: expected tensors and plain values "
+                "only; save a state dict, or model and model_args as nanoGPT does"
+            )
+        self._push(Name(name))
+
+    def _call(self) -> None:
+        arguments, name = self._stack.pop(), self._stack.pop()
+        function = self._functions[name.text] if isinstance(name, Name) else None
+        if function is None or type(arguments) is not tuple:
+            raise CheckpointError(f"its pickle calls {kind(name)}, which is refused")
+        self._push(function(arguments))
+
+    def _build(self) -> None:
+        """Only the attributes of an OrderedDict, where PyTorch keeps `_metadata`."""
+        state, target = self._stack.pop(), self._stack[-1]
+        if not isinstance(target, OrderedDict) or not isinstance(state, dict):
+            raise CheckpointError(f"its pickle sets attributes of {kind(target)}: refused")
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if not isinstance(target, list):
+            raise CheckpointError(f"its pickle appends to {kind(target)}: refused")
+        target.extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if not isinstance(target, dict):
+            raise CheckpointError(f"its pickle sets items of {kind(target)}: refused")
+        keys = values[::2]
+        if len(values) % 2:
+            raise CheckpointError("damaged pickle: a key of a dictionary has no value")
+        for key in keys:  # hashing a nested tuple can take forever
+            if not isinstance(key, (str, int)):
+                raise CheckpointError(
+                    f"expected text and integers as keys of dictionaries, got {kind(key)}"
+                )
+        target.update(zip(keys, values[1::2], strict=True))
+
+    def _put(self, width: int) -> None:
+        self._memo[self._unsigned(width)] = self._stack[-1]
+
+    def _get(self, width: int) -> None:
+        self._push(self._memo[self._unsigned(width)])
+
+
+def _set_one(machine: Unpickler) -> None:
+    value, key = machine._stack.pop(), machine._stack.pop()
+    machine._set([key, value])
+
+
+def _set_many(machine: Unpickler) -> None:
+    machine._set(machine._since_mark())
+
+
+_ACTIONS: Mapping[bytes, Callable[[Unpickler], None]] = {
+    b"\x80": Unpickler._protocol,
+    b"N": lambda machine: machine._push(None),
+    b"\x88": lambda machine: machine._push(True),
+    b"\x89": lambda machine: machine._push(False),
+    b"K": lambda machine: machine._push(machine._unsigned(1)),
+    b"M": lambda machine: machine._push(machine._unsigned(2)),
+    b"J": lambda machine: machine._push(machine._signed(4)),
+    b"\x8a": Unpickler._long,
+    b"G": Unpickler._float,
+    b"X": Unpickler._text,
+    b"(": Unpickler._mark,
+    b")": lambda machine: machine._tuple(0),
+    b"\x85": lambda machine: machine._tuple(1),
+    b"\x86": lambda machine: machine._tuple(2),
+    b"\x87": lambda machine: machine._tuple(3),
+    b"t": lambda machine: machine._push(tuple(machine._since_mark())),
+    b"]": lambda machine: machine._push([]),
+    b"a": lambda machine: machine._extend([machine._stack.pop()]),
+    b"e": lambda machine: machine._extend(machine._since_mark()),
+    b"}": lambda machine: machine._push({}),
+    b"s": _set_one,
+    b"u": _set_many,
+    b"c": Unpickler._global,
+    b"R": Unpickler._call,
+    b"b": Unpickler._build,
+    b"Q": lambda machine: machine._push(machine._persistent(machine._stack.pop())),
+    b"q": lambda machine: machine._put(1),
+    b"r": lambda machine: machine._put(4),
+    b"h": lambda machine: machine._get(1),
+    b"j": lambda machine: machine._get(4),
+}

@@ -1,0 +1,225 @@
+"""Files of `torch.save`, read without PyTorch: names, shapes and places of tensors.
+
+Two containers are in use. The zip archive (PyTorch ≥ 1.6) has entries `NAME/data.pkl`, the pickle,
+`NAME/data/KEY`, the bytes of a storage, and `NAME/byteorder`. The legacy file is a sequence of
+pickles (a magic number, a protocol version, facts about the machine, the object, the storages'
+keys), then for each key the number of elements as int64 and the bytes.
+
+Source: `torch.save`'s format as its documentation ("Serialization semantics") and the files
+themselves show it.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+from gpt2block.checkpoints.pickles import Unpickler, kind
+from gpt2block.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
+from gpt2block.checkpoints.stored import Entry, check_start, read_start, some
+from gpt2block.errors import CheckpointError
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, pickled
+_MAX_READ = 1 << 22  # bytes at once; gpt2-xl with its optimizer has a zip directory of 0.2 MB
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra
+_ENCRYPTED = 1  # a zip entry's flag
+
+
+class Content(NamedTuple):
+    """What a file of `torch.save` holds of a model."""
+
+    tensors: dict[str, Entry]  # by the names in the file
+    model_args: dict[str, Any] | None  # of nanoGPT's checkpoints: the model's sizes
+
+
+def is_pickle(file: Path) -> bool:
+    """Whether a file is one of `torch.save`, by its first bytes or else by its suffix."""
+    return read_start(file, len(_LEGACY)).startswith((_ZIP, _LEGACY)) or file.suffix in SUFFIXES
+
+
+def read(file: Path) -> Content:
+    """The tensors of a state dict or of nanoGPT's checkpoint; none of their bytes are read.
+
+    Raises CheckpointError for anything else, for a damaged file, and for a pickle that asks for
+    more than tensors and plain values.
+    """
+    start = read_start(file, 64)
+    check_start(file, start)
+    try:
+        with _Frugal(io.FileIO(file)) as stream:
+            if start.startswith(_ZIP):
+                content, places = _read_zip(stream)
+            elif start.startswith(_LEGACY):
+                content, places = _read_legacy(stream)
+            else:
+                raise CheckpointError(
+                    "expected a file of torch.save, as a zip archive or in its legacy layout, or "
+                    f"a model of llm.c, got a file that starts with {start[:8]!r}: download it "
+                    "again, or write it with torch.save and its default protocol"
+                )
+            return _content(file, content, places)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except (
+        ArithmeticError,
+        BadZipFile,
+        RuntimeError,
+        OSError,
+        ValueError,
+        struct.error,
+    ) as error:  # of zipfile, all of them
+        raise CheckpointError(
+            f"{file}: truncated or damaged ({error}): download it again"
+        ) from error
+
+
+class _Frugal(io.BufferedReader):
+    """A file that is not read in large parts: zipfile would read a directory of any size."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = _MAX_READ
+        if size > _MAX_READ:
+            raise CheckpointError(
+                f"expected a part of at most {_MAX_READ:,} bytes, its header says {size:,}"
+            )
+        return super().read(size)
+
+
+# The two containers: each gives the pickled value and where the storages' bytes begin
+
+
+def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
+    with ZipFile(stream) as archive:
+        entries = archive.infolist()
+    begins = dict(_zip_places(stream, entries))
+    if len(begins) < len(entries):
+        raise CheckpointError("a zip archive with two entries of one name")
+    sizes = {entry.filename: entry.file_size for entry in entries}
+    pickles = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise CheckpointError(
+            f"expected a zip archive of torch.save with data.pkl, found {some(sizes) or 'nothing'}"
+        )
+    root = pickles[0].removesuffix("data.pkl")
+    order = root + "byteorder"
+    if order in sizes:
+        stream.seek(begins[order])
+        if sizes[order] > 10 or stream.read(sizes[order]) != b"little":
+            raise CheckpointError("expected numbers in byte order 'little'")
+    stream.seek(begins[pickles[0]])
+    storages = Storages()
+    value = Unpickler(stream, sizes[pickles[0]], FUNCTIONS, storages).load()
+    for key, storage in storages.by_key.items():
+        got = sizes.get(f"{root}data/{key}")
+        if got != storage.nbytes:
+            raise CheckpointError(
+                f"storage {key[:40]}: expected {storage.nbytes:,} bytes, "
+                + ("it is not there" if got is None else f"got {got:,}")
+            )
+    return value, {key: begins[f"{root}data/{key}"] for key in storages.by_key}
+
+
+def _zip_places(stream: BinaryIO, entries: list[ZipInfo]) -> dict[str, int]:
+    """Where each entry's bytes begin. Checked: uncompressed, inside the file, without overlap."""
+    size = stream.seek(0, io.SEEK_END)
+    begins, free = {}, 0
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
+        name = entry.filename[:80]
+        if entry.compress_type != ZIP_STORED or entry.flag_bits & _ENCRYPTED:
+            raise CheckpointError(
+                f"zip entry {name}: compressed or encrypted: torch.save writes entries uncompressed"
+            )
+        if entry.header_offset < free or entry.compress_size != entry.file_size:
+            raise CheckpointError(
+                f"zip entry {name}: overlaps another entry, or its two sizes differ"
+            )
+        begin = entry.header_offset + _LOCAL_HEADER.size
+        if begin + entry.file_size <= size:
+            stream.seek(entry.header_offset)
+            signature, *lengths = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+            begin += sum(lengths)
+            if signature != _ZIP:
+                raise CheckpointError(f"zip entry {name}: no local header at its offset")
+        free = begin + entry.file_size
+        if free > size:
+            raise CheckpointError(f"zip entry {name}: goes beyond the end of the file")
+        begins[entry.filename] = begin
+    return begins
+
+
+def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(len(_LEGACY))
+    storages = Storages()
+
+    def load() -> Any:
+        return Unpickler(stream, size - stream.tell(), FUNCTIONS, storages).load()
+
+    version, machine = load(), load()
+    if type(version) is not int or version != 1001:
+        raise CheckpointError(f"expected PyTorch's legacy layout 1001, got {kind(version)}")
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise CheckpointError("expected numbers in byte order 'little'")
+    value, keys = load(), load()
+    if not isinstance(keys, list) or not all(type(key) is str for key in keys):
+        raise CheckpointError("expected the names of the storages after the pickle")
+    places = {}
+    for key in keys:
+        storage = storages.by_key.get(key)
+        count = stream.read(8)
+        begin = stream.tell()
+        if storage is None or key in places or count != storage.numel.to_bytes(8, "little"):
+            raise CheckpointError(f"storage {key[:40]}: it does not match the pickle")
+        if begin + storage.nbytes > size:
+            raise CheckpointError(
+                f"truncated: storage {key[:40]} of {storage.nbytes:,} bytes goes beyond the end"
+            )
+        places[key] = begin
+        stream.seek(begin + storage.nbytes)
+    absent = [key[:40] for key in storages.by_key if key not in places]
+    if absent:
+        raise CheckpointError(f"{len(absent)} storages missing: {some(absent)}")
+    return value, places
+
+
+# From the pickled value to tensors
+
+
+def _content(file: Path, value: Any, places: Mapping[str, int]) -> Content:
+    """The tensors of a state dict, or of nanoGPT's dictionary."""
+    state, model_args = value, None
+    if isinstance(value, dict) and isinstance(value.get("model"), dict):
+        state, model_args = value["model"], value.get("model_args")
+        if not isinstance(model_args, dict):
+            raise CheckpointError(
+                "expected model_args, a dictionary of sizes, next to model, as in a checkpoint of "
+                "nanoGPT"
+            )
+    if not isinstance(state, dict):
+        raise CheckpointError(f"expected a state dict, got {kind(state)}")
+    foreign = [
+        str(name)[:80]
+        for name, tensor in state.items()
+        if not isinstance(name, str) or not isinstance(tensor, Tensor)
+    ]
+    if foreign or not state:
+        raise CheckpointError(
+            "expected a state dict (names and tensors) or a nanoGPT checkpoint, "
+            + (f"got other entries: {some(foreign)}" if foreign else "got nothing")
+        )
+    return Content(
+        {name: _entry(file, tensor, places[tensor.storage.key]) for name, tensor in state.items()},
+        model_args,
+    )
+
+
+def _entry(file: Path, tensor: Tensor, begin: int) -> Entry:
+    offset = begin + tensor.offset * ITEMSIZES[tensor.dtype]
+    return Entry(file, offset, tensor.shape, tensor.dtype, tensor.order)

@@ -1,0 +1,427 @@
+"""Models from a Hugging Face hub, which here is a server on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2block import (
+    GPT2,
+    BlockWeights,
+    CheckpointError,
+    GPT2Config,
+    GPT2Weights,
+    cli,
+    encoding,
+    tokenizer,
+)
+from gpt2block.bulk.job import Job
+from gpt2block.bulk.predictor import Predictor
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+
+REPO = "someone/own-words"
+OFFICIAL = "openai-community/gpt2"
+SMALL = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=16, vocab_size=50257)
+PAIR = ("vocab.json", "merges.txt")
+TEXT = "abc abc"
+
+
+@dataclass
+class Hub:
+    """What the server has: repository → revision → commit, and commit → files."""
+
+    url: str = ""
+    revisions: dict[str, dict[str, str]] = field(default_factory=dict)
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    broken: dict[str, int] = field(default_factory=dict)  # file name → status
+
+    def put(self, repo: str, folder: Path, revision: str = "main") -> str:
+        """The files of a folder as a commit; its hash."""
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.revisions.setdefault(repo, {}).update({revision: commit, commit: commit})
+        self.commits[commit] = files
+        return commit
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body, as the real hub says it."""
+        self.requests.append(path)
+        repo, _, rest = path.strip("/").partition("/resolve/")
+        revision, _, name = rest.partition("/")
+        if repo not in self.revisions:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
+        commit = self.revisions[repo].get(revision.replace("%2F", "/"))
+        if commit is None:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        headers = {"X-Repo-Commit": commit}
+        if name in self.broken:
+            return self.broken[name], headers | {"X-Error-Code": "GatedRepo"}, b""
+        if name not in self.commits[commit]:
+            return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
+        body = self.commits[commit][name]
+        return 200, headers | {"ETag": f'"{hashlib.sha256(body).hexdigest()}"'}, body
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """An empty hub, and an empty cache."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    state = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET(body=False)
+
+        def do_GET(self, body: bool = True) -> None:
+            status, headers, content = state.answer(self.path)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", state.url)
+    template = state.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A context in which HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        yield patch
+
+
+def own_words() -> dict[str, str]:
+    """A pair of files whose ids are none of GPT-2's: 'ab' is token 256, 'abc' 257."""
+    characters = encoding.byte_characters()
+    vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256, "abc": 257}
+    return {"vocab.json": json.dumps(vocab), "merges.txt": "#version: 0.2\na b\nab c\n"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model as big in its vocabulary as GPT-2, with a pair of tokenizer files of its own."""
+    path = tmp_path / "folder"
+    save_pretrained(path, GPT2Weights.random(1, SMALL), "float16")
+    for name, text in own_words().items():
+        (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def ids(name: str | Path, revision: str | None = None) -> list[int]:
+    model = GPT2.from_pretrained(name, device="cpu", revision=revision)
+    return tokenizer.encode(model.tokenizer, TEXT)
+
+
+def refused(name: str, *words: str, revision: str | None = None) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(name, revision)
+    for word in (name, *words):
+        assert word in str(caught.value)
+
+
+def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None:
+    hub.put(REPO, folder)
+    assert ids(folder) == [257, 32, 257]
+    assert ids(REPO) == ids(folder)
+    opened = Checkpoint.open(REPO)
+    assert opened.repo == REPO
+    assert {path.name for path in opened.directory.iterdir()} == {p.name for p in folder.iterdir()}
+
+
+def test_all_tokenizer_files_are_downloaded(hub: Hub, folder: Path) -> None:
+    for name in ("encoder.json", "vocab.bpe", "tokenizer_config.json", "spiece.model"):
+        (folder / name).write_text("{}")
+    (folder / "README.md").write_text("of no use")
+    hub.put(REPO, folder)
+    found = Checkpoint.open(REPO).tokenizer_files()
+    assert set(found) == {p.name for p in folder.iterdir()} - {
+        "README.md", "config.json", "model.safetensors",
+    }  # fmt: skip
+
+
+def test_what_is_cached_needs_no_network(hub: Hub, folder: Path) -> None:
+    hub.put(REPO, folder)
+    Checkpoint.open(REPO)
+    asked = len(hub.requests)
+    assert ids(REPO) == ids(folder)
+    assert len(hub.requests) == asked
+
+
+def test_the_settings_of_a_cached_tokenizer_are_looked_up(hub: Hub, folder: Path) -> None:
+    """Once: then the cache knows whether the repository has them."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    hub.put(REPO, folder)
+    opened = Checkpoint.open(REPO)
+    (opened.directory / "tokenizer_config.json").unlink()
+    asked = len(hub.requests)
+    for _ in range(2):
+        assert "tokenizer_config.json" in opened.tokenizer_files()
+    assert 1 <= len(hub.requests) - asked <= 2
+
+
+def test_a_cached_model_without_its_tokenizer(
+    hub: Hub, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """As another program left it: the hub is asked; offline, GPT-2's tokenizer is no substitute."""
+    hub.put(REPO, folder)
+    opened = Checkpoint.open(REPO)
+    for name in PAIR:
+        (opened.directory / name).unlink()
+    shutil.rmtree(opened.directory.parent.parent / ".no_exist")
+    patch = request.getfixturevalue("offline")
+    checkpoint = Checkpoint.open(REPO)
+    assert len(list(checkpoint.tensors())) == 16
+    model = GPT2.from_pretrained(checkpoint, device="cpu")
+    assert model([1, 2, 3]).shape == (3, 50257)
+    assert len(model.generate([1, 2, 3], max_new_tokens=2).tokens) == 2
+    for use in (
+        lambda: model.tokenizer,
+        lambda: model.generate("abc"),
+        lambda: model.save_pretrained(folder.parent / "saved"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            use()
+        for word in (REPO, "not in the Hugging Face cache", "HF_HUB_OFFLINE", "--tokenizer"):
+            assert word in str(caught.value)
+    assert not (folder.parent / "saved").exists()
+    patch.undo()
+    assert ids(REPO) == ids(folder)
+
+
+def test_an_official_model_has_a_known_tokenizer(
+    hub: Hub, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    for name in PAIR:
+        (folder / name).unlink()
+    hub.put(OFFICIAL, folder)
+    opened = Checkpoint.open(OFFICIAL)
+    shutil.rmtree(opened.directory.parent.parent / ".no_exist")
+    request.getfixturevalue("offline")
+    assert opened.tokenizer_directory() == opened.directory
+    assert opened.tokenizer_files() == {}
+
+
+def test_a_repository_known_to_have_no_tokenizer(
+    hub: Hub, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """As a folder that has none: what `tokenizer.load` makes of it holds."""
+    for name in PAIR:
+        (folder / name).unlink()
+    hub.put(REPO, folder)
+    Checkpoint.open(REPO)
+    request.getfixturevalue("offline")
+    opened = Checkpoint.open(REPO)
+    assert opened.tokenizer_directory() == opened.directory
+
+
+def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:
+    """The tokenizer of the cached weights' commit, not of a later one."""
+    hub.put(REPO, folder)
+    first = Checkpoint.open(REPO).directory
+    for name in PAIR:
+        (first / name).unlink()
+    (folder / "vocab.json").write_text("{}")
+    second = hub.put(REPO, folder)
+    assert ids(REPO) == [257, 32, 257]
+    assert not (first.parent / second).exists()
+
+
+def test_revisions(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    old = hub.put(REPO, folder, "v1")
+    save_pretrained(folder, GPT2Weights.random(2, SMALL), overwrite=True)
+    hub.put(REPO, folder, "refs/pr/1")
+    hub.put(REPO, folder)
+    one, two = (GPT2Weights.random(seed, SMALL).wte for seed in (1, 2))
+    for revision, wte in (("v1", one), (old, one), ("refs/pr/1", two), (None, two), ("main", two)):
+        found = GPT2Weights.from_pretrained(REPO, revision=revision).wte
+        np.testing.assert_array_equal(found, wte.astype(np.float16) if wte is one else wte)
+    assert BlockWeights.from_pretrained(REPO, revision="v1").b_fc.dtype == np.float32
+    assert ids(REPO, "v1") == [257, 32, 257]
+    refused(REPO, "at revision v3: not in the Hugging Face cache", "no such rev", revision="v3")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "abc", "--model", "FOLDER"],
+        ["score", "FOLDER/config.json", "--model", "FOLDER"],
+        ["info", "FOLDER"],
+        ["block", "--weights", "FOLDER"],
+        ["map", "score", "FOLDER/lines.txt", "--output", "FOLDER/new", "--model", "FOLDER"],
+        ["generate", "abc"],
+    ],
+)
+def test_a_revision_of_a_folder_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (folder / "lines.txt").write_text("abc")
+    if arguments[0] == "map":
+        pytest.importorskip("dask")
+    command = [word.replace("FOLDER", str(folder)) for word in arguments]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--revision", "v1"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith("error: --revision: expected a hub id")
+    assert not (folder / "new").exists()
+
+
+def test_a_job_of_a_revision(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    hub.put(REPO, folder, "v1")
+    job = Job("score", str(tmp_path / "out"), model=REPO, revision="v1").checked()
+    save_pretrained(folder, GPT2Weights.random(2, SMALL), overwrite=True)
+    hub.put(REPO, folder)
+    other = Job("score", str(tmp_path / "out"), model=REPO).checked()
+    assert job.model_sha256 != other.model_sha256
+    assert job.tokenizer_sha256 is not None
+    predictor = Predictor("score", REPO, device="cpu", revision="v1")
+    assert predictor({"text": [TEXT]})["n_tokens"].tolist() == [2]
+
+
+def test_shards_are_downloaded(hub: Hub, folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model-00001-of-00001.safetensors").write_bytes(whole)
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    hub.put(REPO, folder)
+    assert len(list(Checkpoint.open(REPO).tensors())) == 16
+    shard = Checkpoint.open(REPO).directory / "model-00001-of-00001.safetensors"
+    shard.unlink()  # an interrupted download
+    assert len(list(Checkpoint.open(REPO).tensors())) == 16
+    index = {"weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    hub.put("someone/in-parts", folder)
+    refused("someone/in-parts", "does not have model-00001-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pickle_is_downloaded_where_there_is_nothing_else(
+    hub: Hub, folder: Path, sharded: bool
+) -> None:
+    from gpt2block.checkpoints import hub as module  # noqa: PLC0415
+
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    if sharded:
+        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
+        index = {"weight_map": {"x": "pytorch_model-00001-of-00001.bin"}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    commit = hub.put(REPO, folder)
+    found = module.fetch(REPO)
+    assert found.name == ("pytorch_model.bin.index.json" if sharded else "pytorch_model.bin")
+    assert found.parent.name == commit
+    assert {path.name for path in found.parent.iterdir()} == {p.name for p in folder.iterdir()}
+
+
+def test_repositories_without_a_model(hub: Hub, folder: Path) -> None:
+    refused("someone/nobody", "the hub has no such repository: check the name", "set HF_TOKEN")
+    (folder / "model.safetensors").unlink()
+    hub.put(REPO, folder)
+    refused(REPO, "does not have any of model.safetensors, model.safetensors.index.json, pytorch")
+    (folder / "config.json").unlink()
+    hub.put(REPO, folder)
+    refused(REPO, "does not have config.json")
+    refused("a--b/c", "not a name of a repository on the hub (HFValidationError: ")
+
+
+def test_restricted_repositories(hub: Hub, folder: Path) -> None:
+    hub.put(REPO, folder)
+    hub.broken["config.json"] = 403
+    refused(REPO, "the hub restricts access to it")
+
+
+def test_offline_says_what_is_not_cached(
+    hub: Hub, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    hub.put(REPO, folder)
+    directory = Checkpoint.open(REPO).directory
+    (directory / "model.safetensors").unlink()
+    request.getfixturevalue("offline")
+    refused(REPO, "offline mode is set (HF_HUB_OFFLINE)", "does not have any of model.safetensors")
+    refused("someone/else", "offline mode is set (HF_HUB_OFFLINE)", "does not have config.json")
+    refused(REPO, f"{REPO} at revision v2: offline", "does not have config.json", revision="v2")
+
+
+def test_a_hub_that_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+
+    def no_network(*_: object, local_files_only: bool = False, **__: object) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        try:
+            raise ConnectionError("[Errno 101] Network is unreachable")
+        except ConnectionError as error:
+            raise LocalEntryNotFoundError("please check your connection\nor so") from error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
+    refused(REPO, "cannot be reached or does not answer", "Network is unreachable", "check the net")
+
+
+def test_retries_are_not_reported() -> None:
+    """One by one, before our one line: in a process that has not imported huggingface_hub."""
+    code = (
+        "import logging; from gpt2block.checkpoints import hub\n"
+        "try: hub.fetch('a--b')\n"
+        "except ValueError: print(logging.getLogger('huggingface_hub').getEffectiveLevel())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == logging.ERROR
+
+
+def test_the_command_line_reads_the_repository_s_tokenizer(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    """In a process of its own, by HF_ENDPOINT, as users set it."""
+    hub.put(REPO, folder, "v1")
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    environment.pop("HF_HUB_CACHE", None)
+    printed = []
+    for model in ([str(folder)], [REPO, "--revision", "v1"]):
+        command = ["generate", TEXT, "--max-new-tokens", "3", "--json", "--model", *model]
+        done = subprocess.run(
+            [sys.executable, "-m", "gpt2block", *command, "--device", "cpu"],
+            capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed.append(json.loads(done.stdout)["samples"])
+    assert printed[0] == printed[1]
