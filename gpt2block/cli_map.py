@@ -14,28 +14,42 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.cli_model import INTERRUPTED, Device, Dtype, Model, Tokenizer
-from gpt2block.errors import InputError
+from gpt2block.cli import INTERRUPTED
+from gpt2block.cli_model import Device, Dtype, Model, Revision, Tokenizer
+from gpt2block.errors import InputError, printable
+from gpt2block.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
 
-FAILED = 1
+FAILED, ERRORS = 1, "errors"  # the exit code; the folder in the output
 SECONDS_BETWEEN_LINES = 10  # where stderr is no terminal
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Score, continue or embed many records on all GPUs; killed, the same command goes on.",
+    help="Score, continue or embed many records on all GPUs; killed, the same command goes on. "
+    "Exit code: 0 when the input is done and some or all records have results; 1 when no record "
+    "has one, when shards failed, or when the job stopped; 2 when it was refused; 130 when it was "
+    "interrupted.",
 )
 
 Input = Annotated[
     list[str],
     typer.Argument(help=".jsonl, .ndjson, .parquet, .txt (a record a line), or folders."),
 ]
-Output = Annotated[Path, typer.Option(help="The folder of the results; a new one, or this job's.")]
+Output = Annotated[
+    str,  # not Path, for which an empty text is the working directory
+    typer.Option(
+        metavar="FOLDER", help="The folder of the results: a new or empty one, or this job's."
+    ),
+]
 Workers = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(min=1, help="Processes; one a visible GPU by default, one on the CPU."),
+    typer.Option(
+        min=1,
+        help="Processes; by default one for each visible GPU or, without one, for each CPU core "
+        "this process may use, as far as the memory holds the models.",
+    ),
 ]
 SchedulerAt = Annotated[
     Optional[str],  # noqa: UP045
@@ -48,7 +62,10 @@ Column = Annotated[
 ]
 Keep = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Option(help="A field to carry into the results; may be given several times."),
+    typer.Option(
+        help="A field to carry into the results; may be given several times. A .txt file has one: "
+        "its text."
+    ),
 ]
 Format = Annotated[str, typer.Option("--format", help="Of the results: jsonl or parquet.")]
 LogProbs = Annotated[bool, typer.Option("--logprobs", help="And every token's log-probability.")]
@@ -59,8 +76,9 @@ class _Common:
     """What the three commands share."""
 
     inputs: list[str]
-    output: Path
+    output: str
     model: str
+    revision: str | None
     dtype: str
     device: str | None
     tokenizer: Path | None
@@ -83,6 +101,7 @@ def score(
     inputs: Input,
     output: Output,
     model: Model = ON_BOARD,
+    revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
@@ -101,7 +120,7 @@ def score(
 ) -> None:
     """Log-likelihood and perplexity of every record."""
     common = _Common(
-        inputs, output, model, dtype, device, tokenizer, workers, scheduler, shard_size,
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
     )  # fmt: skip
     _map("score", common, {"stride": stride, "logprobs": logprobs})
@@ -112,11 +131,14 @@ def generate(
     inputs: Input,
     output: Output,
     model: Model = ON_BOARD,
+    revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.")
+    ] = DEFAULT_TEMPERATURE,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0: off.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="From the fewest of this probability; 1: off.")
@@ -142,7 +164,7 @@ def generate(
 ) -> None:
     """Continue every record. The same seed gives the same texts, whoever writes them."""
     common = _Common(
-        inputs, output, model, dtype, device, tokenizer, workers, scheduler, shard_size,
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
     )  # fmt: skip
     options = {
@@ -167,10 +189,18 @@ def embed(
     inputs: Input,
     output: Output,
     model: Model = ON_BOARD,
+    revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
     pooling: Annotated[str, typer.Option(help="mean or last, of the final states.")] = "mean",
+    overflow: Annotated[
+        str,
+        typer.Option(
+            help="For records longer than the context: error, or truncate, which keeps the last "
+            "tokens."
+        ),
+    ] = "error",
     workers: Workers = None,
     scheduler: SchedulerAt = None,
     shard_size: ShardSize = 1000,
@@ -181,23 +211,37 @@ def embed(
 ) -> None:
     """A vector of every record."""
     common = _Common(
-        inputs, output, model, dtype, device, tokenizer, workers, scheduler, shard_size,
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
     )  # fmt: skip
-    _map("embed", common, {"pooling": pooling})
+    _map("embed", common, {"pooling": pooling, "overflow": overflow})
 
 
 def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
+    try:
+        code = _run(task, common, options)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        code = INTERRUPTED
+    if code:
+        raise typer.Exit(code)
+
+
+def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
+    """Do the job and print what came of it; the exit code."""
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"map needs Dask: pip install 'gpt2block[dask]' ({error})") from error
     from gpt2block.bulk.job import Job  # noqa: PLC0415
+    from gpt2block.engines.model import check_dtype  # noqa: PLC0415
 
+    check_dtype(common.dtype)  # before any worker is started for it
     job = Job(
         task=task,
-        output=str(common.output),
+        output=common.output,
         model=common.model,
+        revision=common.revision,
         device=common.device,
         dtype=common.dtype,
         tokenizer=None if common.tokenizer is None else str(common.tokenizer),
@@ -214,18 +258,19 @@ def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
             outcome = driver.run(job, common.inputs, watcher, common.workers, common.scheduler)
     except driver.JobError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
-    for line in _summary(common.output, outcome):
-        print(line)
-    if outcome.failed:
-        raise typer.Exit(FAILED)
+        return FAILED
+    output = Path(common.output)
+    for line in _summary(output, outcome):
+        print(printable(line))
+    if outcome.errors and not outcome.records:
+        line = f"none of {outcome.errors:,} records could be computed: {outcome.first_error}"
+        print(f"error: {printable(line)}", file=sys.stderr)
+        return FAILED
+    return FAILED if outcome.failed else 0
 
 
 def _summary(output: Path, outcome: Outcome) -> list[str]:
-    errors = f", {outcome.errors:,} errors in {output / 'errors'}" if outcome.errors else ""
+    errors = f", {outcome.errors:,} errors in {output / ERRORS}" if outcome.errors else ""
     lines = [f"{output}: {outcome.records:,} records{errors}"]
     if outcome.done_now:
         records, tokens = (
@@ -264,7 +309,7 @@ class _Watcher:
         self._task: Any = None
 
     def say(self, line: str) -> None:
-        self._console.print(escape(line), soft_wrap=True)
+        self._console.print(escape(printable(line)), soft_wrap=True)
 
     def begin(self, lines: int, finished: int) -> None:
         self._lines, self._done = lines, finished
@@ -278,18 +323,23 @@ class _Watcher:
         self._now += lines
         self._records += records
         self._tokens += tokens
-        self.bar.update(self._task, completed=self._done, description=self._rates())
-        self.wait()
+        self._show(0)
 
-    def wait(self) -> None:
+    def wait(self, records: int) -> None:
+        self._show(records)
+
+    def _show(self, inside: int) -> None:
+        """inside: records computed of unfinished shards."""
+        done, rates = self._done + inside, self._rates(inside)
+        self.bar.update(self._task, completed=done, description=rates)
         if self._terminal or monotonic() - self._said < SECONDS_BETWEEN_LINES:
             return
         self._said = monotonic()
-        seconds = self._said - self._begun
-        left = (self._lines - self._done) * seconds / self._now if self._now else None
-        ends = "" if left is None else f", {left:,.0f} s left"
-        self.say(f"{self._done:,} of {self._lines:,} lines, {self._rates()}{ends}")
+        now, seconds = self._now + inside, self._said - self._begun
+        ends = f", {(self._lines - done) * seconds / now:,.0f} s left" if now else ""
+        self.say(f"{done:,} of {self._lines:,} lines, {rates}{ends}")
 
-    def _rates(self) -> str:
+    def _rates(self, inside: int) -> str:
         seconds = max(monotonic() - self._begun, 1e-9)
-        return f"{self._records / seconds:,.1f} records/s, {self._tokens / seconds:,.0f} tokens/s"
+        tokens = f", {self._tokens / seconds:,.0f} tokens/s" if self._tokens else ""
+        return f"{(self._records + inside) / seconds:,.1f} records/s{tokens}"

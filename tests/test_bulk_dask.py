@@ -41,7 +41,7 @@ POISON = {
     501: (b'{"text": null}', "expected text or token ids, got NoneType"),
     999: (b'{"text": ""}', "expected at least two tokens, got 0"),
     1000: (b'{"text": [5, 256]}', "token 1 is 256: expected ids from 0 to 255"),
-    1999: (b'{"text": "\\ud800"}', "not text: half of a surrogate pair at 0"),
+    1999: (b'{"text": "\\ud800"}', "character 0 is U+D800, a lone surrogate"),
 }
 BLANK = (10, 1234)
 
@@ -280,7 +280,7 @@ def test_finished_damaged_and_refused(
     assert contents(output) == before
 
     assert "of another job: options.pooling was 'mean'" in refused(*command, "--pooling", "last")
-    assert "shard_size was 50, now it is 7" in refused(*command, shard=7)
+    assert "--shard-size was 50, now it is 7" in refused(*command, shard=7)
     assert "task was 'embed', now it is 'score'" in refused("score", short, "--output", output)
     other = tmp_path / "model"
     shutil.copytree(ROOT / "gpt2block/models/shakespeare", other)

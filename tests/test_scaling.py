@@ -11,7 +11,7 @@ import pytest
 import scaling
 from scaling import End, Part
 
-from gpt2block import tokenizer
+from gpt2block import tokenizer_json
 
 
 def test_a_rate_is_taken_while_all_are_busy() -> None:
@@ -44,7 +44,7 @@ def test_the_table_and_what_goes_to_json() -> None:
 def test_words_are_a_token_each_and_always_the_same(tmp_path: Path) -> None:
     vocab = {bytes([byte]): byte for byte in range(256)} | {b" t": 256, b" o": 257, b"of": 258}
     words = [token.decode() for token in vocab if len(token) > 1 and token[0] == 32]
-    encoding = tokenizer._encoding("test", vocab, {})
+    encoding = tokenizer_json.by_tiktoken("test", vocab, {})
     written = []
     for name in "ab":
         scaling.write_records(tmp_path / name, 99, (2, 5), 0, words)

@@ -43,6 +43,7 @@ from gpt2block import GPT2Weights, tokenizer
 from gpt2block.bulk import records, shards
 from gpt2block.bulk.job import Job, engine_of, prepare, run_shard, threads_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.encoding import tokens_of
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = {"score": (16, 512), "generate": (8, 64)}  # of records, in tokens
@@ -121,7 +122,7 @@ def write_records(
 def words_of(path: str, vocab_size: int) -> list[str]:
     """Words that are one token each behind any other."""
     encoding = tokenizer.from_path(path, vocab_size)
-    tokens = (token.decode(errors="replace") for token in encoding.token_byte_values())
+    tokens = (token.decode(errors="replace") for _, token in tokens_of(encoding))
     return sorted(token for token in tokens if re.fullmatch(" [a-z]+", token))
 
 
@@ -313,7 +314,7 @@ def run_loop(spec: dict[str, Any]) -> None:
                     return
                 after += len(ends) >= edge and time.time() > ends[edge - 1].time + spec["seconds"]
                 done = run_shard(job, shard, token)
-                if isinstance(done, str):
+                if not isinstance(done, shards.Done):
                     raise RuntimeError(done)
                 ends.append(End(time.time(), done.records, done.tokens))
 

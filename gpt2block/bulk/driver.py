@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import queue
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +17,19 @@ from uuid import uuid4
 
 from distributed import CancelledError, Client, Future, KilledWorker, TimeoutError
 
-from gpt2block.bulk import cluster, records, shards
-from gpt2block.bulk.job import Job, engine_of, run_shard, threads_of
+from gpt2block.bulk import cluster, paths, records, shards
+from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, PrintableError
 
-RETRIES = 2  # of a shard that raised
+RETRIES = 2  # of a shard that raised what another try can change
 ANSWER_SECONDS = 60  # for the scheduler to hand over a result that is there
 AHEAD = 4  # shards a worker has or gets next: it never waits, and the scheduler holds few
 RECOUNT_SECONDS = 5.0
+NAMED = 3  # files in a message
 
 
-class JobError(RuntimeError):
+class JobError(PrintableError, RuntimeError):
     """The job has stopped. The same command goes on from where it was."""
 
 
@@ -41,6 +44,7 @@ class Outcome:
     tokens_now: int
     seconds: float  # computing
     start_up: float  # seconds until the workers had loaded the model
+    first_error: str  # of the first record that has one; "" where none has
 
 
 class Watcher(Protocol):
@@ -55,8 +59,8 @@ class Watcher(Protocol):
     def advance(self, lines: int, records: int, tokens: int) -> None:
         """A shard is done."""
 
-    def wait(self) -> None:
-        """A second has passed."""
+    def wait(self, records: int) -> None:
+        """A second has passed; so many records of unfinished shards are computed."""
 
 
 def run(
@@ -72,51 +76,90 @@ def run(
     go on: a full disk, a scheduler that is gone.
     """
     begun = perf_counter()
+    paths.require_working_directory()
     job = given.checked()
     if scheduler is not None and workers is not None:
         raise InputError("--workers is for a local cluster: --scheduler names one that has its own")
     engine = engine_of(job.device) if scheduler is None else None
     folder = Path(job.output)
-    _refuse_strange(folder)
-    files = records.find_files(inputs)
-    cut = records.cut(files, job.shard_size, [job.column, *job.keep])
-    digest = hashlib.sha256("".join(shard.sha256 for shard in cut).encode()).hexdigest()
-    lines = sum(shard.lines for shard in cut)
+    with shards.refusing(folder):
+        _refuse_strange(folder)
     token = uuid4().hex
     with shards.locked(folder, token):
-        manifest = shards.Manifest(folder)
-        _compare(manifest, job.described(digest, lines, engine))
-        for name in manifest.forget_damaged(job.form):
-            watcher.say(f"{name} is not as it was written: it is done again")
-        shards.remove_leftovers(folder)
+        files = records.find_files(inputs, watcher.say)
+        records.check_kept(files, job.column, job.keep)
+        if job.tokenizer_sha256 is None and records.any_text(files):
+            job.require_tokenizer()
+        if job.form == "parquet":
+            job = replace(job, typed=records.are_typed(files, job.keep))
+        sizes = records.sizes(files)
+        cut = records.cut(files, job.shard_size, [job.column, *job.keep])
+        task = _Input(records.described(sizes), cut)
+        manifest = _manifest(folder, job, task, engine, watcher)
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
         if todo:
             place = (
-                cluster.local(workers, engine, threads_of(job.task, engine))
+                cluster.local(workers, engine, threads_of(job.task, engine), _most(job, todo))
                 if engine
                 else cluster.running(str(scheduler))
             )
             with _connected(folder), place as client:
                 engine = cluster.check(client, job.device)
                 work.job = job = replace(job, device=engine)  # a worker never takes another
-                described = job.described(digest, lines, engine)
-                _compare(manifest, described)
+                _compare(manifest, task.job(job, engine))
                 watcher.say(f"dashboard {client.dashboard_link}")
-                sizes = [(str(path), path.stat().st_size) for path in files]
-                devices = cluster.prepare(client, job, sizes, token)
+                there = [(str(path), size) for path, size in sizes]
+                devices = cluster.prepare(client, job, there, token)
                 start_up = perf_counter() - begun
                 watcher.say(f"{len(devices)} x {devices[0]}, ready after {start_up:.1f} s")
                 with _storing(folder):
-                    manifest.begin(described)
+                    manifest.begin(task.job(job, engine))
                 work.start_up = start_up
-                watcher.begin(lines, lines - sum(shard.lines for shard in todo))
+                watcher.begin(task.lines, task.lines - sum(shard.lines for shard in todo))
                 work.do(client, todo)
-        elif manifest.job is None:  # an input without a line
-            manifest.begin(job.described(digest, lines, engine))
         with _storing(folder):
+            if manifest.job is None:  # an input without a line
+                manifest.begin(task.job(job, engine))
             manifest.finish()
         return work.outcome()
+
+
+class _Input:
+    """The input of a job, cut into shards."""
+
+    def __init__(self, described: dict[str, Any], cut: Sequence[Shard]) -> None:
+        self._described = described
+        self._sha256 = hashlib.sha256("".join(shard.sha256 for shard in cut).encode()).hexdigest()
+        self.shard_lines = [shard.lines for shard in cut]
+        self.lines = sum(self.shard_lines)
+
+    def job(self, job: Job, engine: str | None) -> dict[str, Any]:
+        """What the manifest says of a job on this input."""
+        return job.described(self._described, self._sha256, self.lines, engine)
+
+
+def _manifest(
+    folder: Path, job: Job, task: _Input, engine: str | None, watcher: Watcher
+) -> shards.Manifest:
+    """The manifest in the folder, without what is damaged. InputError if it is of another job."""
+    manifest = shards.Manifest(folder)
+    _compare(manifest, task.job(job, engine))
+    manifest.check(task.shard_lines)
+    for name in manifest.forget_damaged(job.form):
+        watcher.say(f"{name} is not as it was written: it is done again")
+    strange = manifest.strange_parts(job.form, len(task.shard_lines))
+    if strange:
+        names = ", ".join(strange[:NAMED]) + ", …" * (len(strange) > NAMED)
+        watcher.say(f"{folder} has {len(strange):,} part files that are not of this job: {names}")
+    with shards.refusing(folder):
+        shards.remove_leftovers(folder)
+    return manifest
+
+
+def _most(job: Job, todo: Sequence[Shard]) -> int:
+    """How many workers on the CPU can be of use: one a shard, and as many as the memory holds."""
+    return max(1, min(len(todo), cluster.memory_bytes() // (2 * job.memory_bytes())))
 
 
 class _Work:
@@ -146,7 +189,7 @@ class _Work:
                     self._give(client, self._suspects.popleft())
                 self._take(client)
         except BaseException:
-            cluster.hush()
+            cluster.silence()
             if client.status == "running":
                 client.cancel(list(self._given), force=True)
             raise
@@ -162,7 +205,7 @@ class _Work:
 
     def _give(self, client: Client, shard: Shard) -> None:
         future = client.submit(
-            run_shard,
+            cluster.run_shard,
             self.job,
             shard,
             self._token,
@@ -180,7 +223,7 @@ class _Work:
         try:
             future = self._ended.get(timeout=1)
         except queue.Empty:
-            self._watcher.wait()
+            self._watcher.wait(self._inside(client))
             if client.status != "running":
                 raise self._stopped("the scheduler is gone") from None
             return
@@ -193,8 +236,7 @@ class _Work:
                     self._suspects.append(shard)
                     return
                 error = JobError("every worker that computed it died, of its records perhaps")
-            self._failed[shard.number] = f"{type(error).__name__}: {error}"
-            self._watcher.say(f"shard {shard.number} failed: {self._failed[shard.number]}")
+            self._fail(shard, f"{type(error).__name__}: {error}")
             return
         try:
             result = future.result(timeout=ANSWER_SECONDS)
@@ -202,13 +244,25 @@ class _Work:
             raise self._stopped("the scheduler is gone") from error
         self._finished(shard, result)
 
-    def _finished(self, shard: Shard, result: shards.Done | str) -> None:
+    def _inside(self, client: Client) -> int:
+        """Records computed in shards that have not ended."""
+        counts = cluster.progress(client, self._token)
+        return sum(counts.get(shard.number, 0) for shard in self._given.values())
+
+    def _fail(self, shard: Shard, reason: str) -> None:
+        self._failed[shard.number] = reason
+        self._watcher.say(f"shard {shard.number} failed: {reason}")
+
+    def _finished(self, shard: Shard, result: shards.Done | Failed | str) -> None:
         if isinstance(result, str):
             raise self._stopped(result)
+        if isinstance(result, Failed):
+            self._fail(shard, result.reason)
+            return
         try:
             self._manifest.add(result)
         except OSError as error:
-            raise self._stopped(f"{self._manifest.path}: {error.strerror}") from error
+            raise self._stopped(f"{self._manifest.path}: {paths.why(error)}") from error
         self._records += result.records + result.errors
         self._tokens += result.tokens
         self._watcher.advance(shard.lines, result.records + result.errors, result.tokens)
@@ -227,7 +281,18 @@ class _Work:
             self._tokens,
             self._seconds,
             self.start_up,
+            self._first_error(),
         )
+
+    def _first_error(self) -> str:
+        done = self._manifest.done
+        shard = min((number for number, entry in done.items() if entry.errors), default=None)
+        if shard is None:
+            return ""
+        path = Path(self.job.output) / shards.errors_name(shard)
+        with path.open(encoding="utf-8") as file:
+            error = json.loads(file.readline())
+        return f"{error['file']}, line {error['line']}: {error['reason']}"
 
 
 @contextmanager
@@ -236,7 +301,7 @@ def _storing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise JobError(
-            f"{folder} cannot be written: {error.strerror or error}: the same command goes on"
+            f"{folder} cannot be written: {paths.why(error)}: the same command goes on"
         ) from error
 
 
@@ -250,6 +315,8 @@ def _connected(folder: Path) -> Iterator[None]:
 
 def _refuse_strange(folder: Path) -> None:
     """InputError for a folder that holds something, but no job."""
+    if folder.is_symlink() and not folder.exists():
+        raise InputError(f"--output {folder}: a link that leads to no folder")
     if not folder.exists() or (folder / shards.MANIFEST).exists():
         return
     if not folder.is_dir():
@@ -267,14 +334,23 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
     for name in {**flat, **other}:
         if name == "engine" and flat[name] is None:
             continue
-        if flat.get(name) != other.get(name):
+        was, now = (
+            f"{reprlib.repr(entries[name]):.40}" if name in entries else "absent"
+            for entries in (other, flat)
+        )
+        if (name in flat) != (name in other) or flat[name] != other[name]:
             raise InputError(
-                f"{manifest.path} is of another job: {name} was {other.get(name)!r:.40}, now it is "
-                f"{flat.get(name)!r:.40}: choose another --output"
+                f"{manifest.path} is of another job: {name} was {was}, now it is {now}: "
+                "choose another --output"
             )
 
 
 def _flat(job: dict[str, Any]) -> dict[str, Any]:
-    options = job.get("options")
-    named = {f"options.{key}": value for key, value in options.items()} if options else {}
-    return {**{key: value for key, value in job.items() if key != "options"}, **named}
+    """The entries, those of an object inside by two names."""
+    found: dict[str, Any] = {}
+    for name, value in job.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": entry for key, entry in value.items()}
+        else:
+            found[name] = value
+    return found

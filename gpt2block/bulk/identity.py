@@ -7,15 +7,15 @@ import importlib.metadata
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.encoding import Encoding, rules, tokens_of
 
 
 @lru_cache(maxsize=4)
-def of_model(name: str) -> str:
+def of_model(name: str, revision: str | None = None) -> str:
     """SHA-256 of the checkpoint's weights files. Raises CheckpointError."""
-    checkpoint = Checkpoint.open(name)
+    checkpoint = Checkpoint.open(name, revision)
     files = sorted({tensor.file for tensor in checkpoint.stored.values()})
     found = hashlib.sha256(repr(checkpoint.config).encode())
     for file in files:
@@ -25,13 +25,13 @@ def of_model(name: str) -> str:
     return found.hexdigest()
 
 
-def of_tokenizer(encoding: Any) -> str | None:
+def of_tokenizer(encoding: Encoding | None) -> str | None:
     """SHA-256 of its tokens and their ids; None of None."""
     if encoding is None:
         return None
-    found = hashlib.sha256(str(getattr(encoding, "_pat_str", "")).encode())
-    for token in encoding.token_byte_values():
-        found.update(b"%d %d " % (encoding.encode_single_token(token), len(token)) + token)
+    found = hashlib.sha256(rules(encoding).encode())
+    for token_id, token in tokens_of(encoding):
+        found.update(b"%d %d " % (token_id, len(token)) + token)
     for name in sorted(encoding.special_tokens_set):
         found.update(b"%d " % encoding.encode_single_token(name) + name.encode())
     return found.hexdigest()

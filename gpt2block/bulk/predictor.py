@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
+from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gpt2block import tokenizer as tokenizers
 from gpt2block.bulk import tasks
+from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.tasks import Kind, Row, Task, TaskName
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.engines.model import Ids
@@ -25,18 +28,12 @@ GROUP = 8192  # tokens that a GPU's engine scores or embeds in one go, TOKENS_AT
 _NOTHING: Mapping[Kind, Any] = {"float": np.nan, "int": 0, "text": ""}
 
 
-class Problem(NamedTuple):
-    """Why a record has no result."""
-
-    reason: str
-
-
 class Predictor:
     """Scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling). model, device, dtype: as in `GPT2.from_pretrained`. tokenizer: a path, as
-    for `tokenizer.from_path`. batch_tokens: computed together at most.
+    or "embed" (pooling). model, device, dtype, revision: as in `GPT2.from_pretrained`. tokenizer: a
+    path, as for `tokenizer.from_path`. batch_tokens: computed together at most.
 
     The model is loaded here. A pickle holds the arguments alone, and what comes of it loads the
     model when it is first called: once in every process, however many batches follow.
@@ -56,11 +53,13 @@ class Predictor:
         device: str | None = None,
         dtype: str = "float32",
         tokenizer: str | Path | None = None,
+        revision: str | None = None,
         batch_tokens: int = 16384,
         **options: Any,
     ) -> None:
         self.task, self.name, self.device, self.dtype = task, model, device, dtype
         self.tokenizer, self.batch_tokens, self.options = tokenizer, batch_tokens, options
+        self.revision = revision
         self._task  # noqa: B018  (loads the model and checks the options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,17 +68,22 @@ class Predictor:
     @cached_property
     def model(self) -> GPT2:
         """The loaded model."""
-        return GPT2.from_pretrained(self.name, self.device, self.dtype)
+        return GPT2.from_pretrained(self.name, self.device, self.dtype, revision=self.revision)
 
-    @cached_property
+    @property
     def encoding(self) -> Any:
         """The tokenizer; None where there is none, which is enough for token ids."""
+        return self._tokenizer[0]
+
+    @cached_property
+    def _tokenizer(self) -> tuple[Any, str]:
+        """The tokenizer, or None and the reason."""
         if self.tokenizer is not None:
-            return tokenizers.from_path(self.tokenizer, self.model.config.vocab_size)
+            return tokenizers.from_path(self.tokenizer, self.model.config.vocab_size), ""
         try:
-            return self.model.tokenizer
-        except CheckpointError:
-            return None
+            return self.model.tokenizer, ""
+        except CheckpointError as error:
+            return None, str(error)
 
     @cached_property
     def _task(self) -> Task:
@@ -94,20 +98,32 @@ class Predictor:
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """The batch's columns, and those of the results, as arrays.
 
-        batch: "text", or "tokens" (rows of ids), and perhaps "seed", an integer of 64 bits for each
-        record; without it the option `seed` and the record itself make one. `error` is "" or says
-        why a record has no result; its other columns then hold NaN, 0 or nothing.
+        batch: "text", or "tokens" (rows of ids), and optionally "seed", an integer from 0 to
+        2**64 - 1 for each record; without it the option `seed` and the record itself make one.
+        `error` is "" or says why a record has no result; its other columns then hold NaN, 0 or
+        nothing.
 
         score: log_likelihood (nats), perplexity, n_tokens and n_bytes (predicted), logprobs.
         generate: completion, finish_reason, n_tokens, completion_tokens, logprobs.
         embed: embedding, n_tokens.
+
+        Raises InputError for what is not a mapping from names to columns of one length.
         """
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"batch: expected a mapping from names to columns, got {type(batch).__name__}"
+            )
         name = next((name for name in INPUTS if name in batch), None)
         if name is None:
-            raise InputError(f"batch: expected a column text or tokens, got {', '.join(batch)}")
-        values = list(batch[name])
-        seeds = batch.get("seed")
-        rows = self.rows(values, None if seeds is None else [int(seed) for seed in seeds])
+            there = ", ".join(map(str, batch)) or "none"
+            raise InputError(f"batch: expected a column text or tokens, got {there}")
+        values = _entries(name, batch[name])
+        seeds = None if batch.get("seed") is None else _entries("seed", batch["seed"])
+        if seeds is not None and len(seeds) != len(values):
+            raise InputError(
+                f"seed: expected one for each of the {len(values)} records, got {len(seeds)}"
+            )
+        rows = self.rows(values, seeds)
         columns: dict[str, Any] = dict(batch)
         for column, kind in self.columns.items():
             found = [None if isinstance(row, Problem) else row[column] for row in rows]
@@ -117,30 +133,37 @@ class Predictor:
         return columns
 
     def rows(
-        self, values: Sequence[Any], seeds: Sequence[int] | None = None
+        self,
+        values: Sequence[Any],
+        seeds: Sequence[Any] | None = None,
+        progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
-        """What came of each record: its columns, or a Problem. The records are texts or ids."""
+        """What came of each record: its columns, or a Problem. The records are texts or ids.
+
+        Whatever a record raises is its Problem. progress: called with the number of records that
+        have been computed since the last call.
+        """
         found: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
+        own: dict[int, int] = {}
         for index, value in enumerate(values):
             try:
-                ids[index] = self._ids(value)
-            except InputError as error:
-                found[index] = Problem(str(error))
-        if seeds is None:
-            seeds = [self._own_seed(ids.get(index)) for index in range(len(values))]
+                tokens = self._ids(value)
+                own[index] = self._own_seed(tokens) if seeds is None else _seed(seeds[index])
+                ids[index] = tokens
+            except BaseException as error:
+                found[index] = problem_of(error)
         for part in self._batches(ids):
-            for index, row in zip(part, self._run(part, ids, seeds), strict=True):
+            for index, row in zip(part, self._run(part, ids, own), strict=True):
                 found[index] = row
+            progress(len(part))
         return [row for row in found if row is not None]
 
     def _ids(self, value: Any) -> Ids:
         """InputError for a record that cannot be computed."""
         if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(f"not text: half of a surrogate pair at {error.start}") from error
+            if self.encoding is None:
+                raise InputError(f"text, and no tokenizer: {self._tokenizer[1]}")
         elif not isinstance(value, (list, tuple, np.ndarray)):
             raise InputError(f"expected text or token ids, got {type(value).__name__}")
         elif not len(value):
@@ -183,20 +206,21 @@ class Predictor:
             yield part
 
     def _run(
-        self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Sequence[int]
+        self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Mapping[int, int]
     ) -> list[Row | Problem]:
         """A batch; where one of its records fails, each by itself."""
         records, own = [ids[index] for index in part], [seeds[index] for index in part]
         try:
             return list(self._task.run(self.model.engine, records, own))
-        except InputError as error:
+        except BaseException as error:
+            problem = problem_of(error)
             if len(part) == 1:
-                return [Problem(str(error))]
+                return [problem]
         return [row for index in part for row in self._run([index], ids, seeds)]
 
-    def _own_seed(self, ids: Ids | None) -> int:
+    def _own_seed(self, ids: Ids) -> int:
         """Of a record that came without one."""
-        return 0 if ids is None else record_seed(self.options.get("seed", 0), ids.tobytes())
+        return record_seed(self.options.get("seed", 0), ids.tobytes())
 
     def _column(self, kind: Kind, values: list[Any]) -> Any:
         if kind in ("float", "int", "text"):
@@ -217,7 +241,25 @@ def _blank(kind: Kind) -> Any:
     return [] if kind == "texts" else np.empty(0, np.float32 if kind == "floats" else np.int32)
 
 
-_LOADED = ("model", "encoding", "_task")
+def _entries(name: str, column: Any) -> list[Any]:
+    """The entries of a column, one a record. InputError for what has none."""
+    if not isinstance(column, (str, bytes, Mapping, set, frozenset)):
+        with suppress(TypeError):  # also raised by arrays without dimensions
+            return list(column)
+    raise InputError(
+        f"{name}: expected a column with an entry for each record, got {type(column).__name__}"
+    )
+
+
+def _seed(value: Any) -> int:
+    """InputError for what is not an integer of 64 bits."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not 0 <= int(value) < 2**64:
+        raise InputError(f"seed: expected an integer from 0 to 2**64 - 1, got {value!r}")
+    return int(value)
+
+
+_LOADED = ("model", "_tokenizer", "_task")
 
 
 def record_seed(seed: int, record: int | bytes) -> int:

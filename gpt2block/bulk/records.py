@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import numpy as np
 
+from gpt2block.bulk import paths
+from gpt2block.bulk.problems import problem_of
 from gpt2block.errors import InputError
 
 TEXT, JSONL, PARQUET = (".txt", ".text"), (".jsonl", ".ndjson"), (".parquet",)
+_KINDS = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET}
 LONGEST = 2**24  # bytes of a line; what is longer is not read
 _CHUNK = 2**24
+_NAMED = 3  # files of a folder that are left out, and shown
 
 
 class ChangedError(RuntimeError):
@@ -45,8 +52,27 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """A value in an Arrow column, which has a type that Python may not have."""
+
+    column: Any  # pyarrow.ChunkedArray
+    row: int
+
+    def value(self) -> Any:
+        """As a Python object; raises what Arrow does for what Python cannot hold."""
+        return self.column[self.row].as_py()
+
+    def chunks(self) -> list[Any]:
+        """As Arrow arrays that hold this value alone."""
+        return list(self.column.slice(self.row, 1).chunks)
+
+
+@dataclass(frozen=True)
 class Record:
-    """A text or token ids. `index` counts the lines of all the input, `line` those of the file."""
+    """A text or token ids. `index` counts the lines of all the input, `line` those of the file.
+
+    kept: fields to carry into the results; those of a Parquet file are Cells.
+    """
 
     index: int
     file: str
@@ -65,30 +91,130 @@ class Unreadable:
     reason: str
 
 
-def find_files(given: Sequence[str | Path]) -> list[Path]:
-    """The input's files in order, those of a folder by name. Raises InputError."""
+def find_files(
+    given: Sequence[str | Path], say: Callable[[str], None] = lambda line: None
+) -> list[Path]:
+    """The input's files in order, those of a folder by name. Raises InputError.
+
+    say: hears of what is left out of a folder: its subfolders and files of other types.
+    """
     files: list[Path] = []
-    for path in (Path(name).expanduser().absolute() for name in given):
-        if path.is_dir():
-            inside = [file for file in sorted(path.iterdir()) if _known(file) and file.is_file()]
-            if not inside:
-                raise InputError(f"{path}: expected {_expected()} in this folder, found none")
-            files += inside
-        elif not path.is_file():
-            raise InputError(f"{path}: no such file")
-        elif not _known(path):
-            raise InputError(f"{path}: expected {_expected()}")
-        else:
-            files.append(path)
+    for name in given:
+        path = paths.absolute("input", name)
+        with _reading(path):
+            mode = path.stat().st_mode
+            if S_ISDIR(mode):
+                files += _in_folder(path, say)
+            elif not S_ISREG(mode):
+                raise InputError(f"{path}: expected a regular file or a folder")
+            elif not _known(path):
+                raise InputError(f"{path}: expected {_expected()}")
+            else:
+                files.append(path)
+    return files
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Make the system's errors InputErrors."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except (OSError, UnicodeEncodeError) as error:  # half of a surrogate pair in the name
+        raise InputError(f"{path}: cannot be read: {paths.why(error)}") from error
+
+
+def _in_folder(folder: Path, say: Callable[[str], None]) -> list[Path]:
+    inside = sorted(folder.iterdir())
+    files = [path for path in inside if _known(path) and path.is_file()]
+    if not files:
+        raise InputError(f"{folder}: expected {_expected()} in this folder, found none")
+    others = [path.name + "/" * path.is_dir() for path in inside if path not in set(files)]
+    if others:
+        names = ", ".join(others[:_NAMED]) + ", …" * (len(others) > _NAMED)
+        say(f"{folder}: {len(others):,} entries are not read ({names}): expected {_expected()}")
     return files
 
 
 def _known(path: Path) -> bool:
-    return path.suffix.lower() in (*TEXT, *JSONL, *PARQUET) and not path.name.startswith(".")
+    return kind_of(path) is not None and not path.name.startswith(".")
+
+
+def kind_of(path: Path) -> str | None:
+    """How its records are read: "text", "jsonl" or "parquet", by its extension."""
+    ending = path.suffix.lower()
+    return next((kind for kind, endings in _KINDS.items() if ending in endings), None)
+
+
+def any_text(files: Iterable[Path]) -> bool:
+    """Whether one of the files holds lines of text, which need a tokenizer."""
+    return any(path.suffix.lower() in TEXT for path in files)
 
 
 def _expected() -> str:
     return f"a file that ends in {', '.join((*TEXT, *JSONL, *PARQUET))}"
+
+
+def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
+    """The files with their lengths in bytes. Raises InputError."""
+    found = []
+    for path in files:
+        with _reading(path):
+            found.append((path, path.stat().st_size))
+    return found
+
+
+def described(files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
+    """What identifies the input except for its bytes: each file's name, kind and length."""
+    kinds = dict.fromkeys(kind_of(path) for path, _ in files)
+    named = hashlib.sha256()
+    for path, size in files:
+        named.update(b"%s\0%s\0%d\n" % (os.fsencode(path.name), str(kind_of(path)).encode(), size))
+    return {
+        "kinds": ", ".join(map(str, kinds)),
+        "files": len(files),
+        "bytes": sum(size for _, size in files),
+        "names_sha256": named.hexdigest(),
+    }
+
+
+def check_kept(files: Sequence[Path], column: str, keep: Sequence[str]) -> None:
+    """Raise InputError for a field other than `column` of a text file, which has only that one."""
+    other = next((name for name in keep if name != column), None)
+    text = next((path for path in files if kind_of(path) == "text"), None)
+    if text is not None and other is not None:
+        raise InputError(
+            f"keep: {text} is a text file, whose lines have only the field {column!r}: leave out "
+            f"{other!r}, or give the input as .jsonl"
+        )
+
+
+def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
+    """Whether the kept fields have Arrow types: all of the input is Parquet.
+
+    Raises InputError for a field whose types differ between files.
+    """
+    if not keep or any(kind_of(path) != "parquet" for path in files):
+        return False
+    types: dict[str, tuple[Any, Path]] = {}
+    for path in files:
+        with _reading(path):
+            found = arrow_types(path, keep)
+        for name, kind in found.items():
+            known, first = types.setdefault(name, (kind, path))
+            if kind != known:
+                raise InputError(
+                    f"keep: {name!r} is {known} in {first.name} and {kind} in {path.name}: "
+                    "expected one type, or the format jsonl"
+                )
+    return True
+
+
+def arrow_types(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """The types of a Parquet file's columns by name. Raises InputError, OSError."""
+    schema = _parquet_file(path, columns).schema_arrow
+    return {name: schema.field(name).type for name in columns}
 
 
 def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]:
@@ -98,13 +224,11 @@ def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]
     """
     cutter = _Cutter(size)
     for path in files:
-        try:
-            if path.suffix.lower() in PARQUET:
-                cutter.add_rows(path, _parquet_rows(path, columns))
+        with _reading(path):
+            if kind_of(path) == "parquet":
+                cutter.add_rows(path, int(_parquet_file(path, columns).metadata.num_rows))
             else:
                 cutter.add_lines(path)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     return cutter.finish()
 
 
@@ -177,23 +301,26 @@ def _digest(path: Path) -> bytes:
 
 
 def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record | Unreadable]:
-    """The records of a shard; blank lines of JSONL are none. Raises ChangedError in the end."""
+    """The records of a shard; blank lines of JSONL are none.
+
+    Raises OSError for a file that cannot be read, and in the end ChangedError.
+    """
     found, index = hashlib.sha256(), shard.first
     for span in shard.spans:
         path = Path(span.path)
         try:
-            if path.suffix.lower() in PARQUET:
+            if kind_of(path) == "parquet":
                 found.update(_digest(path))
                 yield from _rows(span, index, column, keep)
             else:
-                as_json = path.suffix.lower() in JSONL
+                as_json = kind_of(path) == "jsonl"
                 for number, line in enumerate(_lines(span, found)):
                     place = (index + number, path.name, span.line + number)
-                    record = _record(place, line, column if as_json else None, keep)
+                    record = _record(place, line, column, keep, as_json)
                     if record is not None:
                         yield record
         except OSError as error:
-            raise ChangedError(f"{path}: cannot be read: {error}") from error
+            raise OSError(f"{path}: cannot be read: {paths.why(error)}") from error
         index += span.lines
     if found.hexdigest() != shard.sha256:
         names = ", ".join(dict.fromkeys(span.path for span in shard.spans))
@@ -222,17 +349,21 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
 
 
 def _record(
-    place: tuple[int, str, int], line: bytes | None, column: str | None, keep: Sequence[str]
+    place: tuple[int, str, int],
+    line: bytes | None,
+    column: str,
+    keep: Sequence[str],
+    as_json: bool,
 ) -> Record | Unreadable | None:
-    """What a line holds: text, or, with a column, a JSON object."""
+    """What a line holds: a JSON object, or the text of its only field, `column`."""
     if line is None:
         return Unreadable(*place, f"a line of more than {LONGEST:,} bytes")
     try:
         text = line.decode("utf-8-sig" if place[2] == 0 else "utf-8")
     except UnicodeDecodeError as error:
         return Unreadable(*place, f"not UTF-8: byte {error.start} of the line")
-    if column is None:
-        return Record(*place, text)
+    if not as_json:
+        return Record(*place, text, dict.fromkeys(keep, text))
     return _object(place, text, column, keep) if text.strip() else None
 
 
@@ -250,7 +381,8 @@ def _object(
     return Record(*place, entry[column], {name: entry.get(name) for name in keep})
 
 
-def _pyarrow() -> Any:
+def require_pyarrow() -> Any:
+    """pyarrow with its `parquet`; InputError where it is not installed."""
     try:
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
@@ -258,35 +390,41 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> int:
-    pyarrow = _pyarrow()
+def _parquet_file(path: Path, columns: Sequence[str]) -> Any:
+    """The file, opened; InputError unless it has each of these columns once."""
+    pyarrow = require_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
+        there = list(file.schema_arrow.names)
+    except (pyarrow.ArrowException, ValueError) as error:
         raise InputError(f"{path}: not a Parquet file: {error}") from error
-    absent = [name for name in columns if name not in file.schema_arrow.names]
-    if absent:
-        there = ", ".join(file.schema_arrow.names)
-        raise InputError(f"{path}: expected a column {absent[0]!r}, found {there}")
-    return int(file.metadata.num_rows)
+    for name in columns:
+        if there.count(name) != 1:
+            found = f"found {', '.join(there)}" if name not in there else "found several"
+            raise InputError(f"{path}: expected a column {name!r}, {found}")
+    return file
 
 
 def _rows(
     span: Span, index: int, column: str, keep: Sequence[str]
 ) -> Iterator[Record | Unreadable]:
-    file, first = _pyarrow().parquet.ParquetFile(span.path), 0
+    file, first = require_pyarrow().parquet.ParquetFile(span.path), 0
+    names = list(dict.fromkeys((column, *keep)))
     for group in range(file.num_row_groups):
         end = first + file.metadata.row_group(group).num_rows
         start, stop = max(span.start, first), min(span.end, end)
         if start < stop:
-            table = file.read_row_group(group, [column, *keep]).slice(start - first, stop - start)
-            columns = [table[name] for name in (column, *keep)]
+            table = file.read_row_group(group, names).slice(start - first, stop - start)
+            columns = {name: table[name] for name in names}
             for row in range(stop - start):
                 place = (index + start - span.start + row, Path(span.path).name, start + row)
+                kept = {name: Cell(columns[name], row) for name in keep}
                 try:
-                    value, *kept = (cells[row].as_py() for cells in columns)
+                    value = Cell(columns[column], row).value()
                 except UnicodeDecodeError as error:
                     yield Unreadable(*place, f"not UTF-8: byte {error.start}")
-                    continue
-                yield Record(*place, value, dict(zip(keep, kept, strict=True)))
+                except BaseException as error:
+                    yield Unreadable(*place, f"{column}: {problem_of(error).reason}")
+                else:
+                    yield Record(*place, value, kept)
         first = end

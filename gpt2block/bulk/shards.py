@@ -7,15 +7,19 @@ import hashlib
 import json
 import math
 import os
+import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
 
+from gpt2block.bulk.paths import why
+from gpt2block.bulk.records import Cell, require_pyarrow
 from gpt2block.bulk.tasks import Kind
 from gpt2block.errors import InputError
 
@@ -88,6 +92,8 @@ def _json(value: Any) -> bytes:
 
 def _plain(value: Any) -> Any:
     """As JSON has it. A float32 gets the fewest digits that tell it from its neighbours."""
+    if isinstance(value, Cell):
+        return _plain(value.value())
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, np.ndarray) and value.dtype == np.float32:
@@ -100,40 +106,87 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def parquet(
-    rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, Kind],
-    keep: Sequence[str],
-    single: bool,
-) -> bytes:
-    """The same as a Parquet file. Kept fields are text: strings as they are, all else as JSON.
+class Part(Protocol):
+    """The results of a shard, in one of the formats."""
 
-    single: whether columns that are lists belong to one sample rather than several.
+    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        """A record's fields and results; raises whatever they cannot be written for."""
+
+    def data(self) -> bytes:
+        """The file."""
+
+
+class JsonPart:
+    """An object a line: the index, the kept fields, the results."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        self._columns = tuple(columns)
+        self._lines: list[bytes] = []
+
+    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        results = {name: row[name] for name in self._columns}
+        self._lines.append(json_lines([{"index": index, **kept, **results}]))
+
+    def data(self) -> bytes:
+        return b"".join(self._lines)
+
+
+class ParquetPart:
+    """The same as a Parquet file.
+
+    types: the Arrow types of kept fields, whose values are Cells. Without one a field is text:
+    strings as they are, everything else as JSON. single: whether columns that are lists belong to
+    one sample rather than several.
     """
-    import pyarrow as pa  # noqa: PLC0415
-    import pyarrow.parquet  # noqa: PLC0415
 
-    types = {
-        "float": pa.float64(), "int": pa.int64(), "text": pa.string(),
-        "texts": pa.list_(pa.string()), "vector": pa.list_(pa.float32()),
-        "floats": pa.list_(pa.float32()), "ints": pa.list_(pa.int32()),
-    }  # fmt: skip
-    fields = [("index", pa.int64()), *((name, pa.string()) for name in keep)]
-    for name, kind in columns.items():
-        several = kind in ("floats", "ints") and not single
-        fields.append((name, pa.list_(types[kind]) if several else types[kind]))
-    kept = [
-        {name: row[name] if isinstance(row[name], str) else _json(_plain(row[name])).decode()
-         for name in keep}
-        for row in rows
-    ]  # fmt: skip
-    table = pa.Table.from_pylist(
-        [{**row, **texts} for row, texts in zip(rows, kept, strict=True)], pa.schema(fields)
-    )
-    sink = pa.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    def __init__(
+        self, columns: Mapping[str, Kind], keep: Sequence[str], types: Mapping[str, Any],
+        single: bool,
+    ) -> None:  # fmt: skip
+        self._pa = pa = require_pyarrow()
+        of_kind = {
+            "float": pa.float64(), "int": pa.int64(), "text": pa.string(),
+            "texts": pa.list_(pa.string()), "vector": pa.list_(pa.float32()),
+            "floats": pa.list_(pa.float32()), "ints": pa.list_(pa.int32()),
+        }  # fmt: skip
+        columns_of = [
+            ("index", pa.int64()),
+            *((name, types.get(name, pa.string())) for name in keep),
+        ]
+        for name, kind in columns.items():
+            several = kind in ("floats", "ints") and not single
+            columns_of.append((name, pa.list_(of_kind[kind]) if several else of_kind[kind]))
+        self._schema, self._keep, self._typed = pa.schema(columns_of), tuple(keep), frozenset(types)
+        self._values: dict[str, list[Any]] = {name: [] for name, _ in columns_of}
+
+    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        carried = {name: self._field(name, kept[name]) for name in self._keep}
+        for name, value in {"index": index, **carried, **row}.items():
+            self._values[name].append(value)
+
+    def _field(self, name: str, value: Any) -> Any:
+        if name in self._typed:
+            return value
+        plain = _plain(value)
+        text = plain if isinstance(plain, str) else _json(plain).decode()
+        text.encode()  # half of a surrogate pair is refused here, not when the part is written
+        return text
+
+    def data(self) -> bytes:
+        pa = self._pa
+        columns = []
+        for field in self._schema:
+            values = self._values[field.name]
+            if field.name in self._typed:
+                chunks = [chunk for cell in values for chunk in cell.chunks()]
+                columns.append(pa.chunked_array(chunks, field.type))
+            else:
+                columns.append(pa.array(values, field.type))
+        table = pa.table(columns, self._schema).combine_chunks()
+        sink = pa.BufferOutputStream()
+        pa.parquet.write_table(table, sink)
+        data: bytes = sink.getvalue().to_pybytes()
+        return data
 
 
 class Manifest:
@@ -150,15 +203,41 @@ class Manifest:
             self._read()
 
     def _read(self) -> None:
-        lines = self.path.read_bytes().split(b"\n")[:-1]  # what has no end was never finished
         try:
+            if not self.path.is_file():
+                raise ValueError("not a regular file")
+            lines = self.path.read_bytes().split(b"\n")[:-1]  # what has no end was never finished
+            if not lines:
+                raise ValueError("no line in it")
             self.job, *rest = (json.loads(line) for line in lines)
             if not isinstance(self.job, dict):
                 raise ValueError("no job in its first line")
-            found = [Done(**entry) for entry in rest]
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{self.path}: damaged, or of another program: {error}") from error
+            found = [_done(entry) for entry in rest]
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read: {why(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{self.path}: damaged, or of another program: {error}: choose another --output"
+            ) from error
         self.done = {entry.shard: entry for entry in found}
+
+    def check(self, lines: Sequence[int]) -> None:
+        """Raise InputError unless its shards are those of an input with so many lines in each."""
+        for entry in self.done.values():
+            if entry.shard >= len(lines) or entry.records + entry.errors > lines[entry.shard]:
+                raise InputError(
+                    f"{self.path}: damaged: shard {entry.shard} with {entry.records} records and "
+                    f"{entry.errors} errors is not of this input: choose another --output"
+                )
+
+    def strange_parts(self, form: str, shards: int) -> list[str]:
+        """The names of part files that are not in it, and that this job will not write anew."""
+        folder = self.path.parent
+        ours = {part_name(shard, form) for shard in range(shards)}
+        ours |= {errors_name(shard) for shard in range(shards)}
+        there = [*folder.glob("part-*"), *folder.glob(f"{ERRORS}/part-*")]
+        names = sorted(path.relative_to(folder).as_posix() for path in there)
+        return [name for name in names if name not in ours]
 
     def begin(self, job: dict[str, Any]) -> None:
         """Write it anew: the job, and what is done of it, in order."""
@@ -193,9 +272,31 @@ class Manifest:
         return damaged
 
 
+def _done(entry: Any) -> Done:
+    """A line of the manifest; ValueError where it is not what `Manifest.add` writes."""
+    names = [field.name for field in fields(Done)]
+    if not isinstance(entry, dict) or sorted(entry) != sorted(names):
+        raise ValueError(f"expected an object with {', '.join(names)}, got {reprlib.repr(entry)}")
+    for name in names:
+        value = entry[name]
+        if name == "errors_sha256" and value is None:
+            continue
+        if name.endswith("sha256"):
+            right = isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+        else:
+            right = type(value) is int and 0 <= value < 2**63
+        if not right:
+            raise ValueError(f"{name} is {reprlib.repr(value)}")
+    if (entry["errors_sha256"] is None) != (entry["errors"] == 0):
+        raise ValueError(f"{entry['errors']} errors, errors_sha256 {entry['errors_sha256']!r}")
+    return Done(**entry)
+
+
 def _sha256(path: Path) -> str | None:
     found = hashlib.sha256()
     try:
+        if not path.is_file():
+            return None
         with path.open("rb") as file:
             while chunk := file.read(2**24):
                 found.update(chunk)
@@ -209,26 +310,52 @@ def locked(folder: Path, token: str) -> Iterator[None]:
     """Alone in this folder, which is made; the system ends it with the process, however that ends.
 
     The lock holds the token, by which workers know whom they write for. What was made is removed
-    again where nothing came to stand in it.
+    again where nothing came to stand in it. Raises InputError where it cannot be written.
     """
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(f"{folder}: another gpt2block map is writing here") from error
-        try:
-            file.truncate(0)
-            file.write(token)
-            file.flush()
-            yield
-        finally:
+    made: list[Path] = []
+    lock: int | None = None
+    try:
+        with refusing(folder):
+            made += [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _open_lock(folder)
+            os.ftruncate(lock, 0)
+            os.write(lock, token.encode())
+        yield
+    finally:
+        if lock is not None:
             if not (folder / MANIFEST).exists():
                 (folder / LOCK).unlink(missing_ok=True)
-                if made:
-                    with suppress(OSError):
-                        folder.rmdir()
+            os.close(lock)
+        for path in made:
+            with suppress(OSError, ValueError):
+                path.rmdir()
+
+
+def _open_lock(folder: Path) -> int:
+    """The lock's file descriptor. A FIFO of that name is an OSError, not waited for."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(folder / LOCK, flags, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise InputError(f"{folder}: another gpt2block map is writing here") from error
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+@contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Make the system's errors about the output InputErrors: nothing was computed yet."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output {folder}: cannot be written: {why(error)}") from error
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import scoring
 from gpt2block.config import GPT2Config, check_count
+from gpt2block.encoding import Encoding, token_sizes
 from gpt2block.engines.model import Ids, ModelEngine
 from gpt2block.errors import InputError
-from gpt2block.generation import Run
+from gpt2block.generation import Overflow, Run
 from gpt2block.sampling import Sampling
-
-if TYPE_CHECKING:
-    import tiktoken
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
@@ -59,7 +57,7 @@ class Scoring:
     def __init__(
         self,
         config: GPT2Config,
-        encoding: tiktoken.Encoding | None,
+        encoding: Encoding | None,
         batch_tokens: int,
         stride: int | None = None,
         logprobs: bool = False,
@@ -72,7 +70,7 @@ class Scoring:
                 f"stride: expected 1 to {config.n_ctx - 1}, less than n_ctx, got {self._stride}"
             )
         self._logprobs = bool(logprobs)
-        self._sizes = None if encoding is None else _bytes_of_tokens(encoding, config.vocab_size)
+        self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
         self.columns: dict[str, Kind] = {
             "log_likelihood": "float",
             "perplexity": "float",
@@ -126,7 +124,7 @@ class Generating:
     def __init__(
         self,
         config: GPT2Config,
-        encoding: tiktoken.Encoding | None,
+        encoding: Encoding | None,
         batch_tokens: int,
         logprobs: bool = False,
         samples: int = 1,
@@ -186,32 +184,38 @@ class Generating:
 
 
 class Embedding:
-    """A vector of each record: the mean or the last of its states after the final LayerNorm."""
+    """A vector of each record: the mean or the last of its states after the final LayerNorm.
+
+    overflow: as in `scoring.embed`.
+    """
 
     at_once = 2**31
 
     def __init__(
         self,
         config: GPT2Config,
-        encoding: tiktoken.Encoding | None,
+        encoding: Encoding | None,
         batch_tokens: int,
         pooling: scoring.Pooling = "mean",
+        overflow: Overflow = "error",
     ) -> None:
-        if pooling not in get_args(scoring.Pooling):
-            raise InputError(f"pooling: expected 'mean' or 'last', got {pooling!r}")
+        scoring.check_embed_options(pooling, overflow)
         self._n_ctx, self._pooling, self._at_once = config.n_ctx, pooling, batch_tokens
+        self._overflow: Overflow = overflow
         self.columns: dict[str, Kind] = {"embedding": "vector", "n_tokens": "int"}
 
     def problem(self, ids: Ids) -> str | None:
-        fits = 1 <= len(ids) <= self._n_ctx
+        fits = len(ids) >= 1 and (len(ids) <= self._n_ctx or self._overflow == "truncate")
         return None if fits else f"expected 1 to {self._n_ctx} tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        vectors = scoring.embed(engine, None, list(records), self._pooling, self._at_once)
+        vectors = scoring.embed(
+            engine, None, list(records), self._pooling, self._at_once, self._overflow
+        )
         if not np.isfinite(vectors).all():
             raise InputError(NAN.replace("logits are", "vector holds"))
         return [
-            {"embedding": vector, "n_tokens": len(ids)}
+            {"embedding": vector, "n_tokens": min(len(ids), self._n_ctx)}
             for vector, ids in zip(vectors, records, strict=True)
         ]
 
@@ -226,7 +230,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
 def make(
     name: str,
     config: GPT2Config,
-    encoding: tiktoken.Encoding | None,
+    encoding: Encoding | None,
     batch_tokens: int,
     options: Mapping[str, Any],
 ) -> Task:
@@ -238,12 +242,3 @@ def make(
         return TASKS[name](config, encoding, batch_tokens, **options)
     except TypeError as error:
         raise InputError(f"{name}: {str(error).rpartition('() ')[2]}") from error
-
-
-def _bytes_of_tokens(encoding: tiktoken.Encoding, vocab_size: int) -> NDArray[np.int64]:
-    """How many bytes of text each token stands for; special ones stand for none."""
-    sizes = np.zeros(vocab_size, np.int64)
-    values: Iterable[bytes] = encoding.token_byte_values()
-    for token in values:
-        sizes[encoding.encode_single_token(token)] = len(token)
-    return sizes

@@ -1,0 +1,146 @@
+"""The local cluster of `gpt2block map`: its workers, their environment, progress, interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import cli_map
+from gpt2block.bulk import records, shards
+from gpt2block.bulk.job import Job
+
+pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
+import dask
+import psutil  # distributed needs both
+
+from gpt2block.bulk import cluster, driver
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 120  # seconds
+NAMES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "OPENBLAS_NUM_THREADS", "SET_BY_USER")
+
+
+class StoppedError(Exception):
+    """Instead of starting workers."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "most", "count"), [(None, None, 3), (None, 2, 2), (None, 5, 3), (7, 2, 7)]
+)
+def test_one_worker_for_each_core_by_default(
+    monkeypatch: pytest.MonkeyPatch, workers: int | None, most: int | None, count: int
+) -> None:
+    """But no more than the job can use; --workers says otherwise."""
+
+    def start(**options: Any) -> Any:
+        raise StoppedError(len(options["workers"]))
+
+    monkeypatch.setattr("dask.system.CPU_COUNT", 3)
+    monkeypatch.setattr(cluster, "_started", start)
+    with pytest.raises(StoppedError, match=f"^{count}$"), cluster.local(workers, "cpu", 1, most):
+        pass
+
+
+def test_no_more_workers_than_shards_or_than_the_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, todo = Job("score", "nowhere"), [object()] * 9
+    assert driver._most(job, todo) == 9  # type: ignore[arg-type]
+    weights = job.memory_bytes()
+    file = ROOT / "gpt2block/models/shakespeare/model.safetensors"
+    assert weights == pytest.approx(file.stat().st_size * 2, rel=0.02)  # it is stored in float16
+    monkeypatch.setattr(cluster, "memory_bytes", lambda: 7 * weights)
+    assert driver._most(job, todo) == 3  # type: ignore[arg-type]
+    monkeypatch.setattr(cluster, "memory_bytes", lambda: weights)
+    assert driver._most(job, todo) == 1  # type: ignore[arg-type]
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def test_workers_keep_freed_memory_and_say_what_they_computed_of_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "5000000")
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"text": "To be"}\n' * 200)
+    job = Job("generate", str(tmp_path / "o"), device="cpu", options={"max_new_tokens": 40})
+    job = job.checked()
+    (shard,) = records.cut([lines], 1000, ["text"])
+    settings = {"distributed.nanny.pre-spawn-environ.SET_BY_USER": "yes"}
+    with dask.config.set(settings), cluster.local(1, "cpu") as client:
+        (found,) = client.run(environment).values()
+        assert found == dict(zip(NAMES, ("1000000000", "5000000", "1", "yes"), strict=True))
+        future = client.submit(cluster.run_shard, job, shard, "token", pure=False)
+        seen: set[int] = set()
+        end = time.monotonic() + PATIENCE
+        while len(seen) < 3 and time.monotonic() < end:
+            assert future.status == "pending"
+            assert cluster.progress(client, "another") == {}
+            seen.update(cluster.progress(client, "token").values())
+            time.sleep(0.05)
+        assert len(seen) == 3
+        assert all(0 < count < 200 for count in seen)
+        client.cancel([future], force=True)
+
+
+def test_progress_shows_records_inside_a_shard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cli_map, "monotonic", lambda: clock[0])
+    watcher = cli_map._Watcher()
+    watcher.begin(1000, 0)
+    clock[0] = 10.0
+    watcher.wait(100)
+    assert "100 of 1,000 lines, 10.0 records/s, 90 s left" in capsys.readouterr().err
+    clock[0] = 15.0
+    watcher.wait(150)
+    assert capsys.readouterr().err == ""
+    watcher.advance(500, 490, 5000)
+    clock[0] = 50.0
+    watcher.wait(10)
+    said = capsys.readouterr().err
+    assert "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left" in said
+
+
+COMMAND = "import sys; from gpt2block.cli import main; main(sys.argv[1:])"
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4, 0.9, 1.9])
+def test_an_interrupt_while_workers_start(tmp_path: Path, delay: float) -> None:
+    """One line, exit code 130, nothing left: as a terminal does it, to all processes at once."""
+    lines, output = tmp_path / "in.txt", tmp_path / "o"
+    lines.write_text("To be, or not to be, that is the question\n" * 2000)
+    words = ["map", "score", str(lines), "--output", str(output), "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *words, "--workers", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    end = time.monotonic() + PATIENCE
+    while not (output / shards.LOCK).exists():  # however long the imports take
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(delay)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, said
+    *before, last = said.splitlines()
+    assert last == "interrupted: the same command goes on from here"
+    # What a worker that had started said about itself; nothing about how it ended.
+    assert all(line.startswith(("dashboard ", "2 x CPU")) for line in before), said
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    if not (output / shards.MANIFEST).exists():
+        assert not output.exists()

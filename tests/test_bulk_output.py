@@ -1,0 +1,378 @@
+"""The output of `gpt2block map`: what is refused, what a manifest may say, which exit code.
+
+The shards are computed in this process, without a cluster.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import InputError, cli
+from gpt2block.bulk import paths, shards
+from tests import inline_cluster
+from tests.inline_cluster import InlineClient
+
+pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
+
+SHA256 = "0" * 64
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
+    return inline_cluster.use(monkeypatch)
+
+
+@pytest.fixture
+def run(client: InlineClient, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`gpt2block map` on NumPy: the exit code, stdout and stderr."""
+
+    def command(*words: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["map", *map(str, words), "--device", "cpu"])
+        said = capsys.readouterr()
+        code = end.value.code
+        return (code if isinstance(code, int) else 0), said.out, said.err
+
+    return command
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "lines.txt"
+    path.write_text("To be,\nx\nor not\nto be\n")
+    return path
+
+
+def refused(answer: tuple[int, str, str]) -> str:
+    """The one line of a command that was refused."""
+    code, out, said = answer
+    assert (code, out) == (2, ""), said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_the_exit_code_says_whether_any_record_has_a_result(
+    run: Run, lines: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run("score", lines, "--output", tmp_path / "some")
+    assert code == 0
+    assert "3 records, 1 errors in " in out
+    bad = tmp_path / "bad.txt"
+    bad.write_text("x\ny\n")
+    for _ in range(2):  # a second run, which has nothing to do, says the same
+        code, out, said = run("score", bad, "--output", tmp_path / "none")
+        assert code == 1
+        assert "0 records, 2 errors in " in out
+        assert said.endswith(
+            "error: none of 2 records could be computed: bad.txt, line 1: expected at least two "
+            "tokens, got 1\n"
+        )
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    code, out, _ = run("score", empty, "--output", tmp_path / "empty")
+    assert (code, out) == (0, f"{tmp_path / 'empty'}: 0 records\n")
+
+
+def test_the_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["map", "--help"])
+    assert "1 when no record has one" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_folder_holds_but_is_not_read_is_named(
+    run: Run, lines: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    (folder / "older").mkdir(parents=True)
+    lines.rename(folder / lines.name)
+    for name in ("a.csv", "notes.md", ".hidden.txt"):
+        (folder / name).touch()
+    code, out, said = run("score", folder, "--output", tmp_path / "o")
+    assert code == 0
+    assert "3 records, 1 errors" in out
+    assert f"{folder}: 4 entries are not read (.hidden.txt, a.csv, notes.md, …): expected" in said
+    (folder / "a.csv").unlink()
+    (folder / ".hidden.txt").unlink()
+    assert "2 entries are not read (notes.md, older/): expected" in run(
+        "score", folder, "--output", tmp_path / "o"
+    )[2]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("fifo.txt", "expected a regular file or a folder"),
+        ("zero.txt", "expected a regular file or a folder"),
+        ("in.csv", "expected a file that ends in .txt"),
+        ("a" * 300 + ".txt", "cannot be read: File name too long"),
+        ("in.csv/a.txt", "cannot be read: Not a directory"),
+        ("loop.txt", "cannot be read: Too many levels of symbolic links"),
+        ("absent.txt", "no such file"),
+        ("~nosuchuser/a.txt", "no home directory is known"),
+        ("a\0.txt", "a path cannot hold a NUL"),
+        ("\ud800.txt", "cannot be read: "),
+        ("", "expected a path, got an empty text"),
+    ],
+)
+def test_inputs_that_cannot_be_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.txt")
+    Path("zero.txt").symlink_to("/dev/zero")
+    Path("loop.txt").symlink_to("loop.txt")
+    Path("in.csv").touch()
+    assert said in refused(run("score", path, "--output", "o"))
+    assert not Path("o").exists()
+
+
+@pytest.mark.parametrize("method", ["iterdir", "open"])
+def test_a_folder_or_files_without_permission(
+    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def closed(self: Path, *_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "in").mkdir()
+    lines.rename(tmp_path / "in" / lines.name)
+    monkeypatch.setattr(Path, method, closed)
+    said = refused(run("score", tmp_path / "in", "--output", tmp_path / "o"))
+    assert "cannot be read: Permission denied" in said
+
+
+def test_embed_truncates(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("x" * 300 + "\nab\n")
+    code, out, said = run("embed", path, "--output", tmp_path / "e")
+    assert (code, "1 records, 1 errors in" in out) == (0, True), said
+    command = ("embed", path, "--output", tmp_path / "t", "--overflow")
+    code, out, said = run(*command, "truncate")
+    assert (code, "2 records\n" in out) == (0, True), said
+    assert "overflow: expected 'error' or 'truncate'" in refused(run(*command, "x"))
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("", "output: expected a path, got an empty text"),
+        ("~nosuchuser/o", "no home directory is known for this user"),
+        ("a\0b", "a path cannot hold a NUL character"),
+        ("/proc/foo", "cannot be written: No such file or directory"),
+        ("/sys/foo", "cannot be written: "),
+        ("a" * 300, "cannot be written: File name too long"),
+        ("lines.txt/o", "cannot be written: Not a directory"),
+        ("lines.txt", "not a folder"),
+        ("loop", "a link that leads to no folder"),
+        ("loop/o", "cannot be written: Too many levels of symbolic links"),
+        ("locked", "cannot be written: Is a directory"),
+        ("waits", "cannot be written: "),
+        ("listed", "manifest.ndjson: damaged, or of another program: not a regular file"),
+        ("\ud800", "cannot be written: "),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_input_is_read(
+    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "locked" / shards.LOCK).mkdir(parents=True)
+    (tmp_path / "waits").mkdir()
+    os.mkfifo(tmp_path / "waits" / shards.LOCK)
+    (tmp_path / "listed" / shards.MANIFEST).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    given = lines if output == "listed" else tmp_path / "no such input.txt"
+    assert said in refused(run("score", given, "--output", output))
+    (tmp_path / "listed" / shards.LOCK).unlink(missing_ok=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_read_only_file_system(
+    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    said = refused(run("score", lines, "--output", tmp_path / "o"))
+    assert "cannot be written: Read-only file system" in said
+    monkeypatch.undo()
+    (tmp_path / "o").mkdir()
+    monkeypatch.setattr("os.open", read_only)
+    with (
+        pytest.raises(InputError, match="cannot be written: Read-only"),
+        shards.locked(tmp_path / "o", "token"),
+    ):
+        pass
+
+
+def test_folders_that_were_made_are_removed_again(run: Run, lines: Path, tmp_path: Path) -> None:
+    assert "no such file" in refused(run("score", "nowhere.txt", "--output", tmp_path / "a/b/c"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_working_directory_that_was_deleted(
+    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for output in ("relative", tmp_path / "o"):
+        said = refused(run("score", lines, "--output", output))
+        assert "the working directory was deleted: change to one that exists" in said
+
+
+def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
+    """As with `ulimit -f 0`; and with a closed stderr, where only the exit code can say so."""
+    command = [sys.executable, "-m", "gpt2block", "map", "score", str(lines), "--device", "cpu",
+               "--output", str(tmp_path / "o")]  # fmt: skip
+    for closed in (False, True):
+
+        def limit(closed: bool = closed) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            if closed:
+                os.close(2)
+
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False,
+            preexec_fn=limit, timeout=100,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        if not closed:
+            assert (
+                done.stderr
+                == f"error: --output {tmp_path / 'o'}: cannot be written: File too large\n"
+            )
+        assert not (tmp_path / "o").exists()
+
+
+def test_the_kind_and_name_of_the_input_belong_to_the_job(run: Run, tmp_path: Path) -> None:
+    first = tmp_path / "in.txt"
+    first.write_text('{"text": "To be"}\n{"text": "or not"}\n')
+    command = ("--output", tmp_path / "o", "--shard-size", "1")
+    assert run("score", first, *command)[0] == 0
+    again = first.rename(tmp_path / "in.jsonl")
+    said = refused(run("score", again, *command))
+    assert "inputs.kinds was 'text', now it is 'jsonl': choose another --output" in said
+    renamed = again.rename(tmp_path / "other.txt")
+    assert "inputs.names_sha256 was" in refused(run("score", renamed, *command))
+    # The same bytes cut into other files: the second line is at another place.
+    (tmp_path / "in.txt").write_text('{"text": "To be"}\n')
+    (tmp_path / "rest.txt").write_text('{"text": "or not"}\n')
+    said = refused(run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command))
+    assert "inputs.files was 1, now it is 2" in said
+
+
+DEEP = "[" * 500 + "]" * 500
+DEEPER = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shard", "null"), ("shard", "-1"), ("shard", "1.5"), ("shard", "true"), ("shard", '"0"'),
+        ("shard", "7"), ("shard", "1" * 400), ("shard", "1" * 5000), ("records", "-1"),
+        ("records", "null"), ("records", "1000000"), ("errors", "[1]"), ("errors", "0"),
+        ("tokens", "{}"), ("tokens", "NaN"), ("tokens", "1e3"), ("sha256", "null"),
+        ("sha256", '"abc"'), ("sha256", DEEP), ("errors_sha256", DEEPER), ("errors_sha256", "5"),
+        ("errors_sha256", "null"), ("more", "1"),
+    ],
+)  # fmt: skip
+def test_a_manifest_changed_by_hand(
+    run: Run, lines: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    output = tmp_path / "o"
+    assert run("score", lines, "--output", output)[0] == 0
+    path = output / shards.MANIFEST
+    job, done, _ = path.read_text().split("\n")
+    entry = {**json.loads(done), name: "HERE"}
+    path.write_text(f"{job}\n{json.dumps(entry)}\n".replace('"HERE"', value))
+    said = refused(run("score", lines, "--output", output))
+    assert f"{path}: damaged" in said
+    assert "choose another --output" in said
+
+
+@pytest.mark.parametrize("value", ["null", "{}", DEEP, "1" * 400])
+def test_a_manifest_whose_job_was_changed_by_hand(
+    run: Run, lines: Path, tmp_path: Path, value: str
+) -> None:
+    output = tmp_path / "o"
+    assert run("score", lines, "--output", output)[0] == 0
+    path = output / shards.MANIFEST
+    first, rest = path.read_text().split("\n", 1)
+    for name, right in json.loads(first).items():
+        if json.dumps(right) == value:
+            continue
+        path.write_text(json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
+                        + "\n" + rest)  # fmt: skip
+        assert "choose another --output" in refused(run("score", lines, "--output", output))
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"])
+def test_a_manifest_that_is_none(run: Run, lines: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / shards.MANIFEST).write_text(text)
+    said = refused(run("score", lines, "--output", tmp_path))
+    assert "damaged, or of another program" in said
+
+
+def test_part_files_of_another_job_are_named(run: Run, lines: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    run("score", lines, "--output", output)
+    names = ["errors/part-00007.ndjson", "part-00001.jsonl", "part-00000.parquet", "part-x"]
+    for name in names:
+        (output / name).touch()
+    code, _, said = run("score", lines, "--output", output)
+    assert code == 0
+    assert f"{output} has 4 part files that are not of this job: errors/part-00007.ndjson, " in said
+    assert all((output / name).exists() for name in names)
+
+
+def test_manifest(tmp_path: Path) -> None:
+    manifest = shards.Manifest(tmp_path)
+    manifest.begin({"task": "score"})
+    for shard in (2, 0, 1):
+        sha256 = shards.replace_file(tmp_path / shards.part_name(shard, "jsonl"), b"%d" % shard)
+        manifest.add(shards.Done(shard, 1, 0, 1, sha256, None))
+    with manifest.path.open("ab") as file:
+        file.write(b'{"shard": 3, "rec')  # killed while it was written
+    again = shards.Manifest(tmp_path)
+    assert again.job == {"task": "score"}
+    assert again.done == manifest.done
+    assert again.forget_damaged("jsonl") == []
+    (tmp_path / "part-00001.jsonl").write_bytes(b"another")
+    (tmp_path / "part-00002.jsonl").unlink()
+    assert sorted(again.forget_damaged("jsonl")) == ["part-00001.jsonl", "part-00002.jsonl"]
+    again.finish()
+    assert list(shards.Manifest(tmp_path).done) == [0]
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with shards.locked(folder, "token"):
+        assert (folder / shards.LOCK).read_text() == "token"
+        with (
+            pytest.raises(InputError, match="another gpt2block map is writing here"),
+            shards.locked(folder, "other"),
+        ):
+            pass
+        assert (folder / shards.LOCK).read_text() == "token"
+    assert not folder.exists()
+
+
+def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/nobody")
+    monkeypatch.chdir(tmp_path)
+    assert paths.absolute("output", "~/a") == Path("/home/nobody/a")
+    assert paths.absolute("output", Path("a")) == tmp_path / "a"

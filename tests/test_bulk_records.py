@@ -1,0 +1,478 @@
+"""One record must not destroy its shard, nor one batch: errors of records, kept fields, Parquet.
+
+The shards are computed in this process, without a cluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    DeviceError,
+    GPT2Config,
+    GPT2Weights,
+    InputError,
+    scoring,
+)
+from gpt2block.bulk import Predictor, records, shards
+from gpt2block.bulk.job import Job
+from gpt2block.bulk.problems import problem_of
+from gpt2block.bulk.records import Cell, Record, Unreadable
+from tests import inline_cluster
+from tests.inline_cluster import InlineClient
+
+pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
+from unittest.mock import Mock
+
+from gpt2block.bulk import driver
+
+MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
+
+
+class PanicException(BaseException):
+    """As tiktoken's, which is no Exception."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
+    return inline_cluster.use(monkeypatch)
+
+
+def do(tmp_path: Path, given: str | Path, **options: Any) -> tuple[driver.Outcome, Path]:
+    """Score an input, of JSON lines if it is text; what came of it, and its output."""
+    path = Path(given)
+    if isinstance(given, str):
+        path = tmp_path / "in.jsonl"
+        path.write_text(given)
+    options = {"task": "score", "device": "cpu", **options}
+    output = tmp_path / "o"
+    return driver.run(Job(output=str(output), **options), [str(path)], Mock()), output
+
+
+def rows(output: Path, name: str = "part-00000.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / name).read_text().splitlines()]
+
+
+def errors(output: Path) -> list[dict[str, Any]]:
+    return rows(output, "errors/part-00000.ndjson")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PanicException("called `Option::unwrap()` on a `None` value"),
+        RecursionError("maximum recursion depth exceeded"),
+        OverflowError("Python int too large to convert to C long"),
+        ZeroDivisionError("division by zero"),
+        KeyError("x"),
+        MemoryError("Unable to allocate 7 EiB"),
+    ],
+)
+@pytest.mark.parametrize("where", ["_ids", "_task"])
+def test_what_one_record_raises_is_its_own_error(
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException,
+    where: str,
+) -> None:  # fmt: skip
+    """While it is tokenized, and while it is computed."""
+    ids, run = Predictor._ids, tasks_run()
+
+    def tokenize(self: Predictor, value: Any) -> Any:
+        if value == "bad" and where == "_ids":
+            raise error
+        return ids(self, value)
+
+    def compute(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
+        if where == "_task" and any(bytes(one.tolist()) == b"bad" for one in found):
+            raise error
+        return run(self, engine, found, seeds)
+
+    monkeypatch.setattr(Predictor, "_ids", tokenize)
+    monkeypatch.setattr("gpt2block.bulk.tasks.Scoring.run", compute)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("good", "bad", "fine"))
+    outcome, output = do(tmp_path, lines)
+    assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+    assert [row["index"] for row in rows(output)] == [0, 2]
+    (wrong,) = errors(output)
+    assert (wrong["index"], wrong["line"]) == (1, 2)
+    said = "not enough memory" if isinstance(error, MemoryError) else type(error).__name__
+    assert wrong["reason"].startswith(f"{said}: ")
+    assert client.tries == [0]
+
+
+def tasks_run() -> Any:
+    from gpt2block.bulk.tasks import Scoring  # noqa: PLC0415
+
+    return Scoring.run
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
+     CheckpointError("x")],
+)  # fmt: skip
+def test_what_is_no_record_s_fault(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        problem_of(error)
+
+
+def test_a_message_of_a_record_is_one_short_line() -> None:
+    reason = problem_of(ValueError("a\nb" * 10_000)).reason
+    assert reason.isprintable()
+    assert len(reason) <= 500
+
+
+def test_a_shard_is_tried_again_only_for_what_another_try_can_change(
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(error: BaseException) -> None:
+        client.tries.clear()
+
+        def wrong(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(records, "read", wrong)
+        outcome, _ = do(tmp_path, '{"text": "To be"}\n')
+        name = type(error).__name__
+        assert outcome.failed == {0: f"{name}: {error}"}
+
+    for error in (KeyError("a"), PanicException("b"), InputError("c"), RecursionError("d")):
+        failing(error)
+        assert client.tries == [0]
+    for again in (OSError("a"), MemoryError("b"), DeviceError("c")):
+        failing(again)
+        assert client.tries == [0] * (1 + driver.RETRIES)
+
+
+def test_a_shard_of_which_no_record_found_memory_is_tried_again(
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("gpt2block.bulk.tasks.Scoring.run", full)
+    outcome, _ = do(tmp_path, '{"text": "To be"}\n{"text": "or not"}\n')
+    assert outcome.failed == {0: "MemoryError: not enough memory for any record of shard 0"}
+    assert len(client.tries) == 1 + driver.RETRIES
+
+
+def test_a_panic_of_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, client: InlineClient, tmp_path: Path
+) -> None:
+    encode = tiktoken.Encoding.encode_ordinary
+
+    def panic(self: tiktoken.Encoding, text: str) -> list[int]:
+        if text == "panic":
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return encode(self, text)
+
+    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", panic)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("To be", "panic", "or not"))
+    outcome, output = do(tmp_path, lines)
+    assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+    assert errors(output)[0]["index"] == 1
+    assert "the tokenizer fails on this text" in errors(output)[0]["reason"]
+
+
+@pytest.fixture
+def without_tokenizer(tmp_path: Path) -> Path:
+    """A model that has none, and no vocabulary of GPT-2's size."""
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
+    return GPT2(GPT2Weights.random(0, config), device="cpu").save_pretrained(tmp_path / "model")
+
+
+def test_text_lines_without_a_tokenizer_are_refused_before_any_work(
+    client: InlineClient, tmp_path: Path, without_tokenizer: Path
+) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("To be\n")
+    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json for a vocabulary of 20"):
+        do(tmp_path, path, model=str(without_tokenizer))
+    assert client.tries == []
+
+
+def test_a_text_without_a_tokenizer_says_why_there_is_none(
+    client: InlineClient, tmp_path: Path, without_tokenizer: Path
+) -> None:
+    lines = '{"text": "To be"}\n{"text": [1, 2, 3]}\n'
+    outcome, output = do(tmp_path, lines, model=str(without_tokenizer))
+    assert (outcome.records, outcome.errors) == (1, 1)
+    assert errors(output)[0]["reason"].startswith("text, and no tokenizer: ")
+    assert "expected tokenizer.json" in errors(output)[0]["reason"]
+
+
+def nested(depth: int) -> str:
+    return '{"id": ' + "[" * depth + "]" * depth + ', "text": "To be"}\n'
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_kept_field_that_is_nested_too_deep(
+    client: InlineClient, tmp_path: Path, form: str
+) -> None:
+    """A depth that Python reads, but up to 3.11 does not write: a row, or the record's error."""
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    depth = sys.getrecursionlimit() * 9 // 10
+    lines = nested(2) + nested(depth // 2) + nested(depth)
+    outcome, output = do(tmp_path, lines, keep=("id",), form=form)
+    assert outcome.failed == {}
+    assert outcome.records + outcome.errors == 3
+    assert outcome.records >= 1
+    assert outcome.errors >= (sys.version_info < (3, 12))
+    for error in errors(output) if outcome.errors else ():
+        assert error["index"] > 0
+        assert "RecursionError" in error["reason"] or "not JSON" in error["reason"]
+
+
+def test_a_text_file_has_one_field(client: InlineClient, tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("To be\nor not\n")
+    outcome, output = do(tmp_path, path, keep=("text", "text"))
+    assert outcome.failed == {}
+    assert [row["text"] for row in rows(output)] == ["To be", "or not"]
+    other = tmp_path / "p"
+    with pytest.raises(InputError, match=r"keep: .*in\.txt is a text file, whose lines have only"):
+        do(other, path, keep=("text", "id"))
+    assert not (other / "o").exists()
+    _, output = do(tmp_path / "b", path, column="body", keep=("body",))
+    assert [row["body"] for row in rows(output)] == ["To be", "or not"]
+    with pytest.raises(InputError, match="only the field 'body'"):
+        do(other, path, column="body", keep=("text",))
+
+
+def test_parquet_without_pyarrow(
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(InputError, match=r"Parquet needs pyarrow: pip install 'gpt2block\[parq"):
+        do(tmp_path, '{"text": "To be"}\n', form="parquet")
+    assert client.tries == []
+    assert not (tmp_path / "o").exists()
+
+
+def test_kept_columns_keep_their_arrow_types(client: InlineClient, tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    table = pa.table(
+        {
+            "text": pa.array(["To be", "x", "or not"]),
+            "int64": pa.array([2**62, 1, None], pa.int64()),
+            "uint8": pa.array([1, 2, 255], pa.uint8()),
+            "bool": [True, False, None],
+            "float": pa.array([1.5, np.nan, None], pa.float32()),
+            "list": pa.array([[1, 2], [], None], pa.list_(pa.int16())),
+            "struct": [{"a": 1, "b": "x"}, None, {"a": 2, "b": "y"}],
+            "ns": pa.array([1, 2, 3], pa.timestamp("ns", "Europe/Nowhere")),
+            "far": pa.array([2**62, 1, -(2**62)], pa.timestamp("ms")),
+            "date": pa.array([0, 1, 2], pa.date32()),
+            "decimal": pa.array([1, None, 3], pa.decimal128(20, 2)),
+            "words": pa.array(["a", "b", "a"]).dictionary_encode(),
+            "bytes": pa.array([b"\xff", b"", None], pa.binary()),
+            "null": pa.nulls(3),
+        }
+    )
+    names = tuple(name for name in table.column_names if name != "text")
+    for number in range(2):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / f"in/{number}.parquet", row_group_size=2)
+    path = tmp_path / "in"
+    outcome, output = do(tmp_path, path, keep=names, form="parquet", shard_size=5)
+    assert (outcome.records, outcome.errors, outcome.failed) == (4, 2, {})
+    parts = [pq.read_table(output / f"part-0000{number}.parquet") for number in range(2)]
+    assert parts[0].schema == parts[1].schema
+    found = pa.concat_tables(parts)
+    stored = pq.read_table(tmp_path / "in/0.parquet")
+    for name in names:
+        assert found.schema.field(name).type == stored.schema.field(name).type
+    kept = pa.concat_tables([stored, stored]).take([0, 2, 3, 5]).select(names)
+    assert found.select(names).combine_chunks().equals(kept.combine_chunks()) or (
+        found.select(names).drop(["float"]).equals(kept.drop(["float"]))  # NaN is not NaN
+    )
+
+
+def test_parquet_columns_that_python_cannot_hold_are_errors_of_their_records(
+    client: InlineClient, tmp_path: Path
+) -> None:
+    """Where they have to become JSON."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    kinds = {"far": pa.timestamp("ms"), "zone": pa.timestamp("us", "Europe/Nowhere")}
+    for name, kind in kinds.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        values = pa.array([2**62, None, None], kind)
+        pq.write_table(pa.table({"text": ["To be", "or", "not"], name: values}),
+                       folder / "in.parquet")  # fmt: skip
+        outcome, output = do(folder, folder / "in.parquet", keep=(name,))
+        assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+        assert errors(output)[0]["reason"].startswith("its fields cannot be written: ")
+        # The text itself may be such a column.
+        outcome, output = do(folder / "other", folder / "in.parquet", column=name)
+        assert (outcome.records, outcome.errors, outcome.failed) == (0, 3, {})
+
+
+def test_types_that_differ_between_files(client: InlineClient, tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, kind in enumerate((pa.int32(), pa.string())):
+        ids = pa.array([5]).cast(kind)
+        pq.write_table(pa.table({"text": ["To be"], "id": ids}), folder / f"{number}.parquet")
+    with pytest.raises(InputError, match=r"'id' is int32 in 0\.parquet and string in 1\.parquet"):
+        do(tmp_path, folder, keep=("id",), form="parquet")
+    assert not (tmp_path / "o").exists()
+    (folder / "0.parquet").rename(folder / "2.parquet")
+    with pytest.raises(InputError, match=r"'id' is string in 1\.parquet and int32 in 2\.parquet"):
+        do(tmp_path, folder, keep=("id",), form="parquet")
+    _, output = do(tmp_path, folder, keep=("id",))
+    assert [row["id"] for row in rows(output)] == ["5", 5]
+
+
+def test_fields_of_mixed_input_are_text_in_parquet(client: InlineClient, tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(
+        '{"text": "To be", "id": [1]}\n{"text": "or", "id": "\\ud800"}\n{"text": "not"}\n'
+    )
+    pq.write_table(pa.table({"text": ["To be"], "id": [7]}), folder / "b.parquet")
+    outcome, output = do(tmp_path, folder, keep=("id",), form="parquet")
+    assert (outcome.records, outcome.errors, outcome.failed) == (3, 1, {})
+    found = pq.read_table(output / "part-00000.parquet")
+    assert found["id"].to_pylist() == ["[1]", "null", "7"]
+    assert "surrogates not allowed" in errors(output)[0]["reason"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    bad = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")]
+    )
+    file = tmp_path / "in.parquet"
+    texts = pa.chunked_array([pa.array(["a", "b", "c", None, "e"]), bad])
+    table = pa.table({"text": texts, "id": [{"n": n} for n in range(7)]})
+    pq.write_table(table, file, row_group_size=3)
+    cut = records.cut([file], 4, ["text", "id"])
+    found = [entry for shard in cut for entry in records.read(shard, "text", ["id"])]
+    assert [entry.index for entry in found] == [entry.line for entry in found] == list(range(7))
+    assert isinstance(found[6], Unreadable)
+    good = [entry for entry in found if isinstance(entry, Record)]
+    assert [entry.value for entry in good] == ["a", "b", "c", None, "e", "a"]
+    assert good[5].kept["id"].value() == {"n": 5}
+    with pytest.raises(InputError, match="expected a column 'words', found text, id"):
+        records.cut([file], 4, ["words"])
+    twice = pa.table([[1], [2]], names=["text", "text"])
+    pq.write_table(twice, file)
+    with pytest.raises(InputError, match="expected a column 'text', found several"):
+        records.cut([file], 4, ["text"])
+    file.write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="not a Parquet file"):
+        records.cut([file], 4, ["text"])
+
+
+def test_a_part_as_parquet() -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa  # noqa: PLC0415
+
+    def part() -> bytes:
+        columns: Any = {"completion": "texts", "logprobs": "floats"}
+        types = {"day": pa.date32()}
+        writer = shards.ParquetPart(columns, ["id", "day"], types, single=False)
+        day = pa.chunked_array([[datetime.date(2020, 1, 2)]])
+        row = {"completion": ["a"], "logprobs": [np.ones(2, np.float32)]}
+        writer.add(3, {"id": {"n": 1}, "day": Cell(day, 0)}, row)
+        return writer.data()
+
+    assert part() == part()
+    assert pq.read_table(pa.BufferReader(part())).to_pylist() == [
+        {"index": 3, "id": '{"n": 1}', "day": datetime.date(2020, 1, 2), "completion": ["a"],
+         "logprobs": [[1.0, 1.0]]}
+    ]  # fmt: skip
+
+
+def test_a_bad_seed_is_that_record_s_error() -> None:
+    predictor = Predictor("generate", device="cpu", max_new_tokens=2)
+    seeds: list[Any] = [1, -1, 2**64, None, 1.5, True, "7", np.uint64(2**64 - 1), np.nan]
+    found = predictor({"text": ["To"] * len(seeds), "seed": np.array(seeds, object)})
+    assert [index for index, error in enumerate(found["error"]) if not error] == [0, 7]
+    assert found["error"][1] == "seed: expected an integer from 0 to 2**64 - 1, got -1"
+    assert found["completion"][0]
+    alone = predictor({"text": ["To"], "seed": [1]})
+    assert alone["completion"][0] == found["completion"][0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (None, "expected a mapping from names to columns, got NoneType"),
+        (["a"], "expected a mapping from names to columns, got list"),
+        ({}, "expected a column text or tokens, got none"),
+        ({1: []}, "expected a column text or tokens, got 1"),
+        ({"text": "abc"}, "text: expected a column with an entry for each record, got str"),
+        ({"text": b"abc"}, "text: expected a column"),
+        ({"text": 5}, "text: expected a column"),
+        ({"text": None}, "text: expected a column"),
+        ({"text": {"a": 1}}, "text: expected a column"),
+        ({"tokens": np.array(5)}, "tokens: expected a column"),
+        ({"text": ["ab"], "seed": 5}, "seed: expected a column"),
+        ({"text": ["ab"], "seed": []}, "seed: expected one for each of the 1 records, got 0"),
+    ],
+)
+def test_wrong_batches(batch: Any, said: str) -> None:
+    predictor = Predictor("score", device="cpu")
+    with pytest.raises(InputError, match=said.replace("(", r"\(")):
+        predictor(batch)
+
+
+def test_what_a_predictor_s_record_raises_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor("score", device="cpu")
+
+    def encode(self: Any, value: Any) -> Any:
+        raise PanicException("no") if value == "bad" else AssertionError
+
+    monkeypatch.setattr(Predictor, "_ids", encode)
+    assert predictor({"text": ["bad"]})["error"].tolist() == ["PanicException: no"]
+
+
+def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
+    """To the last tokens of the context, as generate does."""
+    model = GPT2.from_pretrained(device="cpu")
+    long = "To be, or not to be. " * 20
+    ids = model.tokenizer.encode_ordinary(long)[-256:]
+    with pytest.raises(InputError, match="expected 1 to 256 tokens, got 420"):
+        model.embed(long)
+    np.testing.assert_array_equal(model.embed(long, overflow="truncate"), model.embed(ids))
+    together = model.embed([long, "ab"], overflow="truncate")
+    np.testing.assert_allclose(together[1], model.embed("ab"), atol=1e-5)
+    with pytest.raises(InputError, match="overflow: expected 'error' or 'truncate', got 'x'"):
+        scoring.embed(model.engine, model.tokenizer, "ab", overflow="x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="overflow: expected"):
+        Predictor("embed", device="cpu", overflow="x")
+    line = json.dumps({"text": long}) + "\n"
+    outcome, output = do(tmp_path, line, task="embed", options={"overflow": "truncate"})
+    assert (outcome.records, outcome.errors) == (1, 0)
+    (row,) = rows(output)
+    assert row["n_tokens"] == 256
+    np.testing.assert_allclose(row["embedding"], model.embed(ids), rtol=1e-6)
