@@ -7,27 +7,27 @@ it says does not depend on the rows that are computed beside it.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import tokenizer
+from gpt2block.checks import named_options, several
 from gpt2block.config import check_count
+from gpt2block.encoding import Encoding, bytes_of_id
 from gpt2block.engines.model import Ids, ModelEngine
-from gpt2block.errors import InputError
-from gpt2block.sampling import Sampling
-
-if TYPE_CHECKING:
-    import tiktoken
-    from typing_extensions import Unpack
+from gpt2block.errors import InputError, shown
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 
 FinishReason = Literal["length", "stop", "context"]
 Overflow = Literal["error", "truncate"]
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
-REPLACEMENT = "\ufffd".encode()  # in place of bytes that are no UTF-8, and of ids without a token
+SHOWN_TEXT = 200  # characters of a text in `repr`
+MOST_ROWS = 2**20  # of a call: prompts times samples
 
 
 @dataclass(frozen=True)
@@ -37,102 +37,120 @@ class Generation:
     text ends before the stop string or stop token; tokens are all that were sampled, those of the
     stop included, and logprobs their log-probabilities under the model's own logits, before
     penalty, temperature and filters. finish_reason: "length", max_new_tokens were written; "stop";
-    "context", there is no position left.
+    "context", there is no position left. seed: the one it was drawn with; given again, with the
+    same options, it gives the same text.
     """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    seed: int
+
+    def __repr__(self) -> str:
+        text = repr(self.text)
+        if len(text) > SHOWN_TEXT:
+            text = f"{text[: SHOWN_TEXT - 2]}…{text[-1]}"
+        return (
+            f"Generation({text}, {len(self.tokens)} tokens, "
+            f"finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `generate` and `stream`; `Sampling` says what those of sampling mean."""
-
-    max_new_tokens: int  # 200
-    temperature: float  # 1
-    top_k: int  # 0: off
-    top_p: float  # 1: off
-    min_p: float  # 0: off
-    repetition_penalty: float  # 1: off
-    seed: int  # 0
-    stop: str | Iterable[str]  # strings that end the text
-    stop_ids: Iterable[int] | None  # tokens that do; None: <|endoftext|> where there is one
-    overflow: Overflow  # "error": what does not fit the context ends; "truncate": goes on
-    rows_at_once: int  # 16: more prompts and samples than that take turns
-
-
-@overload
+@named_options()
 def generate(
     engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
-    prompts: str,
-    *,
-    samples: Literal[1] = 1,
-    **options: Unpack[Options],
-) -> Generation: ...
-@overload
-def generate(
-    engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
-    prompts: list[str],
-    *,
-    samples: Literal[1] = 1,
-    **options: Unpack[Options],
-) -> list[Generation]: ...
-@overload
-def generate(
-    engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
+    encoding: Encoding | None,
     prompts: Any,
     *,
+    max_new_tokens: int = 200,
+    temperature: float = DEFAULT_TEMPERATURE,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    sampling: Sampling | None = None,
+    stop: str | Iterable[str] = (),
+    stop_ids: Iterable[int] | None = None,
     samples: int = 1,
-    **options: Unpack[Options],
-) -> Any: ...
-def generate(
-    engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
-    prompts: Any,
-    *,
-    samples: int = 1,
-    **options: Unpack[Options],
+    overflow: Overflow = "error",
+    rows_at_once: int = 16,
 ) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
     A Generation for one prompt, a list for a list; with `samples` above 1 a list of them for each
-    prompt. `options`: see Options. The encoding may be None when prompts are ids: then there is no
-    text. An empty prompt starts from <|endoftext|> where the tokenizer has it.
+    prompt. The keywords are those of `GPT2.generate`. The encoding may be None when prompts are
+    ids: then there is no text. An empty prompt starts from <|endoftext|> where the tokenizer has
+    it.
 
     Raises InputError for wrong arguments; for a prompt longer than n_ctx, unless
     overflow="truncate", which keeps its last n_ctx tokens, and drops the older half of the context
-    whenever it is full; and for logits that are NaN.
+    whenever it is full; and for logits that are NaN or infinite.
     """
-    run = Run(engine, encoding, prompts, samples=samples, **options)
+    run = Run(
+        engine,
+        encoding,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=chosen(
+            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        ),
+        stop=stop,
+        stop_ids=stop_ids,
+        samples=samples,
+        overflow=overflow,
+        rows_at_once=rows_at_once,
+    )  # fmt: skip
     for _ in run:
         pass
     written = [row.result() for row in run.rows]
+    samples = len(run.rows) // len(run.prompts)  # a Python integer
     if samples == 1:
         return written[0] if run.single else written
     groups = [written[first : first + samples] for first in range(0, len(written), samples)]
     return groups[0] if run.single else groups
 
 
+@named_options(samples="expected one sample, got {}: use generate")
 def stream(
     engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
+    encoding: Encoding | None,
     prompt: Prompt,
-    **options: Unpack[Options],
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = DEFAULT_TEMPERATURE,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    sampling: Sampling | None = None,
+    stop: str | Iterable[str] = (),
+    stop_ids: Iterable[int] | None = None,
+    overflow: Overflow = "error",
 ) -> Generator[str, None, Generation]:
     """The text of one prompt's continuation, piece by piece, as `generate` makes it.
 
     Only whole characters, and never a part of a stop string: the pieces together are the text. The
     generator returns the Generation. Raises as `generate` does, wrong arguments at once.
     """
-    run = Run(engine, encoding, prompt, **options)
+    run = Run(
+        engine,
+        encoding,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=chosen(
+            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        ),
+        stop=stop,
+        stop_ids=stop_ids,
+        overflow=overflow,
+    )  # fmt: skip
     if not run.single:
         raise InputError("stream: expected one prompt, got a list")
-    if len(run.rows) > 1:
-        raise InputError(f"stream: expected one sample, got {len(run.rows)}: use generate")
     return _pieces(run)
 
 
@@ -150,42 +168,60 @@ class Run:
     Each step gives the row that has a new token, until all have ended.
     """
 
+    @named_options()
     def __init__(
         self,
         engine: ModelEngine,
-        encoding: tiktoken.Encoding | None,
+        encoding: Encoding | None,
         prompts: Any,
         *,
         max_new_tokens: int = 200,
+        temperature: float = DEFAULT_TEMPERATURE,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         samples: int = 1,
         overflow: Overflow = "error",
         rows_at_once: int = 16,
-        **sampling: Any,
     ) -> None:
-        check_count("max_new_tokens", max_new_tokens)
-        check_count("samples", samples)
-        check_count("rows_at_once", rows_at_once)
-        if overflow not in get_args(Overflow):
-            raise InputError(f"overflow: expected 'error' or 'truncate', got {overflow!r}")
+        max_new_tokens = check_count("max_new_tokens", max_new_tokens)
+        samples = check_count("samples", samples)
+        rows_at_once = check_count("rows_at_once", rows_at_once)
+        if not isinstance(overflow, str) or overflow not in get_args(Overflow):
+            raise InputError(f"overflow: expected 'error' or 'truncate', got {shown(overflow)}")
         strings = _stop_strings(stop, encoding)
         config, end = engine.config, tokenizer.end_of_text(encoding)
         if stop_ids is None:
             ids: tuple[int, ...] = () if end is None else (end,)
         else:
-            given = list(stop_ids) if isinstance(stop_ids, Iterable) else [stop_ids]
-            ids = tuple(tokenizer.token_ids(None, given, config.vocab_size, "stop_ids").tolist())
+            found = tokenizer.token_ids(None, several(stop_ids), config.vocab_size, "stop_ids")
+            ids = tuple(found.tolist())
         ends = _Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, frozenset(ids))
-        wanted = [Sampling(**sampling, sample=sample) for sample in range(samples)]
+        sampling = chosen(
+            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )  # fmt: skip
         self._engine, self.rows_at_once = engine, rows_at_once
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
-        self.rows: list[Row] = []
+        _check_rows(len(self.prompts), samples)
+        replace(sampling, sample=sampling.sample + samples - 1)  # raises when that is too many
+        starts = []
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
             start = tokenizer.token_ids(encoding, prompt, config.vocab_size, name)
-            start = _fitting(start, name, end, ends)
-            self.rows += [Row(start, options, encoding, ends) for options in wanted]
+            starts.append(_fitting(start, name, end, ends))
+
+        def row(index: int) -> Row:
+            start, more = starts[index // samples], index % samples
+            options = replace(sampling, sample=sampling.sample + more) if more else sampling
+            return Row(start, options, encoding, ends)
+
+        self.rows = Rows(len(starts) * samples, row)
 
     def __iter__(self) -> Iterator[Row]:
         for first in range(0, len(self.rows), self.rows_at_once):
@@ -221,7 +257,7 @@ class Row:
     """One continuation while it is being written."""
 
     def __init__(
-        self, prompt: Ids, sampling: Sampling, encoding: tiktoken.Encoding | None, ends: _Ends
+        self, prompt: Ids, sampling: Sampling, encoding: Encoding | None, ends: _Ends
     ) -> None:
         self.prompt, self.sampling = prompt, sampling
         self.tokens: list[int] = []
@@ -252,9 +288,10 @@ class Row:
         self._held += 1
         if self.finish_reason:
             return
-        if token < 0:
+        if token < 0 or math.isnan(logprob):
+            wrong = "NaN" if token < 0 else "infinite"
             raise InputError(
-                f"the logits are NaN after {len(self.tokens)} new tokens: the weights hold "
+                f"the logits are {wrong} after {len(self.tokens)} new tokens: the weights hold "
                 "infinity or NaN, or numbers too large for their dtype: try dtype='float32'"
             )
         self.tokens.append(token)
@@ -296,15 +333,34 @@ class Row:
     def result(self) -> Generation:
         """The finished row."""
         assert self.finish_reason is not None
-        return Generation(self.text, tuple(self.tokens), tuple(self.logprobs), self.finish_reason)
+        tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
+        return Generation(self.text, tokens, logprobs, self.finish_reason, self.sampling.seed)
 
     def _bytes(self, token: int) -> bytes:
-        if self._encoding is None:
-            return b""
-        try:
-            return self._encoding.decode_single_token_bytes(token)
-        except KeyError:  # a vocabulary padded beyond the tokenizer's
-            return REPLACEMENT
+        return b"" if self._encoding is None else bytes_of_id(self._encoding, token)
+
+
+class Rows(Sequence[Row]):
+    """The rows of a call; each is made when it is first used."""
+
+    def __init__(self, count: int, make: Callable[[int], Row]) -> None:
+        self._count, self._make = count, make
+        self._made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        found = range(self._count)[index]
+        if isinstance(found, range):
+            return [self[i] for i in found]
+        if found not in self._made:
+            self._made[found] = self._make(found)
+        return self._made[found]
 
 
 class Text:
@@ -346,13 +402,19 @@ class Text:
         )
 
 
-def _stop_strings(stop: Any, encoding: tiktoken.Encoding | None) -> tuple[str, ...]:
-    try:
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    except TypeError:
-        strings = (stop,)
+def _check_rows(prompts: int, samples: int) -> None:
+    if prompts * samples > MOST_ROWS:
+        what = "samples" if samples > 1 else "prompts"
+        raise InputError(
+            f"{what}: expected at most {MOST_ROWS:,} rows, a row for each sample of each prompt, "
+            f"got {prompts:,} prompts and {samples:,} samples: make several calls"
+        )
+
+
+def _stop_strings(stop: Any, encoding: Encoding | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
     if not all(isinstance(string, str) and string for string in strings):
-        raise InputError(f"stop: expected strings of at least one character, got {stop!r}")
+        raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")
     if strings and encoding is None:
         raise InputError("stop: this model has no tokenizer, so there is no text: use stop_ids")
     return strings

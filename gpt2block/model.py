@@ -11,7 +11,9 @@ import numpy as np
 
 from gpt2block.block import resolve_device
 from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
+from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.config import GPT2Config, check_count
+from gpt2block.encoding import Encoding, as_array
 from gpt2block.engines.model import (
     Floats,
     Ids,
@@ -21,13 +23,11 @@ from gpt2block.engines.model import (
     check_dtype,
 )
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.weights import GPT2Weights
 
 if TYPE_CHECKING:
-    import tiktoken
-    from typing_extensions import Unpack
-
-    from gpt2block.generation import Generation, Options
+    from gpt2block.generation import Generation, Overflow
     from gpt2block.scoring import Score
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -39,51 +39,79 @@ class GPT2:
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
     or None for the best there is. dtype: how the matrices are stored, "float32", "bfloat16",
     "float16", "float8_e5m2" or "float8_e4m3fn"; arithmetic is float32, but what tensor cores
-    multiply has 16 bits (docs/dtypes.md).
+    multiply has 16 bits (docs/dtypes.md). allow_nonfinite: load weights that are infinite or NaN,
+    or so large that LayerNorm may overflow float32 and return wrong numbers; by default they are
+    refused by name. FP8 cannot hold them. `generate` and `score` still refuse logits that are NaN.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
+    @named_options()
     def __init__(
-        self, weights: GPT2Weights, device: str | None = None, dtype: str = "float32"
+        self,
+        weights: GPT2Weights,
+        device: str | None = None,
+        dtype: str = "float32",
+        allow_nonfinite: bool = False,
     ) -> None:
         if not isinstance(weights, GPT2Weights):
             raise InputError(
                 f"weights: expected a GPT2Weights, got {type(weights).__name__}: see "
                 "GPT2.from_pretrained"
             )
-        self._set_up(weights.config, weights.tensors(), device, dtype)
+        self._set_up(weights.config, weights.tensors(), device, dtype, allow_nonfinite)
 
     @classmethod
+    @named_options()
     def from_pretrained(
         cls,
         name: str | Path | Checkpoint = ON_BOARD,
         device: str | None = None,
         dtype: str = "float32",
         progress: Progress = iter,
+        allow_nonfinite: bool = False,
+        revision: str | None = None,
     ) -> GPT2:
         """A checkpoint, read tensor by tensor straight into its place.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or "shakespeare", the model in
-        the package. progress: wraps the tensors as they are read. Raises CheckpointError.
+        the package. progress: wraps the tensors as they are read. device, dtype, allow_nonfinite:
+        as in GPT2. revision: of a hub id, a branch, tag or commit. Raises CheckpointError, and
+        InputError for weights that are not finite.
         """
         check_dtype(dtype)
-        if not isinstance(name, (str, Path, Checkpoint)):
-            raise InputError(f"name: expected a name or a path, got {name!r}")
-        checkpoint = Checkpoint.open(name)
+        check_callable("progress", progress)
+        checkpoint = Checkpoint.open(name, revision)
         model = cls.__new__(cls)
         model._checkpoint = checkpoint
-        model._set_up(checkpoint.config, progress(checkpoint.tensors()), device, dtype)
+        tensors = progress(checkpoint.tensors())
+        model._set_up(checkpoint.config, tensors, device, dtype, allow_nonfinite)
         return model
 
     _checkpoint: Checkpoint | None = None
 
-    def _set_up(self, config: GPT2Config, tensors: Tensors, device: str | None, dtype: str) -> None:
+    def _set_up(
+        self,
+        config: GPT2Config,
+        tensors: Tensors,
+        device: str | None,
+        dtype: str,
+        allow_nonfinite: bool,
+    ) -> None:
         check_dtype(dtype)
+        check_flag("allow_nonfinite", allow_nonfinite)
         self.config, self.dtype = config, dtype
-        self.engine = _engine(config, tensors, device, dtype)
+        self.engine = _engine(config, tensors, device, dtype, allow_nonfinite)
+
+    def __repr__(self) -> str:
+        c = self.config
+        sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
+        return (
+            f"GPT2({self.name!r}, {sizes}, vocab_size={c.vocab_size}, {self.dtype}, {self.device}, "
+            f"{self.nbytes:,} bytes)"
+        )
 
     @property
     def device(self) -> str:
@@ -101,11 +129,11 @@ class GPT2:
         return self.engine.nbytes
 
     @cached_property
-    def tokenizer(self) -> tiktoken.Encoding:
+    def tokenizer(self) -> Encoding:
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError when it cannot be had."""
         from gpt2block import tokenizer  # noqa: PLC0415  (tiktoken takes its time)
 
-        directory = self._checkpoint.directory if self._checkpoint else None
+        directory = self._checkpoint.tokenizer_directory() if self._checkpoint else None
         return tokenizer.load(directory, self.config.vocab_size)
 
     def tensors(self) -> Tensors:
@@ -115,20 +143,17 @@ class GPT2:
     def save_pretrained(
         self, directory: str | Path, dtype: str | None = None, overwrite: bool = False
     ) -> Path:
-        """Write a Hugging Face directory, with the tokenizer.json that came with the model.
+        """Write a Hugging Face directory, with the tokenizer files that came with the model.
 
         dtype: "float32", "float16", "bfloat16", or None for what is stored here (FP8 as float32).
         See `checkpoints.save_pretrained`.
         """
-        beside = self._checkpoint and self._checkpoint.directory / "tokenizer.json"
-        tokenizer = beside if beside and beside.is_file() else None
-        return save_pretrained(directory, self, dtype, tokenizer, overwrite)
+        return save_pretrained(directory, self, dtype, self._checkpoint, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
         """An empty kv_cache for `batch` sequences of up to n_ctx tokens (the model's, if None)."""
-        check_count("batch", batch)
-        n_ctx = self.config.n_ctx if n_ctx is None else n_ctx
-        check_count("n_ctx", n_ctx)
+        batch = check_count("batch", batch)
+        n_ctx = check_count("n_ctx", self.config.n_ctx if n_ctx is None else n_ctx)
         if n_ctx > self.config.n_ctx:
             raise InputError(
                 f"n_ctx: expected at most the model's {self.config.n_ctx}, got {n_ctx}"
@@ -141,6 +166,7 @@ class GPT2:
         With `last` those of the last position only: (V,) or (B, V). With a cache the tokens go on
         behind what its rows hold, and are added to it; row b of the ids is row b of the cache.
         """
+        check_flag("last", last)
         sequences, shape = self._sequences(ids, cache)
         logits = self.engine.forward(sequences, "last" if last else "logits", cache)
         if shape is None:
@@ -158,42 +184,148 @@ class GPT2:
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
-    def generate(self, prompts: Any, *, samples: int = 1, **options: Unpack[Options]) -> Any:
-        """Continue a prompt, or each of a list: `generation.generate`, which says what it takes.
+    @named_options()
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = DEFAULT_TEMPERATURE,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        samples: int = 1,
+        overflow: Overflow = "error",
+        rows_at_once: int = 16,
+    ) -> Any:
+        """Continue a prompt (text or token ids), or each of a list.
 
-        A Generation (text, tokens, logprobs, finish_reason) for one prompt, a list for a list of
-        prompts; with `samples` above 1 a list for each prompt.
+        A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
+        of prompts; with `samples` above 1 a list for each prompt.
+
+        max_new_tokens: tokens of a continuation at most.
+        temperature: logits are divided by it; 0 takes the likeliest token, 1 draws from the model's
+            own distribution.
+        top_k: draw from the k likeliest tokens only; 0 is off.
+        top_p: draw from the fewest tokens that together have this probability; 1 is off.
+        min_p: draw from tokens at least this fraction as likely as the likeliest; 0 is off.
+        repetition_penalty: above 1, tokens that were there become less likely; 1 is off.
+        seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
+            None draws a new one, which Generation.seed reports.
+        sampling: a Sampling, in place of the keywords from temperature to seed.
+        stop: a string, or several, before which the text ends.
+        stop_ids: tokens that end the text; None stands for <|endoftext|> where the model has it.
+        samples: continuations of each prompt. Prompts times samples: 2^20 at most.
+        overflow: "error" refuses a prompt longer than the context, and ends a text where the
+            context is full; "truncate" drops the oldest tokens instead.
+        rows_at_once: continuations computed together; it changes no result.
+
+        Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
+        keyword), and for logits that are NaN or infinite; CheckpointError for text when the
+        tokenizer cannot be loaded.
         """
         from gpt2block import generation  # noqa: PLC0415
 
-        encoding = self._encoding(prompts)
-        return generation.generate(self.engine, encoding, prompts, samples=samples, **options)
+        return generation.generate(
+            self.engine,
+            self._encoding(prompts),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=chosen(
+                sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                repetition_penalty=repetition_penalty,
+            ),
+            stop=stop,
+            stop_ids=stop_ids,
+            samples=samples,
+            overflow=overflow,
+            rows_at_once=rows_at_once,
+        )  # fmt: skip
 
-    def stream(self, prompt: Any, **options: Unpack[Options]) -> Generator[str, None, Generation]:
+    @named_options(samples="expected one sample, got {}: use generate")
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = DEFAULT_TEMPERATURE,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        overflow: Overflow = "error",
+    ) -> Generator[str, None, Generation]:
         """The continuation of one prompt, piece by piece as it is written, whole characters each.
 
-        The options of `generate`; the generator returns the Generation.
+        The keywords are those of `generate`. The generator returns the Generation, whose `seed`
+        is the one that was drawn. Raises as `generate` does, wrong arguments at once.
         """
         from gpt2block import generation  # noqa: PLC0415
 
-        return generation.stream(self.engine, self._encoding(prompt), prompt, **options)
+        return generation.stream(
+            self.engine,
+            self._encoding(prompt),
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=chosen(
+                sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                repetition_penalty=repetition_penalty,
+            ),
+            stop=stop,
+            stop_ids=stop_ids,
+            overflow=overflow,
+        )  # fmt: skip
 
-    def score(self, text: Any, stride: int | None = None, **options: Any) -> Score:
+    @named_options()
+    def score(
+        self,
+        text: Any,
+        stride: int | None = None,
+        *,
+        tokens_at_once: int = 8192,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Score:
         """How likely a text or a row of token ids is: log_likelihood, perplexity, bits_per_byte.
 
         In windows of n_ctx tokens that slide by `stride`, n_ctx // 2 if None: `scoring.score`.
+        tokens_at_once: of windows computed together; it changes no result. progress: called with
+        the number of tokens scored so far and of all. Raises InputError.
         """
         from gpt2block import scoring  # noqa: PLC0415
 
-        return scoring.score(self.engine, self._encoding(text), text, stride=stride, **options)
+        return scoring.score(
+            self.engine,
+            self._encoding(text),
+            text,
+            stride=stride,
+            tokens_at_once=tokens_at_once,
+            progress=progress,
+        )
 
-    def embed(self, texts: Any, pooling: Literal["mean", "last"] = "mean") -> Floats:
-        """A vector (C,) of a text or token ids, (B, C) of a list: the mean or the last state."""
+    @named_options()
+    def embed(
+        self, texts: Any, pooling: Literal["mean", "last"] = "mean", overflow: Overflow = "error"
+    ) -> Floats:
+        """A vector (C,) of a text or token ids, (B, C) of a list: the mean or the last state.
+
+        overflow: of an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error"
+        raises InputError.
+        """
         from gpt2block import scoring  # noqa: PLC0415
 
-        return scoring.embed(self.engine, self._encoding(texts), texts, pooling)
+        encoding = self._encoding(texts)
+        return scoring.embed(self.engine, encoding, texts, pooling, overflow=overflow)
 
-    def _encoding(self, texts: Any) -> tiktoken.Encoding | None:
+    def _encoding(self, texts: Any) -> Encoding | None:
         """The tokenizer; None where it cannot be had and token ids were given."""
         several = texts if isinstance(texts, (list, tuple)) else [texts]
         try:
@@ -233,8 +365,10 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
     """
     try:
         ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
-        rows = [np.asarray(row) for row in ids] if ragged else [np.asarray(ids)]
-    except ValueError as error:  # lists in lists of different depths
+        rows = [as_array(row, "ids") for row in (ids if ragged else [ids])]
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # lists of different depths; CuPy
         raise InputError(f"ids: expected rows of integers: {error}") from error
     shape: tuple[int, ...] | None = None
     if ragged and len({row.shape for row in rows}) == 1:
@@ -257,12 +391,14 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
     return [row.astype(np.int32) for row in rows], shape
 
 
-def _engine(config: GPT2Config, tensors: Tensors, device: str | None, dtype: str) -> ModelEngine:
+def _engine(
+    config: GPT2Config, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
+) -> ModelEngine:
     index = resolve_device(device)
     if index is None:
         from gpt2block.engines.model_cpu import NumpyModel  # noqa: PLC0415
 
-        return NumpyModel(config, tensors, dtype)
+        return NumpyModel(config, tensors, dtype, allow_nonfinite)
     from gpt2block.engines.model_cuda import CudaModel  # noqa: PLC0415
 
-    return CudaModel(config, tensors, dtype, index)
+    return CudaModel(config, tensors, dtype, index, allow_nonfinite)

@@ -7,19 +7,23 @@ bit. kernels_cu/sample.cu says what is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.errors import InputError
+from gpt2block.checks import check_integer, check_number, real
+from gpt2block.errors import InputError, shown
 
+DEFAULT_TEMPERATURE = 0.8
+SEED_BITS = 53  # of a fresh seed: a number that JSON readers with doubles keep exactly
 SMALLEST = 2.0**-126  # float32 has no full precision below it,
 LARGEST = 2.0**126  # and none for the reciprocal of what lies beyond
 UNIT = np.float32(2**40)  # the mass of the likeliest token
 ROUNDS = 10
+DEFAULT_TEMPERATURE = 0.8  # of `generate`, from Python and from the command line
 
 Floats = NDArray[np.floating[Any]]
 Masses = NDArray[np.uint64]
@@ -27,14 +31,15 @@ Masses = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row chooses its tokens; the defaults draw from the model's own distribution.
+    """How one row chooses its tokens.
 
     The steps follow each other as the fields stand here, the repetition penalty first of all.
-    The same logits, seed, sample and step give the same token, alone or in a batch.
+    A temperature of 1 with all filters off draws from the model's own distribution. The same
+    logits, seed, sample and step give the same token, alone or in a batch.
     Raises InputError for a value that means nothing.
     """
 
-    temperature: float = 1.0  # logits are divided by it; 0: the likeliest token, always
+    temperature: float = DEFAULT_TEMPERATURE  # logits are divided by it; 0: the likeliest token
     top_k: int = 0  # draw from the k likeliest only; 0: off
     top_p: float = 1.0  # from the fewest that together have this probability; 1: off
     min_p: float = 0.0  # from those at least this many times as likely as the likeliest; 0: off
@@ -44,32 +49,35 @@ class Sampling:
 
     def __post_init__(self) -> None:
         usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
-        if isinstance(self.temperature, bool) or np.ndim(self.temperature) or self.temperature != 0:
-            _number("temperature", self.temperature, SMALLEST, LARGEST, f"0 (greedy), or {usual}")
-        _number("top_p", self.top_p, 0.0, 1.0, "a probability, 1 to keep all")
-        _number("min_p", self.min_p, 0.0, 1.0, "a part of 1, 0 to keep all")
-        _number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, usual)
-        _integer("top_k", self.top_k, 31, "how many tokens to keep, 0 to keep all")
-        _integer("seed", self.seed, 64, "an unsigned integer of 64 bits")
-        _integer("sample", self.sample, 31, "the number of a sample from 0")
+        greedy = real(self.temperature) == 0
+        least, hot = (0.0, 0.0) if greedy else (SMALLEST, LARGEST)
+        numbers = {
+            "temperature": (least, hot, f"0 (greedy), or {usual}"),
+            "top_p": (0, 1, "a probability, 1 to keep all"),
+            "min_p": (0, 1, "a part of 1, 0 to keep all"),
+            "repetition_penalty": (SMALLEST, LARGEST, usual),
+        }
+        integers = {
+            "top_k": (0, 2**31 - 1, "how many tokens to keep, 0 to keep all"),
+            "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
+            "sample": (0, 2**31 - 1, "the number of a sample from 0"),
+        }
+        # NumPy's numbers become Python's: -top_k of a uint8 is not negative.
+        for name, limits in numbers.items():
+            object.__setattr__(self, name, check_number(name, getattr(self, name), *limits))
+        for name, range_ in integers.items():
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), *range_))
 
 
-def _number(name: str, value: object, least: float, most: float, expected: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float, np.integer, np.floating))
-        or not (math.isfinite(value) and least <= value <= most)
-    ):
-        raise InputError(f"{name}: expected {expected}, got {value!r}")
+def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampling:
+    """`sampling` where it is given, else one of these fields, with a fresh seed if that is None."""
+    if sampling is None:
+        import secrets  # noqa: PLC0415  (it takes a while)
 
-
-def _integer(name: str, value: object, bits: int, expected: str) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, np.integer))
-        or not 0 <= value < 1 << bits
-    ):
-        raise InputError(f"{name}: expected {expected}, got {value!r}")
+        return Sampling(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **fields)
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
+    return sampling
 
 
 class Choice(NamedTuple):
@@ -150,7 +158,8 @@ def draw(mass: Masses, random: int) -> int:
 
 def random_bits(seed: int, step: int, sample: int) -> int:
     """64 random bits, the same for the same numbers."""
-    words = philox((step, sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    # Python's integers do not overflow, as NumPy's would.
+    words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return words[0] | words[1] << 32
 
 
@@ -169,11 +178,19 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
     return c0, c1, c2, c3
 
 
+def check_step(step: object) -> int:
+    """The step as an int; InputError unless it is a number of tokens drawn so far."""
+    return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
+
+
 def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Sampling]:
-    """One for each of B rows: the same for all, or as many as there are rows; InputError else."""
+    """One for each of B rows: the same for all, or as many as there are rows; InputError else.
+
+    None draws from the model's own distribution, with seed 0.
+    """
     if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * B
-    rows = list(sampling)
+        return [sampling or Sampling(temperature=1.0)] * B
+    rows = list(sampling) if isinstance(sampling, Iterable) else []
     if len(rows) != B or not all(isinstance(row, Sampling) for row in rows):
         raise InputError(
             f"sampling: expected a Sampling, or {B} of them, one a row, got {sampling!r}"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import tokenizer
+from gpt2block.checks import check_callable, is_plain
 from gpt2block.config import check_count
+from gpt2block.encoding import Encoding, as_array, token_sizes
 from gpt2block.engines.model import Floats, Ids, ModelEngine, in_groups
-from gpt2block.errors import InputError
-
-if TYPE_CHECKING:
-    import tiktoken
+from gpt2block.errors import InputError, shown
+from gpt2block.generation import Overflow
 
 Pooling = Literal["mean", "last"]
 Progress = Callable[[int, int], None]  # tokens scored so far, of how many
@@ -56,7 +57,7 @@ class Score:
 
 def score(
     engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
+    encoding: Encoding | None,
     text: Any,
     *,
     stride: int | None = None,
@@ -78,8 +79,10 @@ def score(
     if n_ctx < 2:
         raise InputError("score: a model with n_ctx 1 predicts no token from another")
     stride = n_ctx // 2 if stride is None else stride
-    check_count("stride", stride)
-    check_count("tokens_at_once", tokens_at_once)
+    stride = check_count("stride", stride)
+    tokens_at_once = check_count("tokens_at_once", tokens_at_once)
+    if progress is not None:
+        check_callable("progress", progress)
     if stride >= n_ctx:
         raise InputError(f"stride: expected 1 to {n_ctx - 1}, less than n_ctx, got {stride}")
     ids = _tokens(encoding, text, vocab_size)
@@ -98,25 +101,25 @@ def score(
                     "try dtype='float32'"
                 )
             total, done = total + part, done + new
-        if progress:
+        if progress is not None:
             progress(done, len(ids) - 1)
     return Score(total, done, text_bytes, n_ctx, stride)
 
 
 def embed(
     engine: ModelEngine,
-    encoding: tiktoken.Encoding | None,
+    encoding: Encoding | None,
     inputs: Any,
     pooling: Pooling = "mean",
     tokens_at_once: int = 8192,
+    overflow: Overflow = "error",
 ) -> Floats:
     """Vectors of texts or token ids: the mean or the last of the states after the final LayerNorm.
 
-    (C,) float32 for one input, (B, C) for a list of B. Raises InputError for an empty input and
-    for one longer than n_ctx.
+    (C,) float32 for one input, (B, C) for a list of B. overflow: of an input longer than n_ctx,
+    "truncate" keeps the last n_ctx tokens, "error" raises InputError, as an empty input does.
     """
-    if pooling not in get_args(Pooling):
-        raise InputError(f"pooling: expected 'mean' or 'last', got {pooling!r}")
+    check_embed_options(pooling, overflow)
     check_count("tokens_at_once", tokens_at_once)
     config = engine.config
     single, several = tokenizer.as_list(inputs, "input")
@@ -124,6 +127,8 @@ def embed(
     for index, given in enumerate(several):
         name = "input" if single else f"input {index}"
         ids = tokenizer.token_ids(encoding, given, config.vocab_size, name)
+        if overflow == "truncate":
+            ids = ids[-config.n_ctx :]
         if not 1 <= len(ids) <= config.n_ctx:
             raise InputError(f"{name}: expected 1 to {config.n_ctx} tokens, got {len(ids)}")
         sequences.append(ids)
@@ -135,28 +140,40 @@ def embed(
     return vectors[0] if single else np.stack(vectors)
 
 
+def check_embed_options(pooling: Any, overflow: Any) -> None:
+    """Raise InputError for what `embed` does not know."""
+    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
+        raise InputError(f"pooling: expected 'mean' or 'last', got {shown(pooling)}")
+    if not isinstance(overflow, str) or overflow not in get_args(Overflow):
+        raise InputError(f"overflow: expected 'error' or 'truncate', got {shown(overflow)}")
+
+
 def load_tokens(path: str | Path) -> Tokens:
     """The ids in a token file, (T,), mapped into memory rather than read.
 
     .npy: a row of integers. Others: uint16, little-endian, behind llm.c's header of 256 int32
     (20240520, version 1, how many) or, as nanoGPT writes them, without a header. Raises InputError.
     """
-    path = Path(path).expanduser()
     try:
-        if path.suffix == ".npy":
-            return _from_npy(path)
-        return _from_bin(path)
-    except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: cannot be read as a token file: {error}") from error
+        path = Path(path).expanduser()
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path}: cannot be read as a token file: it is not a regular file")
+        return _from_npy(path) if path.suffix == ".npy" else _from_bin(path)
+    except InputError:
+        raise
+    except Exception as error:  # NumPy's parser of headers raises what Python's own parser does
+        reason = str(error) or type(error).__name__
+        raise InputError(f"{path}: cannot be read as a token file: {reason}") from error
 
 
 def _from_npy(path: Path) -> Tokens:
-    ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        found = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
-        raise InputError(f"{path}: expected a row of integers, got {found}")
+    with path.open("rb") as file:
+        archive = file.read(4).startswith(b"PK")
+    if archive:
+        raise InputError(f"{path}: expected a row of integers, got an archive of arrays (.npz)")
+    ids: Tokens = np.lib.format.open_memmap(path, mode="r")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"{path}: expected a row of integers, got {ids.dtype} {ids.shape}")
     return ids
 
 
@@ -181,24 +198,23 @@ def _from_bin(path: Path) -> Tokens:
     return np.memmap(path, "<u2", "r", offset=first)
 
 
-def _tokens(encoding: tiktoken.Encoding | None, text: Any, vocab_size: int) -> Tokens:
+def _tokens(encoding: Encoding | None, text: Any, vocab_size: int) -> Tokens:
     """Ids, checked; an array stays where it is, so that a large file is not read at once."""
-    if not isinstance(text, np.ndarray):
+    if not is_plain(text):
         return tokenizer.token_ids(encoding, text, vocab_size, "text")
-    if text.ndim != 1 or text.dtype.kind not in "iu":
-        raise InputError(f"text: expected text or a row of integers, got {text.dtype} {text.shape}")
-    for first in range(0, len(text), _AT_ONCE):
-        tokenizer.check_ids(text[first : first + _AT_ONCE], vocab_size, "text", first)
-    return text
+    ids = as_array(text, "text")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"text: expected text or a row of integers, got {ids.dtype} {ids.shape}")
+    for first in range(0, len(ids), _AT_ONCE):
+        tokenizer.check_ids(ids[first : first + _AT_ONCE], vocab_size, "text", first)
+    return ids
 
 
-def _count_bytes(encoding: tiktoken.Encoding | None, ids: Tokens, vocab_size: int) -> int | None:
+def _count_bytes(encoding: Encoding | None, ids: Tokens, vocab_size: int) -> int | None:
     """Bytes of text in the tokens after the first. Special tokens stand for none."""
     if encoding is None:
         return None
-    sizes = np.zeros(vocab_size, np.int64)
-    for token in encoding.token_byte_values():
-        sizes[encoding.encode_single_token(token)] = len(token)
+    sizes = token_sizes(encoding, vocab_size)
     parts = (ids[first : first + _AT_ONCE] for first in range(1, len(ids), _AT_ONCE))
     return sum(int(sizes[part].sum()) for part in parts)
 

@@ -29,6 +29,7 @@ from tests import plain
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
 from gpt2block.engines.cuda import MAX_CALLS, MAX_SHAPES, CudaEngine
+from gpt2block.weight_matrix import FLOATS
 
 pytestmark = pytest.mark.gpu
 Block = partial(gpt2block.Block, kernels="skeleton")  # the documents' kernels
@@ -302,13 +303,75 @@ def test_arrays_of_other_libraries(cp: ModuleType, gpt2: BlockWeights, kind: Any
     np.testing.assert_array_equal(out.get(), expected)
 
 
-def test_a_torch_tensor(gpt2: BlockWeights) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed; it is no dependency")
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    module: ModuleType = pytest.importorskip("torch", reason="torch is not installed")
+    return module
+
+
+def test_a_torch_tensor(torch: ModuleType, gpt2: BlockWeights) -> None:
     block = Block(gpt2, device="cuda")
     host = random_input(0, (30, 768))
     expected = block(host)
-    np.testing.assert_array_equal(block(torch.from_numpy(host).cuda()).get(), expected)
+    x = torch.from_numpy(host).cuda()
+    np.testing.assert_array_equal(block(x).get(), expected)
     np.testing.assert_array_equal(block(torch.from_numpy(host)), expected)
+    strided = torch.from_numpy(np.repeat(host, 2, axis=0)).cuda()[::2]
+    np.testing.assert_array_equal(block(strided).get(), expected)
+    out = torch.full_like(x, torch.nan)
+    for _ in range(3):  # launched, captured, replayed
+        out.fill_(torch.nan)
+        assert block(x, out=out) is out
+        np.testing.assert_array_equal(out.cpu().numpy(), expected)
+
+
+def test_a_torch_tensor_of_16_bits(torch: ModuleType, gpt2: BlockWeights) -> None:
+    block = gpt2block.Block(gpt2, device="cuda", dtype="bfloat16")
+    x = torch.from_numpy(random_input(0, (30, 768))).cuda().to(torch.bfloat16)
+    expected = block(x.float().cpu().numpy().astype(FLOATS["bfloat16"]))
+    np.testing.assert_array_equal(block(x).get(), expected)
+
+
+def test_a_torch_tensor_is_viewed_without_dlpack(
+    monkeypatch: pytest.MonkeyPatch, torch: ModuleType, gpt2: BlockWeights
+) -> None:
+    """DLPack takes torch about 18 µs of host time per tensor, as much as a small block."""
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", None)
+    block = Block(gpt2, device="cuda")
+    x = torch.from_numpy(random_input(0, (30, 768))).cuda()
+    np.testing.assert_array_equal(block(x).get(), block(x.cpu().numpy()))
+
+
+def test_a_torch_tensor_that_torch_does_not_share(torch: ModuleType, gpt2: BlockWeights) -> None:
+    block = Block(gpt2, device="cuda")
+    x = torch.zeros((5, 768), device="cuda")
+    for wrong, message in (
+        (x.clone().requires_grad_(), "expected an array that can be shared, got Tensor: .*grad"),
+        (x.to_sparse(), "expected an array that can be shared, got Tensor"),
+        (x[:0], "expected at least one token"),
+        (x.double(), "x: expected float32, got float64"),
+        (x.t(), r"expected shape \(T, 768\) or \(B, T, 768\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            block(wrong)
+
+
+def test_a_block_waits_for_the_stream_of_a_torch_tensor(
+    cp: ModuleType, torch: ModuleType, gpt2: BlockWeights
+) -> None:
+    block = Block(gpt2, device="cuda")
+    host = random_input(0, (30, 768))
+    expected = block(host)
+    source = torch.from_numpy(host).cuda()
+    for side in (torch.cuda.Stream(), torch.cuda.current_stream()):
+        for ours in (cp.cuda.Stream(non_blocking=True), cp.cuda.Stream.null):
+            x = torch.full_like(source, torch.nan)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)  # about 50 ms
+                x.copy_(source)
+                with ours:
+                    np.testing.assert_array_equal(block(x).get(stream=ours), expected)
 
 
 def test_a_cuda_array_that_is_not_contiguous_is_copied(cp: ModuleType, gpt2: BlockWeights) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from gpt2block import InputError
 from gpt2block.generation import Generation, Run, Text, generate, stream
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 BYTES = byte_encoding(end=False)
@@ -110,11 +113,11 @@ def test_whole_characters_are_streamed() -> None:
 
 
 def test_a_stream_returns_the_generation() -> None:
-    pieces = stream(says("no. more"), BYTES, "x", stop=".")
+    pieces = stream(says("no. more"), BYTES, "x", stop=".", seed=3)
     assert [next(pieces), next(pieces)] == ["n", "o"]
     with pytest.raises(StopIteration) as end:
         next(pieces)
-    assert end.value.value == generate(says("no. more"), BYTES, "x", stop=".")
+    assert end.value.value == generate(says("no. more"), BYTES, "x", stop=".", seed=3)
     assert end.value.value.finish_reason == "stop"
 
 
@@ -290,6 +293,9 @@ def test_nan_is_an_error() -> None:
         ({"stop": 3}, "stop: expected strings"),
         ({"stop_ids": [256]}, "stop_ids: token 0 is 256: expected ids from 0 to 255"),
         ({"stop_ids": -1}, "stop_ids: token 0 is -1"),
+        ({"stop_ids": np.array(300)}, "stop_ids: token 0 is 300"),
+        ({"overflow": np.array(["error", "truncate"])}, "overflow: expected 'error' or"),
+        ({"stop": np.array(3)}, "stop: expected strings"),
         ({"stop_ids": 1.5}, "row of integers, got list of float64"),
         ({"temperature": -1.0}, "temperature"),
         ({"seed": -1}, "seed"),
@@ -341,3 +347,100 @@ def test_a_stream_takes_one_prompt_and_says_so_at_once() -> None:
     with pytest.raises(TypeError, match="temprature"):
         stream(engine, BYTES, "a", temprature=1)  # type: ignore[call-arg]
     assert engine.batches == []
+
+
+def test_a_new_seed_for_every_call_which_is_reported() -> None:
+    engine = MarkovEngine(random_table(0, 256))
+    first, second = (generate(engine, BYTES, "a", temperature=1) for _ in range(2))
+    assert first.seed != second.seed
+    assert first.tokens != second.tokens
+    assert generate(engine, BYTES, "a", temperature=1, seed=first.seed) == first
+    several = generate(engine, BYTES, ["a", "b"], samples=2, seed=5)
+    assert [found.seed for found in several[1]] == [5, 5]
+    with pytest.raises(StopIteration) as end:
+        next(stream(engine, None, [97], max_new_tokens=2))  # of ids alone: no text, so no pieces
+    drawn = end.value.value
+    assert drawn == generate(engine, None, [97], max_new_tokens=2, seed=drawn.seed)
+
+
+def test_a_sampling_in_place_of_its_fields() -> None:
+    engine = MarkovEngine(random_table(0, 256))
+    fields: dict[str, Any] = {"temperature": 0.5, "top_k": 9, "seed": 4}
+    sampling = Sampling(**fields)
+    expected = generate(engine, BYTES, "a", samples=3, **fields)
+    assert generate(engine, BYTES, "a", samples=3, sampling=sampling) == expected
+    assert generate(engine, BYTES, "a", sampling=replace(sampling, sample=2)) == expected[2]
+    calls: list[Any] = [generate, stream, Run]
+    for call in calls:
+        with pytest.raises(InputError, match="sampling: holds seed already: give one of the two"):
+            call(engine, BYTES, "a", sampling=sampling, seed=4)
+        with pytest.raises(InputError, match=r"sampling: expected a Sampling, got 0\.5"):
+            call(engine, BYTES, "a", sampling=0.5)
+
+
+def test_the_default_temperature() -> None:
+    found = generate(MarkovEngine(random_table(0, 256)), BYTES, "a", seed=1)
+    same = generate(
+        MarkovEngine(random_table(0, 256)), BYTES, "a", seed=1, temperature=DEFAULT_TEMPERATURE
+    )
+    assert found == same
+    assert DEFAULT_TEMPERATURE == Sampling().temperature == 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "did you mean 'max_new_tokens'?"),
+        ("topk", "did you mean 'top_k'?"),
+        ("temprature", "did you mean 'temperature'?"),
+        ("zzz", "see help(generate)"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest(name: str, hint: str) -> None:
+    options: dict[str, Any] = {name: 3}
+    with pytest.raises(InputError) as error:
+        generate(MarkovEngine(cycle(256)), BYTES, "a", **options)
+    assert f"generate: unknown keyword {name!r}: {hint}" in str(error.value)
+    assert isinstance(error.value, TypeError)
+
+
+def test_rows_are_bounded_and_made_when_they_are_needed() -> None:
+    engine = MarkovEngine(cycle(256))
+    with pytest.raises(InputError, match=r"samples: expected at most 1,048,576 rows.*10,000,000"):
+        generate(engine, BYTES, "a", samples=10_000_000)
+    with pytest.raises(InputError, match=r"samples: .*2 prompts and 524,289 samples"):
+        Run(engine, BYTES, ["a", "b"], samples=2**19 + 1)
+    tracemalloc.start()
+    run = Run(engine, BYTES, ["a", "b"], samples=2**19)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len(run.rows) == 2**20
+    assert run.rows[-1].sampling.sample == 2**19 - 1
+    assert run.rows[2**19].prompt.tolist() == [ord("b")]
+    with pytest.raises(InputError, match="sample: expected the number of a sample"):
+        Run(engine, BYTES, "a", samples=2, sampling=Sampling(sample=2**31 - 1))
+
+
+def test_small_numpy_integers_do_not_overflow() -> None:
+    sizes: dict[str, Any] = {"samples": np.uint8(100), "max_new_tokens": np.uint8(1)}
+    found = generate(MarkovEngine(cycle(256)), BYTES, ["a", "b", "c"], **sizes)
+    assert [len(group) for group in found] == [100] * 3
+
+
+def test_infinite_logits_are_an_error() -> None:
+    table = cycle(256)
+    table[ord("b"), 3] = np.inf
+    with (
+        np.errstate(invalid="ignore"),
+        pytest.raises(InputError, match="logits are infinite after 1 new tokens"),
+    ):
+        generate(MarkovEngine(table), BYTES, "a", temperature=0)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.ma.array([1, 2], mask=[False, True]), [1, True], [[1], [False]]]
+)
+def test_masks_and_bools_are_not_ids(prompt: Any) -> None:
+    with pytest.raises(InputError, match=r"a masked array|(True|False): expected an integer"):
+        generate(MarkovEngine(cycle(256)), BYTES, prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, InputError, reference
+from gpt2block import GPT2, GPT2Config, InputError, cli_map, cli_model, generation, reference
+from gpt2block.checkpoints import Checkpoint
 from gpt2block.engines.model import DTYPES, kv_cache_dtype
 from gpt2block.kernels import FP8
-from gpt2block.sampling import Sampling
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from gpt2block.weight_matrix import WeightMatrix
 from gpt2block.weights import GPT2Weights
 from tests.plain import rounding
@@ -206,6 +208,26 @@ def test_a_dtype_is_the_model_with_its_weights_rounded(device: str, dtype: str) 
         assert np.abs(truth(w, ids) - expected).max() > 2 * limit  # it does show
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_converts_weights_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored and multiplied as float32: no step converts, and the memory is that of float32."""
+    m = GPT2(weights(TINY), "cpu", dtype)
+    kv_cache = m.new_cache(2, 5)
+    assert m.nbytes == model(TINY, "cpu").nbytes
+    assert kv_cache.nbytes == 4 * TINY.n_layer * 2 * 2 * 5 * TINY.n_embd
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(reference, "from_fp8", refused)
+    monkeypatch.setattr(WeightMatrix, "quantize", refused)
+    m.generate([1, 2, 3], max_new_tokens=3)
+    m(random_ids(TINY, 5), last=True)
+    for _, array, layout in m.tensors():  # what a saved model has, and so its dtype
+        kept = "float32" if layout is None or dtype in FP8 else dtype
+        assert array.dtype.name == kept
+
+
 @everywhere
 def test_log_likelihoods(device: str) -> None:
     rows = [random_ids(SMALL, n, seed=n) for n in (300, 2, 1, 70)]
@@ -357,6 +379,10 @@ def test_bad_ids_and_caches(device: str) -> None:
         ([[[1]]], r"at least one token each, got int64 \(1, 1\)"),
         ([[1], []], "row 1: expected integers"),
         (np.zeros(21, int), "row 0 has 21 tokens, the context is n_ctx = 20"),
+        (np.ma.array([1, 2], mask=[False, True]), "ids: expected token ids, got a masked array"),
+        ([1, True], "ids: token 1 is True: expected an integer"),
+        ([10**400], "ids"),
+        (None, "ids: expected integers"),
     ):
         with pytest.raises(InputError, match=message):
             m(ids)
@@ -373,7 +399,7 @@ def test_bad_ids_and_caches(device: str) -> None:
             m([1], cache=cache_)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="ids: expected rows of integers"):
         m([[1, [2]], [3]])
-    with pytest.raises(InputError, match="name: expected a name or a path, got 3"):
+    with pytest.raises(InputError, match="checkpoint: expected a name or a path, got 3"):
         GPT2.from_pretrained(3)  # type: ignore[arg-type]
     for arguments, message in (
         ((0,), "batch: expected a positive integer, got 0"),
@@ -385,6 +411,144 @@ def test_bad_ids_and_caches(device: str) -> None:
         GPT2(weights(TINY), device=device, dtype="int8")
     with pytest.raises(InputError, match="weights: expected a GPT2Weights, got int"):
         GPT2(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "score"])
+def test_help_shows_the_keywords(method: str) -> None:
+    signature = inspect.signature(getattr(GPT2, method))
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    expected = {"score": "tokens_at_once: 'int' = 8192"}.get(method, "temperature: 'float' = 0.8")
+    assert expected in str(signature)
+    with pytest.raises(InputError, match=f"{method}: unknown keyword 'strid'"):
+        getattr(model(TINY, "cpu"), method)([1, 2], strid=1)
+
+
+def test_one_default_temperature() -> None:
+    functions: list[Any] = [
+        GPT2.generate, GPT2.stream, generation.generate, generation.stream, generation.Run,
+        cli_model.generate, cli_map.generate, Sampling,
+    ]  # fmt: skip
+    for function in functions:
+        parameter = inspect.signature(function).parameters["temperature"]
+        assert parameter.default == DEFAULT_TEMPERATURE == 0.8
+
+
+def test_every_keyword_of_generate_is_documented() -> None:
+    documented = inspect.getdoc(GPT2.generate) or ""
+    for name in inspect.signature(GPT2.generate).parameters:
+        assert name in ("self", "prompts") or f"\n{name}: " in documented
+
+
+def test_the_keywords_reach_the_run() -> None:
+    """Each keyword does what it does in `generation.generate`."""
+    m = model(TINY, "cpu")
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    plain = m.generate([1, 2], max_new_tokens=9, **options)
+    assert len(plain.tokens) == 9
+    assert m.generate([1, 2], max_new_tokens=9, sampling=Sampling(**options)) == plain
+    for change in (
+        {"temperature": 0.1}, {"seed": 4}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9},
+        {"repetition_penalty": 50}, {"stop_ids": plain.tokens[:1]}, {"max_new_tokens": 8},
+    ):  # fmt: skip
+        changed: dict[str, Any] = {"max_new_tokens": 9} | options | change
+        assert m.generate([1, 2], **changed) != plain, change
+        with pytest.raises(StopIteration) as end:
+            next(m.stream([1, 2], **changed))  # ids alone: no text
+        assert end.value.value == m.generate([1, 2], **changed)
+    assert len(m.generate([1, 2], samples=2, rows_at_once=1, max_new_tokens=1)) == 2
+    assert len(m.generate([1] * 30, overflow="truncate", max_new_tokens=1).tokens) == 1
+
+
+def changed(name: str, value: float) -> GPT2Weights:
+    """TINY's weights, one number of the tensor of this name another."""
+    w = weights(TINY)
+    block, _, kind = name.removeprefix("h.").rpartition(".")
+    tensor = np.array(getattr(w.blocks[int(block)] if block else w, kind))
+    tensor[(-1,) * tensor.ndim] = value
+    if block:
+        blocks = list(w.blocks)
+        parts: dict[str, Any] = {kind: tensor}
+        blocks[int(block)] = replace(blocks[int(block)], **parts)
+        return replace(w, blocks=tuple(blocks))
+    parts = {kind: tensor} | ({"lm_head": tensor} if kind == "wte" else {})
+    return replace(w, **parts)
+
+
+@everywhere
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["wte", "wpe", "gamma_f", "beta_f", "h.1.gamma1", "h.0.beta2", "h.1.b_fc", "h.0.w_fc"]
+)
+def test_weights_that_are_not_finite_are_refused_by_name(
+    device: str, name: str, value: float
+) -> None:
+    w = changed(name, value)
+    for dtype in ("float32", "bfloat16", "float8_e5m2"):
+        with pytest.raises(InputError, match=rf"{name}: 1 of .* infinity or NaN: expected finite"):
+            GPT2(w, device, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_that_are_not_finite_can_be_allowed(device: str, dtype: str) -> None:
+    for name in ("h.1.b_fc", "h.1.w_fc"):
+        m = GPT2(changed(name, np.nan), device, dtype, allow_nonfinite=True)
+        assert np.isnan(m([1, 2, 3])).all()
+        with pytest.raises(InputError, match="logits are NaN after 0 new tokens"):
+            m.generate([1, 2, 3])
+        with pytest.raises(InputError, match="logits are NaN"):
+            m.score([1, 2, 3])
+    with pytest.raises(InputError, match=r"w_fc: 1 of .* infinity or NaN"):
+        GPT2(changed("h.1.w_fc", np.inf), device, "float8_e4m3fn", allow_nonfinite=True)
+    with pytest.raises(InputError, match=r"w_fc: 1 of .* beyond float16"):
+        GPT2(changed("h.1.w_fc", 1e6), device, "float16", allow_nonfinite=True)
+    with pytest.raises(InputError, match="allow_nonfinite: expected True or False, got 'no'"):
+        GPT2(weights(TINY), device, dtype, allow_nonfinite="no")  # type: ignore[arg-type]
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("wte", 1e38), ("wpe", -1e19), ("h.1.b_proj", 1e19), ("h.0.w_proj", 1e20), ("h.1.beta1", 1e30),
+     ("h.0.gamma2", 1e25)],
+)  # fmt: skip
+def test_weights_whose_squares_may_overflow_are_refused(
+    device: str, name: str, value: float
+) -> None:
+    with pytest.raises(InputError, match=rf"{name}: its largest magnitude is 1\.0e\+.*LayerNorm"):
+        GPT2(changed(name, value), device)
+
+
+@pytest.mark.parametrize("name", ["wte", "wpe", "h.0.b_proj", "h.1.w_proj", "h.1.gamma2"])
+def test_below_the_limit_no_layernorm_is_wrong(name: str) -> None:
+    """The largest power of two that is accepted: float32 logits are near float64's."""
+    ids = np.full(3, TINY.vocab_size - 1, np.int32)  # the token whose embedding is changed
+    for exponent in range(127, 0, -1):
+        w = changed(name, 2.0**exponent)
+        try:
+            m = GPT2(w, "cpu")
+        except InputError:
+            continue
+        expected = truth(w, ids)
+        # In float32 the other numbers of such a row vanish, and what is left is rounded.
+        with np.errstate(over="ignore"):  # of x³ in GELU, whose tanh is 1 there
+            got = m(ids)
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()
+        assert exponent > 20
+        return
+    raise AssertionError("none was accepted")
+
+
+def test_an_overflow_in_layernorm_was_silent() -> None:
+    """What the limit is for: finite logits, wrong by all they are."""
+    w = changed("wte", 1e38)
+    ids = np.array([TINY.vocab_size - 1, 1], np.int32)
+    with np.errstate(over="ignore"):
+        wrong = GPT2(w, "cpu", allow_nonfinite=True)(ids)[:, :5]
+    right = truth(w, ids)[:, :5]
+    assert np.isfinite(wrong).all()
+    assert np.abs(wrong - right).max() > 0.1 * np.abs(right).max()
 
 
 @everywhere
@@ -413,3 +577,38 @@ def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
     decoding = m.engine.decode(list(inputs.astype(np.int32)), [Sampling(temperature=0)] * 729)
     out = np.array([decoding.next()[0] for _ in range(6)]).T
     assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729
+
+
+@everywhere
+def test_a_model_and_a_cache_in_a_line(device: str) -> None:
+    m = model(TINY, device)
+    sizes = "n_layer=2, n_head=3, n_embd=24, n_ctx=20, vocab_size=37"
+    assert repr(m).startswith(f"GPT2('weights given as arrays', {sizes}, float32, ")
+    assert repr(m).endswith(f", {m.nbytes:,} bytes)")
+    kv_cache = m.new_cache(6, 5)
+    m([[1, 2]] * 6, cache=kv_cache)
+    assert "n_layer=2, n_embd=24, batch=6, n_ctx=5, lengths [2, 2, 2, 2, …], float32, " in repr(
+        kv_cache
+    )
+    found = m.generate([1, 2], max_new_tokens=3, seed=5)
+    assert repr(found) == "Generation('', 3 tokens, finish_reason='length', seed=5)"
+    assert len(repr(replace(found, text="'" * 10**5))) < 300
+
+
+def test_a_checkpoint_in_a_line() -> None:
+    found = repr(Checkpoint.open("shakespeare"))
+    assert found.startswith("Checkpoint('shakespeare', n_layer=6, ")
+    assert len(found) < 200
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_last_is_a_flag(value: Any) -> None:
+    with pytest.raises(InputError, match="last: expected True or False"):
+        model(TINY, "cpu")([1], last=value)
+
+
+def test_progress_must_be_a_function() -> None:
+    with pytest.raises(InputError, match="progress: expected a function, got 'x'"):
+        GPT2.from_pretrained(progress="x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="progress: expected a function, got 3"):
+        model(TINY, "cpu").score([1, 2], progress=3)  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,11 +76,49 @@ def some_seen(seed: int, B: int, V: int) -> NDArray[np.uint8]:
         ("seed", 2**64, "seed: .*got 18446744073709551616"),
         ("seed", True, "seed: .*got True"),
         ("sample", -1, "sample: expected the number of a sample from 0, got -1"),
+        *(
+            (name, value, f"{name}: expected ")
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "seed")
+            for value in (
+                10**400,
+                -(10**400),
+                1j,
+                Decimal("0.5"),
+                Fraction(1, 2),
+                None,
+                [0.5],
+                np.True_,
+                np.float32("nan"),
+                np.longdouble("inf"),
+                np.ma.masked,
+                np.array([0.5]),
+                np.array(0),
+            )
+        ),
     ],
 )
 def test_values_that_mean_nothing(name: str, value: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         replace(Sampling(), **{name: value})
+
+
+def test_integers_that_python_does_not_print() -> None:
+    with pytest.raises(InputError, match=r"seed: expected .* than 40 digits"):
+        Sampling(seed=10**5000)
+    with pytest.raises(InputError, match=r"temperature: expected .* than 40 digits"):
+        Sampling(temperature=-(10**5000))
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    x = np.arange(9, dtype=np.float32)
+    plain = Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=7)
+    same = Sampling(
+        temperature=np.float16(0.5), top_k=np.uint8(3), top_p=np.float64(0.75),
+        min_p=np.float32(0.25), seed=np.uint64(7),
+    )  # fmt: skip
+    expected = [choose(x, plain, step) for step in range(9)]
+    steps: Any = np.arange(9)
+    assert [choose(x, same, step) for step in steps] == expected
 
 
 def test_rows_ask_each_for_its_own() -> None:

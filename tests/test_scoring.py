@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,9 @@ def test_impossible_tokens() -> None:
         (np.zeros((2, 2), int), {}, "text: expected text or a row of integers, got int64 (2, 2)"),
         (np.zeros(2), {}, "text: expected text or a row of integers, got float64 (2,)"),
         (None, {}, "text: expected text or a row of integers, got NoneType"),
+        ("a\ud800b", {}, "text: character 1 is U+D800, a lone surrogate"),
+        (np.ma.array([1, 2], mask=[False, True]), {}, "text: expected token ids, got a masked"),
+        ([True, False], {}, "text: token 0 is True: expected an integer"),
         ("ab", {"stride": 0}, "stride: expected a positive integer, got 0"),
         ("ab", {"stride": 64}, "stride: expected 1 to 63, less than n_ctx, got 64"),
         ("ab", {"tokens_at_once": 0}, "tokens_at_once: expected a positive integer"),
@@ -187,6 +191,71 @@ def test_wrong_arrays_in_files(tmp_path: Path, array: NDArray[Any]) -> None:
     (tmp_path / "b.npz").rename(tmp_path / "b.npy")
     with pytest.raises(InputError, match="expected a row of integers, got an archive"):
         load_tokens(tmp_path / "b.npy")
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    """A .npy file of version 1 with this header."""
+    text = header.encode("latin1") + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+
+
+DAMAGED_HEADERS = [
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (3,), ",  # tokenize.TokenError
+    "(" * 900,
+    "[" * 9000 + "]" * 9000,  # MemoryError or RecursionError
+    "{'descr': '<u2'",
+    "\x00",
+    "'" * 3,
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (10**9,)}",
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000000000000000,)}",
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (999999999999,)}",
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (-3,)}",
+    "{'descr': '<u2', 'fortran_order': 3, 'shape': (3,)}",
+    "{'descr': 'nonsense', 'fortran_order': False, 'shape': (3,)}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (3,)}",
+    "{'descr': [('a', '<u2'), ('b', '<u2')], 'fortran_order': False, 'shape': (3,)}",
+    "{'descr': '<u2', 'fortran_order': False, 'shape': ()}",
+    "{'descr': '<u2', 'fortran_order': True, 'shape': (3, 2)}",
+    "{'descr': '|b1', 'fortran_order': False, 'shape': (3,)}",
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of NumPy, about headers written by Python 2
+@pytest.mark.parametrize("header", DAMAGED_HEADERS, ids=map(str, range(len(DAMAGED_HEADERS))))
+def test_damaged_headers(tmp_path: Path, header: str) -> None:
+    (tmp_path / "a.npy").write_bytes(npy(header, bytes(range(12))))
+    with pytest.raises(InputError, match=r"a\.npy: (cannot be read as a token|expected a row of)"):
+        load_tokens(tmp_path / "a.npy")
+
+
+def test_headers_that_are_fine(tmp_path: Path) -> None:
+    for order, descr in ((False, "<u2"), (True, "<u2"), (False, ">i4")):
+        header = str({"descr": descr, "fortran_order": order, "shape": (2,)})
+        (tmp_path / "a.npy").write_bytes(npy(header, np.array([1, 2], descr).tobytes()))
+        assert load_tokens(tmp_path / "a.npy").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "path", [3, None, "~nosuchuser/a.npy", "a\0.npy", "\ud800.npy", "/dev/zero"]
+)
+def test_what_is_no_token_file(path: Any) -> None:
+    with pytest.raises(InputError, match="cannot be read as a token file"):
+        load_tokens(path)
+
+
+def test_pipes_and_archives(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npy")
+    with pytest.raises(InputError, match="not a regular file"):
+        load_tokens(tmp_path / "a.npy")  # nobody writes: to open it would take forever
+    (tmp_path / "b.npy").write_bytes(b"PK\x03\x04 no archive after all")
+    with pytest.raises(InputError, match="got an archive"):
+        load_tokens(tmp_path / "b.npy")
+
+
+def test_masked_tokens_are_refused() -> None:
+    ids = np.ma.array([1, 2, 3], mask=[False, True, False])
+    with pytest.raises(InputError, match="text: expected token ids, got a masked array"):
+        score(MarkovEngine(cycle(5)), None, ids)
 
 
 def test_no_such_token_file(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> N
 
 def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32") -> None:
     """Raise InputError unless `out` can take a result: a `kind` array, of `dtype`, C-contiguous."""
-    if not isinstance(out, kind):
+    if not isinstance(out, kind) or isinstance(out, np.ma.MaskedArray):
         raise InputError(
             f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
         )

@@ -16,16 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, overlap, timing
-from gpt2block.engines import StepResult, check_array, check_out, host_array, imported
+from gpt2block.engines import StepResult, check_array, check_out, host_array
+from gpt2block.engines.foreign import as_cupy
 from gpt2block.errors import InputError
 from gpt2block.kernels import Launch
 from gpt2block.ops import BINDERS, LIMITS
+from gpt2block.ops._arrays import contiguous, on_16_bytes
 from gpt2block.plan import OUTPUT_SHAPES, Plan, Shape, Step
 from gpt2block.split import SplitMatrix
 from gpt2block.weight_matrix import WeightMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-ALIGNED = 16  # bytes
 MAX_SHAPES = 8  # buffers kept
 MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
 
@@ -158,23 +159,11 @@ class CudaEngine:
             return cupy.asarray(host, order="C"), True
         array = self._adopt(x)
         check_array("x", array, self._width, self._dtype)
-        array = cupy.ascontiguousarray(array)
-        unaligned = self.plan.matrices and array.data.ptr % ALIGNED
-        return array.copy() if unaligned else array, False
+        return (on_16_bytes("x", array) if self.plan.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any) -> CudaArray:
         """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
-        if not isinstance(array, cupy.ndarray):
-            if hasattr(array, "__dlpack__") and host_array(array) is None:
-                # Rather than the other way: it makes our stream wait for the array's.
-                array = imported(cupy.from_dlpack, array)
-            elif hasattr(array, "__cuda_array_interface__"):
-                array = imported(cupy.asarray, array)
-            else:
-                raise InputError(
-                    "expected x and out as NumPy arrays, or both as CUDA arrays (CuPy, DLPack or "
-                    f"__cuda_array_interface__), got {type(array).__name__}"
-                )
+        array = as_cupy(array)
         if array.device.id != self.device:
             raise InputError(
                 f"expected an array on cuda:{self.device}, where this Block is, "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import GPT2Config, model_shapes
+from gpt2block.config import GPT2Config, block_shapes, model_shapes
 from gpt2block.errors import InputError
 from gpt2block.kernels import FP8, STORAGE
 from gpt2block.sampling import Sampling
-from gpt2block.weight_matrix import WeightMatrix, on_host
+from gpt2block.weight_matrix import WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
@@ -42,6 +43,52 @@ def stored_tensors(
             yield name, values if layout == "KN" else values.T, layout
         else:
             yield name, on_host(matrix.data), matrix.layout
+
+
+def vector_magnitude(name: str, array: NDArray[Any], allow_nonfinite: bool) -> float:
+    """The largest magnitude of a bias, a γ, a β or wpe; InputError for infinity or NaN."""
+    if not allow_nonfinite:
+        check_finite(name, array)
+    return float(np.abs(array.astype(np.float32, copy=False)).max())
+
+
+def check_stream(config: GPT2Config, largest: Mapping[str, float]) -> None:
+    """InputError where the sum of squares in a LayerNorm of the model could overflow float32.
+
+    The variance would be infinite there, its row would come out as β, and the logits would be
+    finite and wrong. Any other overflow makes an infinity or a NaN that reaches the logits.
+
+    largest: the largest magnitude of every tensor, from which bounds follow that no token and no
+    input passes: a LayerNorm's C values of variance 1 are sqrt(C) at most, attention gives a
+    weighted mean of rows of v, GELU makes no magnitude larger, and a product of K inputs is at most
+    K times the largest input times the largest weight. Deviations from the mean are twice the bound
+    on the residual stream at most, and C of their squares are added up. The bundled model's stream
+    is bounded by 6e6 in this way, where the limit is 6e17.
+    """
+    C = config.n_embd
+    limit = math.sqrt(float(np.finfo(np.float32).max) / C) / 2
+    seen = ["wte", "wpe"]
+    stream = largest["wte"] + largest["wpe"]
+
+    def product(a: float, K: int, layer: str, name: str) -> float:
+        return a * K * largest[f"{layer}w_{name}"] + largest[f"{layer}b_{name}"]
+
+    for layer in ("", *(f"h.{n}." for n in range(config.n_layer))):
+        if layer:
+            seen += [layer + name for name in block_shapes(C)]
+            norm1, norm2 = (
+                math.sqrt(C) * largest[f"{layer}gamma{n}"] + largest[f"{layer}beta{n}"]
+                for n in "12"
+            )
+            v, ff = product(norm1, C, layer, "qkv"), product(norm2, C, layer, "fc")
+            stream += product(v, C, layer, "attn") + product(ff, 4 * C, layer, "proj")
+        if stream > limit:
+            worst = max(seen, key=lambda name: largest[name])
+            raise InputError(
+                f"{worst}: its largest magnitude is {largest[worst]:.1e}: the residual stream can "
+                f"reach {stream:.1e}, and from {limit:.1e} on LayerNorm's squares overflow "
+                "float32: expected smaller weights (allow_nonfinite=True permits these)"
+            )
 
 
 def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
@@ -77,7 +124,7 @@ def rounded_up(n: int, steps: int) -> int:
 
 def check_dtype(dtype: str) -> None:
     """InputError unless weights can be stored so."""
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
@@ -107,6 +154,16 @@ class KVCache(Protocol):
     @property
     def nbytes(self) -> int:
         """Of all keys and values."""
+
+
+def describe_cache(cache: KVCache) -> str:
+    """One line for a cache's `repr`."""
+    n_layer, n_embd, dtype, device = cache.kind
+    filled = ", ".join(map(str, cache.lengths[:4])) + (", …" if cache.batch > 4 else "")
+    return (
+        f"{type(cache).__name__}(n_layer={n_layer}, n_embd={n_embd}, batch={cache.batch}, "
+        f"n_ctx={cache.n_ctx}, lengths [{filled}], {dtype}, {device}, {cache.nbytes:,} bytes)"
+    )
 
 
 class Decoding(Protocol):

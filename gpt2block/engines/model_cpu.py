@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.array_checks import unchecked
 from gpt2block.config import GPT2Config
 from gpt2block.engines.model import (
     CacheKind,
@@ -20,42 +21,66 @@ from gpt2block.engines.model import (
     Want,
     cache_kind,
     check_room,
+    check_stream,
+    describe_cache,
     kv_cache_dtype,
     stored_tensors,
+    vector_magnitude,
 )
-from gpt2block.kernels import FP8
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weight_matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits, when likelihoods are asked for
 
+# What this engine gives them fits by construction; checks would take a quarter of a token's time.
+attention_cached = unchecked(reference.attention_cached)
+gelu = unchecked(reference.gelu)
+layernorm = unchecked(reference.layernorm)
+matmul_bias = unchecked(reference.matmul_bias)
+
 
 class NumpyCache:
-    """Keys and values, (n_layer, 2, batch, n_ctx, C), in the dtype of the kv_cache."""
+    """Keys and values, (n_layer, 2, batch, n_ctx, C): rounded to `dtype`, stored as float32."""
 
     def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
-        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), FLOATS[dtype])
+        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), np.float32)
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
 
 class NumpyModel:
-    """A GPT-2 in host memory. Arithmetic is float32; matrices are stored in `dtype`."""
+    """A GPT-2 in host memory. Arithmetic is float32.
 
-    def __init__(self, config: GPT2Config, tensors: Tensors, dtype: str) -> None:
+    Matrices are rounded to `dtype` and stored as float32: NumPy multiplies in no narrower type, and
+    converting a matrix for every product takes many times as long as the product.
+    """
+
+    def __init__(
+        self, config: GPT2Config, tensors: Tensors, dtype: str, allow_nonfinite: bool = False
+    ) -> None:
         self.config, self.dtype = config, dtype
+        self._kv_dtype = FLOATS[kv_cache_dtype(dtype)]
         self._vectors: dict[str, Floats] = {}
         self._matrices: dict[str, WeightMatrix] = {}
+        largest: dict[str, float] = {}
         for name, array, layout in tensors:
             if layout is None:
+                largest[name] = vector_magnitude(name, array, allow_nonfinite)
                 self._vectors[name] = np.ascontiguousarray(array, dtype=np.float32)
             else:
-                self._matrices[name] = WeightMatrix.quantize(array, dtype, layout, name)
+                rounded = WeightMatrix.quantize(array, dtype, layout, name, allow_nonfinite)
+                largest[name] = rounded.largest or 0.0
+                self._matrices[name] = rounded.widened()
+        if not allow_nonfinite:
+            check_stream(config, largest)
         self._matrices.setdefault("lm_head", self._matrices["wte"])
 
     @property
@@ -71,7 +96,9 @@ class NumpyModel:
         return f"CPU ({platform.machine()}), NumPy {np.__version__}"
 
     def tensors(self) -> Tensors:
-        return stored_tensors(self.config, self._vectors, self._matrices)
+        for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
+            stored = FLOATS.get(self.dtype, np.float32) if layout else np.float32  # FP8: the values
+            yield name, array.astype(stored, copy=False), layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
         return NumpyCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))
@@ -149,34 +176,30 @@ class NumpyModel:
             end = start + span.stop - span.start
             if end == start:
                 continue
-            kv[0, row, start:end], kv[1, row, start:end] = qkv[span, C : 2 * C], qkv[span, 2 * C :]
-            k, v = (kv[i, row, :end].astype(np.float32, copy=False) for i in range(2))
-            attn[span] = reference.attention_cached(qkv[span, :C], k, v, start, self.config.n_head)
+            new = qkv[span, C:].astype(self._kv_dtype, copy=False)
+            kv[0, row, start:end], kv[1, row, start:end] = new[:, :C], new[:, C:]
+            k, v = kv[:, row, :end]
+            attn[span] = attention_cached(qkv[span, :C], k, v, start, self.config.n_head)
         x1 = x + self._linear(attn, name + "w_attn", name + "b_attn")
         ff1 = self._linear(self._norm(x1, "2", name), name + "w_fc", name + "b_fc")
-        x2: Floats = x1 + self._linear(reference.gelu(ff1), name + "w_proj", name + "b_proj")
+        x2: Floats = x1 + self._linear(gelu(ff1), name + "w_proj", name + "b_proj")
         return x2
 
     def _norm(self, x: Floats, which: str, name: str = "") -> Floats:
         """LayerNorm 1 or 2 of the block whose tensors begin with `name`, or "f", the final one."""
         suffix = "_f" if which == "f" else which
         gamma, beta = (self._vectors[f"{name}{kind}{suffix}"] for kind in ("gamma", "beta"))
-        return reference.layernorm(x, gamma, beta, self.config.eps)
+        return layernorm(x, gamma, beta, self.config.eps)
 
     def _linear(self, x: Floats, matrix: str, bias: str) -> Floats:
         w = self._matrices[matrix].dequantized()
-        return reference.matmul_bias(x, w, self._vectors[bias])
+        return matmul_bias(x, w, self._vectors[bias])
 
     def _logits(self, hidden: Floats) -> Floats:
-        return reference.matmul_bias(hidden, self._matrices["lm_head"].dequantized())
+        return matmul_bias(hidden, self._matrices["lm_head"].dequantized())
 
     def _embed(self, ids: Ids, positions: NDArray[np.integer[Any]]) -> Floats:
-        wte = self._matrices["wte"]
-        rows = wte.data[ids]
-        rows = reference.from_fp8(rows, wte.dtype) if wte.dtype in FP8 else rows.astype(np.float32)
-        if wte.scale is not None:
-            rows = rows * wte.scale[ids, None]
-        embedded: Floats = rows + self._vectors["wpe"][positions]
+        embedded: Floats = self._matrices["wte"].data[ids] + self._vectors["wpe"][positions]
         return embedded
 
 

@@ -37,11 +37,14 @@ from gpt2block.engines.model import (
     Want,
     cache_kind,
     check_room,
+    check_stream,
+    describe_cache,
     filled_up,
     in_groups,
     kv_cache_dtype,
     rounded_up,
     stored_tensors,
+    vector_magnitude,
 )
 from gpt2block.engines.model_cuda_prefill import Asked, Plain, Prefill, Shape, TensorCores
 from gpt2block.kernels import Launch
@@ -90,6 +93,9 @@ class CudaCache:
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
 
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
 
 class CudaModel:
     """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
@@ -100,7 +106,14 @@ class CudaModel:
     Thread-safe: calls take turns on one stream.
     """
 
-    def __init__(self, config: GPT2Config, tensors: Tensors, dtype: str, device: int) -> None:
+    def __init__(
+        self,
+        config: GPT2Config,
+        tensors: Tensors,
+        dtype: str,
+        device: int,
+        allow_nonfinite: bool = False,
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
@@ -118,19 +131,27 @@ class CudaModel:
             )
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
+                largest: dict[str, float] = {}
                 for name, array, layout in tensors:
-                    self._put(name, cupy.asarray(array), layout)
+                    if layout is None:
+                        largest[name] = vector_magnitude(name, array, allow_nonfinite)
+                        self._vectors[name] = cupy.asarray(array).astype("float32", copy=False)
+                    else:
+                        matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
+                        largest[name] = matrix.largest or 0.0
+                        self._matrices[name] = matrix
                     del array  # before the next one is read
+                if not allow_nonfinite:
+                    check_stream(config, largest)
                 self._matrices.setdefault("lm_head", self._matrices["wte"])
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 self.stream.synchronize()
 
-    def _put(self, name: str, array: CudaArray, layout: str | None) -> None:
-        if layout is None:
-            self._vectors[name] = array.astype("float32", copy=False)
-            return
+    def _stored(
+        self, name: str, array: CudaArray, layout: str, allow_nonfinite: bool
+    ) -> WeightMatrix:
         rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
-        self._matrices[name] = WeightMatrix.quantize(rows, self.dtype, "NK", name)
+        return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with as many rows as a product of tensor cores takes, and a bias.
