@@ -4,30 +4,48 @@
 
 `--model` is a hub id (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a Hugging Face directory, an llm.c
 .bin, or "shakespeare", the model in the package. Before the blocks and after each of them the
-residual stream is held against float64 NumPy.
+residual stream is compared with float64 NumPy. What cannot be opened or used is an error on one
+line, with exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 import numpy as np
 
-from gpt2block import GPT2, GPT2Weights, reference
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    DeviceError,
+    GPT2Weights,
+    InputError,
+    reference,
+)
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.walkthrough import likeliest
 
 
-def main() -> None:
+def main() -> int:
+    """The exit code, after an error on stderr if it is not 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", nargs="?", default="The capital of France is")
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--device", default=None)
     arguments = parser.parse_args()
+    try:
+        show(arguments.text, arguments.model, arguments.device)
+    except (CheckpointError, DeviceError, InputError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
-    checkpoint = Checkpoint.open(arguments.model)
-    gpt2 = GPT2.from_pretrained(checkpoint, device=arguments.device)
-    ids = np.array(gpt2.tokenizer.encode(arguments.text))
+
+def show(text: str, model: str, device: str | None) -> None:
+    checkpoint = Checkpoint.open(model)
+    gpt2 = GPT2.from_pretrained(checkpoint, device=device)
+    ids = np.array(gpt2.tokenizer.encode_ordinary(text))
     print(f"{len(ids)} tokens on {gpt2.device}")
 
     w = GPT2Weights.from_pretrained(checkpoint)
@@ -41,8 +59,8 @@ def main() -> None:
 
     for token, p in likeliest(gpt2(ids, last=True)):
         print(f"{p:6.1%}  {gpt2.tokenizer.decode([token])!r}")
-    print(arguments.text + gpt2.generate(arguments.text, temperature=0, max_new_tokens=40).text)
+    print(text + gpt2.generate(text, temperature=0, max_new_tokens=40).text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,23 +1,30 @@
-"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, with a NumPy meaning of each.
+"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, with a NumPy reference of each.
 
-`import gpt2block` touches neither CuPy nor a GPU; `gpt2block.ops` does, when it is first used.
+`import gpt2block` imports nothing else: each name is imported from its module when it is first
+used. Only `gpt2block.ops` needs CuPy and a GPU.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from gpt2block import doctor, reference
-from gpt2block.block import Block, Comparison, solve
-from gpt2block.config import SIZES, GPT2Config
-from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
-from gpt2block.model import GPT2
-from gpt2block.sampling import Sampling
-from gpt2block.split import SplitMatrix
-from gpt2block.weight_matrix import WeightMatrix
-from gpt2block.weights import BlockWeights, GPT2Weights, random_input
-
+TYPE_CHECKING = False  # as type checkers know it: typing alone takes longer to import than all here
 if TYPE_CHECKING:
+    from typing import Any
+
+    from gpt2block import doctor as doctor
     from gpt2block import ops as ops
+    from gpt2block import reference
+    from gpt2block.block import Block, Comparison, solve
+    from gpt2block.config import SIZES, GPT2Config
+    from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+    from gpt2block.model import GPT2
+    from gpt2block.sampling import Sampling
+    from gpt2block.split import SplitMatrix
+    from gpt2block.weight_matrix import WeightMatrix
+    from gpt2block.weights import BlockWeights, GPT2Weights, random_input
+
+    __version__: str
 
 __all__ = [
     "GPT2",
@@ -39,11 +46,48 @@ __all__ = [
     "solve",
 ]
 
+_MODULE_OF = {
+    "GPT2": "model",
+    "SIZES": "config",
+    "Block": "block",
+    "BlockWeights": "weights",
+    "CheckpointError": "errors",
+    "Comparison": "block",
+    "DeviceError": "errors",
+    "GPT2Config": "config",
+    "GPT2Weights": "weights",
+    "InputError": "errors",
+    "KernelError": "errors",
+    "Sampling": "sampling",
+    "SplitMatrix": "split",
+    "WeightMatrix": "weight_matrix",
+    "random_input": "weights",
+    "solve": "block",
+}
+_MODULES = (  # those that `import gpt2block` alone gives access to
+    *("block", "checkpoints", "config", "doctor", "engines", "errors", "kernels", "model"),
+    *("operations", "plan", "reference", "sampling", "split", "weight_matrix", "weights"),
+)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":  # not in __all__, so that `import *` needs no CuPy
+    if name == "__version__":
+        value: Any = import_module("gpt2block.doctor").version()
+    elif name in _MODULE_OF:
+        value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
+    elif name in _MODULES:
+        return import_module(f"gpt2block.{name}")  # which sets the attribute
+    elif name == "ops":  # not in __all__, so that `import *` needs no CuPy
+        doctor = import_module("gpt2block.doctor")
         problem = doctor.cuda_problem()
         if problem:
-            raise AttributeError(f"gpt2block.ops cannot be used: {problem}")
+            raise AttributeError(f"gpt2block.ops cannot be used: {problem}: {doctor.ADVICE}")
         return import_module("gpt2block.ops")
-    raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
+    else:
+        raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from gpt2block.errors import InputError
 from gpt2block.measure import CACHES, MOST_SETS, Ceilings, Measurement, tolerance
-from gpt2block.operations import OPERATIONS, Operation, Variant
+from gpt2block.operations import OPERATIONS, Operation
 
 
 def list_operations(out: Console) -> None:
@@ -43,17 +42,6 @@ def operations_json() -> str:
             for operation in OPERATIONS.values()
         ]
     )
-
-
-def print_not_run(
-    out: Console, operation: Operation, variants: Iterable[Variant], problem: str
-) -> None:
-    """Without a GPU: each variant, and that its kernel was not run."""
-    out.print(f"{operation.name}: no kernel was run, because {escape(problem)}")
-    table = Table(box=None, padding=(0, 1), show_header=False)
-    for variant in variants:
-        table.add_row(variant.name, ", ".join(variant.kernels), "kernel not run")
-    out.print(table)
 
 
 def print_measurements(

@@ -6,16 +6,17 @@ What is slow to import is imported where it is used: the first token should come
 from __future__ import annotations
 
 import json
-import os
+import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
+from stat import S_ISREG
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -24,17 +25,21 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
-from gpt2block.errors import InputError
+from gpt2block.cli import INTERRUPTED
+from gpt2block.errors import CheckpointError, InputError, printable
+from gpt2block.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
-    import tiktoken
+    from numpy.typing import NDArray
 
+    from gpt2block.encoding import Encoding
     from gpt2block.generation import Row, Run
     from gpt2block.model import GPT2
     from gpt2block.scoring import Score
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # for the model on board, when nobody says what to continue
-INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell gives for SIGINT and SIGPIPE
+MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes that are read: 256 and 16 MiB
+_LONGEST_LINE = 4096  # characters of a name or path in a table
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
 # Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
@@ -50,15 +55,39 @@ Model = Annotated[
         "or .safetensors file, an llm.c .bin; the small model in the package by default."
     ),
 ]
+Revision = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="For a hub id: a branch, tag or commit; its main branch by default."),
+]
 Dtype = Annotated[
     str,
     typer.Option(
         help="How weights are stored: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn."
     ),
 ]
+
+
+def path_of(text: str) -> Path:
+    """The parser of options that take a path: `~` and `~user` become home directories."""
+    if not text:  # which would be the working directory
+        raise typer.BadParameter("expected a path, got an empty string")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise typer.BadParameter(f"there is no user {Path(text).parts[0]!r}") from None
+
+
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="A tokenizer.json, or a folder with vocab.json and merges.txt."),
+    typer.Option(
+        help="A tokenizer.json, or a folder with vocab.json and merges.txt.",
+        parser=path_of,
+        metavar="PATH",
+    ),
+]
+Special = Annotated[
+    bool,
+    typer.Option("--special", help="Names of special tokens, as <|endoftext|>, mean the tokens."),
 ]
 
 
@@ -74,14 +103,24 @@ def generate(
         Optional[str],  # noqa: UP045
         typer.Argument(help="What to continue; - or nothing reads stdin, less its last newline."),
     ] = None,
+    ids: Annotated[
+        bool,
+        typer.Option(
+            "--ids",
+            help="The prompt is token ids, as in 1,2,3 or '1 2 3', and ids are written; the model "
+            "needs no tokenizer.",
+        ),
+    ] = False,
+    special: Special = False,
     model: Model = ON_BOARD,
+    revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")
-    ] = 0.8,
+    ] = DEFAULT_TEMPERATURE,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="From the fewest that have this probability together; 1: off.")
@@ -119,37 +158,44 @@ def generate(
     The prompt and its continuation go to stdout, how fast it went to stderr. Ctrl-C ends it.
     """
     from gpt2block.generation import Run  # noqa: PLC0415
+    from gpt2block.tokenizer import token_ids  # noqa: PLC0415
 
     begun = perf_counter()
-    with _quiet_ends():
-        text = _prompt(prompt, model)
-        loaded = load_model(model, dtype, device)
-        run = Run(
-            loaded.engine,
-            _encoding(loaded, tokenizer),
-            text,
-            max_new_tokens=max_new_tokens,
-            stop=stop or (),
-            stop_ids=stop_id or None,
-            samples=samples,
-            overflow=overflow,  # type: ignore[arg-type]  # Run checks it
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
-        clock = Clock(begun, min(samples, run.rows_at_once))
-        writer = None if as_json else _Writer(run.rows, text)
-        interrupted = _follow(run, clock, writer)
-        if writer is None:
-            print(json.dumps(_report(loaded, text, seed, run, clock)))
-        else:
-            writer.rest(logprobs)
-            line = _summary(loaded, seed, run, clock)
-            Console(stderr=True, highlight=False).print(escape(line), style="dim", soft_wrap=True)
-        sys.stdout.flush()
+    if ids and special:
+        raise InputError("--special goes with a text, not with --ids")
+    text = _prompt(prompt, "" if ids or model != ON_BOARD else DEFAULT_PROMPT)
+    start: Any = _read_ids(text) if ids else text
+    instead = None if ids else "--ids takes token ids instead of text"
+    loaded, encoding = load_model(model, dtype, device, tokenizer, instead, revision)
+    if special:
+        start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
+    run = Run(
+        loaded.engine,
+        encoding,
+        start,
+        max_new_tokens=max_new_tokens,
+        stop=stop or (),
+        stop_ids=stop_id or None,
+        samples=samples,
+        overflow=overflow,  # type: ignore[arg-type]  # Run checks it
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    clock = Clock(begun, min(samples, run.rows_at_once))
+    prompt = " ".join(map(str, start.tolist())) if ids else text
+    writer = None if as_json else _Writer(run.rows, prompt, ids)
+    interrupted = _follow(run, clock, writer)
+    if writer is None:
+        given = start.tolist() if ids else text
+        print(json.dumps(_report(loaded, given, encoding is not None, seed, run, clock)))
+    else:
+        writer.rest(logprobs)
+        line = _summary(loaded, seed, run, clock)
+        Console(stderr=True, highlight=False).print(shown(line), style="dim", soft_wrap=True)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -184,10 +230,14 @@ class Clock:
 
 
 class _Writer:
-    """Rows to stdout: the first one as it comes, each other one when those before it are done."""
+    """Rows to stdout: the first one as it comes, each other one when those before it are done.
 
-    def __init__(self, rows: list[Row], prompt: str) -> None:
-        self._rows, self._prompt = rows, prompt
+    ids: write the tokens' ids instead of their text.
+    """
+
+    def __init__(self, rows: Sequence[Row], prompt: str, ids: bool) -> None:
+        self._rows, self._prompt, self._ids = rows, prompt, ids
+        self._taken = 0  # ids of the row that is shown
         self._terminal = Console(highlight=False) if sys.stdout.isatty() else None
         self._showing = -1
         self._tail = "\n\n"  # what was written last
@@ -196,20 +246,21 @@ class _Writer:
     def show(self, row: Row) -> None:
         """A row has a new token."""
         if row is self._rows[self._showing]:
-            self._say(row.take())
+            self._say(self._take(row))
             while row.finish_reason and self._showing + 1 < len(self._rows):
                 row = self._begin()
 
     def rest(self, logprobs: bool) -> None:
         """What has not been shown, after the last token."""
-        self._say(self._rows[self._showing].take())
+        self._say(self._take(self._rows[self._showing]))
         while self._showing + 1 < len(self._rows):
             self._begin()
         self._end_line("\n")
         for number, row in enumerate(self._rows if logprobs else ()):
             self._end_line("\n\n")
             self._say(self._heading(number))
-            for piece, logprob in zip(row.token_texts(), row.logprobs, strict=True):
+            pieces = row.tokens if self._ids else row.token_texts()
+            for piece, logprob in zip(pieces, row.logprobs, strict=True):
                 self._say(f"{logprob:9.4f}  {piece!r}\n")
 
     def _begin(self) -> Row:
@@ -223,8 +274,17 @@ class _Writer:
             self._tail = self._prompt[-2:]
         else:
             self._say(self._prompt)
-        self._say(row.take())
+        self._taken = 0
+        self._say(self._take(row))
         return row
+
+    def _take(self, row: Row) -> str:
+        """What has come since the last call, of the row that is shown."""
+        if not self._ids:
+            return row.take()
+        new = row.tokens[self._taken :]
+        self._taken += len(new)
+        return "".join(f" {token}" for token in new)
 
     def _heading(self, number: int) -> str:
         several = len(self._rows) > 1
@@ -272,8 +332,13 @@ def _summary(loaded: GPT2, seed: int, run: Run, clock: Clock) -> str:
     )
 
 
-def _report(loaded: GPT2, prompt: str, seed: int, run: Run, clock: Clock) -> dict[str, Any]:
-    """The same for programs. finish_reason is null where Ctrl-C came first."""
+def _report(
+    loaded: GPT2, prompt: str | list[int], has_text: bool, seed: int, run: Run, clock: Clock
+) -> dict[str, Any]:
+    """The same for programs.
+
+    finish_reason is null where Ctrl-C came first, text where the model has no tokenizer.
+    """
     return {
         "model": loaded.name,
         "device": loaded.device,
@@ -282,7 +347,7 @@ def _report(loaded: GPT2, prompt: str, seed: int, run: Run, clock: Clock) -> dic
         "seed": seed,
         "samples": [
             {
-                "text": row.text,
+                "text": row.text if has_text else None,
                 "tokens": row.tokens,
                 "logprobs": row.logprobs,
                 "finish_reason": row.finish_reason,
@@ -294,24 +359,32 @@ def _report(loaded: GPT2, prompt: str, seed: int, run: Run, clock: Clock) -> dic
     }
 
 
-def _prompt(given: str | None, model: str) -> str:
-    """The argument; else stdin, unless it is a terminal or empty; else one that suits the model.
-
-    That is for GPT-2's own models the empty one: a text from its beginning.
-    """
+def _prompt(given: str | None, default: str) -> str:
+    """The argument; else stdin, unless it is a terminal or empty; else the default."""
     if given not in (None, "-"):
         return given or ""
-    if given == "-" or (sys.stdin is not None and not sys.stdin.isatty()):
-        text = _decoded(sys.stdin.buffer.read(), "stdin")
-        text = text.removesuffix("\n").removesuffix("\r")
+    if given == "-" or not sys.stdin.isatty():
+        text = _read_text("-", MOST_PROMPT).removesuffix("\n").removesuffix("\r")
         if text or given == "-":
             return text
-    return DEFAULT_PROMPT if model == ON_BOARD else ""
+    return default
+
+
+def _read_ids(text: str) -> NDArray[np.int64]:
+    """Ids in decimal digits, between commas and white space."""
+    words = re.findall(r"[^\s,]+", text)
+    wrong = next((word for word in words if not re.fullmatch("[0-9]{1,18}", word)), None)
+    if wrong is not None:
+        raise InputError(f"--ids: expected token ids such as 1,2,3, got {wrong!r}")
+    return np.array([int(word) for word in words], np.int64)
 
 
 def score(
-    file: Annotated[str, typer.Argument(help="A text, a token file, or - for stdin.")],
+    file: Annotated[
+        str, typer.Argument(help="A text of at most 256 MiB, a token file, or - for stdin.")
+    ],
     model: Model = ON_BOARD,
+    revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
@@ -327,6 +400,11 @@ def score(
             "llm.c and nanoGPT), all else text.",
         ),
     ] = None,
+    special: Special = False,
+    bos: Annotated[
+        bool,
+        typer.Option("--bos", help="Put <|endoftext|> in front, so that the first token counts."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text: log-likelihood and perplexity.
@@ -334,32 +412,45 @@ def score(
     Windows of the model's whole context slide over the text; each token is predicted once.
     """
     from gpt2block import scoring  # noqa: PLC0415
+    from gpt2block.tokenizer import token_ids  # noqa: PLC0415
 
     begun = perf_counter()
-    with _quiet_ends():
-        are_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
-        text: Any = scoring.load_tokens(file) if are_tokens else _read_text(file)
-        loaded = load_model(model, dtype, device)
-        try:
-            encoding = _encoding(loaded, tokenizer)
-        except ValueError:
-            if not are_tokens:
-                raise
-            encoding = None  # needed for no more than bits per byte
-        with _bar("scoring") as bar:
-            task = bar.add_task("scoring", total=None)
-            found = scoring.score(
-                loaded.engine,
-                encoding,
-                text,
-                stride=stride,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-        seconds = perf_counter() - begun
-        if as_json:
-            print(json.dumps(_score_json(file, loaded, found, seconds)))
-        else:
-            _print_score(file, loaded, found, seconds)
+    are_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
+    if are_tokens and special:
+        raise InputError("--special goes with a text, not with a token file")
+    text: Any = (
+        scoring.load_tokens(_regular_file(file)) if are_tokens else _read_text(file, MOST_TEXT)
+    )
+    instead = None if are_tokens else "--tokens reads token ids instead of text"
+    loaded, encoding = load_model(model, dtype, device, tokenizer, instead, revision)
+    if special or (bos and not are_tokens):
+        text = token_ids(encoding, text, loaded.config.vocab_size, "text", special=special)
+    if bos:
+        text = _after_end_of_text(encoding, text)
+    with _bar("scoring") as bar:
+        task = bar.add_task("scoring", total=None)
+        found = scoring.score(
+            loaded.engine,
+            encoding,
+            text,
+            stride=stride,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = perf_counter() - begun
+    if as_json:
+        print(json.dumps(_score_json(file, loaded, found, seconds)))
+    else:
+        _print_score(file, loaded, found, seconds)
+
+
+def _after_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
+    """The ids with <|endoftext|> in front; InputError where the tokenizer does not have it."""
+    from gpt2block.tokenizer import end_of_text  # noqa: PLC0415
+
+    end = end_of_text(encoding)
+    if end is None:
+        raise InputError("--bos: this model has no tokenizer with <|endoftext|>")
+    return np.concatenate([np.array([end], np.int32), ids])
 
 
 def _score_json(file: str, loaded: GPT2, found: Score, seconds: float) -> dict[str, Any]:
@@ -403,46 +494,46 @@ def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
 
 def info(
     model: Annotated[str, typer.Argument(help="As in generate --model.")] = ON_BOARD,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Show a model's sizes, memory and tensors; only the headers of its files are read."""
     from gpt2block.engines.model import kv_cache_dtype  # noqa: PLC0415
 
-    with _quiet_ends():
-        checkpoint = Checkpoint.open(model)
-        c = checkpoint.config
-        per_token = 2 * c.n_layer * c.n_embd
-        memory = {
-            dtype: {
-                "weights": memory_of(checkpoint, dtype),
-                "kv_cache_dtype": kv_cache_dtype(dtype),
-                "kv_cache_per_row": per_token * c.n_ctx * _BYTES[kv_cache_dtype(dtype)],
+    checkpoint = Checkpoint.open(model, revision)
+    c = checkpoint.config
+    per_token = 2 * c.n_layer * c.n_embd
+    memory = {
+        dtype: {
+            "weights": memory_of(checkpoint, dtype),
+            "kv_cache_dtype": kv_cache_dtype(dtype),
+            "kv_cache_per_row": per_token * c.n_ctx * _BYTES[kv_cache_dtype(dtype)],
+        }
+        for dtype in _BYTES
+    }
+    facts = {
+        "name": checkpoint.name,
+        "file": str(checkpoint.file),
+        "config": vars(c),
+        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
+        "dtypes": sorted({tensor.dtype for tensor in checkpoint.stored.values()}),
+        "nbytes": checkpoint.nbytes,
+        "memory": memory,
+        "tensors": [
+            {
+                "name": name,
+                "in_file": tensor.label,
+                "shape": tensor.shape,
+                "dtype": tensor.dtype,
+                "layout": tensor.layout,
             }
-            for dtype in _BYTES
-        }
-        facts = {
-            "name": checkpoint.name,
-            "file": str(checkpoint.file),
-            "config": vars(c),
-            "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
-            "dtypes": sorted({tensor.dtype for tensor in checkpoint.stored.values()}),
-            "nbytes": checkpoint.nbytes,
-            "memory": memory,
-            "tensors": [
-                {
-                    "name": name,
-                    "in_file": tensor.label,
-                    "shape": tensor.shape,
-                    "dtype": tensor.dtype,
-                    "layout": tensor.layout,
-                }
-                for name, tensor in checkpoint.stored.items()
-            ],
-        }
-        if as_json:
-            print(json.dumps(facts))
-        else:
-            _print_info(checkpoint, facts)
+            for name, tensor in checkpoint.stored.items()
+        ],
+    }
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        _print_info(checkpoint, facts)
 
 
 def memory_of(checkpoint: Checkpoint, dtype: str) -> int:
@@ -470,16 +561,17 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
         }
     )
     out = _console()
-    table = _table("in memory as", "weights", f"kv_cache, a row of {c.n_ctx}")
+    table = _table("on a GPU as", "weights", f"kv_cache, a row of {c.n_ctx}")
     for dtype, sizes in facts["memory"].items():
         cache = f"{_megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
         table.add_row(dtype, _megabytes(sizes["weights"]), cache)
     out.print()
     out.print(table)
+    out.print("On the CPU every dtype takes the memory of float32.")
     table = _table("tensor", "shape", "stored as", "in the file")
     for tensor in _without_repetition(facts["tensors"], c.n_layer):
         shape = "x".join(map(str, tensor["shape"]))
-        table.add_row(tensor["name"], shape, tensor["dtype"], tensor["in_file"])
+        table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
     out.print()
     out.print(table)
 
@@ -499,39 +591,79 @@ def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator
             yield {**tensor, "name": f"h.0 … h.{n_layer - 1}: {kind}"}
 
 
-def load_model(name: str, dtype: str, device: str | None) -> GPT2:
-    """The model, with a bar on stderr while its tensors are read."""
+def load_model(
+    name: str,
+    dtype: str,
+    device: str | None,
+    tokenizer: Path | None,
+    instead: str | None,
+    revision: str | None = None,
+) -> tuple[GPT2, Encoding | None]:
+    """The model, with a bar on stderr while its tensors are read; and its tokenizer, read first.
+
+    tokenizer: one named by hand. instead: how to do without one, for the error when there is none;
+    None: the caller does without, and gets None.
+    """
     from gpt2block.model import GPT2  # noqa: PLC0415
 
-    checkpoint = Checkpoint.open(name)
+    checkpoint = Checkpoint.open(name, revision)
+    try:
+        encoding = read_tokenizer(checkpoint, tokenizer)
+    except CheckpointError as error:
+        if tokenizer is not None:
+            raise
+        if instead:
+            raise CheckpointError(f"{error}; {instead}") from error
+        encoding = None
     total = len(checkpoint.stored)
 
-    def shown(tensors: Iterable[Any]) -> Iterable[Any]:
+    def progress(tensors: Iterable[Any]) -> Iterable[Any]:
         with _bar("loading", hidden=name == ON_BOARD) as bar:  # which takes no time
             yield from bar.track(tensors, total)
 
-    return GPT2.from_pretrained(checkpoint, device=device, dtype=dtype, progress=shown)
+    loaded = GPT2.from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)
+    return loaded, encoding
 
 
-def _encoding(loaded: GPT2, path: Path | None) -> tiktoken.Encoding:
-    """The tokenizer named by hand, or the model's."""
-    if path is None:
-        return loaded.tokenizer
+def read_tokenizer(checkpoint: Checkpoint, path: Path | None) -> Encoding:
+    """The tokenizer named by hand, or the checkpoint's. Raises CheckpointError."""
     from gpt2block import tokenizer  # noqa: PLC0415
 
-    return tokenizer.from_path(path, loaded.config.vocab_size)
+    if path is None:
+        return tokenizer.load(checkpoint.tokenizer_directory(), checkpoint.config.vocab_size)
+    return tokenizer.from_path(path, checkpoint.config.vocab_size)
 
 
-def _read_text(file: str) -> str:
+def _read_text(file: str, most: int) -> str:
+    """Of a regular file, or of stdin for -; InputError when there are more bytes than `most`."""
     if file == "-":
-        return _decoded(sys.stdin.buffer.read(), "stdin")  # tokens are mapped: they need a file
+        return _decoded(sys.stdin.buffer, "stdin", most)  # tokens are mapped: they need a file
+    with _regular_file(file).open("rb") as opened:
+        return _decoded(opened, file, most, or_tokens=True)
+
+
+def _regular_file(file: str) -> Path:
+    """The path of one that can be opened at once and has an end: no pipe, no device."""
+    path = path_of(file)
     try:
-        return _decoded(Path(file).expanduser().read_bytes(), file, or_tokens=True)
+        regular = S_ISREG(path.stat().st_mode)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    if not regular:
+        raise InputError(
+            f"{file}: expected a regular file; to read from a pipe or a device, redirect it to "
+            "standard input and give -"
+        )
+    return path
 
 
-def _decoded(data: bytes, name: str, or_tokens: bool = False) -> str:
+def _decoded(source: BinaryIO, name: str, most: int, or_tokens: bool = False) -> str:
+    try:
+        data = source.read(most + 1)
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise InputError(f"{name}: expected at most {most // 2**20} MiB of text, got more")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -539,18 +671,6 @@ def _decoded(data: bytes, name: str, or_tokens: bool = False) -> str:
         raise InputError(
             f"{name}: expected text in UTF-8, byte {error.start} is not{hint}"
         ) from error
-
-
-@contextmanager
-def _quiet_ends() -> Iterator[None]:
-    """Ctrl-C, and a reader of stdout that has gone, end the command without a word."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
-        raise typer.Exit(PIPE_CLOSED) from None
 
 
 def _bar(what: str, hidden: bool = False) -> Progress:
@@ -582,8 +702,13 @@ def _print_facts(rows: dict[str, str]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in rows.items():
-        table.add_row(name, escape(fact))
+        table.add_row(name, shown(fact))
     _console().print(table)
+
+
+def shown(text: str) -> str:
+    """A text from outside as Rich markup: on one line, without control characters."""
+    return escape(printable(text, _LONGEST_LINE))
 
 
 def _megabytes(count: int) -> str:

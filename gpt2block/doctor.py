@@ -1,4 +1,4 @@
-"""What this machine offers for running on a CUDA device, and the line that mends what it lacks.
+"""What this machine offers for running on a CUDA device, and the command that fixes what it lacks.
 
 CuPy reports most failures as the same "driver version is insufficient". So the facts are gathered
 at their sources, which are package metadata, the driver's own library (through ctypes) and NVRTC,
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpt2block.errors import DeviceError
@@ -30,6 +31,7 @@ PROGRAM = f'#include <{HEADER}>\nextern "C" __global__ void f(__half* x) {{ *x =
 PIP_NUMPY = "pip install 'numpy>=2.0'"
 PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
+ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
 DRIVER_FIX = {  # by the code of the driver's error
     34: "take the toolkit's 'stubs' directory out of LD_LIBRARY_PATH",
@@ -41,7 +43,10 @@ DRIVER_FIX = {  # by the code of the driver's error
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, whether it will do, what was found, what mends it."""
+    """One finding: what was looked at, whether it will do, what was found, what fixes it.
+
+    With `ok` and a fix it is a note: it works, but should be changed.
+    """
 
     name: str
     ok: bool
@@ -203,12 +208,28 @@ def cache_problem() -> str:
         return f"CuPy's compile cache cannot be written: {_line(error)}"
 
 
-def check_package() -> Check:
-    """The version of gpt2block itself; a source tree will do."""
+def version() -> str:
+    """The version of this gpt2block: that of the source tree it runs from, else as installed.
+
+    Another one may be installed than the source tree that comes first on the path.
+    """
+    tree = Path(__file__).parents[1] / "pyproject.toml"
     try:
-        return Check("gpt2block", True, importlib.metadata.version("gpt2block"))
-    except Exception:  # no metadata, or damaged ones
-        return Check("gpt2block", True, "not installed (source tree)")
+        project = tree.read_text(encoding="utf-8")
+        stated = re.search(r'^name = "gpt2block"\nversion = "(.+)"$', project, re.MULTILINE)
+        if stated:
+            return stated[1]
+    except OSError:  # not a source tree
+        pass
+    try:
+        return importlib.metadata.version("gpt2block")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def check_package() -> Check:
+    """The version of gpt2block itself, which a source tree has without being installed."""
+    return Check("gpt2block", True, version())
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3]) -> Check:
@@ -293,7 +314,10 @@ def check_device(driver: Driver, cupy: CuPy | None) -> Check:
 
 
 def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
-    """NVRTC, the compiler, loads; and the driver, where there is one, runs what it compiles."""
+    """NVRTC, the compiler, loads; and the driver, where there is one, runs what it compiles.
+
+    A note where it is of another major version of CUDA than CuPy.
+    """
     if cupy.nvrtc is None:
         detail = f"NVRTC, CUDA's run-time compiler, cannot be loaded: {cupy.nvrtc_error}"
         return Check("NVRTC", False, detail, f"pip install '{TOOLKIT[cupy.major]}'")
@@ -301,6 +325,9 @@ def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
     if driver.cuda > (0, 0) and driver.cuda[0] < cupy.nvrtc[0]:
         detail = f"NVRTC {version} is newer than the driver's CUDA {_dotted(driver.cuda)}"
         return Check("NVRTC", False, detail, _suit_older(driver, cupy))
+    if cupy.nvrtc[0] != cupy.major:
+        detail = f"{version}, but {cupy.name} {cupy.version} is built for CUDA {cupy.major}"
+        return Check("NVRTC", True, detail, _suit_cupy(cupy))
     return Check("NVRTC", True, version)
 
 
@@ -352,7 +379,7 @@ def require_cuda(what: str) -> None:
     """Raise DeviceError, saying why `what` cannot be used, unless kernels can run."""
     problem = cuda_problem()
     if problem:
-        raise DeviceError(f"{what} cannot be used: {problem}")
+        raise DeviceError(f"{what} cannot be used: {problem}: {ADVICE}")
 
 
 def describe_device(index: int) -> str:
@@ -386,7 +413,7 @@ def _cuda_checks(thorough: bool) -> Iterator[Check]:
 
 
 def _waits(name: str, prerequisite: str) -> Check:
-    return Check(name, False, f"not examined: needs {prerequisite}", f"mend {prerequisite} first")
+    return Check(name, False, f"not examined: needs {prerequisite}", f"fix {prerequisite} first")
 
 
 def _suit_older(driver: Driver, cupy: CuPy | None) -> str:
@@ -398,6 +425,14 @@ def _suit_older(driver: Driver, cupy: CuPy | None) -> str:
         return "update the NVIDIA driver: CUDA 12 needs 525 or newer"
     name = f"{cupy.name} " if cupy else ""
     return f"pip uninstall -y {name}nvidia-cuda-nvrtc nvidia-cuda-runtime && {PIP_CUDA12}"
+
+
+def _suit_cupy(cupy: CuPy) -> str:
+    """The NVRTC and headers of CuPy's own CUDA. CUDA 13's must go, as CuPy prefers them to 12's."""
+    install = f"pip install '{TOOLKIT[cupy.major]}'"
+    if cupy.major == max(TOOLKIT):
+        return install
+    return f"pip uninstall -y nvidia-cuda-nvrtc nvidia-cuda-runtime && {install}"
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import Block, cli, doctor, walkthrough
+import gpt2block as gpt2block_package
+from gpt2block import Block, cli, cli_app, doctor, walkthrough
 from gpt2block.walkthrough import with_trained_weights
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -49,11 +50,20 @@ def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> 
 
 def test_json_has_exactly_the_documented_keys() -> None:
     out = json.loads(printed("block", "--json", "--device", "cpu", "--layer", "3"))
-    assert list(out) == ["device", "weights", "steps"]
+    assert list(out) == [
+        "device", "dtype", "kernels", "weights", "mask", "input", "steps", "stream", "next_tokens",
+    ]  # fmt: skip
     assert out["weights"] == "shakespeare, block 3 of 6"
+    assert (out["dtype"], out["kernels"], out["mask"]) == ("float32", "skeleton", "causal")
+    assert out["input"].startswith("256 tokens of 'GREMIO:")
+    assert len(out["stream"]) == 6
+    assert all(0 < error < 1e-5 for error in out["stream"])
+    assert out["next_tokens"][0] == ["a", pytest.approx(0.995, abs=1e-3)]
     assert [step["name"] for step in out["steps"]] == TEN
     for step in out["steps"]:
-        assert list(step) == ["name", "kernel", "shape", "ms", "max_abs", "max_rel"]
+        assert list(step) == [
+            "name", "kernel", "shape", "ms", "max_abs", "max_rel", "total_abs", "total_rel",
+        ]  # fmt: skip
         assert step["shape"][0] == 256
         assert 0 < step["max_rel"] < 1e-5
 
@@ -91,8 +101,8 @@ def test_a_trained_directory(data: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layer", "6"], "layer 6 is out of range: it has 6 layers, 0…5"),
-        (["--size", "gpt3"], "unknown size 'gpt3': expected one of gpt2, gpt2-medium"),
+        (["--layer", "6"], "--layer 6 is out of range: it has 6 layers, 0…5"),
+        (["--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2, gpt2-medium"),
         (["--size", "gpt2", "--text", "x"], "--size means random weights: leave out --weights"),
         (["--text", ""], "expected at least one character, got none"),
         (["--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
@@ -100,8 +110,8 @@ def test_a_trained_directory(data: Path) -> None:
         (["--seq-len", "0"], "expected --batch and --seq-len of at least 1, got 1, 0"),
         (["--batch", "0"], "expected --batch and --seq-len of at least 1"),
         (["--weights", "no/such/dir"], "no such file or directory"),
-        (["--weights", "model.bin"], "a pickle (.bin) runs code when it is read"),
-        (["--device", "gpu"], "expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
+        (["--weights", "model.bin"], "model.bin: no such file or directory"),
+        (["--device", "gpu"], "--device: expected 'cuda', 'cuda:N', 'cpu', got 'gpu'"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -130,7 +140,7 @@ def test_without_a_gpu_block_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
     result = with_trained_weights("shakespeare", 0, None, 5, 1, True, None)
     assert result.device.startswith("CPU")
-    assert result.device.endswith(", because no driver today")
+    assert result.device.endswith(", because no driver today: `gpt2block check` says what to do")
     asked = with_trained_weights("shakespeare", 0, None, 5, 1, True, "cpu")
     assert "because" not in asked.device
 
@@ -146,10 +156,10 @@ def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nan_is_null_in_json() -> None:
-    assert cli._for_json(float("nan")) is None
-    assert cli._for_json(float("inf")) is None
-    assert cli._for_json(0.5) == 0.5
-    assert cli._for_json((1, 2)) == (1, 2)
+    assert cli_app._for_json(float("nan")) is None
+    assert cli_app._for_json(float("inf")) is None
+    assert cli_app._for_json(0.5) == 0.5
+    assert cli_app._for_json((1, 2)) == (1, 2)
 
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +181,54 @@ def test_more_tokens_than_can_be_compared(option: str) -> None:
 @pytest.mark.parametrize("command", ["block", "check", "bench"])
 def test_help_shows_an_example(command: str) -> None:
     assert f"Example: gpt2block {command}" in printed(command, "--help")
+
+
+def test_the_version() -> None:
+    assert printed("--version") == f"gpt2block {gpt2block_package.__version__}\n"
+    assert gpt2block_package.__version__ == doctor.version()
+
+
+def test_no_command_shows_the_help() -> None:
+    for arguments in ([], ["map"]):
+        done = gpt2block(*arguments)
+        assert done.returncode in (0, 2)  # by the version of Click
+        assert done.stderr == ""
+        assert "Commands" in done.stdout
+
+
+def test_completion_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_GPT2BLOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "gpt2block gen")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    code = "import sys; sys.argv = ['gpt2block']; from gpt2block.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["generate"], "")
+
+
+def test_kernels_without_a_gpu_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["kernels", "softmax", "--json"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 1
+    assert json.loads(out) == {
+        "run": False, "why": "softmax: no kernel was run: no driver today",
+    }  # fmt: skip
+    assert err == ""
+
+
+def test_a_note_of_the_check_has_a_mark_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = [doctor.Check("A", True, "fine"), doctor.Check("B", True, "works", "change it")]
+    monkeypatch.setattr(doctor, "examine", lambda: notes)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["check"])
+    assert end.value.code == 0
+    marks = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert marks == [["ok", "A", "fine"], ["note", "B", "works"], ["→", "change", "it"]]
 
 
 def test_bench_without_a_gpu_runs_nothing() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import cli, cli_model
+from gpt2block import cli, cli_model, sampling
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.errors import CheckpointError
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 ROOT = Path(__file__).parent.parent
@@ -55,9 +56,21 @@ class Command:
         self._patch, self._capsys = monkeypatch, capsys
         monkeypatch.setattr(cli_model, "load_model", self._load)
 
-    def _load(self, *asked: Any) -> Any:
-        self.asked.append(asked)
-        return self.model
+    def _load(
+        self,
+        name: str,
+        dtype: str,
+        device: str | None,
+        path: Path | None,
+        instead: str | None,
+        revision: str | None,
+    ) -> Any:
+        self.asked.append((name, dtype, device, revision))
+        checkpoint: Any = SimpleNamespace(directory=None, config=self.model.config)
+        encoding = cli_model.read_tokenizer(checkpoint, path) if path else self.model.tokenizer
+        if encoding is None and instead:
+            raise CheckpointError(f"no tokenizer; {instead}")
+        return self.model, encoding
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> Ran:
         typed = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="ascii")
@@ -82,7 +95,7 @@ def test_generate(command: Command) -> None:
     assert ran.err.startswith("a table, float32, no device: 5 tokens, ")
     assert "tokens/s, first after " in ran.err
     assert ran.err.endswith(" s; seed 0; ended: length\n")
-    assert command.asked == [("shakespeare", "float32", None)]
+    assert command.asked == [("shakespeare", "float32", None, None)]
 
 
 def test_tokens_that_stop(command: Command) -> None:
@@ -94,15 +107,16 @@ def test_tokens_that_stop(command: Command) -> None:
 def test_options_arrive(command: Command) -> None:
     command.model = stand_in(MarkovEngine(random_table(0, 256)))
     options = (
-        "--model=m --dtype=bfloat16 --device=cpu --max-new-tokens=9 --temperature=0.7 --top-k=4 "
-        "--top-p=0.9 --min-p=0.1 --repetition-penalty=1.5 --seed=3 --samples=2 --json"
+        "--model=m --revision=v1 --dtype=bfloat16 --device=cpu --max-new-tokens=9 "
+        "--temperature=0.7 --top-k=4 --top-p=0.9 --min-p=0.1 --repetition-penalty=1.5 --seed=3 "
+        "--samples=2 --json"
     )
     ran = command("generate", "abc", *options.split())
-    assert command.asked == [("m", "bfloat16", "cpu")]
+    assert command.asked == [("m", "bfloat16", "cpu", "v1")]
     (decoding,) = command.model.engine.decodings
     assert len(decoding.sampling) == 2
-    for sample, sampling in enumerate(decoding.sampling):
-        assert vars(sampling) == {
+    for sample, chosen in enumerate(decoding.sampling):
+        assert vars(chosen) == {
             "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
             "repetition_penalty": 1.5, "seed": 3, "sample": sample,
         }  # fmt: skip
@@ -177,13 +191,13 @@ def test_where_the_prompt_comes_from(
     [
         (["generate", "-"], "prompt: expected at least one token"),
         (["generate", "x" * 65], "prompt: 65 tokens, the model's context is 64"),
-        (["generate", "x", "--overflow", "no"], "overflow: expected 'error' or 'truncate'"),
-        (["generate", "x", "--samples", "0"], "samples: expected a positive integer, got 0"),
-        (["generate", "x", "--top-p", "2"], "top_p: "),
+        (["generate", "x", "--overflow", "no"], "--overflow: expected 'error' or 'truncate'"),
+        (["generate", "x", "--samples", "0"], "--samples: expected a positive integer, got 0"),
+        (["generate", "x", "--top-p", "2"], "--top-p: "),
         (["generate", "x", "--tokenizer", "/no/where"], "/no/where: no tokenizer: expected"),
         (["score", "/no/file"], "/no/file: cannot be read: No such file"),
-        (["score", "/no/file.npy"], "/no/file.npy: cannot be read as a token file"),
-        (["score", str(ROOT / "pyproject.toml"), "--stride", "64"], "stride: expected 1 to 63"),
+        (["score", "/no/file.npy"], "/no/file.npy: cannot be read: No such file"),
+        (["score", str(ROOT / "pyproject.toml"), "--stride", "64"], "--stride: expected 1 to 63"),
         (["info", "no/such/model/at/all"], "no/such/model"),
     ],
 )
@@ -224,6 +238,133 @@ def test_a_tokenizer_named_by_hand(command: Command, data: Path) -> None:
     ran = command("generate", "Hello", "--tokenizer", str(data / "gpt2-bpe"), "--json",
                   "--max-new-tokens=1", "--temperature=0")  # fmt: skip
     assert ran.json["samples"][0]["text"] == "!"
+
+
+def test_ids_in_and_out(command: Command) -> None:
+    """For a model without a tokenizer, which has no text."""
+    command.model.tokenizer = None
+    options = ["--ids", "--max-new-tokens", "3", "--temperature", "0"]
+    assert command("generate", "1,2, 3", *options).out == "1 2 3 4 5 6\n"
+    assert command("generate", "-", *options, stdin=b"1 2\n3\n").out == "1 2 3 4 5 6\n"
+    found = command("generate", "3", *options, "--json").json
+    assert found["prompt"] == [3]
+    assert found["samples"][0]["tokens"] == [4, 5, 6]
+    assert found["samples"][0]["text"] is None
+    two = command("generate", "3", *options, "--samples", "2", "--logprobs")
+    assert two.out == (
+        "--- sample 1 of 2\n3 4 5 6\n\n--- sample 2 of 2\n3 4 5 6\n\n"
+        "--- sample 1 of 2\n  -0.0115  4\n  -0.0115  5\n  -0.0115  6\n\n"
+        "--- sample 2 of 2\n  -0.0115  4\n  -0.0115  5\n  -0.0115  6\n"
+    )
+    ran = command("generate", "3", *options, "--stop", "x")
+    assert ran.err == (
+        "error: --stop: this model has no tokenizer, so there is no text: use --stop-id\n"
+    )
+
+
+def test_ids_of_a_model_with_a_tokenizer(command: Command) -> None:
+    command.model = stand_in(MarkovEngine(cycle(257)), end=True)
+    ran = command("generate", "254 255", "--ids", "--temperature=0")
+    assert ran.out == "254 255 256\n"  # <|endoftext|> ends it, as it does a text
+    assert ran.err.endswith("; ended: stop\n")
+    found = command("generate", "97", "--ids", "--json", "--temperature=0", "--stop", "e").json
+    assert found["samples"][0]["text"] == "bcd"
+
+
+def test_a_text_for_a_model_without_a_tokenizer_is_refused(command: Command) -> None:
+    command.model.tokenizer = None
+    ran = command("generate", "abc")
+    assert ran.code == 2
+    assert ran.err.endswith("; --ids takes token ids instead of text\n")
+
+
+def test_without_a_tokenizer_the_weights_are_not_read(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "tensors", lambda self: pytest.fail("read"))
+    with pytest.raises(CheckpointError, match=r"expected tokenizer.json .*; --ids"):
+        cli_model.load_model(str(data / "gpt-nano-sort"), "float32", "cpu", None, "--ids")
+
+
+def test_a_tokenizer_named_by_hand_must_be_one(tmp_path: Path) -> None:
+    """Also where the model's own may be missing."""
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        cli_model.load_model("shakespeare", "float32", "cpu", tmp_path, None)
+
+
+def test_special_tokens_in_a_prompt(command: Command) -> None:
+    command.model = stand_in(MarkovEngine(cycle(257)), end=True)
+    options = ["a<|endoftext|>", "--json", "--temperature=0", "--max-new-tokens=2"]
+    plain = command("generate", *options).json
+    assert plain["samples"][0]["tokens"] == list(b"?@")  # after ">", the last of the letters
+    special = command("generate", *options, "--special").json
+    assert special["samples"][0]["tokens"] == [0, 1]
+    assert special["prompt"] == "a<|endoftext|>"
+    shown = command("generate", *options[:1], *options[2:], "--special").out
+    assert shown == "a<|endoftext|>\x00\x01\n"
+
+
+def test_special_tokens_in_a_scored_text(command: Command, tmp_path: Path) -> None:
+    command.model = stand_in(MarkovEngine(cycle(257)), end=True)
+    (tmp_path / "a.txt").write_text("ab<|endoftext|>c")
+    assert command("score", str(tmp_path / "a.txt"), "--json").json["tokens"] == 15
+    assert command("score", str(tmp_path / "a.txt"), "--json", "--special").json["tokens"] == 3
+
+
+def test_score_from_the_first_token_on(command: Command, tmp_path: Path) -> None:
+    table = cycle(257)
+    table[256, ord("a")] = 20  # a text begins with an a
+    command.model = stand_in(MarkovEngine(table), end=True)
+    (tmp_path / "a.txt").write_text("a")
+    found = command("score", str(tmp_path / "a.txt"), "--bos", "--json").json
+    assert (found["tokens"], found["bytes"]) == (1, 1)
+    assert found["log_likelihood"] == pytest.approx(0, abs=1e-3)
+    np.save(tmp_path / "a.npy", np.array([97], np.uint16))
+    assert command("score", str(tmp_path / "a.npy"), "--bos", "--json").json["tokens"] == 1
+    command.model = stand_in(MarkovEngine(cycle(256)))
+    ran = command("score", str(tmp_path / "a.txt"), "--bos")
+    assert ran.code == 2
+    assert ran.err == "error: --bos: this model has no tokenizer with <|endoftext|>\n"
+
+
+def test_a_text_that_is_too_long_is_refused(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_model, "MOST_TEXT", 2**20)
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(2**20 + 1)
+    ran = command("score", str(tmp_path / "long"))
+    assert ran.err.endswith("long: expected at most 1 MiB of text, got more\n")
+
+
+def test_names_from_files_are_printed_without_control_characters(
+    command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "a\x1b[31m.txt"
+    path.write_text("abc")
+    command.model.name = "m\x1b]0;title\x07"
+    for ran in (command("score", str(path)), command("generate", "abc", "--max-new-tokens=1")):
+        assert "\x1b" not in ran.out + ran.err
+        assert "\x07" not in ran.out + ran.err
+        assert "\\x1b]0;title" in ran.out + ran.err
+
+
+def test_tensor_names_are_printed_without_control_characters(command: Command) -> None:
+    checkpoint = Checkpoint.open("shakespeare")
+    facts: dict[str, Any] = {
+        "parameters": 1, "dtypes": ["float16"], "nbytes": 1, "memory": {},
+        "tensors": [{"name": "wte", "in_file": "w\x1b[2J", "shape": [1], "dtype": "float16"}],
+    }  # fmt: skip
+    cli_model._print_info(checkpoint, facts)
+    out = command._capsys.readouterr().out
+    assert "w\\x1b[2J" in out
+    assert "\x1b" not in out
+
+
+def test_one_default_temperature(command: Command) -> None:
+    command("generate", "abc", "--max-new-tokens=1")
+    (decoding,) = command.model.engine.decodings
+    assert decoding.sampling[0].temperature == sampling.DEFAULT_TEMPERATURE == 0.8
 
 
 def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
@@ -337,7 +478,7 @@ def test_the_rate_counts_what_came_after_the_first_step() -> None:
 
 SLOW = """
 import sys, time
-from gpt2block import cli, cli_model
+from gpt2block import cli, cli_model, sampling
 from tests.markov import MarkovEngine, cycle
 from tests.test_cli_model import stand_in
 
@@ -348,7 +489,7 @@ def slowly():
         yield byte
 
 model = stand_in(MarkovEngine(cycle(256), n_ctx=9999, script=[slowly()]))
-cli_model.load_model = lambda *asked: model
+cli_model.load_model = lambda *asked: (model, model.tokenizer)
 cli.main(["generate", "> ", "--max-new-tokens", "2600", *sys.argv[1:]])
 """
 

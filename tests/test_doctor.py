@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,14 +234,22 @@ def test_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(doctor.check_numpy(), "No module named 'numpy'", fix="numpy>=2.0")
 
 
-def test_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
+def test_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.8.7")  # another installation
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    here = next(line for line in project.splitlines() if line.startswith("version = "))
+    assert f'version = "{doctor.version()}"' == here
+    assert doctor.check_package() == Check("gpt2block", True, doctor.version())
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "gpt2block" / "doctor.py"))
+    assert doctor.version() == "9.8.7"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\nversion = "1"\n')
+    assert doctor.version() == "9.8.7"
+
+    def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert doctor.check_package() == Check("gpt2block", True, "not installed (source tree)")
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.8.7")
-    assert doctor.check_package().detail == "9.8.7"
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert doctor.version() == "unknown"
 
 
 # --- CuPy
@@ -460,6 +469,24 @@ def test_nvrtc_newer_than_the_driver() -> None:
     assert doctor.check_nvrtc(Driver("x", missing="x"), stray).ok  # nothing to compare with
 
 
+@pytest.mark.parametrize(
+    ("cupy", "nvrtc", "fix"),
+    [
+        (CUPY12, (13, 0), "pip uninstall -y nvidia-cuda-nvrtc nvidia-cuda-runtime && pip install"),
+        (CUPY13, (12, 9), "pip install"),
+    ],
+)
+def test_nvrtc_of_another_major_version_than_cupy_is_a_note(
+    cupy: CuPy, nvrtc: tuple[int, int], fix: str
+) -> None:
+    check = doctor.check_nvrtc(GOOD, replace(cupy, nvrtc=nvrtc))
+    assert check.ok
+    expected = f"{nvrtc[0]}.{nvrtc[1]}, but {cupy.name} 14.2.0 is built for CUDA {cupy.major}"
+    assert check.detail == expected
+    assert check.fix == f"{fix} '{doctor.TOOLKIT[cupy.major]}'"
+    assert doctor.check_nvrtc(GOOD, cupy).fix == ""
+
+
 def test_a_header_complaint_of_another_kind(machine: SimpleNamespace) -> None:
     machine.nvrtc.log = 'cuda_fp16.h(7): warning: x\ncuda_fp16.h(9): error: identifier "y"\n'
     check = checks()["headers"]
@@ -669,7 +696,7 @@ def test_this_machine() -> None:
     for check in found.values():
         assert check.detail
         assert "\n" not in check.detail + check.fix
-        assert bool(check.fix) is not check.ok
+        assert check.ok or check.fix
     assert problem == (broken[0] if broken else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,28 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(name: str, *arguments: str) -> str:
-    done = subprocess.run(
+    done = ran(name, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ran(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", f"examples.{name}", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         encoding="utf-8",
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def test_real_gpt2_that_cannot_be_had_is_one_line() -> None:
+    done = ran("real_gpt2", "The capital of France is", "--model", "gpt2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_block_forward() -> None:

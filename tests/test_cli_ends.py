@@ -1,0 +1,296 @@
+"""However a command ends, a shell sees an exit code and at most one line on stderr.
+
+Real processes: streams that are full, closed or gone, Ctrl-C at any time, a folder that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import cli, doctor
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = {
+    "generate": ["generate", "KING", "--max-new-tokens", "3", "--device", "cpu"],
+    "score": ["score", str(ROOT / "pyproject.toml"), "--device", "cpu", "--stride", "255"],
+    "info": ["info", "--json"],
+    "block": ["block", "--text", "KING", "--device", "cpu"],
+    "kernels": ["kernels"],
+    "check": ["check"],
+    "bench": ["bench"],  # without a GPU an error, which is written to stderr
+    "help": ["--help"],
+    "map help": ["map", "score", "-h"],
+    "version": ["--version"],
+}
+WRITING = [name for name in COMMANDS if name != "bench"]
+# Without a GPU, where `bench` and `kernels` would run.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="streams and signals as POSIX has them")
+
+
+@functools.cache
+def usual_exit_code(name: str) -> int:
+    return shell('"$@"', COMMANDS[name], stdin=subprocess.DEVNULL).returncode
+
+
+def shell(line: str, arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command as "$@" in a line for the shell."""
+    return subprocess.run(
+        ["bash", "-c", line, "bash", sys.executable, "-m", "gpt2block", *arguments],
+        capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("name", WRITING)
+def test_a_full_disk_is_one_line(name: str) -> None:
+    done = shell('"$@" > /dev/full', COMMANDS[name])
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_closed_standard_output_is_one_line(name: str) -> None:
+    done = shell('"$@" >&-', COMMANDS[name])
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write to standard output: Bad file descriptor\n"
+
+
+@pytest.mark.parametrize("name", ["generate", "info", "kernels", "help"])
+def test_a_closed_pipe_is_quiet(name: str) -> None:
+    """The reader is gone before anything is written."""
+    done = shell('{ sleep 0.1; "$@"; echo $? >&2; } | true', COMMANDS[name])
+    assert done.stderr.splitlines()[-1] == "141"
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_closed_input_and_a_closed_standard_error_change_nothing(name: str) -> None:
+    done = shell('"$@" <&- 2>&-', COMMANDS[name])
+    assert (done.returncode, done.stderr) == (usual_exit_code(name), "")
+    assert bool(done.stdout) == (name != "bench")
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_all_streams_closed(name: str) -> None:
+    assert shell('"$@" <&- >&- 2>&-', COMMANDS[name]).returncode == 1
+
+
+def test_standard_error_that_is_full_is_ignored() -> None:
+    done = shell('"$@" 2> /dev/full', COMMANDS["generate"])
+    assert (done.returncode, done.stdout[:4]) == (0, "KING")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-"], ["score", "-"], ["generate"]])
+def test_standard_input_that_is_closed_is_empty(arguments: list[str]) -> None:
+    done = shell('"$@" <&-', [*arguments, "--device", "cpu"])
+    if arguments == ["generate"]:
+        assert done.returncode == 0
+        assert done.stdout.startswith("JULIET:")
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_standard_input_that_only_writes(tmp_path: Path) -> None:
+    done = shell(f'"$@" 0> {tmp_path}/file', ["generate", "-"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdin: cannot be read: ")
+
+
+def test_a_file_is_never_opened_as_standard_output(tmp_path: Path) -> None:
+    """The descriptor of a closed stream is the next one that the system gives away."""
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be")
+    shell('"$@" >&- <&-', ["score", str(text), "--device", "cpu"])
+    assert text.read_text() == "To be, or not to be"
+
+
+@pytest.mark.parametrize("name", ["generate", "block", "check", "kernels"])
+def test_a_deleted_working_directory(name: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = shell(f'cd {gone}; rmdir {gone}; "$@"', COMMANDS[name])
+    assert "Traceback" not in done.stderr
+    assert done.returncode == usual_exit_code(name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["score", "text"], ["info", "./model"], ["block", "--weights", "model.safetensors"],
+     ["generate", "x", "--tokenizer", "tokenizer.json"], ["info", "."]],
+)  # fmt: skip
+def test_a_relative_path_in_a_deleted_working_directory(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = shell(f'cd {gone}; rmdir {gone}; "$@"', arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--model", "~nosuchuser/model"],
+        ["generate", "x", "--tokenizer", "~nosuchuser/tokenizer.json"],
+        ["score", "~nosuchuser/text"],
+        ["score", "~nosuchuser/tokens.npy"],
+        ["score", "~nosuchuser/tokens", "--tokens"],
+        ["info", "~nosuchuser/model.safetensors"],
+        ["block", "--weights", "~nosuchuser/model"],
+        ["bench", "--plot", "~nosuchuser/chart.png"],
+        ["kernels", "softmax", "--plot", "~nosuchuser/chart.png"],
+    ],
+)
+def test_an_unknown_user_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    err = capsys.readouterr().err
+    assert end.value.code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "~nosuchuser" in err
+
+
+@pytest.mark.parametrize("arguments", [["score"], ["score", "--tokens"], ["score", "--text"]])
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
+def test_what_is_no_regular_file_is_refused(
+    kind: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = {"fifo": tmp_path / "fifo", "zero": Path("/dev/zero"), "folder": tmp_path}[kind]
+    if kind == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments, str(path)])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: expected a regular file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"), [(["score", "-"], 256), (["generate", "-"], 16), (["generate"], 16)]
+)
+def test_a_text_without_end_is_refused(arguments: list[str], most: int) -> None:
+    done = shell('"$@" < /dev/zero', arguments)
+    assert done.returncode == 2
+    assert done.stderr == f"error: stdin: expected at most {most} MiB of text, got more\n"
+
+
+# Ctrl-C
+
+LAUNCHERS = {
+    "module": "import runpy; runpy.run_module('gpt2block', run_name='__main__', alter_sys=True)",
+    "console script": "import re, sys; from gpt2block.cli import main; sys.exit(main())",
+}
+# Says on stderr when `main` has begun: what comes before is Python's own start.
+BEGUN = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gpt2block.cli_app":
+            os.write(2, b"begun\\n")
+sys.meta_path.insert(0, Finder())
+sys.argv[0] = "gpt2block"
+"""
+
+
+def start(launcher: str, arguments: list[str], on_ctrl_c: Any) -> subprocess.Popen[str]:
+    """The command once its `main` has begun."""
+    before = signal.signal(signal.SIGINT, on_ctrl_c)  # a process inherits what is ignored
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGUN + LAUNCHERS[launcher], *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begun\n"
+    return process
+
+
+def interrupted(launcher: str, arguments: list[str], after: float) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that gets SIGINT some time after it has begun."""
+    process = start(launcher, arguments, signal.default_int_handler)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("after", [0, 0.05, 0.1])
+def test_ctrl_c_during_the_imports_is_quiet(launcher: str, after: float) -> None:
+    code, out, err = interrupted(launcher, ["generate", "KING", "--max-new-tokens=99999"], after)
+    assert (code, out, err) == (130, "", "")
+
+
+NVRTC_INTERRUPTED = 4  # the compiler handles SIGINT while it runs, and ends the process so
+
+
+@pytest.mark.parametrize("after", [0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("name", ["score", "block", "check"])
+def test_ctrl_c_at_any_time_leaves_no_traceback(name: str, after: float) -> None:
+    code, _, err = interrupted("module", COMMANDS[name], after)
+    assert "Traceback" not in err
+    assert "Exception" not in err
+    assert err.count("\n") <= 1
+    ended = (usual_exit_code(name), NVRTC_INTERRUPTED)  # before, or in the compiler
+    assert code in (130, -signal.SIGINT, *ended)
+
+
+def test_ctrl_c_while_it_writes_says_so() -> None:
+    process = start(
+        "module",
+        ["generate", "KING", "--max-new-tokens=999999", "--overflow=truncate", "--device=cpu"],
+        signal.default_int_handler,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(12).startswith("KING")  # and what it continues with
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.endswith("ended: interrupted\n")
+    assert err.count("\n") == 1
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    """As behind nohup, or in the background of a script."""
+    process = start("module", ["--version"], signal.SIG_IGN)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, f"gpt2block {doctor.version()}\n", "")
+
+
+def test_what_comes_before_main_is_little() -> None:
+    """Ctrl-C before `main` runs is Python's to report: so nothing slow may be imported by then."""
+    code = (
+        "import sys; before = {*sys.modules}\n"
+        "import gpt2block, gpt2block.cli; print(*sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True, text=True, check=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    loaded = done.stdout.split()
+    assert [name for name in loaded if name.startswith("gpt2block")] == [
+        "gpt2block",
+        "gpt2block.cli",
+    ]
+    assert not {*loaded} & {"numpy", "typer", "rich", "click", "json", "typing"}
