@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the GPU tests, compute-sanitizer and the bench in one go, and a short summary.
+# On a machine with a GPU: the GPU tests, random calls of the ops, compute-sanitizer and the bench in one go, and a short summary.
 #
-#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests] [sanitizer] [bench]]
+#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests] [fuzz] [sanitizer] [bench]]
 #
-# Without names of parts, all three. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at
+# Without names of parts, all four. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at
 # small sizes. Where a tool or the device refuses, the summary says "not run". The exit status is 0 only when everything
 # ran and nothing was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
 parts=" ${*:2} "
-[ "$parts" = "  " ] && parts=" tests sanitizer bench "
+[ "$parts" = "  " ] && parts=" tests fuzz sanitizer bench "
 mkdir -p "$logs"
 summary="$logs/summary.txt"
 : > "$summary"
@@ -20,11 +20,18 @@ say() { echo "$*" | tee -a "$summary"; }
 gpu_tests() {
     # where pytest-xdist is there
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
-    timeout 570 python3 -m pytest --gpu -q -rsfEP $parallel tests > "$logs/tests.txt" 2>&1 || status=1
+    timeout 570 python3 -m pytest --gpu -m gpu -q -rsfEP $parallel tests > "$logs/tests.txt" 2>&1 || status=1
     say "tests      $(tail -n 1 "$logs/tests.txt")"
     grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
     grep -hE '^(first start|validation loss) ' "$logs/tests.txt" | while read -r line; do say "           $line"; done
     grep -q 'GPT2BLOCK_DATA names no folder' "$logs/tests.txt" && say "tests were skipped for missing data" && status=1
+}
+
+fuzz() {
+    PYTHONPATH=. timeout 300 python3 tools/fuzz.py --area ops --calls 12000 --jobs "$(nproc)" \
+        > "$logs/fuzz.txt" 2>&1 || status=1
+    say "fuzz       $(tail -n 1 "$logs/fuzz.txt")"
+    grep -E '^tools/fuzz.py' "$logs/fuzz.txt" | head -n 20 | cut -c 1-200 | while read -r line; do say "           $line"; done
 }
 
 sanitizers() {
@@ -58,6 +65,7 @@ bench() {
 
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
 [[ $parts == *" tests "* ]] && gpu_tests
+[[ $parts == *" fuzz "* ]] && fuzz
 [[ $parts == *" sanitizer "* ]] && sanitizers
 [[ $parts == *" bench "* ]] && bench
 exit $status

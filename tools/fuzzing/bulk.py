@@ -1,0 +1,402 @@
+"""Bulk jobs: odd records and files through the reading, computing and writing of a shard.
+
+Dask itself is left out: starting its processes takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import gpt2 as plain
+from fuzzing.values import odd_argument, odd_text, odd_value, pick
+from fuzzing.vocabularies import CHARACTERS, Vocabulary, plain_spec
+from gpt2block import GPT2
+from gpt2block.bulk import records, shards
+from gpt2block.bulk.job import Job, run_shard
+from gpt2block.bulk.predictor import Predictor
+
+N_CTX = 24
+TASKS: dict[str, tuple[dict[str, Any], ...]] = {
+    "score": ({}, {"logprobs": True}, {"stride": 3}),
+    "generate": ({"max_new_tokens": 2, "seed": 3}, {"max_new_tokens": 3, "samples": 2}),
+    "embed": ({}, {"pooling": "last"}),
+}
+_folders: list[TemporaryDirectory[str]] = []
+
+
+def case(rng: np.random.Generator, folder: Path) -> Outcome:
+    kinds = [_lines, _lines, _lines, _batch, _manifest, _manifest]
+    if find_spec("pyarrow"):
+        kinds.append(_parquet)
+    return pick(rng, *kinds)(rng, folder)
+
+
+@lru_cache
+def model_folder() -> Path:
+    """A tiny model whose tokens are bytes. Removed with the process."""
+    _folders.append(TemporaryDirectory(prefix="fuzz-model-"))
+    folder = Path(_folders[-1].name)
+    sizes = plain.Sizes(1, 2, 4, N_CTX, 257)
+    plain.write(folder, sizes, plain.random_tensors(np.random.default_rng(0), sizes, "float32"))
+    vocabulary = Vocabulary({char: i for i, char in enumerate(CHARACTERS)}, [], True)
+    (folder / "tokenizer.json").write_text(json.dumps(plain_spec(vocabulary)))
+    return folder
+
+
+@lru_cache
+def model() -> GPT2:
+    return GPT2.from_pretrained(model_folder(), device="cpu")
+
+
+# --- records
+
+
+def _record(rng: np.random.Generator) -> Any:
+    """What stands for a record, right or odd."""
+    kind = rng.random()
+    if kind < 0.5:
+        return odd_text(rng)
+    if kind < 0.7:
+        return rng.integers(
+            0, 260 if rng.random() < 0.2 else 256, int(rng.integers(0, 30))
+        ).tolist()
+    return odd_value(rng)
+
+
+def _line(rng: np.random.Generator, keep: Sequence[str]) -> bytes:
+    """A line of JSON, or nearly."""
+    kind = rng.random()
+    if kind < 0.35:
+        return pick(rng, *_ODD_LINES)
+    if kind < 0.4:
+        depth = int(pick(rng, 50, 200, 490, 900, 3000))
+        return b'{"text": "ab", "id": ' + b"[" * depth + b"]" * depth + b"}"
+    if kind < 0.402:
+        return json.dumps({"text": " " * 12_000}).encode()
+    entry: Any = {"text": _record(rng)}
+    entry |= {name: odd_value(rng) for name in keep if rng.random() < 0.8}
+    entry = odd_value(rng) if kind < 0.45 else entry
+    text = json.dumps(entry, ensure_ascii=bool(rng.random() < 0.5))
+    return text.encode("utf-8", "surrogatepass")
+
+
+_ODD_LINES = (
+    b"", b"  ", b"\r", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"null", b"[]", b"{", b"3",
+    b"[" * 10**4 + b"]" * 10**4,
+    b'{"text": "ab", "id": ' + b"9" * 5000 + b"}",
+    b'{"text": "\\ud800", "id": "\\udfff"}',
+    b'{"text": "ab", "id": NaN}',
+)  # fmt: skip
+
+
+def _valid(value: Any, task: str) -> bool:
+    """Whether a record must have a result."""
+    if isinstance(value, str):
+        try:
+            count = len(value.encode())
+        except UnicodeEncodeError:
+            return False
+        if count > 10**5:  # tiktoken gives up on some of these
+            return False
+    elif isinstance(value, list) and all(
+        type(entry) is int and 0 <= entry < 257 for entry in value
+    ):
+        count = len(value)
+    else:
+        return False
+    return count >= 2 if task == "score" else 1 <= count <= N_CTX
+
+
+def _simple(value: Any) -> bool:
+    """Whether a kept value can be written in both formats."""
+    if isinstance(value, str):
+        return value.isascii()
+    return value is None or type(value) in (bool, int, float)
+
+
+def _task(rng: np.random.Generator) -> tuple[Any, dict[str, Any]]:
+    name = str(pick(rng, *TASKS))
+    return name, dict(pick(rng, *TASKS[name]))
+
+
+def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Files of lines, through a whole job but for Dask."""
+    given = folder / "in"
+    given.mkdir()
+    expected: list[tuple[int, Any, bool]] = []  # index, object or text, whether it is a record
+    keep = pick(rng, (), ("id",), ("id", "other"))
+    first = 0
+    for number in range(int(rng.integers(1, 4))):
+        suffix = (
+            ".txt" if rng.random() < 0.25 and not keep else pick(rng, ".jsonl", ".ndjson", ".JSONL")
+        )
+        lines = [
+            odd_text(rng).replace("\n", "").encode() if suffix == ".txt" else _line(rng, keep)
+            for _ in range(int(rng.integers(0, 8)))
+        ]
+        end = pick(rng, b"\n", b"\r\n")
+        data = end.join(lines) + (end if rng.random() < 0.7 else b"")
+        if rng.random() < 0.1:
+            data = b"\xef\xbb\xbf" + data
+        (given / f"{number}{suffix}").write_bytes(data)
+        pieces = data.split(b"\n")
+        pieces = pieces[:-1] if not pieces[-1] else pieces
+        for at, piece in enumerate(pieces):
+            expected += _expected(first + at, piece, at == 0, suffix == ".txt")
+        first += len(pieces)
+    return _job(rng, folder, [given], expected, keep)
+
+
+def _expected(index: int, line: bytes, start: bool, text: bool) -> list[tuple[int, Any, bool]]:
+    """The record of a line, if it is one: (index, value, True), or (index, None, False)."""
+    line = line.removesuffix(b"\r")
+    try:
+        found = line.decode("utf-8-sig" if start else "utf-8")
+        if text:
+            return [(index, {"text": found}, True)]
+        if not found.strip():
+            return []
+        entry = json.loads(found)
+    except (ValueError, RecursionError):
+        return [(index, None, False)]
+    return [(index, entry, isinstance(entry, dict) and "text" in entry)]
+
+
+def _job(
+    rng: np.random.Generator,
+    folder: Path,
+    inputs: list[Path],
+    expected: list[tuple[int, Any, bool]],
+    keep: tuple[str, ...],
+    form: str | None = None,
+) -> Outcome:
+    """Every record once and in order, as a row or as an error; the right ones as rows."""
+    task, options = _task(rng)
+    job = accepted(
+        lambda: Job(
+            task=task, output=str(folder / "out"), model=str(model_folder()), device="cpu",
+            options=options, keep=keep, shard_size=int(rng.integers(1, 9)),
+            form=form or pick(rng, "jsonl", "parquet") if find_spec("pyarrow") else "jsonl",
+            batch_tokens=int(pick(rng, 1, 100, 16384)),
+        ).checked()
+    )  # fmt: skip
+    files = accepted(lambda: records.find_files([str(path) for path in inputs]))
+    cut = accepted(lambda: records.cut(files, job.shard_size, [job.column, *job.keep]))
+    out, token = folder / "out", "a token"
+    rows: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    order: list[int] = []
+    with shards.locked(out, token):
+        for shard in cut:
+            done = run_shard(job, shard, token)
+            if not isinstance(done, shards.Done):
+                raise Difference(f"shard {shard.number}: {done}")
+            part = _read_part(out / shards.part_name(shard.number, job.form))
+            wrong = []
+            if done.errors_sha256 is not None:
+                text = (out / shards.errors_name(shard.number)).read_text(encoding="utf-8")
+                wrong = [json.loads(line) for line in text.splitlines()]
+            check_equal("counts", (done.records, done.errors), (len(part), len(wrong)))
+            order += [row["index"] for row in part]
+            rows |= {row["index"]: row for row in part}
+            errors |= {row["index"]: row["reason"] for row in wrong}
+        check_equal("order", order, sorted(order))
+        check_equal("indices", sorted([*order, *errors]), [index for index, *_ in expected])
+    _check_rows(rng, job, expected, rows, errors)
+    return "right"
+
+
+def _read_part(path: Path) -> list[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # noqa: PLC0415
+
+        found: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def _check_rows(
+    rng: np.random.Generator,
+    job: Job,
+    expected: list[tuple[int, Any, bool]],
+    rows: dict[int, Any],
+    errors: dict[int, str],
+) -> None:
+    for index, entry, is_record in expected:
+        if index in errors:
+            kept = [entry.get(name) for name in job.keep] if is_record else []
+            if is_record and _valid(entry["text"], job.task) and all(map(_simple, kept)):
+                raise Difference(f"record {index} refused: {errors[index]}")
+            continue
+        if not is_record:
+            raise Difference(f"record {index}: a result of what is no record")
+        if job.form == "jsonl":
+            for name in job.keep:
+                value = entry.get(name)
+                if value is None or type(value) in (bool, str, int):
+                    check_equal(name, rows[index][name], value)
+    right = [(index, entry) for index, entry, is_record in expected if is_record and index in rows]
+    if right and job.task == "score":
+        index, entry = right[int(rng.integers(len(right)))]
+        stride = job.options.get("stride")
+        truth = accepted(lambda: model().score(entry["text"], stride))
+        got = rows[index]["log_likelihood"]
+        if not math.isclose(got, truth.log_likelihood, rel_tol=1e-4):
+            raise Difference(f"record {index}: {got}, not {truth.log_likelihood}")
+        check_equal("n_tokens", rows[index]["n_tokens"], truth.tokens)
+
+
+# --- Parquet
+
+
+def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Columns of all kinds."""
+    import pyarrow as pa  # noqa: PLC0415
+    import pyarrow.parquet  # noqa: PLC0415
+
+    count = int(rng.integers(0, 9))
+    texts: list[Any] = [odd_text(rng) if rng.random() < 0.8 else None for _ in range(count)]
+    numbers = [int(rng.integers(-5, 2**40)) if rng.random() < 0.9 else None for _ in range(count)]
+    kept = _arrow_column(rng, pa, numbers)
+    column = pick(
+        rng, pa.array(texts, pa.string()), pa.array(texts, pa.large_string()),
+        pa.array(texts, pa.string()).dictionary_encode(),
+        pa.array([None if t is None else t.encode() for t in texts], pa.binary()),
+        pa.array([None if t is None else [*t.encode()] for t in texts], pa.list_(pa.int64())),
+        pa.array(numbers, pa.int64()),
+    )  # fmt: skip
+    path = folder / "in.parquet"
+    table = pa.table({"text": column, "id": kept})
+    damaged = rng.random() < 0.1
+    try:
+        pyarrow.parquet.write_table(table, path, row_group_size=3)
+    except pa.ArrowException:  # a type that Parquet does not have
+        return "refused"
+    keep = pick(rng, (), ("id",))
+    if damaged:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(rng.integers(len(data)))])
+        cut = refused_or(lambda: records.cut([path], 3, ["text", *keep]))
+        return "refused" if isinstance(cut, str) else "right"
+    values = column.to_pylist()
+    ids = numbers if kept.type == pa.int64() else [object()] * count
+    entries = zip(values, ids, strict=True)
+    expected = [(i, {"text": text, "id": own}, True) for i, (text, own) in enumerate(entries)]
+    return _job(rng, folder, [path], expected, keep, "parquet" if keep else None)
+
+
+def _arrow_column(rng: np.random.Generator, pa: Any, numbers: list[int | None]) -> Any:
+    """A column that is carried along."""
+    large = [None if n is None else n * 2**20 for n in numbers]
+    kind = pick(
+        rng, pa.int64(), pa.timestamp("ns"), pa.timestamp("us", "Nowhere/At_All"),
+        pa.timestamp("s"), pa.timestamp("ms", "Europe/Berlin"), pa.duration("ns"),
+        pa.time64("ns"), pa.date64(),
+    )  # fmt: skip
+    try:
+        array = pa.array(pick(rng, numbers, large), pa.int64())
+        if rng.random() < 0.2:
+            return pa.array([None if n is None else {"a": [n]} for n in numbers])
+        if rng.random() < 0.2:
+            return pa.array([None if n is None else bytes([n % 256]) for n in numbers], pa.binary())
+        return array.cast(kind, safe=False)
+    except pa.ArrowException:
+        return pa.array(numbers, pa.int64())
+
+
+# --- Predictor and manifest
+
+
+def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A batch with a bad record, a bad seed, or columns that are none."""
+    task, options = _task(rng)
+    ready = Predictor(task, model_folder(), device="cpu", **options)
+    values: Any = [_record(rng) for _ in range(int(rng.integers(0, 6)))]
+    batch: Any = {pick(rng, "text", "tokens"): values}
+    if rng.random() < 0.5:
+        seeds = [int(rng.integers(2**60)) for _ in values]
+        batch["seed"] = seeds if rng.random() < 0.5 else [odd_argument(rng) for _ in values]
+    changed = rng.random() < 0.4
+    if changed:
+        batch = pick(
+            rng, odd_argument(rng), {}, {"text": odd_argument(rng)}, {"other": values},
+            {**batch, "seed": odd_argument(rng)}, {"text": [odd_argument(rng), "ab"]},
+        )  # fmt: skip
+    attempt = refused_or if changed else accepted
+    found = attempt(lambda: ready(batch))
+    if isinstance(found, str):
+        return "refused"
+    if changed:
+        return "right"
+    check_equal("rows", len(found["error"]), len(values))
+    bad_seeds = {
+        i
+        for i, seed in enumerate(batch.get("seed", ()))
+        if type(seed) is not int or not 0 <= seed < 2**64
+    }
+    for index, value in enumerate(values):
+        reason = found["error"][index]
+        if reason and _valid(value, task) and index not in bad_seeds:
+            raise Difference(f"record {index} refused: {reason}")
+    return "right"
+
+
+def _manifest(rng: np.random.Generator, folder: Path) -> Outcome:
+    """manifest.ndjson, changed by hand."""
+    digest = "0123456789abcdef" * 4
+    wrong_counts = [int(rng.integers(0, 3)) for _ in range(int(rng.integers(0, 5)))]
+    entries: list[Any] = [
+        asdict(shards.Done(i, 3 - count, count, 12, digest, digest if count else None))
+        for i, count in enumerate(wrong_counts)
+    ]
+    lines: list[Any] = [{"gpt2block map": 2, "task": "score", "lines": 15}, *entries]
+    changed = bool(rng.random() < 0.8)
+    wrong = False  # whether an entry says what cannot be
+    if changed and entries and rng.random() < 0.7:
+        entry = lines[int(rng.integers(1, len(lines)))]
+        name = str(pick(rng, *entry))
+        value = pick(rng, odd_value(rng), -1, None, [[1]], {"a": 1}, True, 1.0)
+        entry[name] = value
+        wrong = not _fits(name, value)
+    elif changed:
+        lines[int(rng.integers(len(lines)))] = odd_value(rng)
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    if changed and rng.random() < 0.2:
+        position = int(rng.integers(len(data)))
+        data = pick(
+            rng, data[:position], data[:position] + b"\xff" + data[position:], b"[" * 10**5 + b"\n"
+        )
+        wrong = False
+    (folder / shards.MANIFEST).write_bytes(data)
+    attempt = refused_or if changed else accepted
+    found = attempt(lambda: shards.Manifest(folder))
+    if isinstance(found, str):
+        return "refused"
+    if wrong:
+        raise Difference(f"accepted a manifest with {name} = {value!r}"[:200])
+    if not changed:
+        check_equal("entries", [asdict(found.done[i]) for i in sorted(found.done)], entries)
+    accepted(lambda: found.forget_damaged("jsonl"))
+    return "right"
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name == "sha256":
+        return isinstance(value, str) and len(value) == 64
+    if name == "errors_sha256":
+        return value is None or (isinstance(value, str) and len(value) == 64)
+    return type(value) is int and value >= 0
+
+
+AREA = Area("bulk", 2, case)

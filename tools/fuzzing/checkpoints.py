@@ -1,0 +1,574 @@
+"""Weight files: tiny checkpoints of all layouts, damaged at random, opened, read, saved and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+
+from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import gpt2 as plain
+from fuzzing.configs import Rules, rules
+from fuzzing.values import NUMBERS, TEXTS, odd_value, pick
+from gpt2block import GPT2
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+
+PICKLED = {  # files that PyTorch wrote, and the dtype of what they hold
+    **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
+       for dtype in ("float32", "float16", "bfloat16")},
+    "parameters.bin": "float32", "old-masks.bin": "float32", "transposed.bin": "float32",
+    "nanogpt.pt": "float32", "nanogpt-legacy.pt": "float32", "nanogpt-no-bias.pt": "no-bias",
+}  # fmt: skip
+PICKLES = Path(__file__).parents[2] / "tests" / "data" / "pytorch"
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
+_OURS = {
+    "wte": "wte.weight", "wpe": "wpe.weight", "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias",
+    "lm_head": "lm_head.weight", "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
+    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias", "w_attn": "attn.c_proj.weight",
+    "b_attn": "attn.c_proj.bias", "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
+    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias", "w_proj": "mlp.c_proj.weight",
+    "b_proj": "mlp.c_proj.bias",
+}  # fmt: skip
+
+
+def case(rng: np.random.Generator, folder: Path) -> Outcome:
+    kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_llm_c] * 2 + [_odd_name, _odd_target, _hostile]
+    if PICKLES.is_dir() and find_spec("gpt2block.checkpoints.pickles"):
+        kinds += [_pickle] * 2
+    return pick(rng, *kinds)(rng, folder)
+
+
+def _odd_name(rng: np.random.Generator, folder: Path) -> Outcome:
+    """What is no checkpoint's name."""
+    name = pick(rng, *TEXTS, odd_value(rng), b"bytes", folder, folder / "none", "x/y", "a/b/c", "é")
+    if rng.random() < 0.3:
+        (folder / "model.bin").write_bytes(rng.bytes(int(rng.integers(40))))
+        name = folder / "model.bin"
+    result = refused_or(lambda: Checkpoint.open(name))
+    if not isinstance(result, str):
+        raise Difference(f"opened {name!a:.100}")
+    return "refused"
+
+
+def _odd_target(rng: np.random.Generator, folder: Path) -> Outcome:
+    """save_pretrained to where nothing can be written."""
+    sizes = plain.random_sizes(rng)
+    plain.write(folder / "given", sizes, plain.random_tensors(rng, sizes))
+    opened = accepted(lambda: Checkpoint.open(folder / "given"))
+    (folder / "file").touch()
+    (folder / "loop").symlink_to(folder / "loop")
+    target = pick(
+        rng, "", "~nosuchuser/x", "a\0b", "\ud800", str(folder / "file"), folder / "file" / "below",
+        folder / "loop", folder / ("x" * 300), "/proc/foo", "/dev/null", 3, None, b"bytes",
+    )  # fmt: skip
+    before, there = Path.cwd(), sorted(folder.rglob("*"))
+    os.chdir(folder)  # where "" would be written
+    try:
+        result = refused_or(lambda: save_pretrained(target, opened))  # type: ignore[arg-type]
+    finally:
+        os.chdir(before)
+    written = [path for path in sorted(folder.rglob("*")) if path not in there]
+    if not isinstance(result, str) or written:
+        raise Difference(f"saved to {target!a:.60}: {[path.name for path in written][:3]}")
+    return "refused"
+
+
+def label_of(ours: str) -> str:
+    """Hugging Face's name of a tensor by gpt2block's."""
+    block, dot, kind = ours.rpartition(".")
+    return block + dot + _OURS[kind]
+
+
+# --- what is written, and what damages it
+
+
+def _hugging_face(rng: np.random.Generator, folder: Path) -> Outcome:
+    sizes = plain.random_sizes(rng)
+    tensors = plain.random_tensors(rng, sizes, None if rng.random() < 0.5 else "float32")
+    if rng.random() < 0.15:
+        _spoil(rng, tensors)
+    plain.write(folder, sizes, tensors)
+    weights = folder / "model.safetensors"
+    prefix = pick(rng, "", "transformer.")
+    weights.write_bytes(plain.to_safetensors(tensors, prefix))
+    damaged = rng.random() < 0.7
+    if damaged:
+        pick(rng, _damage_bytes, _damage_header, _damage_header, _replace, _damage_config)(
+            rng, weights
+        )
+    where = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
+    return _check(rng, folder, where, sizes, tensors, damaged)
+
+
+def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
+    sizes = plain.random_sizes(rng)
+    tensors = plain.random_tensors(rng, sizes)
+    plain.write(folder, sizes, tensors)
+    (folder / "model.safetensors").unlink()
+    count = int(rng.integers(1, 4))
+    files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    chosen = {name: int(rng.integers(count)) for name in tensors}
+    for i, file in enumerate(files):
+        part = {name: tensors[name] for name in tensors if chosen[name] == i}
+        (folder / file).write_bytes(plain.to_safetensors(part))
+    used = {name: files[i] for name, i in chosen.items()}
+    index: Any = {"metadata": {"total_size": 1}, "weight_map": used}
+    damaged = rng.random() < 0.7
+    path = folder / "model.safetensors.index.json"
+    if damaged and rng.random() < 0.5:
+        shard = folder / str(pick(rng, *sorted(set(used.values()))))
+        pick(rng, _damage_bytes, _damage_header, _replace, _damage_config)(rng, shard)
+    elif damaged:
+        kind = int(rng.integers(6))
+        name = str(pick(rng, *tensors))
+        if kind == 0:
+            index["weight_map"][name] = pick(
+                rng, *TEXTS, "a" * 300, "../model.safetensors", ".", "config.json", 3, None
+            )
+        elif kind == 1:
+            index["weight_map"] = odd_value(rng)
+        elif kind == 2:
+            index = odd_value(rng)
+        elif kind == 3:
+            del index["weight_map"][name]
+        elif kind == 4:
+            index["weight_map"][str(pick(rng, *TEXTS))] = files[0]
+        else:
+            index["weight_map"] = {n: odd_value(rng) for n in used}
+    path.write_text(json.dumps(index))
+    where = pick(rng, folder, path, str(folder), str(path))
+    return _check(rng, folder, where, sizes, tensors, damaged)
+
+
+def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
+    sizes = replace(plain.random_sizes(rng), tied=True, eps=1e-5)
+    half = bool(rng.random() < 0.5)
+    tensors = plain.random_tensors(rng, sizes, "bfloat16" if half else "float32")
+    padded = sizes.vocab_size + int(rng.choice([0, 0, 3, 100]))
+    data = bytearray(plain.to_llm_c(sizes, tensors, half, padded))
+    path = folder / "gpt2_124M.bin"
+    damaged = rng.random() < 0.7
+    if damaged and rng.random() < 0.6:
+        header = np.frombuffer(data, "<i4", 8).copy()
+        for _ in range(int(rng.integers(1, 3))):
+            header[int(rng.integers(8))] = int(
+                pick(rng, 0, -1, 1, 2, 10**6, 2**31 - 1, 20240326, 20240520, 5, 3, 64)
+            )
+        data[:32] = header.tobytes()
+        path.write_bytes(data)
+        if rng.random() < 0.4:  # as large as the header claims, without taking room on the disk
+            claimed = _llm_c_bytes(header.tolist())
+            if 0 < claimed < 2**40:
+                os.truncate(path, claimed)
+    else:
+        path.write_bytes(data)
+        if damaged:
+            pick(rng, _damage_bytes, _replace)(rng, path)
+    where: Any = pick(rng, path, str(path))
+    attempt = refused_or if damaged else accepted
+    opened = attempt(lambda: Checkpoint.open(where))
+    if isinstance(opened, str):
+        return "refused"
+    if path.stat().st_size > 10**7:  # zeros, as large as their header claims
+        return "right"
+    expected = _read_llm_c(path.read_bytes())
+    if expected is None:
+        raise Difference("accepted a damaged model of llm.c")
+    sizes, tensors = expected
+    return _check_tensors(rng, folder, opened, sizes, tensors)
+
+
+def _llm_c_bytes(header: list[int]) -> int:
+    _, version, n_ctx, _, n_layer, _, C, padded = header
+    elements = (padded + n_ctx) * C + n_layer * (12 * C * C + 13 * C) + 2 * C
+    return 1024 + elements * (2 if version == 5 else 4)
+
+
+def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors] | None:
+    """The sizes and tensors of a model of llm.c; None for what is none."""
+    if len(data) < 1024:
+        return None
+    header = np.frombuffer(data, "<i4", 8).tolist()
+    magic, version, n_ctx, vocab_size, n_layer, n_head, C, padded = header
+    if magic != 20240326 or version not in (3, 5) or min(header) < 1 or padded < vocab_size:
+        return None
+    if C % n_head or len(data) != _llm_c_bytes(header):
+        return None
+    sizes = plain.Sizes(n_layer, n_head, C, n_ctx, vocab_size)
+    numbers = np.frombuffer(data, _DTYPES["BF16" if version == 5 else "F32"], offset=1024)
+    at = 0
+
+    def take(*shape: int) -> NDArray[Any]:
+        nonlocal at
+        at += int(np.prod(shape))
+        return numbers[at - int(np.prod(shape)) : at].reshape(shape)
+
+    found = {"wte.weight": take(padded, C)[:vocab_size], "wpe.weight": take(n_ctx, C)}
+    for name, shape in plain.shapes(replace(sizes, n_layer=1)).items():
+        if name.startswith("h.0."):
+            for layer in range(n_layer):
+                found[f"h.{layer}.{name[4:]}"] = take(*shape[::-1]).T
+    return sizes, found | {"ln_f.weight": take(C), "ln_f.bias": take(C)}
+
+
+def _spoil(rng: np.random.Generator, tensors: plain.Tensors) -> None:
+    """A weight that is not finite, or too large to compute with."""
+    array = tensors[str(pick(rng, *tensors))].reshape(-1)
+    array[int(rng.integers(array.size))] = pick(rng, np.nan, np.inf, -np.inf, 1e38)
+
+
+def _damage_bytes(rng: np.random.Generator, file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    kind = int(rng.integers(4))
+    if kind == 0:
+        data = data[: int(rng.integers(len(data)))]
+    elif kind == 1:
+        data += rng.bytes(int(rng.integers(1, 9)))
+    else:
+        end = len(data) if kind == 2 else min(len(data), 400)
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(end))] = int(rng.integers(256))
+    file.write_bytes(data)
+
+
+def _damage_header(rng: np.random.Generator, file: Path) -> None:
+    """The JSON of a safetensors file, changed where it hurts."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header: Any = json.loads(data[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    if not names:
+        return
+    name = str(pick(rng, *names))
+    kind, claim = int(rng.integers(8)), None
+    if kind < 3:
+        _damage_entry(rng, header[name])
+    elif kind == 3:
+        _damage_names(rng, header, name)
+    elif kind == 4:
+        header = pick(rng, odd_value(rng), {**header, "__metadata__": odd_value(rng)})
+    elif kind == 5:
+        claim = int(pick(rng, 0, 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
+    text = json.dumps(header).encode()
+    if kind == 6:
+        again = json.dumps(name).encode() + b":" + json.dumps(header[name]).encode()
+        text = text[:-1] + b"," + again + b"}"
+    elif kind == 7:
+        text = pick(rng, b'{"a":' + b"[" * 10**5, b"\xff\xfe" + text)
+    claim = len(text) if claim is None else claim
+    file.write_bytes(claim.to_bytes(8, "little") + text + data[8 + length :])
+
+
+def _damage_entry(rng: np.random.Generator, spec: dict[str, Any]) -> None:
+    """What the header says of a tensor."""
+    places: tuple[Any, ...] = (
+        [0, 4], spec["data_offsets"][::-1], [-4, 0], [0, 2**63], [0], None, [0, 1.5], [], "ab",
+    )  # fmt: skip
+    shapes: tuple[Any, ...] = (
+        [],
+        [0],
+        [-1, -1],
+        [2**62, 4],
+        [1.5],
+        [True],
+        "ab",
+        None,
+        [[1]],
+        spec["shape"][::-1],
+    )
+    name = str(pick(rng, "dtype", "shape", "data_offsets"))
+    if name == "dtype":
+        spec[name] = pick(rng, "F32", "F16", "BF16", "F64", "I8", "F8_E4M3", "x\x1b[2J", 3, None)
+    else:
+        spec[name] = pick(rng, *(shapes if name == "shape" else places))
+    if rng.random() < 0.1:
+        del spec[name]
+
+
+def _damage_names(rng: np.random.Generator, header: dict[str, Any], name: str) -> None:
+    """A tensor that is missing, of another name, or foreign."""
+    kind = int(rng.integers(3))
+    if kind == 0:
+        del header[name]
+    elif kind == 1:
+        new = pick(rng, "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", *TEXTS)
+        header[str(new)] = header.pop(name)
+    else:
+        new = pick(rng, "lm_head.weight", "h.0.attn.bias", "\x1b]0;x\x07", "y" * 10**5, *TEXTS)
+        header[str(new)] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def _replace(rng: np.random.Generator, file: Path) -> None:
+    """Something else in the file's place."""
+    file.unlink()
+    kind = int(rng.integers(9))
+    if kind == 0:
+        file.mkdir()
+    elif kind == 1:
+        os.mkfifo(file)
+    elif kind == 2:
+        file.symlink_to(file)
+    elif kind == 3:
+        file.symlink_to(file.with_name("nothing"))
+    elif kind == 4:
+        oid = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        file.write_bytes(oid)
+    elif kind == 5:
+        file.touch()
+    elif kind == 6:
+        file.symlink_to("/dev/zero")
+    elif kind == 7:
+        file.write_bytes(rng.bytes(int(rng.integers(1, 2000))))
+    # 8: nothing there
+
+
+def _damage_config(rng: np.random.Generator, file: Path) -> None:
+    config = file.parent / "config.json"
+    kind = int(rng.integers(7))
+    if kind == 0:
+        config.write_bytes(rng.bytes(20))
+    elif kind == 1:
+        config.write_text("[" * 10**5)
+    elif kind == 2:
+        config.write_text(json.dumps(odd_value(rng)))
+    elif kind in (3, 4):
+        values = json.loads(config.read_text())
+        names = [name for name in values if name != "model_type"]
+        values[str(pick(rng, *names))] = pick(rng, *NUMBERS)
+        config.write_text(json.dumps(values))
+    else:
+        _replace(rng, config)
+
+
+# --- what is expected
+
+
+def _check(
+    rng: np.random.Generator,
+    folder: Path,
+    where: Any,
+    sizes: plain.Sizes,
+    tensors: plain.Tensors,
+    damaged: bool,
+) -> Outcome:
+    """A Hugging Face folder: refused if it is damaged, or what safetensors reads there."""
+    attempt = refused_or if damaged else accepted
+    opened = attempt(lambda: Checkpoint.open(where))
+    if isinstance(opened, str):
+        return "refused"
+    if damaged:
+        stored = _read_safetensors(opened.file)
+        if not (folder / "config.json").is_file():
+            raise Difference("accepted without a config.json")
+        expected = rules(json.loads((folder / "config.json").read_text()))
+        sizes = _sizes(expected)
+        names = plain.shapes(sizes)
+        if set(names) - set(stored):
+            raise Difference(f"accepted without {sorted(set(names) - set(stored))[:3]}")
+        tensors = {name: stored[name] for name in names}
+        for name, shape in names.items():
+            check_equal(f"shape of {name}", tensors[name].shape, shape)
+    return _check_tensors(rng, folder, opened, sizes, tensors)
+
+
+def _sizes(expected: Rules) -> plain.Sizes:
+    if expected.must_refuse:
+        raise Difference("accepted with a config.json that means nothing")
+    named = {"tie_word_embeddings": "tied"}
+    fields = {named.get(name, name): value for name, value in expected.fields.items()}
+    return plain.Sizes(**fields)
+
+
+def _read_safetensors(file: Path) -> plain.Tensors:
+    """All tensors of a file or of the files of an index, without the prefix `transformer.`."""
+    files = [file]
+    if file.suffix == ".json":
+        index = json.loads(file.read_text())
+        files = [file.parent / name for name in sorted(set(index["weight_map"].values()))]
+    found = {}
+    for path in files:
+        try:
+            entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise Difference(f"accepted what safetensors refuses: {error}") from error
+        for name, entry in entries:
+            if entry["dtype"] in _DTYPES:
+                array = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
+                found[name.removeprefix("transformer.")] = array.reshape(entry["shape"])
+    return found
+
+
+def _check_tensors(
+    rng: np.random.Generator,
+    folder: Path,
+    opened: Checkpoint,
+    sizes: plain.Sizes,
+    tensors: Mapping[str, NDArray[Any]],
+) -> Outcome:
+    """What is read, saved and computed of an accepted checkpoint."""
+    c = opened.config
+    found = (
+        c.n_layer,
+        c.n_head,
+        c.n_embd,
+        c.n_ctx,
+        c.vocab_size,
+        float(c.eps),
+        c.tie_word_embeddings,
+    )
+    expected = (
+        sizes.n_layer, sizes.n_head, sizes.n_embd, sizes.n_ctx, sizes.vocab_size, sizes.eps,
+        sizes.tied,
+    )  # fmt: skip
+    check_equal("config", found, expected)
+    _compare(opened, tensors)
+    finite = all(np.isfinite(array.astype(np.float64)).all() for array in tensors.values())
+    kind = rng.random()
+    if kind < 0.25:
+        return _saved(rng, folder / "saved", opened, tensors)
+    if kind < 0.5:
+        return _computed(rng, opened, sizes, tensors, finite)
+    return "right"
+
+
+def _compare(opened: Checkpoint, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Difference unless the checkpoint's tensors are these."""
+    seen = set()
+    for ours, array, layout in opened.tensors():
+        label = label_of(ours)
+        theirs = tensors[label]
+        usual = "NK" if ours in ("wte", "lm_head") else "KN" if theirs.ndim == 2 else None
+        matrix = None if ours == "wpe" else usual
+        with np.errstate(over="ignore"):
+            kept = theirs.astype(np.float32) if theirs.dtype == np.float64 else theirs
+        kept = kept if layout == matrix else kept.T
+        same = array.dtype == kept.dtype and np.array_equal(
+            array.astype(np.float64), kept.astype(np.float64), equal_nan=True
+        )
+        if not same:
+            raise Difference(f"{ours}: other numbers than the file's")
+        seen.add(label)
+    check_equal("names", seen, set(tensors))
+
+
+def _saved(
+    rng: np.random.Generator,
+    folder: Path,
+    opened: Checkpoint,
+    tensors: Mapping[str, NDArray[Any]],
+) -> Outcome:
+    """save_pretrained, read again by safetensors and by gpt2block."""
+    dtype = pick(rng, None, "float32", "float16", "bfloat16")
+    result = refused_or(lambda: save_pretrained(folder, opened, dtype))
+    if isinstance(result, str):
+        with np.errstate(over="ignore"):
+            fits = dtype is None or all(
+                np.isfinite(array.astype(plain.DTYPES[dtype]).astype(np.float64)).all()
+                for array in tensors.values()
+            )
+        if fits and all(np.isfinite(a.astype(np.float64)).all() for a in tensors.values()):
+            raise Difference("refused to save")
+        return "refused"
+    stored = _read_safetensors(folder / "model.safetensors")
+    check_equal("saved names", set(stored), set(tensors))
+    for name, array in tensors.items():
+        with np.errstate(over="ignore"):
+            kept = array.astype(np.float32) if array.dtype == np.float64 else array
+            kept = kept if dtype is None else kept.astype(plain.DTYPES[dtype])
+        same = stored[name].dtype == kept.dtype and np.array_equal(
+            stored[name].astype(np.float64), kept.astype(np.float64), equal_nan=True
+        )
+        if not same:
+            raise Difference(f"{name}: saved other numbers")
+    again = accepted(lambda: Checkpoint.open(folder))
+    check_equal("config", again.config, opened.config)
+    return "right"
+
+
+def _computed(
+    rng: np.random.Generator,
+    opened: Checkpoint,
+    sizes: plain.Sizes,
+    tensors: Mapping[str, NDArray[Any]],
+    finite: bool,
+) -> Outcome:
+    """Logits of some tokens. Weights that are not finite are refused."""
+    largest = max(float(np.abs(a.astype(np.float64)).max(initial=0)) for a in tensors.values())
+    attempt = accepted if finite and largest < 1e15 else refused_or
+    model = attempt(lambda: GPT2.from_pretrained(opened, device="cpu"))
+    if isinstance(model, str):
+        return "refused"
+    if not finite:
+        raise Difference("loaded weights that are infinity or NaN")
+    ids = rng.integers(0, sizes.vocab_size, int(rng.integers(1, sizes.n_ctx + 1)))
+    got = accepted(lambda: model(ids))
+    if largest < 100 and sizes.eps >= 1e-6:
+        plain.check_close("logits", got, plain.logits(sizes, tensors, ids))
+    return "right"
+
+
+def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A file that PyTorch wrote: what PyTorch stored; damaged, that or refused."""
+    name = str(pick(rng, *PICKLED))
+    file = folder / str(pick(rng, name, "pytorch_model.bin", "a.pt", "a.ckpt"))
+    file.write_bytes((PICKLES / name).read_bytes())
+    (folder / "config.json").write_bytes((PICKLES / "config.json").read_bytes())
+    damaged = bool(rng.random() < 0.7)
+    if damaged:
+        pick(rng, _damage_bytes, _damage_bytes, _replace)(rng, file)
+    attempt = refused_or if damaged else accepted
+    opened = attempt(lambda: Checkpoint.open(file))
+    if isinstance(opened, str):
+        return "refused"
+    if damaged:  # a changed number is a number
+        read = refused_or(lambda: sum(array.size for _, array, _ in opened.tensors()))
+        return read if isinstance(read, str) else "right"
+    _compare(opened, _read_safetensors(PICKLES / f"expected-{PICKLED[name]}.safetensors"))
+    return "right"
+
+
+def _hostile(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A pickle that would run a command, as it is and where PyTorch has its own."""
+    ran, file = folder / "ran", folder / str(pick(rng, "pytorch_model.bin", "a.pt", "a.ckpt"))
+    command = f"touch {ran}"
+    data = pick(
+        rng,
+        f"cposix\nsystem\n(S'{command}'\ntR.".encode(),
+        f"cbuiltins\nexec\n(S'open({str(ran)!r}, chr(119))'\ntR.".encode(),
+        pickle.dumps({"wte.weight": _Runs(command)}, int(rng.integers(5))),
+        pickle.dumps([_Runs(command)] * 3, 2),
+    )
+    if rng.random() < 0.5:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+            archive.writestr("archive/version", "3\n")
+    else:
+        file.write_bytes(data)
+    opened = refused_or(lambda: Checkpoint.open(pick(rng, file, folder)))
+    if ran.exists() or not isinstance(opened, str):
+        raise Difference("a pickle was run" if ran.exists() else "opened")
+    return "refused"
+
+
+class _Runs:
+    """Pickled as a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+AREA = Area("checkpoints", 3, case)

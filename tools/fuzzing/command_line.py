@@ -1,0 +1,330 @@
+"""`gpt2block` with random options and files: exit codes, one-line errors, and the API's results."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fuzzing import Area, Difference, Outcome, check_equal, check_message
+from fuzzing.bulk import model, model_folder
+from fuzzing.values import TEXTS, odd_text, pick
+from gpt2block import cli
+
+EXIT_CODES = (0, 1, 2, 130, 141)
+SUBPROCESSES = 0.005  # of the cases; each takes a second
+NUMBERS = (
+    "0", "-1", "1", "2", "3", "1.5", "nan", "inf", "1e400", "9" * 400, "2147483648", "x", "",
+    "0x10", "1e-5",
+)  # fmt: skip
+
+
+class Ended(NamedTuple):
+    """What a command left behind."""
+
+    code: Any
+    out: str
+    err: str
+
+
+def run(arguments: Sequence[str], stdin: bytes = b"") -> Ended:
+    """`gpt2block ARGUMENTS` in this process. What it raises is raised here."""
+    streams = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (stdin, b"", b"")]
+    before = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin, sys.stdout, sys.stderr = streams
+    code: Any = 0
+    try:
+        cli.main(list(arguments))
+    except SystemExit as ended:
+        code = 0 if ended.code is None else ended.code
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+    texts = []
+    for stream in streams[1:]:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode("utf-8", "replace"))
+    return Ended(code, *texts)
+
+
+def check_ended(ended: Ended, arguments: Sequence[str]) -> None:
+    """Difference for another exit code, a traceback, or an error that is not one line."""
+    told = " ".join(arguments)[:100]
+    if ended.code not in EXIT_CODES:
+        raise Difference(f"exit code {ended.code!r}: {told!a}")
+    if "Traceback" in ended.err or "Traceback" in ended.out:
+        raise Difference(f"a traceback: {told!a}: {ended.err.strip().splitlines()[-1][:100]}")
+    if ended.code == 2 and "Usage:" not in ended.err + ended.out:
+        lines = ended.err.rstrip("\n").split("\n")
+        if not lines[-1].startswith("error: ") or len(lines) > 1:
+            raise Difference(f"expected one line 'error: …', got {ended.err[:120]!r}")
+        check_message(lines[0].removeprefix("error: "))
+    asks_for_help = {"--help", "-h", "--version"} & {*arguments}
+    if ended.code == 0 and "--json" in arguments and not asks_for_help:
+        json.loads(ended.out, parse_constant=_no_json)
+
+
+def _no_json(name: str) -> None:
+    raise Difference(f"{name} in JSON")
+
+
+def case(rng: np.random.Generator, folder: Path) -> Outcome:
+    if rng.random() < SUBPROCESSES:
+        return _subprocess(rng, folder)
+    return pick(rng, _generate, _generate, _score, _score, _info, _block, _other, _map)(rng, folder)
+
+
+def _model(rng: np.random.Generator, folder: Path) -> str:
+    """A model's name: the tiny one, or what is none."""
+    if rng.random() < 0.8:
+        return str(model_folder())
+    damaged = folder / "damaged"
+    damaged.mkdir()
+    for file in model_folder().iterdir():
+        data = bytearray(file.read_bytes())
+        for _ in range(int(rng.integers(0, 3))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        (damaged / file.name).write_bytes(data)
+    return str(
+        pick(
+            rng, damaged, damaged, folder, "/dev/null", "/proc/self", "nobody/nothing", "no-such",
+            "shakespeare", folder / "no\x1b[2J\nsuch", folder / ("x" * 300), *_texts(),
+        )
+    )  # fmt: skip
+
+
+def _texts() -> list[str]:
+    """Those that can be an argument of a process."""
+    return [text for text in TEXTS if "\0" not in text]
+
+
+def _some(rng: np.random.Generator, options: dict[str, tuple[str, ...]]) -> tuple[list[str], bool]:
+    """Some options, and whether all of their values are right."""
+    found: list[str] = []
+    right = True
+    for name, values in options.items():
+        if rng.random() < 0.25:
+            value = str(pick(rng, *values))
+            if rng.random() < 0.15:
+                value, right = str(pick(rng, *NUMBERS, *_texts())), False
+            found.append(f"{name}={value}")
+    if rng.random() < 0.04:
+        right = False
+        found.append(
+            str(pick(rng, "--help", "-h", "--version", "--no-such", "--samples", "-", "--", ""))
+        )
+    return found, right
+
+
+def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
+    options, right = _some(
+        rng,
+        {
+            "--temperature": ("0", "0.8", "2"), "--top-k": ("0", "5"), "--top-p": ("0.5", "1"),
+            "--min-p": ("0", "0.2"), "--repetition-penalty": ("1.2",), "--seed": ("0", "7"),
+            "--samples": ("1", "2", "10000000"), "--overflow": ("error", "truncate"),
+            "--stop": ("e", "xyz"), "--stop-id": ("3",), "--dtype": ("float32", "bfloat16"),
+            "--device": ("cpu",),
+        },
+    )  # fmt: skip
+    name, prompt = _model(rng, folder), (odd_text(rng) or "a").replace("\0", "").lstrip("-") or "a"
+    right = right and name == str(model_folder()) and len(prompt.encode()) <= 20
+    right = right and "--samples=10000000" not in options
+    arguments = ["generate", "--model", name, "--max-new-tokens=3", *options]
+    from_stdin = rng.random() < 0.3
+    stdin = prompt.encode() if rng.random() < 0.8 else rng.bytes(9)
+    right = right and not (from_stdin and stdin != prompt.encode())
+    arguments += [] if from_stdin else ["--", prompt] if "--" not in options else [prompt]
+    if rng.random() < 0.6:
+        arguments.insert(1, "--json")
+    ended = run(arguments, stdin)
+    check_ended(ended, arguments)
+    if right and ended.code != 0:
+        raise Difference(f"refused: {ended.err.strip()[:200]}")
+    if right and "--json" in arguments and not any("--dtype" in option for option in options):
+        _same_as_api(json.loads(ended.out), options)
+    return "right" if ended.code == 0 else "refused"
+
+
+def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
+    """The same text as the API's with the same options."""
+    kinds = {"--samples": int, "--top-k": int, "--seed": int, "--overflow": str, "--stop": str}
+    given: dict[str, Any] = {"seed": report["seed"]}  # other defaults are the same
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "--stop-id":
+            given["stop_ids"] = [int(value)]
+        elif name != "--device":
+            given[name[2:].replace("-", "_")] = kinds.get(name, float)(value)
+    found = model().generate(report["prompt"], max_new_tokens=3, **given)
+    rows = found if isinstance(found, list) else [found]
+    check_equal(
+        "tokens", [row["tokens"] for row in report["samples"]], [list(row.tokens) for row in rows]
+    )
+    check_equal("text", [row["text"] for row in report["samples"]], [row.text for row in rows])
+
+
+def _score(rng: np.random.Generator, folder: Path) -> Outcome:
+    text = odd_text(rng) * int(pick(rng, 1, 1, 5))
+    file, right = _input(rng, folder, text)
+    options, plain_options = _some(
+        rng,
+        {
+            "--stride": ("1", "5", "12"), "--dtype": ("float32", "float16"), "--device": ("cpu",),
+        },
+    )  # fmt: skip
+    name = _model(rng, folder)
+    right = right and plain_options and name == str(model_folder()) and len(text.encode()) >= 2
+    arguments = ["score", *options, "--model", name]
+    arguments += [str(pick(rng, "--text", "--tokens"))] if not right and rng.random() < 0.3 else []
+    arguments += ["--json"] if rng.random() < 0.5 else []
+    arguments += ["--", file] if "--" not in options else [file]
+    ended = run(arguments, text.encode())
+    check_ended(ended, arguments)
+    if right and ended.code != 0:
+        raise Difference(f"refused: {ended.err.strip()[:200]}")
+    if right and "--json" in arguments and not any("=float16" in option for option in options):
+        stride = next((int(o.partition("=")[2]) for o in options if "--stride" in o), None)
+        truth = model().score(text, stride)
+        found = json.loads(ended.out)
+        if not np.isclose(found["log_likelihood"], truth.log_likelihood, rtol=1e-4):
+            raise Difference(f"score {found['log_likelihood']}, by the API {truth.log_likelihood}")
+    return "right" if ended.code == 0 else "refused"
+
+
+def _input(rng: np.random.Generator, folder: Path, text: str) -> tuple[str, bool]:
+    """A file's name, and whether it holds that text."""
+    path = folder / pick(rng, "text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
+    plain = path.suffix not in (".bin", ".npy")
+    path.write_bytes(text.encode())
+    kind = int(rng.choice([0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]))
+    if kind == 0:
+        return str(path), plain
+    path.unlink()
+    if kind == 1:
+        path.write_bytes(rng.bytes(int(rng.integers(0, 99))))
+    elif kind == 2:
+        path.mkdir()
+    elif kind == 3:
+        os.mkfifo(path)
+    elif kind == 4:
+        path.symlink_to(path)
+    elif kind == 5:
+        return "-", True
+    elif kind == 6:
+        return str(
+            pick(rng, "/dev/zero", "/dev/null", "/proc/self/mem", "x" * 300, *_texts())
+        ), False
+    return str(path), False
+
+
+def _info(rng: np.random.Generator, folder: Path) -> Outcome:
+    name = _model(rng, folder)
+    options, right = _some(rng, {})
+    arguments = ["info", *options, *(["--json"] if rng.random() < 0.5 else []), "--", name]
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    if right and name == str(model_folder()) and ended.code != 0:
+        raise Difference(f"refused: {ended.err.strip()[:200]}")
+    return "right" if ended.code == 0 else "refused"
+
+
+def _block(rng: np.random.Generator, folder: Path) -> Outcome:
+    options, _ = _some(
+        rng,
+        {
+            "--layer": ("0", "1", "-1"), "--text": ("to be", "x"), "--seq-len": ("1", "4", "99"),
+            "--batch": ("1", "2", "0"), "--dtype": ("float32", "float16"),
+            "--kernels": ("auto", "fused", "none"), "--device": ("cpu", "cuda", "tpu"),
+        },
+    )  # fmt: skip
+    arguments = ["block", "--weights", _model(rng, folder), "--text=ab", *options]
+    arguments += ["--json"] if rng.random() < 0.5 else []
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    return "right" if ended.code == 0 else "refused"
+
+
+def _other(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Commands that only describe, or need a GPU, and commands that do not exist."""
+    arguments = list(
+        pick(
+            rng, [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
+            ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--json"],
+            ["kernels", "softmax", "--peer", "torch"], ["kernels", "nothing"],
+            ["kernels", "layernorm", "--shape", str(pick(rng, *_texts(), "B=1", "B=-1,T=x"))],
+            ["kernels", "gemm", "--dtype", str(pick(rng, *_texts()))], ["bench", "--device", "cpu"],
+            ["bench", "--what", str(pick(rng, *_texts()))], ["convert"], ["embed"], ["nothing"],
+            [str(pick(rng, *_texts()))],
+            ["bench", "--plot", str(folder / "no" / "such.png")],
+        )
+    )  # fmt: skip
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    return "right" if ended.code == 0 else "refused"
+
+
+def _map(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Jobs that must be refused before any work: nothing is written."""
+    given = folder / "in.jsonl"
+    given.write_text('{"text": "ab"}\n')
+    output = folder / "out"
+    task = str(pick(rng, "score", "generate", "embed"))
+    wrong = pick(
+        rng,
+        [str(folder / "missing.jsonl")],
+        [str(given), "--model", str(folder / "no-model")],
+        [str(given), "--format", "xml"],
+        [str(given), "--device", "tpu"],
+        [str(given), "--keep", "index"],
+        [str(given), "--batch-tokens", "0"],
+        [str(given), "--shard-size", "-3"],
+        [str(given), "--workers", "0"],
+        [str(given), "--tokenizer", str(folder)],
+        [str(folder / "a.csv")],
+        ["~nosuchuser/x.jsonl"],
+        ["x" * 300 + ".jsonl"],
+        [str(given), "--dtype", "int3"],
+    )
+    place = pick(rng, str(output), str(output), str(given / "below"), str(folder / ("y" * 300)))
+    model_option = [] if "--model" in wrong else ["--model", str(model_folder())]
+    arguments = ["map", task, "--output", place, *model_option, *wrong]
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    if ended.code == 0 or output.exists():
+        raise Difference(f"exit code {ended.code}, output {output.exists()}: {wrong!a}"[:200])
+    return "refused"
+
+
+def _subprocess(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A real process whose stdout is full, closed, or no longer read."""
+    text = folder / "text.txt"
+    text.write_text("to be or not to be")
+    arguments = pick(
+        rng,
+        ["generate", "--model", str(model_folder()), "--max-new-tokens", "3", "ab"],
+        ["score", "--model", str(model_folder()), str(text)],
+        ["info", str(model_folder())],
+        ["block", "--text", "ab"],
+        ["--help"],
+    )
+    command = " ".join([sys.executable, "-m", "gpt2block", *arguments])
+    redirection = pick(rng, "> /dev/full", ">&-", "| true", "> /dev/full 2>&1", "< /dev/null")
+    script = f"set -o pipefail; {command} {redirection}"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60, check=False)
+    found = Ended(ended.returncode, "", ended.stderr.decode(errors="replace"))
+    if "Exception ignored" in found.err:
+        raise Difference(f"{redirection}: {found.err.strip()[-100:]}")
+    check_ended(found, arguments)
+    if "/dev/full" in redirection and found.code == 0:
+        raise Difference("exit code 0 though nothing could be written")
+    return "right" if found.code == 0 else "refused"
+
+
+AREA = Area("command_line", 1, case)

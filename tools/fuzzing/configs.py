@@ -1,0 +1,237 @@
+"""config.json: random objects compared with the rules stated once more, and what they compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import gpt2 as plain
+from fuzzing.values import odd_value, pick
+from gpt2block import GPT2
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.config import GPT2Config
+
+NAMES = {
+    "n_layer": ("n_layer", "num_hidden_layers"),
+    "n_head": ("n_head", "num_attention_heads"),
+    "n_embd": ("n_embd", "hidden_size"),
+    "n_ctx": ("n_positions", "max_position_embeddings"),
+    "vocab_size": ("vocab_size",),
+}
+DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024, "vocab_size": 50257}
+LARGEST = 100_000  # a size beyond may be refused: no GPT-2 is so large
+SWITCHES = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+VARIANTS = ("gelu_new", "gelu_pytorch_tanh", "gelu")
+
+
+class Rules(NamedTuple):
+    """What a config.json means."""
+
+    must_refuse: bool
+    may_refuse: bool  # variants that need not be supported, and values of doubtful meaning
+    fields: dict[str, Any]
+
+
+def rules(config: Any) -> Rules:
+    """The meaning of a config.json, from the documentation of Hugging Face's GPT2Config."""
+    if not isinstance(config, dict) or config.get("model_type", "gpt2") != "gpt2":
+        return Rules(True, True, {})
+    wrong = doubtful = False
+    fields: dict[str, Any] = {}
+    for field, names in NAMES.items():
+        given = [config[name] for name in names if config.get(name) is not None]
+        doubtful |= any(name in config and config[name] is None for name in names)
+        if field == "n_ctx" and config.get("n_ctx") is not None:  # an old name that newer ones win
+            doubtful |= bool(given)
+            given = given or [config["n_ctx"]]
+        doubtful |= field == "n_ctx" and "n_ctx" in config and config["n_ctx"] is None
+        wrong |= any(type(value) is not int or value < 1 for value in given)
+        wrong |= any(value != given[0] for value in given)
+        fields[field] = given[0] if given else DEFAULTS[field]
+        doubtful |= not wrong and fields[field] > LARGEST
+    wrong = wrong or fields["n_embd"] % fields["n_head"] != 0
+    eps = config.get("layer_norm_epsilon", 1e-5)
+    wrong |= type(eps) not in (int, float) or not 0 <= eps <= sys.float_info.max
+    fields["eps"] = eps if wrong else float(eps)
+    doubtful |= not wrong and eps > np.finfo(np.float32).max
+    fields["tie_word_embeddings"] = tied = config.get("tie_word_embeddings", True)
+    wrong |= type(tied) is not bool
+    doubtful |= "tie_word_embeddings" in config and tied is None
+    activation = config.get("activation_function", "gelu_new")
+    wrong |= not isinstance(activation, str) or activation not in VARIANTS
+    doubtful |= activation == "gelu"
+    inner = config.get("n_inner")
+    if inner is not None and not (
+        type(inner) is int and not wrong and inner == 4 * fields["n_embd"]
+    ):
+        wrong |= type(inner) not in (int, float) or inner < 1
+        doubtful = True
+    for name, usual in SWITCHES.items():
+        doubtful |= name in config and config[name] is not usual
+        wrong |= name in config and config[name] not in (True, False, None)
+    doubtful |= "add_cross_attention" in config and config["add_cross_attention"] is not False
+    wrong |= config.get("add_cross_attention", False) not in (False, None)
+    return Rules(wrong, wrong or doubtful, fields)
+
+
+def check_config(found: GPT2Config, expected: Rules) -> None:
+    """Difference unless an accepted config is what the rules say."""
+    if expected.must_refuse:
+        raise Difference(f"accepted as {found}"[:200])
+    for name, value in expected.fields.items():
+        check_equal(name, getattr(found, name), value)
+
+
+def case(rng: np.random.Generator, folder: Path) -> Outcome:
+    return pick(rng, _object, _object, _object, _model, _wide)(rng, folder)
+
+
+def _object(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Any object, through `GPT2Config.from_hugging_face`."""
+    config = random_object(rng)
+    expected = rules(config)
+    attempt = refused_or if expected.may_refuse else accepted
+    found = attempt(lambda: GPT2Config.from_hugging_face(config))
+    if isinstance(found, str):
+        return "refused"
+    check_config(found, expected)
+    again = accepted(lambda: GPT2Config.from_hugging_face(found.to_hugging_face()))
+    check_equal("from to_hugging_face", again, found)
+    return "right"
+
+
+def random_object(rng: np.random.Generator) -> Any:
+    """A config.json, right more often than not."""
+    if rng.random() < 0.03:
+        return odd_value(rng)
+    n_head = int(rng.integers(1, 20))
+    usual: dict[str, Any] = {
+        "n_layer": int(rng.integers(1, 50)), "n_head": n_head,
+        "n_embd": n_head * int(rng.integers(1, 80)), "n_positions": int(rng.integers(1, 2000)),
+        "n_ctx": int(rng.integers(1, 2000)), "vocab_size": int(rng.integers(1, 10**5)),
+        "layer_norm_epsilon": float(rng.choice([0, 1e-5, 1e-12, 1.0])),
+        "tie_word_embeddings": bool(rng.random() < 0.5), "model_type": "gpt2",
+        "activation_function": str(rng.choice(VARIANTS)), "add_cross_attention": False,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "n_inner": None,
+        "torch_dtype": "float32", "architectures": ["GPT2LMHeadModel"], "use_cache": True,
+    }  # fmt: skip
+    config = {name: value for name, value in usual.items() if rng.random() < 0.7}
+    if "n_head" not in config or "n_embd" not in config:  # most of the others would not divide
+        config |= {"n_head": n_head, "n_embd": usual["n_embd"]} if rng.random() < 0.8 else {}
+    rename(rng, config)
+    for _ in range(int(rng.choice([0, 0, 1, 2]))):
+        name = str(rng.choice([*usual, "num_hidden_layers", "num_attention_heads", "hidden_size"]))
+        config[name] = odd_value(rng)
+    return config
+
+
+def rename(rng: np.random.Generator, config: dict[str, Any]) -> None:
+    """Some fields by their other name, by both, or with a contradiction."""
+    for names in NAMES.values():
+        if len(names) == 1 or names[0] not in config or rng.random() < 0.6:
+            continue
+        config[names[1]] = config[names[0]] + (int(rng.integers(3)) if rng.random() < 0.2 else 0)
+        if rng.random() < 0.6:
+            del config[names[0]]
+
+
+def _model(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A tiny model with a config.json in other words, or of a variant: opened and computed."""
+    sizes = replace(plain.random_sizes(rng), tied=True)
+    if rng.random() < 0.4:
+        sizes = replace(
+            sizes,
+            exact_gelu=bool(rng.random() < 0.4),
+            n_inner=int(rng.integers(1, 20)) if rng.random() < 0.4 else None,
+            scaled=bool(rng.random() < 0.7),
+            scaled_by_layer=bool(rng.random() < 0.3),
+        )
+    tensors = plain.random_tensors(rng, sizes, "float32")
+    plain.write(folder, sizes, tensors)
+    config = plain.config_json(sizes)
+    rename(rng, config)
+    if rng.random() < 0.2:
+        config[str(rng.choice([*config]))] = odd_value(rng)
+    (folder / "config.json").write_text(json.dumps(config))
+    return check_model(rng, folder, sizes, tensors, rules(config))
+
+
+def check_model(
+    rng: np.random.Generator,
+    folder: Path,
+    sizes: plain.Sizes,
+    tensors: Mapping[str, Any],
+    expected: Rules,
+) -> Outcome:
+    """Logits of the folder's model compared with float64; it may be refused as the rules say."""
+    fields = dict(expected.fields, tied=expected.fields.get("tie_word_embeddings"))
+    fits = all(
+        fields.get(name) == getattr(sizes, name)
+        for name in ("n_layer", "n_embd", "n_ctx", "vocab_size", "tied")
+    )
+    attempt = accepted if fits and not expected.may_refuse else refused_or
+    opened = attempt(lambda: Checkpoint.open(folder))
+    if isinstance(opened, str):
+        return "refused"
+    check_config(opened.config, expected)
+    model = attempt(lambda: GPT2.from_pretrained(opened, device="cpu"))
+    if isinstance(model, str):
+        return "refused"
+    meant = replace(sizes, n_head=expected.fields["n_head"], eps=float(expected.fields["eps"]))
+    ids = rng.integers(0, sizes.vocab_size, int(rng.integers(1, sizes.n_ctx + 1)))
+    got = accepted(lambda: model(ids))
+    plain.check_close("logits", got, plain.logits(meant, tensors, ids))
+    return "right"
+
+
+def _wide(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A file 768 wide, which needs no config.json; anything in its place must not count as none."""
+    sizes = plain.Sizes(int(rng.integers(1, 3)), 12, 768, int(rng.integers(1, 9)), 5)
+    write_sparse(folder / "model.safetensors", plain.shapes(sizes))
+    path, kind = (
+        folder / "config.json",
+        str(rng.choice(["none", "link", "loop", "dir", "fifo", "empty"])),
+    )
+    if kind == "link":
+        path.symlink_to(folder / "nothing")
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "dir":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "empty":
+        path.touch()
+    attempt = accepted if kind == "none" else refused_or
+    opened = attempt(lambda: Checkpoint.open(folder))
+    if isinstance(opened, str):
+        return "refused"
+    if kind != "none":
+        raise Difference(f"accepted a config.json that is a {kind}")
+    check_config(opened.config, rules(plain.config_json(sizes)))
+    return "right"
+
+
+def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of zeros that takes no room on the disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+AREA = Area("configs", 2, case)

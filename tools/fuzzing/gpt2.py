@@ -1,0 +1,243 @@
+"""What the areas compare with: GPT-2 once more, plainly and in float64, and tiny checkpoints.
+
+The names and layouts are Hugging Face's: matrices of blocks are (inputs, outputs).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from fuzzing import Difference
+
+Tensors = dict[str, NDArray[Any]]
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float64": np.float64,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the computation depends on besides the tensors."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_ctx: int
+    vocab_size: int
+    eps: float = 1e-5
+    tied: bool = True
+    exact_gelu: bool = False
+    n_inner: int | None = None
+    scaled: bool = True  # attention scores by the square root of the head size
+    scaled_by_layer: bool = False  # and by the number of the layer, from 1
+
+    @property
+    def inner(self) -> int:
+        return self.n_inner or 4 * self.n_embd
+
+
+def random_sizes(rng: np.random.Generator) -> Sizes:
+    """A tiny model."""
+    n_head = int(rng.integers(1, 4))
+    return Sizes(
+        n_layer=int(rng.integers(1, 4)),
+        n_head=n_head,
+        n_embd=n_head * int(rng.integers(1, 6)),
+        n_ctx=int(rng.integers(1, 12)),
+        vocab_size=int(rng.integers(1, 30)),
+        eps=float(rng.choice([1e-5, 1e-3, 0.1])),
+        tied=bool(rng.random() < 0.7),
+    )
+
+
+def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The tensors by Hugging Face's names, without a prefix."""
+    C, inner = sizes.n_embd, sizes.inner
+    found: dict[str, tuple[int, ...]] = {
+        "wte.weight": (sizes.vocab_size, C),
+        "wpe.weight": (sizes.n_ctx, C),
+    }
+    for layer in range(sizes.n_layer):
+        block = {
+            "ln_1.weight": (C,), "ln_1.bias": (C,),
+            "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
+            "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
+            "ln_2.weight": (C,), "ln_2.bias": (C,),
+            "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,),
+            "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,),
+        }  # fmt: skip
+        found |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+    found |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+    return found if sizes.tied else found | {"lm_head.weight": (sizes.vocab_size, C)}
+
+
+def random_tensors(rng: np.random.Generator, sizes: Sizes, dtype: str | None = None) -> Tensors:
+    """Random tensors, each of a dtype of its own where none is given."""
+    found = {}
+    names = list(DTYPES)
+    for name, shape in shapes(sizes).items():
+        kind = dtype or names[int(rng.integers(len(names)))]
+        values = rng.standard_normal(shape) * 0.4 + (name.endswith(("1.weight", "2.weight")))
+        found[name] = values.astype(DTYPES[kind])
+    return found
+
+
+def config_json(sizes: Sizes) -> dict[str, Any]:
+    """The config.json of such a model."""
+    return {
+        "model_type": "gpt2",
+        "n_layer": sizes.n_layer,
+        "n_head": sizes.n_head,
+        "n_embd": sizes.n_embd,
+        "n_positions": sizes.n_ctx,
+        "vocab_size": sizes.vocab_size,
+        "layer_norm_epsilon": sizes.eps,
+        "tie_word_embeddings": sizes.tied,
+        "activation_function": "gelu" if sizes.exact_gelu else "gelu_new",
+        "n_inner": sizes.n_inner,
+        "scale_attn_weights": sizes.scaled,
+        "scale_attn_by_inverse_layer_idx": sizes.scaled_by_layer,
+    }
+
+
+def to_safetensors(tensors: Mapping[str, NDArray[Any]], prefix: str = "") -> bytes:
+    """The file's bytes, by the format's own library."""
+    named = {
+        name if name == "lm_head.weight" else prefix + name: np.ascontiguousarray(array)
+        for name, array in tensors.items()
+    }
+    data: bytes = save(named)
+    return data
+
+
+def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padded: int) -> bytes:
+    """A model file of llm.c: a header, then each kind of tensor for all layers together."""
+    header = np.zeros(256, "<i4")
+    header[:8] = (
+        20240326, 5 if half else 3, sizes.n_ctx, sizes.vocab_size, sizes.n_layer, sizes.n_head,
+        sizes.n_embd, padded,
+    )  # fmt: skip
+    parts = [header.tobytes()]
+    dtype = DTYPES["bfloat16" if half else "float32"]
+
+    def put(array: NDArray[Any]) -> None:
+        parts.append(np.ascontiguousarray(array).astype(dtype).tobytes())
+
+    put(tensors["wte.weight"])
+    put(np.zeros((padded - sizes.vocab_size, sizes.n_embd)))
+    put(tensors["wpe.weight"])
+    for kind in [name[4:] for name in shapes(replace(sizes, n_layer=1)) if name.startswith("h.0.")]:
+        for layer in range(sizes.n_layer):
+            put(tensors[f"h.{layer}.{kind}"].T)
+    put(tensors["ln_f.weight"])
+    put(tensors["ln_f.bias"])
+    return b"".join(parts)
+
+
+def write(folder: Path, sizes: Sizes, tensors: Mapping[str, NDArray[Any]]) -> Path:
+    """A Hugging Face directory."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(sizes)))
+    (folder / "model.safetensors").write_bytes(to_safetensors(tensors))
+    return folder
+
+
+def layernorm(x: NDArray[Any], gamma: NDArray[Any], beta: NDArray[Any], eps: float) -> NDArray[Any]:
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    result: NDArray[Any] = (x - mean) / np.sqrt(variance + eps) * gamma + beta
+    return result
+
+
+def gelu(x: NDArray[Any], exact: bool = False) -> NDArray[Any]:
+    if exact:
+        erf = np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))
+        half: NDArray[Any] = 0.5 * x * (1 + erf)
+        return half
+    result: NDArray[Any] = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return result
+
+
+def softmax(scores: NDArray[Any]) -> NDArray[Any]:
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    result: NDArray[Any] = e / e.sum(-1, keepdims=True)
+    return result
+
+
+def attention(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    causal: bool = True,
+    scale: float | None = None,
+) -> NDArray[Any]:
+    """One head: (T, HS) each."""
+    scores = q @ k.T * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        scores[np.triu_indices(len(q), 1)] = -np.inf
+    result: NDArray[Any] = softmax(scores) @ v
+    return result
+
+
+def states(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> list[NDArray[Any]]:
+    """The residual stream of tokens (T,) before, between and after the blocks, and after ln_f."""
+    w = {name: array.astype(np.float64) for name, array in tensors.items()}
+    x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
+    found = [x]
+    size = sizes.n_embd // sizes.n_head
+    for layer in range(sizes.n_layer):
+        h = f"h.{layer}."
+        n = layernorm(x, w[h + "ln_1.weight"], w[h + "ln_1.bias"], sizes.eps)
+        q, k, v = np.split(n @ w[h + "attn.c_attn.weight"] + w[h + "attn.c_attn.bias"], 3, -1)
+        scale = (1 / math.sqrt(size) if sizes.scaled else 1.0) / (
+            layer + 1 if sizes.scaled_by_layer else 1
+        )
+        heads = [slice(a, a + size) for a in range(0, sizes.n_embd, size)]
+        a = np.concatenate([attention(q[:, s], k[:, s], v[:, s], scale=scale) for s in heads], -1)
+        x = x + a @ w[h + "attn.c_proj.weight"] + w[h + "attn.c_proj.bias"]
+        n = layernorm(x, w[h + "ln_2.weight"], w[h + "ln_2.bias"], sizes.eps)
+        f = gelu(n @ w[h + "mlp.c_fc.weight"] + w[h + "mlp.c_fc.bias"], sizes.exact_gelu)
+        x = x + f @ w[h + "mlp.c_proj.weight"] + w[h + "mlp.c_proj.bias"]
+        found.append(x)
+    return [*found, layernorm(x, w["ln_f.weight"], w["ln_f.bias"], sizes.eps)]
+
+
+def logits(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> NDArray[Any]:
+    """(T, V) of tokens (T,)."""
+    head = tensors["wte.weight" if sizes.tied else "lm_head.weight"].astype(np.float64)
+    result: NDArray[Any] = states(sizes, tensors, ids)[-1] @ head.T
+    return result
+
+
+def log_softmax(x: NDArray[Any]) -> NDArray[Any]:
+    shifted = x - x.max(-1, keepdims=True)
+    result: NDArray[Any] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def check_close(name: str, got: Any, truth: NDArray[Any], relative: float = 2e-3) -> None:
+    """Difference unless `got` has the shape of `truth`, NaN where it has, and values like it."""
+    found = np.asarray(got)
+    if found.shape != truth.shape:
+        raise Difference(f"{name}: expected shape {truth.shape}, got {found.shape}")
+    wide, exact = found.astype(np.float64), np.asarray(truth, np.float64)
+    finite = np.isfinite(exact)
+    if not np.array_equal(wide[~finite], exact[~finite], equal_nan=True):
+        raise Difference(f"{name}: expected other values that are not finite")
+    largest = float(np.abs(exact[finite]).max(initial=0))
+    error = float(np.abs(wide - exact)[finite].max(initial=0))
+    if not error <= relative * max(largest, 1e-3):
+        raise Difference(f"{name}: off by {error:.3g} where the largest value is {largest:.3g}")

@@ -1,0 +1,95 @@
+"""Random values that programs do not expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+TEXTS = (
+    "", " ", "a", "12", "\x1b[31mred\x1b[0m", "a\nb", "\0", "\udc80", "naïve 🎭", "x" * 3000,
+    "../..", "~nosuchuser/x", "/", "NaN", "None", "\u202egnp", "é" * 200,
+)  # fmt: skip
+NUMBERS: tuple[Any, ...] = (
+    0, -1, 1, 2, 3, 12, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, -(10**400), 0.0,
+    0.5, 12.0, -0.0, 1e-5, 1e-400, 1e38, 1e300, math.inf, -math.inf, math.nan, True, False, None,
+)  # fmt: skip
+
+
+def pick(rng: np.random.Generator, *choices: T) -> T:
+    """One of them."""
+    return choices[int(rng.integers(len(choices)))]
+
+
+def odd_value(rng: np.random.Generator, depth: int = 0) -> Any:
+    """A value as JSON has it: numbers, texts, null, lists and objects of such."""
+    kind = rng.random()
+    if kind < 0.5:
+        return pick(rng, *NUMBERS)
+    if kind < 0.8 or depth > 2:
+        return pick(rng, *TEXTS)
+    values = [odd_value(rng, depth + 1) for _ in range(int(rng.integers(4)))]
+    if kind < 0.9:
+        return values
+    return {str(pick(rng, *TEXTS)): value for value in values}
+
+
+class Strange:
+    """An object that NumPy cannot make an array of."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no array")
+
+    def __repr__(self) -> str:
+        return "Strange\x1b[2J" + "!" * 600
+
+
+def odd_argument(rng: np.random.Generator) -> Any:
+    """What a caller might pass by mistake: any of the above, arrays of all kinds, objects."""
+    if rng.random() < 0.45:
+        return odd_value(rng)
+    return pick(rng, *_ARRAYS)(rng)
+
+
+def _shape(rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(int(n) for n in rng.integers(0, 5, int(rng.integers(0, 5))))
+
+
+_ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
+    lambda rng: rng.standard_normal(_shape(rng)),
+    lambda rng: rng.standard_normal(_shape(rng)).astype(np.float32),
+    lambda rng: rng.standard_normal(_shape(rng)).astype(np.float16),
+    lambda rng: rng.integers(-3, 9, _shape(rng)),
+    lambda rng: rng.integers(0, 9, _shape(rng)).astype(np.uint8),
+    lambda rng: rng.random(_shape(rng)) < 0.5,
+    lambda rng: rng.standard_normal(_shape(rng)) * 1j,
+    lambda rng: np.full(_shape(rng), "text"),
+    lambda rng: np.full(_shape(rng), None, object),
+    lambda rng: np.ma.masked_array(rng.standard_normal((3, 4)), rng.random((3, 4)) < 0.5),
+    lambda rng: np.ma.masked_array(rng.integers(0, 4, 4), rng.random(4) < 0.5),
+    lambda rng: np.zeros(3, [("a", "f4"), ("b", "i4")]),
+    lambda rng: np.zeros(3, "datetime64[s]"),
+    lambda rng: [[1], [2, 3]],
+    lambda rng: {1, 2},
+    lambda rng: range(3),
+    lambda rng: b"bytes",
+    lambda rng: object(),
+    lambda rng: Strange(),
+    lambda rng: float,
+    lambda rng: (),
+    lambda rng: iter([1]),
+    lambda rng: np.int64(2**62),
+    lambda rng: np.float32(0.5),
+    lambda rng: memoryview(b"abc"),
+)
+
+
+def odd_text(rng: np.random.Generator) -> str:
+    """Some characters of all kinds; no lone surrogates."""
+    alphabet = "ab cde'st \n\t.,1290é🎭漢Ω\u0301\xa0\0\r"
+    length = int(rng.choice([0, 1, 2, 5, 20, 60]))
+    return "".join(alphabet[i] for i in rng.integers(0, len(alphabet), length))

@@ -1,0 +1,97 @@
+"""Vocabularies of byte-pair encoding and GPT-2's own tokenizer.json over them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+END = "<|endoftext|>"
+
+
+class Vocabulary(NamedTuple):
+    """Tokens in GPT-2's order: 256 bytes, then the results of merges."""
+
+    ids: dict[str, int]  # by the characters that stand for bytes in files
+    merges: list[tuple[str, str]]
+    proper: bool  # every merge can happen, as in a vocabulary that was learned
+
+
+def byte_characters() -> list[str]:
+    """Byte → the character that stands for it in vocabulary files."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    found, more = [], 256
+    for byte in range(256):
+        found.append(chr(byte if byte in shown else more))
+        more += byte not in shown
+    return found
+
+
+CHARACTERS = byte_characters()
+
+
+def random_vocabulary(rng: np.random.Generator, proper: bool) -> Vocabulary:
+    """Some merges of few characters, so that they meet in the texts."""
+    ids = {char: index for index, char in enumerate(CHARACTERS)}
+    parts = [CHARACTERS[b] for b in b"ab cdest'1.\n"]
+    if rng.random() < 0.5:
+        parts += [CHARACTERS[b] for b in "é🎭".encode()]
+    merges: list[tuple[str, str]] = []
+    for _ in range(int(rng.integers(0, 25))):
+        one, other = (parts[int(rng.integers(len(parts)))] for _ in range(2))
+        joined = one + other
+        if joined in ids or (proper and by_rank(list(joined), ids) != [one, other]):
+            continue
+        ids[joined] = len(ids)
+        merges.append((one, other))
+        parts.append(joined)
+    return Vocabulary(ids, merges, proper)
+
+
+def by_rank(parts: list[str], ids: dict[str, int]) -> list[str]:
+    """Byte-pair encoding, where a pair's rank is the id of what it makes."""
+    while True:
+        pairs = [(ids.get(a + b), i) for i, (a, b) in enumerate(pairwise(parts))]
+        ranked = [(rank, i) for rank, i in pairs if rank is not None]
+        if not ranked:
+            return parts
+        i = min(ranked)[1]
+        parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
+
+
+def plain_spec(vocabulary: Vocabulary) -> dict[str, Any]:
+    """GPT-2's own pipeline over such a vocabulary."""
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
+    }  # fmt: skip
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(len(vocabulary.ids), END)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": {**byte_level, "trim_offsets": False},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {**vocabulary.ids, END: len(vocabulary.ids)},
+            "merges": [list(pair) for pair in vocabulary.merges],
+        },
+    }
+
+
+def added_token(index: int, content: str, **options: bool) -> dict[str, Any]:
+    usual = {
+        "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        "special": True,
+    }  # fmt: skip
+    return {"id": index, "content": content, **usual, **options}
