@@ -132,6 +132,18 @@ def test_the_score_shown(data: Path, tmp_path: Path) -> None:
             assert printed[name].split() == line.split()
 
 
+def test_every_environment_variable_that_is_read_is_documented() -> None:
+    files = [*(ROOT / "gpt2block").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    read = {
+        name
+        for file in files
+        for name in re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", file.read_text("utf-8"))
+    }
+    documented = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert {"CUDA_VISIBLE_DEVICES", "CUPY_CACHE_DIR", "GPT2BLOCK_DATA"} <= read
+    assert [name for name in sorted(read) if f"`{name}`" not in documented] == []
+
+
 def test_links_and_named_files_are_there() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
