@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gpt2block.config import SIZES, GPT2Config
     from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
     from gpt2block.model import GPT2
-    from gpt2block.sampling import Sampling
-    from gpt2block.split import SplitMatrix
-    from gpt2block.weight_matrix import WeightMatrix
-    from gpt2block.weights import BlockWeights, GPT2Weights, random_input
+    from gpt2block.text.sampling import Sampling
+    from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
+    from gpt2block.weights.matrix import WeightMatrix
+    from gpt2block.weights.two_part import SplitMatrix
 
     __version__: str
 
@@ -50,23 +50,23 @@ _MODULE_OF = {
     "GPT2": "model",
     "SIZES": "config",
     "Block": "block",
-    "BlockWeights": "weights",
+    "BlockWeights": "weights.gpt2",
     "CheckpointError": "errors",
     "Comparison": "block",
     "DeviceError": "errors",
     "GPT2Config": "config",
-    "GPT2Weights": "weights",
+    "GPT2Weights": "weights.gpt2",
     "InputError": "errors",
     "KernelError": "errors",
-    "Sampling": "sampling",
-    "SplitMatrix": "split",
-    "WeightMatrix": "weight_matrix",
-    "random_input": "weights",
+    "Sampling": "text.sampling",
+    "SplitMatrix": "weights.two_part",
+    "WeightMatrix": "weights.matrix",
+    "random_input": "weights.gpt2",
     "solve": "block",
 }
 _MODULES = (  # those that `import gpt2block` alone gives access to
-    *("block", "checkpoints", "config", "doctor", "engines", "errors", "kernels", "model"),
-    *("operations", "plan", "reference", "sampling", "split", "weight_matrix", "weights"),
+    *("block", "checkpoints", "config", "cuda", "doctor", "errors", "model", "operations"),
+    *("plan", "reference", "run", "text", "weights"),
 )
 
 

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.checks import check_flag, named_options
 from gpt2block.config import block_shapes, check_count
-from gpt2block.engines import Engine, host_array
-from gpt2block.engines.cpu import NumpyEngine
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.plan import fused_plan, ten_step_plan
-from gpt2block.split import LARGEST_BOUND
-from gpt2block.weight_matrix import FLOATS, WeightMatrix
-from gpt2block.weights import BlockWeights, unpack
+from gpt2block.run import Engine, host_array
+from gpt2block.run.numpy_block import NumpyEngine
+from gpt2block.weights.gpt2 import BlockWeights, unpack
+from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.weights.two_part import LARGEST_BOUND
 
 KERNELS = ("auto", "skeleton", "fused")
 FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
@@ -100,7 +100,7 @@ class Block:
         tensors, width = self.weights.tensors(), self.weights.n_embd
         if index is None:
             return NumpyEngine(self.plan, tensors, width, self.dtype)
-        from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415  (it imports CuPy)
+        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
         return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
 
@@ -292,8 +292,8 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
     """
     seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")
-    from gpt2block.engines.cuda import run_once  # noqa: PLC0415
-    from gpt2block.ops._arrays import check  # noqa: PLC0415
+    from gpt2block.cuda.arrays import check  # noqa: PLC0415
+    from gpt2block.run.cuda_block import run_once  # noqa: PLC0415
 
     shape = (seq_len, 768)
     for name, array in (("x", x), ("output", output), ("weights", weights)):

@@ -13,8 +13,8 @@ from gpt2block.block import resolve_device
 from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.config import GPT2Config, check_count
-from gpt2block.encoding import Encoding, as_array
-from gpt2block.engines.model import (
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.run.model import (
     Floats,
     Ids,
     KVCache,
@@ -22,13 +22,13 @@ from gpt2block.engines.model import (
     Tensors,
     check_dtype,
 )
-from gpt2block.errors import CheckpointError, InputError
-from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
-from gpt2block.weights import GPT2Weights
+from gpt2block.text.encoding import Encoding, as_array
+from gpt2block.text.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
+from gpt2block.weights.gpt2 import GPT2Weights
 
 if TYPE_CHECKING:
-    from gpt2block.generation import Generation, Overflow
-    from gpt2block.scoring import Score
+    from gpt2block.text.generation import Generation, Overflow
+    from gpt2block.text.scoring import Score
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -131,7 +131,7 @@ class GPT2:
     @cached_property
     def tokenizer(self) -> Encoding:
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError when it cannot be had."""
-        from gpt2block import tokenizer  # noqa: PLC0415  (tiktoken takes its time)
+        from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken takes its time)
 
         directory = self._checkpoint.tokenizer_directory() if self._checkpoint else None
         return tokenizer.load(directory, self.config.vocab_size)
@@ -229,7 +229,7 @@ class GPT2:
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
         tokenizer cannot be loaded.
         """
-        from gpt2block import generation  # noqa: PLC0415
+        from gpt2block.text import generation  # noqa: PLC0415
 
         return generation.generate(
             self.engine,
@@ -269,7 +269,7 @@ class GPT2:
         The keywords are those of `generate`. The generator returns the Generation, whose `seed`
         is the one that was drawn. Raises as `generate` does, wrong arguments at once.
         """
-        from gpt2block import generation  # noqa: PLC0415
+        from gpt2block.text import generation  # noqa: PLC0415
 
         return generation.stream(
             self.engine,
@@ -300,7 +300,7 @@ class GPT2:
         tokens_at_once: of windows computed together; it changes no result. progress: called with
         the number of tokens scored so far and of all. Raises InputError.
         """
-        from gpt2block import scoring  # noqa: PLC0415
+        from gpt2block.text import scoring  # noqa: PLC0415
 
         return scoring.score(
             self.engine,
@@ -320,7 +320,7 @@ class GPT2:
         overflow: of an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error"
         raises InputError.
         """
-        from gpt2block import scoring  # noqa: PLC0415
+        from gpt2block.text import scoring  # noqa: PLC0415
 
         encoding = self._encoding(texts)
         return scoring.embed(self.engine, encoding, texts, pooling, overflow=overflow)
@@ -396,9 +396,9 @@ def _engine(
 ) -> ModelEngine:
     index = resolve_device(device)
     if index is None:
-        from gpt2block.engines.model_cpu import NumpyModel  # noqa: PLC0415
+        from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
         return NumpyModel(config, tensors, dtype, allow_nonfinite)
-    from gpt2block.engines.model_cuda import CudaModel  # noqa: PLC0415
+    from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
     return CudaModel(config, tensors, dtype, index, allow_nonfinite)

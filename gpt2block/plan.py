@@ -67,7 +67,7 @@ class Plan:
 
     `in_place` maps a step to the tensor whose storage it overwrites: one it reads itself, where its
     kernel works in place, or one that no later step needs. `overlapping`: every kernel of
-    the CUDA meaning waits for the one before it (kernels_cu/overlap.cuh), so that launches may
+    the CUDA meaning waits for the one before it (kernels_cu/lib/overlap.cuh), so that launches may
     overlap. Raises InputError when a step reads what was never made or is already overwritten, or
     when a name is made twice.
     """

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from tests.cpu_cuda import loader
+from gpt2block.emulator import loader
 
 Array = NDArray[Any]
 
@@ -49,7 +49,9 @@ class OnShim:
         out = poisoned(*x.shape)
         name, width = ("layernorm768_kernel", []) if C == 768 else ("layernorm_kernel", [C])
         args = [x, out, gamma, beta, rows, *width]
-        self._run("layernorm.cu", name, (rows,), (256,), args, defines=(("LN_EPS", f"{eps}f"),))
+        self._run(
+            "layernorm/skeleton.cu", name, (rows,), (256,), args, defines=(("LN_EPS", f"{eps}f"),)
+        )
         return out
 
     def matmul_bias(self, a: Array, w: Array, bias: Array | None) -> Array:
@@ -58,7 +60,7 @@ class OnShim:
         out: Array = poisoned(*a.shape[:-1], N)
         grid = (ceil(N / 16), ceil(M / 16))
         args = [a, w, bias, out, M, K, N]
-        self._run("matmul.cu", "matmul_bias_tiled", grid, (16, 16), args)
+        self._run("matmul/skeleton.cu", "matmul_bias_tiled", grid, (16, 16), args)
         return out
 
     def attention(self, qkv: Array, n_head: int, causal: bool) -> Array:
@@ -69,18 +71,20 @@ class OnShim:
         grid = (T, n_head, batch[0] if batch else 1)
         defines = (("NH", n_head), ("HS", C // n_head))
         args = [qkv, out, T]
-        self._run("attention.cu", name, grid, (256,), args, shared=4 * T, defines=defines)
+        self._run("attention/skeleton.cu", name, grid, (256,), args, shared=4 * T, defines=defines)
         return out
 
     def add(self, a: Array, b: Array) -> Array:
         out = poisoned(*a.shape)
         grid = (ceil(a.size / 256),)
-        self._run("residual.cu", "add_kernel", grid, (256,), [a, b, out, a.size])
+        self._run("elementwise/residual.cu", "add_kernel", grid, (256,), [a, b, out, a.size])
         return out
 
     def gelu(self, x: Array) -> Array:
         out: Array = x.copy()
-        self._run("gelu.cu", "gelu_kernel", (ceil(x.size / 256),), (256,), [out, out.size])
+        self._run(
+            "elementwise/gelu.cu", "gelu_kernel", (ceil(x.size / 256),), (256,), [out, out.size]
+        )
         return out
 
 

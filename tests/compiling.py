@@ -12,13 +12,13 @@ from itertools import chain, zip_longest
 
 import pytest
 
-from gpt2block import kernels
+from gpt2block.cuda import kernels
 
 Job = tuple[str, str, kernels.Defines]  # file, architecture, constants
 
 _COMPILE = """
 import json, sys
-from gpt2block import kernels
+from gpt2block.cuda import kernels
 for file, arch, defines in json.load(sys.stdin):
     compiled = kernels.compile_for(file, arch, tuple(map(tuple, defines)))
     there = [name for name in kernels.signatures(file) if name.encode() in compiled.cubin]

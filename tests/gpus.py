@@ -38,7 +38,7 @@ def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
 
 def this_gpu() -> Gpu:
     """The current one."""
-    from gpt2block.ops._arrays import device_attribute  # noqa: PLC0415
+    from gpt2block.cuda.arrays import device_attribute  # noqa: PLC0415
 
     return {
         "sms": device_attribute("MultiProcessorCount"),

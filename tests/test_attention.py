@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations.attention import OPERATION, geometry
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -242,7 +243,7 @@ def test_a_missing_barrier_shows(n: int) -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     shipped = loader.Source.shipped(OPERATION.variant("online").file)
-    header = "attention_online.cuh"
+    header = "attention/online.cuh"
     parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
     for barrier in ("__syncthreads();", "__syncwarp();"):
         parts = [piece for part in parts for piece in part.split(barrier)]
@@ -298,7 +299,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
 def test_every_head_stays_in_registers(arch: str, size: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     (how,) = geometry(OPERATION.variant("online"), 8, 1024, 3, size, True, None, H200)
-    log = kernels.compile_for("attention_online.cu", arch, how.defines).log
+    log = kernels.compile_for("attention/online.cu", arch, how.defines).log
     (spills,) = (line for line in log.splitlines() if "spill" in line)
     assert "0 bytes spill stores, 0 bytes spill loads" in spills
 

@@ -15,14 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
-from gpt2block.kernels import FP8
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import FP8
+from gpt2block.emulator import loader
 from gpt2block.operations import attention_cached as launches
 from gpt2block.operations import encoder_rows as rows_of
 from gpt2block.operations.attention_cached import SPLIT_KEYS
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -137,7 +138,7 @@ def split(
     v: Array,
     position: Array,
     n_head: int,
-    file: Any = "attention_split.cu",
+    file: Any = "attention/decode.cu",
     runs: int = 1,
 ) -> Split:
     B, n_ctx, C = k.shape
@@ -293,7 +294,7 @@ def test_split_of_values_that_are_not_finite(where: str, value: float) -> None:
 
 def test_split_loads_again_when_the_hint_was_wrong() -> None:
     """As if the position had been another one before the kernel in front ended."""
-    shipped = loader.Source.shipped("attention_split.cu")
+    shipped = loader.Source.shipped("attention/decode.cu")
     old = "min(*(const volatile int*)own_position, n_ctx - 1)"
     text = shipped.edited(old, "own_position[1]").text  # behind the only row's
     source = loader.Source(shipped.name, text)
@@ -310,7 +311,7 @@ def test_split_without_its_barrier_shows() -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     before = "maxima[warp] = m, totals[warp] = l;\n"
-    shipped = loader.Source.shipped("attention_split.cu")
+    shipped = loader.Source.shipped("attention/decode.cu")
     racing = shipped.edited(f"{before}    __syncthreads();\n", before)
     k, v = cache(0, [128], 128, 48, "float32")
     q, position = normal(1, 1, 48), np.array([127], np.int32)
@@ -340,7 +341,7 @@ def packed(
         narrow = qkv.dtype != np.float32
         how = launches.tiles(B, longest, n_head, C // n_head, k.itemsize, shared_limit, narrow)
         args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, N, B, 0]
-        on_shim(where, "attention_cached.cu", how, args, k.dtype.name)
+        on_shim(where, "attention/cached.cu", how, args, k.dtype.name)
         return out
     import cupy  # noqa: PLC0415
 
@@ -446,7 +447,7 @@ def test_queries_of_a_thread_leave_the_bits_as_they_are() -> None:
     how = how._replace(grid=(1, 2), defines=(*how.defines, ("AO_ROWS", 4)))
     out = poisoned(90, C)
     args = [qkv, k, v, seams, starts, out, 3 * C, 90, 90, 1, 0]
-    on_shim("forward", "attention_cached.cu", how, args, "bfloat16")
+    on_shim("forward", "attention/cached.cu", how, args, "bfloat16")
     np.testing.assert_array_equal(out, right)
 
 
@@ -458,7 +459,7 @@ def test_what_lies_outside_is_left_out() -> None:
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
     how = launches.tiles(3, 30, 2, 16, 4, H200)
     args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, 30, 3, 0]
-    on_shim("forward", "attention_cached.cu", how, args, "float32")
+    on_shim("forward", "attention/cached.cu", how, args, "float32")
     assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
     assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
     assert np.isnan(out[17:]).all()
@@ -468,14 +469,14 @@ def test_widening_before_the_barrier_is_needed() -> None:
     """The pieces that others widen are there behind the block's barriers alone."""
     if problem := loader.missing():
         pytest.skip(problem)
-    shipped = loader.Source.shipped("attention_cached.cu")
+    shipped = loader.Source.shipped("attention/cached.cu")
     k, v = cache(0, [130], 130, 32, "bfloat16")
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
     right = packed("forward", qkv, k, v, [130], [0], 2)
     how = launches.tiles(1, 130, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
-        racing = shipped.edited(edit, f"        {barrier}", header="attention_online.cuh")
+        racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
         different = False
         for order in loader.ORDERS:
             out = poisoned(130, 32)
@@ -513,7 +514,7 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
         k, v = arrays[1].get(), arrays[2].get()
     else:
         how = launches.append(7, C, k.itemsize, 16, 16, narrow)
-        on_shim(where, "kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
+        on_shim(where, "attention/kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
     np.testing.assert_array_equal(k, truth_k)
     np.testing.assert_array_equal(v, truth_v)
 
@@ -542,7 +543,7 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
         how = rows_of.geometry(7, C, wte.data.itemsize, 16)
         fp8 = dtype if dtype in FP8 else None
         args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
-        on_shim(where, "encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)
+        on_shim(where, "embedding/encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)
     assert np.isnan(out[3:]).all()
     table = wte.dequantized().T
     truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
@@ -588,7 +589,7 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
         launches.tiles(1, 100, 2, size, itemsize, H200),
         launches.split(1, 100, 2, size, itemsize),
     )
-    for file, how in (("attention_cached.cu", tiles), ("attention_split.cu", split)):
+    for file, how in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
         log = kernels.compile_for(file, arch, (*stored, *how.defines)).log
         spills = [line for line in log.splitlines() if "spill" in line]
         assert len(spills) == len(kernels.signatures(file))

@@ -1,4 +1,4 @@
-"""Attention with the accuracy of float32 on tensor cores: mma/attention_fp32.cu.
+"""Attention with the accuracy of float32 on tensor cores: attention/mma_two_part.cu.
 
 Its inputs and its result are split matrices: (hi + lo 2^-11) scale, with a scale for each row.
 """
@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import kernels, reference
+from gpt2block import reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations.attention import MMA_FP32, mma_fp32_geometry
 from gpt2block.reference import joined, split
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import H200, cupy_with
 from tests.test_attention_mma import both_masks, every_order
 from tests.test_attention_mma import parts as rows_of

@@ -1,4 +1,4 @@
-"""Attention by kernels_cu/hopper/attention.cu, on a GPU of compute capability 9.0.
+"""Attention by kernels_cu/attention/hopper.cu, on a GPU of compute capability 9.0.
 
 The error rule and the plain evaluation are those of the kernel for older tensor cores.
 """
@@ -11,7 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from gpt2block import InputError, kernels
+from gpt2block import InputError
+from gpt2block.cuda import kernels
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.operations.attention import (
     HOPPER,

@@ -1,6 +1,6 @@
-"""Attention on tensor cores: kernels_cu/mma/attention.cu on the CPU, in three orders, and on a GPU.
+"""Attention on tensor cores: kernels_cu/attention/mma.cu on the CPU, in three orders, and on a GPU.
 
-On the CPU the PTX instructions are imitated (tests/cpu_cuda/mma_ptx.h).
+On the CPU the PTX instructions are imitated (gpt2block/emulator/mma_ptx.h).
 
 The error rule is `plain.assert_as_accurate`. The plain evaluation rounds where this one must: the
 softmax's weights, exp(s - max), become numbers of the storage dtype before they are multiplied, as
@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations.attention import (
     MMA,
     MMA_STAGE,
@@ -32,7 +34,6 @@ from gpt2block.operations.attention import (
 )
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]

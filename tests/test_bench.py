@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from gpt2block import Block, InputError, bench, cli, doctor, measure, peers, timing
+from gpt2block import Block, InputError, bench, cli, doctor
 from gpt2block.bench import (
     AttentionWork,
     BlockWork,
@@ -28,15 +28,18 @@ from gpt2block.bench import (
     Row,
     Work,
     chosen_works,
+    measure,
+    peers,
     torch_peers,
 )
 from gpt2block.bench import race as races
 from gpt2block.bench.race import Contender, Run, copies_for, errors, race, rounds_for, row_of
 from gpt2block.bench.roofline import Mark, draw, marks, spread
 from gpt2block.bench.works import PRODUCTS, ROWS
-from gpt2block.cli_bench import print_report
+from gpt2block.cli.bench import print_report
+from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 O = GemmWork("bfloat16", "o", 600, 768, 768)  # noqa: E741
@@ -340,7 +343,7 @@ def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ours, "BINDERS", {"gemm": bind})
     captured: list[list[Any]] = []
     monkeypatch.setattr(timing, "captured", captured.append)
-    monkeypatch.setattr("gpt2block.overlap.possible", lambda: False)
+    monkeypatch.setattr("gpt2block.cuda.overlap.possible", lambda: False)
     sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
     found = list(ours.contenders(replace(O, gelu=True), sets, 0))
     assert [each.name for each in found] == ["hopper", "mma", "old"]

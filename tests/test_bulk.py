@@ -21,7 +21,7 @@ from gpt2block.bulk import job as job_module
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import GROUP
 from gpt2block.bulk.records import ChangedError, Record, Unreadable
-from gpt2block.engines.model import in_groups
+from gpt2block.run.model import in_groups
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -94,7 +94,7 @@ def test_a_batch_has_whole_groups_of_the_engine(
 
 def test_the_engine_s_groups_are_as_large_as_is_said() -> None:
     pytest.importorskip("cupy", reason="the engine needs CuPy")
-    from gpt2block.engines.model_cuda import TOKENS_AT_ONCE  # noqa: PLC0415
+    from gpt2block.run.cuda_model import TOKENS_AT_ONCE  # noqa: PLC0415
 
     assert TOKENS_AT_ONCE == GROUP
 

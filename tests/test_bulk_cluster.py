@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from gpt2block import cli_map
 from gpt2block.bulk import records, shards
 from gpt2block.bulk.job import Job
+from gpt2block.cli import map as cli_map
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 import dask

@@ -15,19 +15,12 @@ import numpy as np
 import pytest
 import tiktoken
 
-from gpt2block import (
-    GPT2,
-    CheckpointError,
-    DeviceError,
-    GPT2Config,
-    GPT2Weights,
-    InputError,
-    scoring,
-)
+from gpt2block import GPT2, CheckpointError, DeviceError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk import Predictor, records, shards
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.problems import problem_of
 from gpt2block.bulk.records import Cell, Record, Unreadable
+from gpt2block.text import scoring
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
 

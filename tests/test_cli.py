@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import gpt2block as gpt2block_package
-from gpt2block import Block, cli, cli_app, doctor, walkthrough
+from gpt2block import Block, cli, doctor, walkthrough
+from gpt2block.cli import app as cli_app
 from gpt2block.walkthrough import with_trained_weights
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]

@@ -202,7 +202,7 @@ BEGUN = """
 import os, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "gpt2block.cli_app":
+        if name == "gpt2block.cli.app":
             os.write(2, b"begun\\n")
 sys.meta_path.insert(0, Finder())
 sys.argv[0] = "gpt2block"

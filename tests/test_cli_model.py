@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import cli, cli_model, sampling
+from gpt2block import cli
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.cli import model as cli_model
 from gpt2block.errors import CheckpointError
+from gpt2block.text import sampling
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 ROOT = Path(__file__).parent.parent
@@ -450,8 +452,8 @@ def test_help_imports_neither_cupy_nor_an_engine() -> None:
         "import sys\n"
         "from gpt2block.cli import main\n"
         "try: main(['generate', '--help'])\n"
-        "finally: print([m for m in ('cupy', 'huggingface_hub', 'gpt2block.engines.model_cpu',\n"
-        "                'gpt2block.generation', 'gpt2block.scoring') if m in sys.modules])\n"
+        "finally: print([m for m in ('cupy', 'huggingface_hub', 'gpt2block.run.numpy_model',\n"
+        "    'gpt2block.text.generation', 'gpt2block.text.scoring') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT)
     assert done.stdout.decode().splitlines()[-1] == "[]"
@@ -478,7 +480,9 @@ def test_the_rate_counts_what_came_after_the_first_step() -> None:
 
 SLOW = """
 import sys, time
-from gpt2block import cli, cli_model, sampling
+from gpt2block import cli
+from gpt2block.cli import model as cli_model
+from gpt2block.text import sampling
 from tests.markov import MarkovEngine, cycle
 from tests.test_cli_model import stand_in
 

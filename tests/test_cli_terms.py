@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from gpt2block import cli, cli_app
-from gpt2block.cli_terms import in_terms_of_options
+from gpt2block import cli
+from gpt2block.cli import app as cli_app
+from gpt2block.cli.terms import in_terms_of_options
 
 KEYWORD = re.compile(r"(?<![\w-])(?!n_ctx)[a-z]+_[a-z_]+|\b[a-z]+=['\d]")
 

@@ -21,15 +21,15 @@ from gpt2block import (
     GPT2Config,
     InputError,
     KernelError,
-    kernels,
     random_input,
     reference,
 )
+from gpt2block.cuda import kernels
 from tests import plain
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
-from gpt2block.engines.cuda import MAX_CALLS, MAX_SHAPES, CudaEngine
-from gpt2block.weight_matrix import FLOATS
+from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
+from gpt2block.weights.matrix import FLOATS
 
 pytestmark = pytest.mark.gpu
 Block = partial(gpt2block.Block, kernels="skeleton")  # the documents' kernels
@@ -539,7 +539,7 @@ def test_too_many_rows_or_sequences(cp: ModuleType) -> None:
 def test_a_grid_beyond_the_hardware_is_not_launched(cp: ModuleType) -> None:
     x = cp.zeros(1, "float32")
     with pytest.raises(KernelError, match="passes CUDA's limits"):
-        kernels.launch("gelu.cu", "gelu_kernel", (1, 65536), (256,), (x, 1))
+        kernels.launch("elementwise/gelu.cu", "gelu_kernel", (1, 65536), (256,), (x, 1))
 
 
 def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
@@ -554,8 +554,8 @@ def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
 
 def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
     """A reduction called twice in a kernel: without its last barrier the second could race."""
-    code = kernels.program("residual.cu") + (
-        '\n#include "common.cuh"\n'
+    code = kernels.program("elementwise/residual.cu") + (
+        '\n#include "lib/common.cuh"\n'
         'extern "C" __global__ void reduce(const float* x, float* sums, float* maxima) {\n'
         "    __shared__ float scratch[256];\n"
         "    const float v = x[blockIdx.x * 256 + threadIdx.x];\n"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
+from gpt2block.emulator import loader
 from gpt2block.operations.encoder import FILE, OPERATION, grid
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]

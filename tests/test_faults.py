@@ -18,17 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import (
-    GPT2,
-    Block,
-    BlockWeights,
-    GPT2Config,
-    GPT2Weights,
-    KernelError,
-    kernels,
-    random_input,
-)
-from gpt2block.weight_matrix import FLOATS
+from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, KernelError, random_input
+from gpt2block.cuda import kernels
+from gpt2block.weights.matrix import FLOATS
 
 pytestmark = pytest.mark.gpu
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=64, vocab_size=96)

@@ -14,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, kernels, reference
+from gpt2block import InputError, WeightMatrix, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations import fp8
 from gpt2block.operations.fp8 import FILE, OPERATION
-from gpt2block.weight_matrix import SMALLEST
-from tests.cpu_cuda import loader
+from gpt2block.weights.matrix import SMALLEST
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]

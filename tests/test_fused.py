@@ -30,19 +30,19 @@ from gpt2block import (
     InputError,
     SplitMatrix,
     cli,
-    kernels,
-    measure,
     random_input,
     reference,
 )
 from gpt2block import (
     block as block_module,
 )
+from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.plan import Plan
-from gpt2block.weight_matrix import FLOATS, WeightMatrix
+from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from tests import test_warm
-from tests.cpu_cuda import loader
 from tests.gpus import cupy_with
 from tests.test_warm import Recorder
 
@@ -229,8 +229,8 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
     pytest.importorskip("cupy", reason="the CUDA engine needs CuPy")
-    from gpt2block import overlap  # noqa: PLC0415
-    from gpt2block.engines.cuda import CudaEngine  # noqa: PLC0415
+    from gpt2block.cuda import overlap  # noqa: PLC0415
+    from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415
 
     class Stream(nullcontext[None]):
         def begin_capture(self) -> None: ...
@@ -341,7 +341,7 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
     if problem := loader.missing():
         pytest.skip(problem)
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.engines.cuda import allocate  # noqa: PLC0415
+    from gpt2block.run.cuda_block import allocate  # noqa: PLC0415
 
     attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
     device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")

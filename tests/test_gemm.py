@@ -1,6 +1,6 @@
-"""The product of the tensor-core tier: its meaning, mma/gemm.cu and its launches.
+"""The product of the tensor-core tier: its meaning, matmul/mma.cu and its launches.
 
-On the CPU the PTX instructions are imitated (tests/cpu_cuda/mma_ptx.h): layouts in shared memory
+On the CPU the PTX instructions are imitated (emulator/mma_ptx.h): layouts in shared memory
 and registers, the ring's waits and every address are tried there; `mma.sync` itself on the GPU.
 """
 
@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.gemm import FILE, TILES, Tile, geometry
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
 
 Array = NDArray[Any]
@@ -297,8 +298,8 @@ def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = N
     """Twice, and both must give the same bits. A tile is for the variant mma."""
     import cupy  # noqa: PLC0415
 
+    from gpt2block.cuda.arrays import launch_at  # noqa: PLC0415
     from gpt2block.ops import _gemm  # noqa: PLC0415
-    from gpt2block.ops._arrays import launch_at  # noqa: PLC0415
 
     case = given.case
     a, w, bias, residual = (

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import SplitMatrix, kernels
+from gpt2block import SplitMatrix
+from gpt2block.cuda import kernels
 from gpt2block.operations import _hopper_gemm
 from gpt2block.operations._hopper_gemm import (
     FILE,
@@ -25,7 +26,7 @@ from gpt2block.operations._hopper_gemm import (
     split_geometry,
 )
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import test_gemm_split
 from tests.compiling import assert_clean
 from tests.gpus import H200, cupy_with

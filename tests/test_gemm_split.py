@@ -1,4 +1,4 @@
-"""The product of float accuracy on half-precision tensor cores: mma/gemm_split.cu.
+"""The product of float accuracy on half-precision tensor cores: matmul/mma_two_part.cu.
 
 On the CPU as in tests/test_gemm.py; how a tensor core itself adds up is to be seen on a GPU alone.
 """
@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import kernels, reference
+from gpt2block import reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.gemm import SPLIT_FILE, SPLIT_TILES, Tile, split_geometry
 from gpt2block.reference import split
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import GPUS, H200, Gpu, this_gpu
 from tests.test_gemm import GPT2, on_the_gpu
 from tests.test_gemm import _tensor_cores as _tensor_cores  # noqa: PLC0414  # a fixture
@@ -220,7 +221,7 @@ def run_on_gpu(given: Problem, tile: Tile | None = None) -> Array:
     """Twice, and both must give the same bits."""
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops._arrays import launch_at  # noqa: PLC0415
+    from gpt2block.cuda.arrays import launch_at  # noqa: PLC0415
 
     how, results = given.case.geometry(this_gpu(), tile), []
     for _ in range(2):

@@ -18,19 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2block import (
-    GPT2,
-    BlockWeights,
-    CheckpointError,
-    GPT2Config,
-    GPT2Weights,
-    cli,
-    encoding,
-    tokenizer,
-)
+from gpt2block import GPT2, BlockWeights, CheckpointError, GPT2Config, GPT2Weights, cli
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.text import encoding, tokenizer
 
 REPO = "someone/own-words"
 OFFICIAL = "openai-community/gpt2"

@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import KernelError, kernels
-from gpt2block.kernels import Parameter, Signature
+from gpt2block import KernelError
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Parameter, Signature
 from tests.compiling import assert_clean
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 ODD_CONSTANTS = {
-    "attention.cu": (("NH", 3), ("HS", 16)),
-    "attention_forward.cu": (("NH", 3), ("HS", 7)),
-    "attention_cached.cu": (("STORAGE_BF16", 1), ("NH", 3), ("HS", 36), ("AO_KEYS", 32)),
-    "attention_split.cu": (
+    "attention/skeleton.cu": (("NH", 3), ("HS", 16)),
+    "attention/ladder.cu": (("NH", 3), ("HS", 7)),
+    "attention/cached.cu": (("STORAGE_BF16", 1), ("NH", 3), ("HS", 36), ("AO_KEYS", 32)),
+    "attention/decode.cu": (
         ("STORAGE_BF16", 1),
         ("NH", 3),
         ("HS", 22),
         ("AS_WIDTH", 2),
     ),
-    "encoder_rows.cu": (("WEIGHT_E4M3", 1), ("ER_WIDTH", 2)),
-    "kv_cache.cu": (("STORAGE_FP16", 1), ("KV_WIDTH", 8)),
-    "attention_online.cu": (("NH", 3), ("HS", 33), ("AO_WARPS", 2), ("AO_KEYS", 32)),
-    "linear_matvec.cu": (
+    "embedding/encoder_rows.cu": (("WEIGHT_E4M3", 1), ("ER_WIDTH", 2)),
+    "attention/kv_cache.cu": (("STORAGE_FP16", 1), ("KV_WIDTH", 8)),
+    "attention/online.cu": (("NH", 3), ("HS", 33), ("AO_WARPS", 2), ("AO_KEYS", 32)),
+    "matmul/decode.cu": (
         ("STORAGE_BF16", 1),
         ("WEIGHT_E4M3", 1),
         ("LM_K", 264),
@@ -41,7 +42,7 @@ ODD_CONSTANTS = {
         ("LM_X", 2),
         ("LM_HEAD", 22),
     ),
-    "linear_tiles.cu": (
+    "matmul/tiles.cu": (
         ("STORAGE_FP16", 1),
         ("LT_ROWS", 32),
         ("LT_COLUMNS", 96),
@@ -52,9 +53,9 @@ ODD_CONSTANTS = {
         ("LT_STORE", 1),
         ("LT_GELU", 1),
     ),
-    "matmul.cu": (("TILE", 32),),
-    "matmul_forward.cu": (("COARSENING", 4),),
-    "matmul_registers.cu": (
+    "matmul/skeleton.cu": (("TILE", 32),),
+    "matmul/ladder.cu": (("COARSENING", 4),),
+    "matmul/registers.cu": (
         ("MM_ROWS", 64),
         ("MM_COLUMNS", 96),
         ("MM_DEPTH", 32),
@@ -62,9 +63,9 @@ ODD_CONSTANTS = {
         ("MM_BLOCKS", 1),
         ("MM_WIDTH", 1),
     ),
-    "fp8.cu": (("STORAGE_FP16", 1), ("WEIGHT_E4M3", 1), ("FP8_WIDTH", 8), ("FP8_SCALE", 1)),
-    "layernorm_rows.cu": (("STORAGE_BF16", 1), ("LN_WIDTH", 8), ("LN_VECTORS", 3)),
-    "layernorm_narrow.cu": (
+    "fp8/convert.cu": (("STORAGE_FP16", 1), ("WEIGHT_E4M3", 1), ("FP8_WIDTH", 8), ("FP8_SCALE", 1)),
+    "layernorm/rows.cu": (("STORAGE_BF16", 1), ("LN_WIDTH", 8), ("LN_VECTORS", 3)),
+    "layernorm/narrow.cu": (
         ("STORAGE_BF16", 1),
         ("LN_WIDTH", 8),
         ("LN_THREADS", 64),
@@ -72,8 +73,8 @@ ODD_CONSTANTS = {
         ("LN_ROWS", 1),
         ("LN_EACH", 2),
     ),
-    "layernorm_gelu.cu": (("LG_HIDDEN", 33), ("LG_WIDTH", 1), ("LG_THREADS", 64)),
-    "rmsnorm.cu": (
+    "layernorm/gelu.cu": (("LG_HIDDEN", 33), ("LG_WIDTH", 1), ("LG_THREADS", 64)),
+    "llama/rmsnorm.cu": (
         ("STORAGE_FP16", 1),
         ("RMS_C", 96),
         ("RMS_THREADS", 32),
@@ -81,9 +82,14 @@ ODD_CONSTANTS = {
         ("RMS_ROWS", 4),
         ("RMS_RESIDUAL", 1),
     ),
-    "rope.cu": (("STORAGE_FP16", 1), ("ROPE_D", 6), ("ROPE_HALF_SPLIT", 1), ("ROPE_WIDTH", 1)),
-    "log_likelihood.cu": (("LL_THREADS", 1024), ("LL_LOADS", 3)),
-    "mma/gemm.cu": (
+    "llama/rope.cu": (
+        ("STORAGE_FP16", 1),
+        ("ROPE_D", 6),
+        ("ROPE_HALF_SPLIT", 1),
+        ("ROPE_WIDTH", 1),
+    ),
+    "tokens/log_likelihood.cu": (("LL_THREADS", 1024), ("LL_LOADS", 3)),
+    "matmul/mma.cu": (
         ("STORAGE_BF16", 1),
         ("GEMM_M", 64),
         ("GEMM_N", 144),
@@ -92,7 +98,7 @@ ODD_CONSTANTS = {
         ("GEMM_RESIDUAL", 1),
         ("GEMM_FLOAT_OUT", 1),
     ),
-    "mma/attention.cu": (
+    "attention/mma.cu": (
         ("STORAGE_BF16", 1),
         ("ATT_CAUSAL", 0),
         ("ATT_WARPS", 2),
@@ -100,7 +106,7 @@ ODD_CONSTANTS = {
         ("ATT_STAGES", 2),
         ("ATT_BLOCKS", 4),
     ),
-    "mma/gemm_split.cu": (
+    "matmul/mma_two_part.cu": (
         ("GEMM_M", 64),
         ("GEMM_N", 80),
         ("GEMM_WARPS_M", 2),
@@ -108,15 +114,15 @@ ODD_CONSTANTS = {
         ("GEMM_RESIDUAL", 1),
         ("GEMM_SPLIT_OUT", 1),
     ),
-    "mma/attention_fp32.cu": (("ATT_CAUSAL", 0), ("ATT_WARPS", 2), ("ATT_STAGES", 2)),
-    "mma/rmsnorm_matmul.cu": (
+    "attention/mma_two_part.cu": (("ATT_CAUSAL", 0), ("ATT_WARPS", 2), ("ATT_STAGES", 2)),
+    "llama/rmsnorm_matmul_mma.cu": (
         ("STORAGE_BF16", 1),
         ("WEIGHT_E4M3", 1),
         ("MMA_W_NK", 1),
         ("MMA_ROWS", 96),
         ("MMA_RESIDUAL", 1),
     ),
-    "hopper/rmsnorm_matmul.cu": (
+    "llama/rmsnorm_matmul_hopper.cu": (
         ("STORAGE_BF16", 1),
         ("GEMM_A_ROWS", 48),
         ("GEMM_N", 224),
@@ -127,18 +133,18 @@ ODD_CONSTANTS = {
         ("NORM_W_NK", 1),
         ("NORM_TURNS", 0),
     ),
-    "hopper/attention.cu": (
+    "attention/hopper.cu": (
         ("STORAGE_FP16", 1),
         ("ATT_CAUSAL", 0),
         ("ATT_TURNS", 0),
         ("ATT_SLOTS", 4),
     ),
-    "sample.cu": (("SAMPLE_THREADS", 512), ("SAMPLE_LOADS", 7), ("SAMPLE_LIST", 100)),
-    "split.cu": (("SPLIT_WIDTH", 1), ("SPLIT_ROWS", 8)),
-    "softmax.cu": (("SOFTMAX_CAUSAL", 1), ("SOFTMAX_WIDTH", 1)),
-    "trimat.cu": (("NH", 3), ("HS", 20)),
-    "trimat_pipelined.cu": (("NH", 3), ("HS", 20)),
-    "mma/trimat.cu": (("NH", 3), ("HS", 76), ("TRI_TILE", 64), ("TRI_BLOCKS", 3)),
+    "tokens/sample.cu": (("SAMPLE_THREADS", 512), ("SAMPLE_LOADS", 7), ("SAMPLE_LIST", 100)),
+    "matmul/two_part.cu": (("SPLIT_WIDTH", 1), ("SPLIT_ROWS", 8)),
+    "softmax/ladder.cu": (("SOFTMAX_CAUSAL", 1), ("SOFTMAX_WIDTH", 1)),
+    "trimat/ladder.cu": (("NH", 3), ("HS", 20)),
+    "trimat/pipelined.cu": (("NH", 3), ("HS", 20)),
+    "trimat/mma.cu": (("NH", 3), ("HS", 76), ("TRI_TILE", 64), ("TRI_BLOCKS", 3)),
 }
 
 
@@ -163,8 +169,8 @@ def test_every_kernel_stands_in_the_table() -> None:
 
 
 def test_signatures_are_the_prototypes() -> None:
-    assert kernels.signatures("matmul.cu")["matmul_bias_tiled"] == Signature(
-        "matmul.cu",
+    assert kernels.signatures("matmul/skeleton.cu")["matmul_bias_tiled"] == Signature(
+        "matmul/skeleton.cu",
         "matmul_bias_tiled",
         (
             Parameter("float*", "A", const=True),
@@ -176,7 +182,9 @@ def test_signatures_are_the_prototypes() -> None:
             Parameter("int", "N"),
         ),
     )
-    assert kernels.signatures("gelu.cu")["gelu_kernel"].parameters[1].ctype == "long long"
+    assert (
+        kernels.signatures("elementwise/gelu.cu")["gelu_kernel"].parameters[1].ctype == "long long"
+    )
 
 
 def test_an_unknown_file_lists_the_known_ones() -> None:
@@ -246,20 +254,23 @@ def test_a_changed_header_changes_the_program(
         ("c", "// one text\n"),
     ):
         shutil.copytree(kernels.SOURCE_DIR, tmp_path / name)
-        (tmp_path / name / "common.cuh").write_text(header)
+        (tmp_path / name / "lib/common.cuh").write_text(header)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "SOURCE_DIR", tmp_path / name)
-            programs.append(kernels.program("gelu.cu", (("N", 3),)))
+            programs.append(kernels.program("elementwise/gelu.cu", (("N", 3),)))
     assert programs[0] != programs[1]
     assert programs[0] == programs[2]
     assert programs[0].splitlines()[1] == "#define N 3"
 
 
-def test_the_hopper_architecture_is_asked_for_only_where_it_applies() -> None:
-    assert kernels.options("gelu.cu", "90") == kernels.options("gelu.cu", "75")
-    assert "-arch=sm_90a" in kernels.options("hopper/gemm.cu", "90")
+def test_a_file_states_the_architecture_that_it_needs() -> None:
+    file = "elementwise/gelu.cu"
+    assert kernels.architecture(file) is None
+    assert kernels.options(file, "90") == kernels.options(file, "75")
+    assert kernels.architecture("matmul/hopper.cu") == "sm_90a"
+    assert "-arch=sm_90a" in kernels.options("matmul/hopper.cu", "90")
     with pytest.raises(KernelError, match=r"expected .* 9\.0 \(Hopper\), got 12\.0"):
-        kernels.options("hopper/gemm.cu", "120")
+        kernels.options("matmul/hopper.cu", "120")
 
 
 def test_compile_message_without_a_reason() -> None:
@@ -286,8 +297,8 @@ def nvrtc() -> tuple[int, int]:
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
     known = [arch for arch in ("sm_70", *ARCHITECTURES) if arch != "sm_70" or nvrtc[0] < 13]
-    if file.startswith("hopper/"):
-        known = ["sm_90a"]
+    if kernels.architecture(file):
+        known = [str(kernels.architecture(file))]
     constants: list[kernels.Defines] = list(dict.fromkeys([(), ODD_CONSTANTS.get(file, ())]))
     jobs = [(file, arch, defines) for arch in known for defines in constants]
     assert_clean(jobs)
@@ -300,7 +311,7 @@ def test_compiles_by_itself_with_only_the_include_folder(nvrtc: tuple[int, int],
 
     handle = compiler.createProgram(kernels.read_source(file), file, (), ())
     toolkit = kernels.toolkit_includes()  # cooperative_groups, which LayerNorm 3 and 4 include
-    arch = "sm_90a" if file.startswith("hopper/") else "sm_80"
+    arch = kernels.architecture(file) or "sm_80"
     compiler.compileProgram(handle, (f"-I{kernels.SOURCE_DIR}", *toolkit, f"-arch={arch}"))
     cubin = compiler.getCUBIN(handle)
     compiler.destroyProgram(handle)
@@ -310,8 +321,8 @@ def test_compiles_by_itself_with_only_the_include_folder(nvrtc: tuple[int, int],
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gelu.cu with a mistake in line 7 and a header that is nowhere."""
-    text = kernels.read_source("gelu.cu").splitlines()
+    """elementwise/gelu.cu with a mistake in line 7 and a header that is nowhere."""
+    text = kernels.read_source("elementwise/gelu.cu").splitlines()
     text[6] = "    undeclared = 3;"
     monkeypatch.setattr(kernels, "read_source", lambda file: "\n".join(text))
 
@@ -319,17 +330,17 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken", "nvrtc")
 def test_a_compile_error_names_file_and_line() -> None:
     with pytest.raises(KernelError) as caught:
-        kernels.compile_for("gelu.cu", "sm_80", (("N", 3), ("M", 4)))
+        kernels.compile_for("elementwise/gelu.cu", "sm_80", (("N", 3), ("M", 4)))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "gelu.cu does not compile:"
-    assert lines[1] == 'gelu.cu:7: identifier "undeclared" is undefined'
+    assert lines[0] == "elementwise/gelu.cu does not compile:"
+    assert lines[1] == 'elementwise/gelu.cu:7: identifier "undeclared" is undefined'
     assert "mend it there" in lines[-1]
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("file", "constant", "message"),
-    [("attention.cu", ("HS", 257), "HS <= 256")],
+    [("attention/skeleton.cu", ("HS", 257), "HS <= 256")],
 )
 def test_constants_that_make_no_sense_do_not_compile(
     file: str, constant: tuple[str, int], message: str
@@ -344,7 +355,7 @@ def test_block_reductions_take_powers_of_two_only(
     monkeypatch: pytest.MonkeyPatch, size: int, compiles: bool
 ) -> None:
     text = (
-        '#include "common.cuh"\n'
+        '#include "lib/common.cuh"\n'
         'extern "C" __global__ void f(float* x) {\n'
         f"    __shared__ float scratch[{max(size, 1)}];\n"
         f"    x[threadIdx.x] = block_reduce_sum<{size}>(x[threadIdx.x], scratch);\n}}\n"
@@ -366,6 +377,6 @@ def test_kernel_sources_are_readable() -> None:
 
 
 def test_importing_the_loader_does_not_import_cupy() -> None:
-    code = "import sys, gpt2block.kernels; print('cupy' in sys.modules)"
+    code = "import sys, gpt2block.cuda.kernels; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

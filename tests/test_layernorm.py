@@ -14,8 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, kernels, reference
-from gpt2block.kernels import STORAGE, Parameter, Signature
+from gpt2block import InputError, KernelError, reference
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import STORAGE, Parameter, Signature
+from gpt2block.emulator import ORDERS, ShimError, Source, loader, missing, run
 from gpt2block.operations.layernorm import (
     BLOCKS,
     KEPT,
@@ -26,7 +28,6 @@ from gpt2block.operations.layernorm import (
     row_shape,
 )
 from tests import plain
-from tests.cpu_cuda import ORDERS, ShimError, Source, loader, missing, run
 
 Array = NDArray[Any]
 Outputs = tuple[Array, Array, Array]  # out, mean, rstd
@@ -248,7 +249,7 @@ def test_null_pointers_skip_the_statistics() -> None:
     out = poisoned(5, 768)
     args = [x, gamma, beta, out, None, None, EPS, 5, 768]
     grid = (-(-5 // rows),)
-    run("layernorm_rows.cu", "layernorm_forward_kernel6", grid, (128,), args, defines=defines)
+    run("layernorm/rows.cu", "layernorm_forward_kernel6", grid, (128,), args, defines=defines)
     np.testing.assert_array_equal(out, on_shim("6", (x, gamma, beta), block=128)[0])
 
 
@@ -256,7 +257,7 @@ def test_null_pointers_skip_the_statistics() -> None:
 @pytest.mark.parametrize(("variant", "barriers", "nth"), [("5", 2, 0), ("5", 2, 1), ("6", 1, 0)])
 def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
     file, barrier = OPERATION.variant(variant).file, "__syncthreads();"
-    header = "rows.cuh" if variant == "6" else ""  # where its barrier stands
+    header = "lib/rows.cuh" if variant == "6" else ""  # where its barrier stands
     parts = (kernels.SOURCE_DIR / (header or file)).read_text("ascii").split(barrier)
     assert len(parts) == barriers + 1
     without = barrier.join(parts[: nth + 1]) + barrier.join(["", *parts[nth + 1 :]])[len(barrier) :]
@@ -538,7 +539,7 @@ def test_rows_compile_without_spills(dtype: str, C: int, arch: str) -> None:
         ("LN_VECTORS", vectors),
         ("LN_ROWS", max(1, 128 // threads)),
     )
-    log = kernels.compile_for("layernorm_rows.cu", arch, defines).log
+    log = kernels.compile_for("layernorm/rows.cu", arch, defines).log
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "warning" not in log
 
@@ -557,7 +558,7 @@ def test_constants_that_make_no_sense_do_not_compile(
 ) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     with pytest.raises(KernelError, match=message):
-        kernels.compile_for("layernorm_rows.cu", "sm_80", constants)
+        kernels.compile_for("layernorm/rows.cu", "sm_80", constants)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.layernorm import HELD, NARROW, OPERATION, narrow_geometry
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 FILE = OPERATION.variant(NARROW).file
@@ -195,7 +196,7 @@ def test_a_missing_barrier_shows() -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     arrays = inputs(0, 2, 1600, "bfloat16")
-    source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="rows.cuh")
+    source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="lib/rows.cuh")
     right = evaluate("cpu-forward", arrays, "bfloat16")
     assert any((evaluate(w, arrays, "bfloat16", source=source) != right).any() for w in CPU)
 

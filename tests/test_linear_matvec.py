@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
-from gpt2block.kernels import FP8
+from gpt2block.cuda.kernels import FP8
+from gpt2block.emulator import loader
 from gpt2block.operations.linear import FILE, OPERATION, Layout, geometry, layout, order
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.backends import poisoned
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 DTYPES: dict[str, Any] = {

@@ -12,13 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
-from gpt2block.kernels import FP8, STORAGE
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import FP8, STORAGE
+from gpt2block.emulator import loader
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.linear_tiles import FILE, TILES, Tile, choose_tile, geometry
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.plain import normal
 
 Array = NDArray[Any]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
+from gpt2block.emulator import loader
 from gpt2block.operations.log_likelihood import FILE, geometry
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.plain import normal
 
 Array = NDArray[Any]

@@ -1,6 +1,6 @@
-"""RMSNorm with products on tensor cores: the kernels of kernels_cu/mma and their launches.
+"""RMSNorm with products on tensor cores: llama/rmsnorm_matmul_mma.cu and its launches.
 
-On the CPU the PTX instructions are imitated (tests/cpu_cuda/mma_ptx.h): layouts in shared memory
+On the CPU the PTX instructions are imitated (emulator/mma_ptx.h): layouts in shared memory
 and registers, the pipeline's waits and every address are tried there; `mma.sync` itself on the GPU.
 """
 
@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import kernels, reference
+from gpt2block import reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations._mma import FILE, TILES, Tile, fits, geometry
 from gpt2block.operations._types import Geometry
 from gpt2block.operations.rope import exponent_step
 from tests import plain
 from tests.compiling import Job, assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
 
 Array = NDArray[Any]

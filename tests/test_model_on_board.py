@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Weights, reference, tokenizer
+from gpt2block import GPT2, GPT2Weights, reference
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
-from gpt2block.cli_model import DEFAULT_PROMPT
-from gpt2block.engines.model import DTYPES
+from gpt2block.cli.model import DEFAULT_PROMPT
+from gpt2block.run.model import DTYPES
+from gpt2block.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 N_CTX, STRIDE = 256, 64

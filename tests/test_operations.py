@@ -14,9 +14,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import InputError, cli, cli_app, doctor, kernels, measure, reference, timing
-from gpt2block.cli_kernels import draw_sweep, print_series
-from gpt2block.measure import Ceilings, Measurement, _inputs_and_truth, counted_sizes, tolerance
+from gpt2block import InputError, cli, doctor, reference
+from gpt2block.bench import measure
+from gpt2block.bench.measure import (
+    Ceilings,
+    Measurement,
+    _inputs_and_truth,
+    counted_sizes,
+    tolerance,
+)
+from gpt2block.cli import app as cli_app
+from gpt2block.cli.kernels import draw_sweep, print_series
+from gpt2block.cuda import kernels, timing
 from gpt2block.operations import (
     OPERATIONS,
     Operation,
@@ -118,7 +127,7 @@ def test_without_a_gpu_nothing_is_drawn(
 
 @pytest.mark.gpu
 def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt2block.ops._arrays import Bound  # noqa: PLC0415
+    from gpt2block.cuda.arrays import Bound  # noqa: PLC0415
 
     runs = {"count": 0}
     run = Bound.run

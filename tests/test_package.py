@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import kernels
+from gpt2block.cuda import kernels
 
 ROOT = Path(__file__).parent.parent
 

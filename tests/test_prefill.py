@@ -26,13 +26,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, kernels, reference
-from gpt2block.engines.model import filled_up, kv_cache_dtype
-from gpt2block.sampling import Sampling
-from gpt2block.weight_matrix import FLOATS, WeightMatrix
-from gpt2block.weights import GPT2Weights
+from gpt2block import GPT2, GPT2Config, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
+from gpt2block.run.model import filled_up, kv_cache_dtype
+from gpt2block.text.sampling import Sampling
+from gpt2block.weights.gpt2 import GPT2Weights
+from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from tests import test_warm
-from tests.cpu_cuda import loader
 from tests.plain import rounding
 from tests.test_warm import Recorder
 
@@ -236,8 +237,8 @@ class Machine:
 def machine(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> Machine:
     if problem := loader.missing():
         pytest.skip(problem)
-    from gpt2block import overlap  # noqa: PLC0415
-    from gpt2block.engines import model_cuda_prefill  # noqa: PLC0415
+    from gpt2block.cuda import overlap  # noqa: PLC0415
+    from gpt2block.run import cuda_prefill as model_cuda_prefill  # noqa: PLC0415
 
     attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
     device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")
@@ -267,7 +268,7 @@ def machine(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def on(machine: Machine, config: GPT2Config, dtype: str) -> Any:
     """A CudaModel that has been given its weights."""
-    from gpt2block.engines.model_cuda import CudaModel  # noqa: PLC0415
+    from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
     model: Any = object.__new__(CudaModel)
     model.config, model.dtype, model.device = config, dtype, 0
@@ -298,7 +299,7 @@ def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
 
 def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
     """A call, a graph of it, then rows that begin and rows that go on."""
-    from gpt2block.engines.model_cuda import CudaCache  # noqa: PLC0415
+    from gpt2block.run.cuda_model import CudaCache  # noqa: PLC0415
 
     dtype, lengths = "bfloat16", [16, 14, 22, 9]
     model = on(machine, TINY, dtype)
@@ -360,7 +361,7 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
     prefill = model.prefill([ids], model._scratch([ids]), "hidden")
     assert_close(machine.get(prefill.out), truth.hidden, meaning.hidden)
     files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
-    for file in (*files, "attention_cached.cu", "kv_cache.cu", "hopper/gemm.cu"):
+    for file in (*files, "attention/cached.cu", "attention/kv_cache.cu", "matmul/hopper.cu"):
         text = kernels.read_source(file)
         headers = [kernels.SOURCE_DIR / h for h in text.split('"') if h.endswith(".cuh")]
         every = text + "".join(h.read_text("ascii") for h in headers if h.is_file())
@@ -513,7 +514,7 @@ def test_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
 @in_16_bits
 def test_likelihoods_of_many_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that repeat and shapes that are forgotten; a longer one makes the buffers grow."""
-    from gpt2block.engines import model_cuda  # noqa: PLC0415
+    from gpt2block.run import cuda_model as model_cuda  # noqa: PLC0415
 
     m = GPT2(weights(SMALL), "cuda", dtype)
     model(SMALL, dtype)  # skips without tensor cores

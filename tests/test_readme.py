@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import kernels
+from gpt2block.cuda import kernels
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

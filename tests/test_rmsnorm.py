@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, kernels, reference
+from gpt2block import InputError, KernelError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations._rows import VALUES
 from gpt2block.operations.rmsnorm import BLOCKS, FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
 from tests import plain
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 ROWS = OPERATION.variant("rows")
@@ -260,7 +261,7 @@ def test_a_missing_barrier_shows() -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     x, weight = normal(0, 2, 768), normal(1, 768)
-    source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="rows.cuh")
+    source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="lib/rows.cuh")
     right = evaluate("cpu-forward", x, weight)
     assert any((evaluate(where, x, weight, source=source) != right).any() for where in CPU)
 
@@ -355,7 +356,7 @@ def test_many_rows(cp: ModuleType, dtype: str) -> None:
 @pytest.mark.gpu
 def test_views_are_read_where_they_are_or_copied(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops._arrays import row_stride  # noqa: PLC0415
+    from gpt2block.cuda.arrays import row_stride  # noqa: PLC0415
 
     host = normal(0, 4, 6, 96, dtype="float16")
     weight = normal(1, 32, dtype="float16")

@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
-from gpt2block.kernels import FP8
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import FP8
+from gpt2block.emulator import loader
 from gpt2block.operations import _hopper_rmsnorm
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.operations.rmsnorm_matmul import FILE, RMSNORM_FFN, RMSNORM_MATMUL, matvec
 from gpt2block.operations.rope import exponent_step
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import H200, cupy_with
 
 Array = NDArray[Any]

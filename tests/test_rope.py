@@ -14,7 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, kernels, reference
+from gpt2block import InputError, KernelError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations.rope import (
     BLOCKS,
     FILE,
@@ -24,7 +26,6 @@ from gpt2block.operations.rope import (
     geometry,
 )
 from tests import plain
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 PAIRS = OPERATION.variant("pairs")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
-from gpt2block.kernels import Defines
+from gpt2block.cuda.kernels import Defines
+from gpt2block.emulator import loader
 from gpt2block.operations.sample import FILE, geometry
-from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
+from gpt2block.text.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
-from tests.cpu_cuda import loader
 
 Array = NDArray[Any]
 CPU = [f"cpu-{order}" for order in loader.ORDERS]

@@ -15,16 +15,9 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from gpt2block import (
-    GPT2,
-    CheckpointError,
-    GPT2Config,
-    GPT2Weights,
-    InputError,
-    encoding,
-    reference,
-)
+from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.text import encoding
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5, eps=2e-5)
 WORDS = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=257)

@@ -11,7 +11,7 @@ import pytest
 import scaling
 from scaling import End, Part
 
-from gpt2block import tokenizer_json
+from gpt2block.text import tokenizer_json
 
 
 def test_a_rate_is_taken_while_all_are_busy() -> None:

@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, kernels, reference
+from gpt2block import InputError, reference
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
 from gpt2block.operations.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.plain import normal
 
 Array = NDArray[Any]

@@ -1,4 +1,4 @@
-"""Matrices in two parts: SplitMatrix, what makes one (split.cu, LayerNorm), and the ops on them.
+"""Matrices in two parts: SplitMatrix, what makes one, and the ops that take one.
 
 How products and attention add up is in test_gemm_split.py and test_attention_fp32.py.
 """
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, SplitMatrix, reference
+from gpt2block.emulator import loader
 from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
 from gpt2block.operations.layernorm import NARROW, OPERATION, narrow_geometry
 from gpt2block.plan import layernorm_bound
-from gpt2block.split import scale_for
+from gpt2block.weights.two_part import scale_for
 from tests import plain
-from tests.cpu_cuda import loader
 from tests.gpus import cupy_with
 from tests.test_layernorm_narrow import EPS, inputs, widest
 from tests.test_layernorm_narrow import assert_right as assert_normalized

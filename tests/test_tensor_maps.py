@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpt2block import tensor_maps
+from gpt2block.cuda import tensor_maps
+from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import DeviceError
-from gpt2block.tensor_maps import tensor_map
 
 
 class Driver:

@@ -19,13 +19,14 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block import CheckpointError, GPT2Weights, InputError, tokenizer
+from gpt2block import CheckpointError, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.config import GPT2Config
-from gpt2block.encoding import Encoding, byte_characters, bytes_of_id, token_sizes
 from gpt2block.model import as_sequences
-from gpt2block.tokenizer_json import SPLIT_WORDS
+from gpt2block.text import tokenizer
+from gpt2block.text.encoding import Encoding, byte_characters, bytes_of_id, token_sizes
+from gpt2block.text.tokenizer_json import SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
 
 TEXT = "Hello, world! It's 2026 and I don't   know;\n\n  naïve Übergänge 🎭"
@@ -287,7 +288,7 @@ def test_importing_needs_no_network() -> None:
         "import socket\n"
         "def refuse(*_): raise AssertionError('a socket')\n"
         "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "import gpt2block.tokenizer, gpt2block.generation, gpt2block.scoring, gpt2block.cli_model\n"
+        "from gpt2block.text import tokenizer, generation, scoring; import gpt2block.cli.model\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2block import CheckpointError, tokenizer
-from gpt2block.encoding import byte_characters
+from gpt2block import CheckpointError
+from gpt2block.text import tokenizer
+from gpt2block.text.encoding import byte_characters
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.cuda.kernels import signatures
+from gpt2block.emulator import loader
 from gpt2block.errors import InputError
-from gpt2block.kernels import signatures
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations._types import Geometry, check_block
 from gpt2block.operations.trimat import (
@@ -28,7 +29,6 @@ from gpt2block.operations.trimat import (
 )
 from tests import plain
 from tests.compiling import assert_clean
-from tests.cpu_cuda import loader
 from tests.gpus import GPUS, H200, cupy_with
 
 Array = NDArray[Any]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import InputError, kernels
+from gpt2block import InputError
+from gpt2block.cuda import kernels
 
 
 class Recorder:
@@ -44,7 +45,8 @@ class Recorder:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     cp = pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
-    from gpt2block.ops import _arrays, _warm  # noqa: PLC0415
+    from gpt2block.cuda import arrays as _arrays  # noqa: PLC0415
+    from gpt2block.ops import _warm  # noqa: PLC0415
 
     recorder = Recorder(cp)
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
@@ -220,7 +222,7 @@ def test_what_a_launch_depends_on_makes_another_recipe(warm: ModuleType, cp: Mod
 @pytest.mark.gpu
 def test_weights_in_another_format_are_another_recipe(warm: ModuleType, cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.weight_matrix import WeightMatrix  # noqa: PLC0415
+    from gpt2block.weights.matrix import WeightMatrix  # noqa: PLC0415
 
     x, gamma = random(cp, 0, 2, 64, dtype=np.float16), cp.ones(64, "float16")
     w = random(cp, 1, 64, 64)

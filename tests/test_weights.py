@@ -20,7 +20,7 @@ from gpt2block import (
     random_input,
 )
 from gpt2block.config import model_shapes, size
-from gpt2block.weights import packed_offsets, unpack
+from gpt2block.weights.gpt2 import packed_offsets, unpack
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from gpt2block import GPT2
-from gpt2block.engines.model import DTYPES, kv_cache_dtype
-from gpt2block.scoring import Score
+from gpt2block.run.model import DTYPES, kv_cache_dtype
+from gpt2block.text.scoring import Score
 
 
 def main() -> None:

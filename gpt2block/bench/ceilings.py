@@ -8,7 +8,8 @@ from math import nan
 
 import numpy as np
 
-from gpt2block import measure, timing
+from gpt2block.bench import measure
+from gpt2block.cuda import timing
 
 SIZE = 8192  # of the square matrices
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from gpt2block import doctor
 from gpt2block.block import Block
-from gpt2block.engines.model import DTYPES
+from gpt2block.cuda.timing import call_times
 from gpt2block.model import GPT2
-from gpt2block.sampling import Sampling
-from gpt2block.timing import call_times
-from gpt2block.weights import BlockWeights, GPT2Weights, random_input
+from gpt2block.run.model import DTYPES
+from gpt2block.text.sampling import Sampling
+from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 
 # On an H200: T → ms of the document's own `solve`, which allocates device memory in every call.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}

@@ -8,16 +8,16 @@ from typing import Any
 
 import cupy
 
-from gpt2block import overlap, timing
 from gpt2block.bench.race import REFUSALS, Contender, DeviceArray, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
 from gpt2block.block import Block
-from gpt2block.engines.cuda import allocate, split_steps
+from gpt2block.cuda import overlap, timing
 from gpt2block.errors import InputError, KernelError
 from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.ops import BINDERS, Bound
 from gpt2block.plan import Plan
-from gpt2block.split import SplitMatrix
+from gpt2block.run.cuda_block import allocate, split_steps
+from gpt2block.weights.two_part import SplitMatrix
 
 OLDER = "mma"  # the variant beside Hopper's that runs there too
 

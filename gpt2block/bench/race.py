@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block import doctor, measure, timing
+from gpt2block import doctor
+from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings, ceilings
 from gpt2block.bench.works import Host, Truth, Work
 from gpt2block.block import resolve_device
+from gpt2block.cuda import timing
 from gpt2block.errors import InputError, KernelError
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 REPLAY_MS = 3.0  # of one contender; a graph's own launch is then nothing
 MOST_CALLS = 2000  # captured in one graph

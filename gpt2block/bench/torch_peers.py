@@ -13,11 +13,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from gpt2block import peers
+from gpt2block.bench import peers
+from gpt2block.bench.peers import Tensor
 from gpt2block.bench.race import TF32, Contender, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
-from gpt2block.peers import Tensor
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 SEARCH_S = 120.0
 SEARCH = "max-autotune-no-cudagraphs"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.errors import InputError
 from gpt2block.plan import ten_step_plan
-from gpt2block.weight_matrix import WeightMatrix
-from gpt2block.weights import BlockWeights
+from gpt2block.weights.gpt2 import BlockWeights
+from gpt2block.weights.matrix import WeightMatrix
 
 C, NH = 768, 12
 TOKENS = 3072  # in different sequences

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.encoding import Encoding, rules, tokens_of
+from gpt2block.text.encoding import Encoding, rules, tokens_of
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt2block import doctor, tokenizer
+from gpt2block import doctor
 from gpt2block.block import resolve_device
 from gpt2block.bulk import identity, paths, records, shards, tasks
 from gpt2block.bulk.predictor import Predictor, record_seed
@@ -23,6 +23,7 @@ from gpt2block.bulk.records import Record, Shard, Unreadable
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
 from gpt2block.config import check_count, model_shapes
 from gpt2block.errors import CheckpointError, DeviceError, InputError, printable
+from gpt2block.text import tokenizer
 
 FORMAT = 2  # of the manifest
 SWITCH_SECONDS = 1e-4  # the GPU waits for its thread, which waits so long for Python; 5 ms else

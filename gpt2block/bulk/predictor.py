@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block import tokenizer as tokenizers
 from gpt2block.bulk import tasks
 from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.tasks import Kind, Row, Task, TaskName
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.engines.model import Ids
-from gpt2block.engines.model_cpu import NumpyModel
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import GPT2
+from gpt2block.run.model import Ids
+from gpt2block.run.numpy_model import NumpyModel
+from gpt2block.text import tokenizer as tokenizers
 
 Batch = Mapping[str, Any]  # column → one value a record
 INPUTS = ("text", "tokens")

@@ -1,4 +1,4 @@
-"""Launches of hopper/gemm.cu and hopper/gemm_split.cu: which tile, and what it takes."""
+"""Launches of matmul/hopper.cu and matmul/hopper_two_part.cu: which tile, and what it takes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.kernels import Defines
+from gpt2block.cuda.kernels import Defines
 from gpt2block.operations._types import Geometry
 
-FILE = "hopper/gemm.cu"
+FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"
-SPLIT_FILE = "hopper/gemm_split.cu"
+SPLIT_FILE = "matmul/hopper_two_part.cu"
 SPLIT_KERNEL = "gemm_split_hopper"
 SLICE = 64  # of K
 CONSUMERS = 2  # warpgroups that multiply
@@ -21,7 +21,7 @@ ALIGNMENT = 1024  # of shared memory
 
 
 class Tile(NamedTuple):
-    """The constants of hopper/gemm.cuh, and the time such tiles take on an H200."""
+    """The constants of matmul/hopper.cuh, and the time such tiles take on an H200."""
 
     rows: int
     columns: int
@@ -138,7 +138,7 @@ def epilogue(gelu: bool, residual: bool, output: str, special: bool) -> Defines:
 def launched(
     kernel: str, tile: Tile, M: int, N: int, sms: int, shared: int, ends: Defines
 ) -> Geometry:
-    """The launch of a kernel over hopper/gemm.cuh for a result (M, N); ends: its own constants."""
+    """The launch of a kernel on matmul/hopper.cuh for a result (M, N); ends: its own constants."""
     rows, columns = tile.group
     defines = (
         ("GEMM_M", tile.rows),

@@ -1,4 +1,4 @@
-"""Launches of hopper/rmsnorm_matmul.cu: which tile, and what it takes."""
+"""Launches of llama/rmsnorm_matmul_hopper.cu: which tile, and what it takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2block.operations._hopper_gemm import (
 )
 from gpt2block.operations._types import Geometry
 
-FILE = "hopper/rmsnorm_matmul.cu"
+FILE = "llama/rmsnorm_matmul_hopper.cu"
 
 # Fitted to Llama's sizes, K 4,096, float16: one K, so that all time is the slices'. With few
 # rows all tiles wait for the weights; what counts is one for nearly every SM: 64x64 split in two

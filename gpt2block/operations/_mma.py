@@ -1,4 +1,4 @@
-"""Launches of the tensor-core kernels in kernels_cu/mma: which tile, and what it takes."""
+"""Launches of llama/rmsnorm_matmul_mma.cu: which tile, and what it takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry
 
-FILE = "mma/rmsnorm_matmul.cu"
+FILE = "llama/rmsnorm_matmul_mma.cu"
 
 # What an SM does in a clock, about: multiply-adds of mma.sync, and bytes from the L2 cache.
 MULTIPLY_ADDS = 1000
@@ -18,7 +18,7 @@ FEW_STAGES = 4  # with fewer an SM had better hold fewer blocks
 
 
 class Tile(NamedTuple):
-    """A block's tile, and how its warps share it: the constants of kernels_cu/mma/tile.cuh."""
+    """A block's tile, and how its warps share it: the constants of llama/mma_tile.cuh."""
 
     rows: int
     columns: int

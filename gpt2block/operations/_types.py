@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.cuda.kernels import Defines
 from gpt2block.errors import InputError
-from gpt2block.kernels import Defines
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
 Inputs = tuple[NDArray[Any], ...]

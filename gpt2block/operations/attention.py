@@ -12,9 +12,9 @@ from gpt2block.errors import InputError
 from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "attention.cu"
-NAIVE = "attention_forward.cu"
-ONLINE = "attention_online.cu"
+FILE = "attention/skeleton.cu"
+NAIVE = "attention/ladder.cu"
+ONLINE = "attention/online.cu"
 MHA_BLOCK = 256
 LARGEST_HEAD = 256  # of mha and online
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -22,9 +22,9 @@ MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the 
 WARPS = (4, 2, 1)  # of a block of `online`, the best first
 KEYS = (64, 32)  # of a tile
 
-MMA = "mma/attention.cu"
-MMA_FP32 = "mma/attention_fp32.cu"
-HOPPER = "hopper/attention.cu"
+MMA = "attention/mma.cu"
+MMA_FP32 = "attention/mma_two_part.cu"
+HOPPER = "attention/hopper.cu"
 SIXTEEN_BITS = ("float16", "bfloat16")
 # Variants for these, the best last, and the channels of a head that they take.
 TENSOR_CORES = ("mma", "hopper")

@@ -52,7 +52,7 @@ OPERATION = Operation(
     variants=(
         Variant(
             "tiles",
-            "attention_cached.cu",
+            "attention/cached.cu",
             ("attention_cached", "attention_cached_narrow"),
             "the walk of attention's `online` over packed rows of several sequences; a query's "
             "bits depend on its own sequence alone; q in float32, or in 16 bits",
@@ -66,14 +66,14 @@ OPERATION = Operation(
     beside=(
         Variant(
             "split",
-            "attention_split.cu",
+            "attention/decode.cu",
             ("attention_split",),
             "decoding: a block 128 keys of a head, all loads on their way at once; the last block "
             "puts the splits together",
         ),
         Variant(
             "append",
-            "kv_cache.cu",
+            "attention/kv_cache.cu",
             ("kv_append", "kv_append_narrow"),
             "K and V of packed rows into the kv_cache, narrowed to its dtype, or in it already",
         ),

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2block.operations._types import Inputs, Operation, Sizes, Variant
 
-FILE = "encoder.cu"
+FILE = "embedding/encoder.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 

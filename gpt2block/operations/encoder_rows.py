@@ -29,7 +29,7 @@ OPERATION = Operation(
     variants=(
         Variant(
             "rows",
-            "encoder_rows.cu",
+            "embedding/encoder_rows.cu",
             ("encoder_rows",),
             "a block a row, a thread 4 channels; ids and positions in device memory, wte in any "
             "weight dtype",

@@ -8,9 +8,9 @@ from math import ceil
 import numpy as np
 
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
-from gpt2block.weight_matrix import LAYOUTS
+from gpt2block.weights.matrix import LAYOUTS
 
-FILE = "fp8.cu"
+FILE = "fp8/convert.cu"
 BLOCKS = (64, 128, 256, 512, 1024)
 ELEMENTS = 16  # of a thread, all on their way at once
 LANES = 4  # threads side by side in a row of absmax_kn_kernel

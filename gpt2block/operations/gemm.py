@@ -1,4 +1,4 @@
-"""The product of the tensor-core tier: its variants, and the launches of mma/gemm*.cu."""
+"""The product of the tensor-core tier: its variants, and the launches of matmul/mma*.cu."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt2block.kernels import Defines
+from gpt2block.cuda.kernels import Defines
 from gpt2block.operations import _hopper_gemm
 from gpt2block.operations._tensor_cores import room
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "mma/gemm.cu"
-SPLIT_FILE = "mma/gemm_split.cu"
-ROWS_FILE = "split.cu"
+FILE = "matmul/mma.cu"
+SPLIT_FILE = "matmul/mma_two_part.cu"
+ROWS_FILE = "matmul/two_part.cu"
 
 # What an SM does in a clock, about: multiply-adds, bytes from the L2 cache, of shared memory, and
 # to memory. And the clocks of a step of 16 of K, however small the tile.
@@ -85,7 +85,7 @@ OPERATION = Operation(
 
 
 class Tile(NamedTuple):
-    """A block's tile, and how its warps share it: the constants of kernels_cu/mma/gemm.cuh."""
+    """A block's tile, and how its warps share it: the constants of kernels_cu/matmul/mma.cuh."""
 
     rows: int
     columns: int

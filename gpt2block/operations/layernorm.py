@@ -94,7 +94,7 @@ OPERATION = Operation(
     variants=(
         Variant(
             "1",
-            "layernorm_forward.cu",
+            "layernorm/ladder.cu",
             ("layernorm_forward_kernel1",),
             "a thread a row, loops over C",
             BLOCKS,
@@ -102,14 +102,14 @@ OPERATION = Operation(
         ),
         Variant(
             "2",
-            "layernorm_forward.cu",
+            "layernorm/ladder.cu",
             ("mean_kernel", "rstd_kernel", "normalization_kernel"),
             "three kernels: a block a row with a tree in shared memory, then a thread an element",
             BLOCKS,
         ),
         Variant(
             "3",
-            "layernorm_warp.cu",
+            "layernorm/warp.cu",
             ("layernorm_forward_kernel3",),
             "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
             BLOCKS,
@@ -117,7 +117,7 @@ OPERATION = Operation(
         ),
         Variant(
             "4",
-            "layernorm_warp.cu",
+            "layernorm/warp.cu",
             ("layernorm_forward_kernel4",),
             "as 3 with var = E[x²] - E[x]²: one pass over x less",
             BLOCKS,
@@ -125,7 +125,7 @@ OPERATION = Operation(
         ),
         Variant(
             "5",
-            "layernorm_forward.cu",
+            "layernorm/ladder.cu",
             ("layernorm_forward_kernel5",),
             "a block a row, reduced in two stages: warps, then the first warp",
             BLOCKS,
@@ -133,7 +133,7 @@ OPERATION = Operation(
         ),
         Variant(
             "6",
-            "layernorm_rows.cu",
+            "layernorm/rows.cu",
             ("layernorm_forward_kernel6",),
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
@@ -142,7 +142,7 @@ OPERATION = Operation(
         ),
         Variant(
             NARROW,
-            "layernorm_narrow.cu",
+            "layernorm/narrow.cu",
             ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
             "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
             "team, overlapping launches",
@@ -158,7 +158,7 @@ OPERATION = Operation(
     beside=(
         Variant(
             "none",
-            "layernorm.cu",
+            "layernorm/skeleton.cu",
             ("layernorm768_kernel", "layernorm_kernel"),
             "what the ten-step block runs: a block a row, without mean and rstd",
             source="ten-step block",

@@ -10,7 +10,7 @@ import numpy as np
 from gpt2block.operations._rows import THREADS, share
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "layernorm_gelu.cu"
+FILE = "layernorm/gelu.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 

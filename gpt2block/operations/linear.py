@@ -10,7 +10,7 @@ import numpy as np
 
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "linear_matvec.cu"
+FILE = "matmul/decode.cu"
 WARP = 32
 MANY_COLUMNS = 16384  # from here on a block goes through several groups of columns
 PART = 256  # of K, a warp's
@@ -49,7 +49,7 @@ OPERATION = Operation(
         ),
         Variant(
             "tiles",
-            "linear_tiles.cu",
+            "matmul/tiles.cu",
             ("linear_tiles",),
             "many rows: registers' tiles in the order of k, narrow weights widened on their way",
         ),
@@ -178,7 +178,7 @@ def geometry(
 
 
 def shared_floats(how: Layout, K: int, norm: bool) -> int:
-    """What linear_matvec.cu keeps in shared memory: rows of x, gamma and beta, warps' sums."""
+    """What matmul/decode.cu keeps in shared memory: rows of x, gamma and beta, warps' sums."""
     chunk = WARP * how.width * how.split * how.steps
     padded = chunk * ceil(K / chunk)
     held = how.rows == 1 and padded <= HELD * WARP * how.split

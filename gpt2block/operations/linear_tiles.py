@@ -1,4 +1,4 @@
-"""The linear layer for many rows: which tile of linear_tiles.cu computes it, and its launch."""
+"""The linear layer for many rows: which tile of matmul/tiles.cu computes it, and its launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpt2block.operations._types import Geometry
 
-FILE = "linear_tiles.cu"
+FILE = "matmul/tiles.cu"
 KERNEL = "linear_tiles"
 WARP = 32
 MOST_LOADED = 8  # narrow weights in a copy

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "log_likelihood.cu"
+FILE = "tokens/log_likelihood.cu"
 THREADS = 512
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "matmul_forward.cu"
-REGISTERS = "matmul_registers.cu"
+FILE = "matmul/ladder.cu"
+REGISTERS = "matmul/registers.cu"
 NAMED = "named with the LayerNorm kernels"
 GPT2_FC = {"M": 1024, "K": 768, "N": 3072}
 TILE = 16  # side of matmul_bias_tiled's block and tile
@@ -41,7 +41,7 @@ OPERATION = Operation(
         ),
         Variant(
             "tiled",
-            "matmul.cu",
+            "matmul/skeleton.cu",
             ("matmul_bias_tiled",),
             "a thread an output, 16x16 tiles in shared memory, the next tile on its way",
         ),

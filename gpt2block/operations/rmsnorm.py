@@ -10,7 +10,7 @@ import numpy as np
 from gpt2block.operations._rows import THREADS, VALUES, share
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "rmsnorm.cu"
+FILE = "llama/rmsnorm.cu"
 BLOCKS = (32, 64, 128, 256, 512)
 LONGEST_IN_REGISTERS = VALUES * THREADS
 MOST_THREADS = 1024  # of a longer row

@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from gpt2block.kernels import FP8
+from gpt2block.cuda.kernels import FP8
 from gpt2block.operations import _hopper_rmsnorm
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "rmsnorm_matmul.cu"
-TILES = "mma/rmsnorm_matmul.cu"
+FILE = "llama/rmsnorm_matmul.cu"
+TILES = "llama/rmsnorm_matmul_mma.cu"
 DTYPES = ("float16", "bfloat16", "float32", *FP8)
 WARP = 32
 MOST_ROWS = 4  # of x that a block of the matvec kernels takes

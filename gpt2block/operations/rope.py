@@ -10,10 +10,12 @@ import numpy as np
 
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "rope.cu"
+FILE = "llama/rope.cu"
 BLOCKS = (32, 64, 128, 256, 512)
 FILLED = 256  # threads on an SM: with so many each may take several heads
-MOST_POSITIONS = 2**20  # rotation.cuh: further on its angles would leave its polynomials' range
+MOST_POSITIONS = (
+    2**20
+)  # llama/rotation.cuh: further on its angles would leave its polynomials' range
 _HELD = 8  # loads of a thread on their way
 _LAST_AXIS = 64  # threads of a block along its third axis: CUDA's limit
 

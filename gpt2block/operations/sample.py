@@ -6,11 +6,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from gpt2block.kernels import Defines
+from gpt2block.cuda.kernels import Defines
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
-from gpt2block.sampling import Sampling
+from gpt2block.text.sampling import Sampling
 
-FILE = "sample.cu"
+FILE = "tokens/sample.cu"
 THREADS = 1024
 MARK_BLOCK = 256
 MAX_V = 2**23  # so that all masses together are less than 2^64

@@ -10,7 +10,7 @@ import numpy as np
 from gpt2block.operations._rows import THREADS, VALUES, share
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "softmax.cu"
+FILE = "softmax/ladder.cu"
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 LONGEST_IN_REGISTERS = VALUES * THREADS
 

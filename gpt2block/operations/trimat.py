@@ -10,9 +10,9 @@ from gpt2block.errors import InputError
 from gpt2block.operations._tensor_cores import RESERVED
 from gpt2block.operations._types import Geometry, Inputs, Operation, Sizes, Variant
 
-FILE = "trimat.cu"
-PIPELINED = "trimat_pipelined.cu"
-MMA = "mma/trimat.cu"
+FILE = "trimat/ladder.cu"
+PIPELINED = "trimat/pipelined.cu"
+MMA = "trimat/mma.cu"
 FILL = "trimat_fill"  # after each variant, when what stands above the diagonal matters
 BLOCKS = (32, 64, 128, 256)
 SIDE = 8  # of a thread's tile

@@ -7,6 +7,7 @@ current stream and returns a new array. `BINDERS` holds the layer below: `bind(i
 
 from collections.abc import Callable, Mapping
 
+from gpt2block.cuda.arrays import Bound
 from gpt2block.ops import (
     _attention,
     _attention_cached,
@@ -28,7 +29,6 @@ from gpt2block.ops import (
     _split,
     _trimat,
 )
-from gpt2block.ops._arrays import Bound
 from gpt2block.ops._attention import attention
 from gpt2block.ops._attention_cached import (
     attention_cached,

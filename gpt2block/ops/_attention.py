@@ -1,7 +1,7 @@
 """Attention on CUDA.
 
-float32: kernels_cu/attention.cu, attention_forward.cu, attention_online.cu. float16 and bfloat16:
-mma/attention.cu and hopper/attention.cu. Split matrices: mma/attention_fp32.cu.
+float32: attention/skeleton.cu, attention/ladder.cu, attention/online.cu. float16 and bfloat16:
+attention/mma.cu and attention/hopper.cu. Split matrices: attention/mma_two_part.cu.
 """
 
 from __future__ import annotations
@@ -13,8 +13,22 @@ from typing import Any, NamedTuple
 import cupy
 
 from gpt2block.checks import check_flag
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    Shape,
+    check,
+    check_apart,
+    compute_capability,
+    device_attribute,
+    launch_at,
+    on_16_bytes,
+    output,
+    storage,
+)
+from gpt2block.cuda.kernels import Launch, load
+from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.kernels import Launch, load
 from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.operations._types import Geometry, Variant, check_block
 from gpt2block.operations.attention import (
@@ -29,23 +43,9 @@ from gpt2block.operations.attention import (
     mma_fp32_geometry,
     mma_geometry,
 )
-from gpt2block.ops._arrays import (
-    Bound,
-    CudaArray,
-    Shape,
-    check,
-    check_apart,
-    compute_capability,
-    device_attribute,
-    launch_at,
-    on_16_bytes,
-    output,
-    storage,
-)
 from gpt2block.ops._split import check_split
 from gpt2block.ops._warm import call
-from gpt2block.split import SplitMatrix
-from gpt2block.tensor_maps import tensor_map
+from gpt2block.weights.two_part import SplitMatrix
 
 MAX_BATCH = 65535
 

@@ -1,4 +1,4 @@
-"""Attention over a kv_cache on CUDA: attention_cached.cu, attention_split.cu, kv_cache.cu.
+"""Attention over a kv_cache on CUDA: cached.cu, decode.cu and kv_cache.cu of kernels_cu/attention.
 
 A kv_cache is two arrays, keys and values, each (B, n_ctx, C) in float32, float16 or bfloat16.
 """
@@ -11,10 +11,7 @@ from typing import Any
 
 import cupy
 
-from gpt2block.errors import InputError
-from gpt2block.operations import attention_cached as launches
-from gpt2block.operations.attention_cached import OPERATION, SPLIT_KEYS
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -26,6 +23,9 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.errors import InputError
+from gpt2block.operations import attention_cached as launches
+from gpt2block.operations.attention_cached import OPERATION, SPLIT_KEYS
 from gpt2block.ops._warm import call
 
 SPLIT, APPEND = OPERATION.beside

@@ -1,4 +1,4 @@
-"""GELU and the residual addition on CUDA: kernels_cu/gelu.cu and kernels_cu/residual.cu."""
+"""GELU and the residual addition on CUDA: kernels_cu/elementwise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import cupy
 
+from gpt2block.cuda.arrays import Bound, CudaArray, check, check_alignment, contiguous, output
+from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
-from gpt2block.ops._arrays import Bound, CudaArray, check, check_alignment, contiguous, output
 from gpt2block.ops._warm import call
 
 BLOCK = 256
@@ -22,7 +22,9 @@ def bind_add(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     check("b", b, a.shape)
     out = output(out, a.shape, apart={}, in_place={"a": a, "b": b})
     grid = (ceil(a.size / BLOCK),)
-    return Bound(out, (launch("residual.cu", "add_kernel", grid, (BLOCK,), (a, b, out, a.size)),))
+    return Bound(
+        out, (launch("elementwise/residual.cu", "add_kernel", grid, (BLOCK,), (a, b, out, a.size)),)
+    )
 
 
 def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
@@ -32,7 +34,7 @@ def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     if out is not None and out.data.ptr != x.data.ptr:
         raise InputError("out: gelu_kernel works in place, expected x itself")
     grid = (ceil(x.size / BLOCK),)
-    return Bound(x, (launch("gelu.cu", "gelu_kernel", grid, (BLOCK,), (x, x.size)),))
+    return Bound(x, (launch("elementwise/gelu.cu", "gelu_kernel", grid, (BLOCK,), (x, x.size)),))
 
 
 def add(a: CudaArray, b: CudaArray) -> CudaArray:

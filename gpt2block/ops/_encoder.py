@@ -1,4 +1,4 @@
-"""The positional encoder on CUDA: kernels_cu/encoder.cu."""
+"""The positional encoder on CUDA: kernels_cu/embedding/encoder.cu."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, output
+from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations._types import check_block
 from gpt2block.operations.encoder import FILE, OPERATION, grid
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, output
 from gpt2block.ops._warm import call
 
 

@@ -1,13 +1,10 @@
-"""Token plus position embedding of rows on CUDA: kernels_cu/encoder_rows.cu."""
+"""Token plus position embedding of rows on CUDA: kernels_cu/embedding/encoder_rows.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpt2block.errors import InputError
-from gpt2block.kernels import FP8
-from gpt2block.operations.encoder_rows import OPERATION, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -16,8 +13,11 @@ from gpt2block.ops._arrays import (
     launch_at,
     output,
 )
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.operations.encoder_rows import OPERATION, geometry
 from gpt2block.ops._warm import call
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 
 def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str = "rows") -> Bound:

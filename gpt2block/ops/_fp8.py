@@ -1,4 +1,4 @@
-"""FP8 on CUDA: kernels_cu/fp8.cu."""
+"""FP8 on CUDA: kernels_cu/fp8/convert.cu."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import cupy
 
 from gpt2block.checks import check_flag
+from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
+from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.kernels import FP8
 from gpt2block.operations import fp8
 from gpt2block.operations._types import check_block
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
-from gpt2block.weight_matrix import check_layout
+from gpt2block.weights.matrix import check_layout
 
 FASTEST = "vectors"
 

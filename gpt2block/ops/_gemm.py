@@ -1,7 +1,7 @@
 """The product of the tensor-core tier on CUDA.
 
-16 bits: mma/gemm.cu and hopper/gemm.cu. float32 as split matrices: mma/gemm_split.cu and
-hopper/gemm_split.cu.
+16 bits: matmul/mma.cu and matmul/hopper.cu. float32 as split matrices: matmul/mma_two_part.cu and
+matmul/hopper_two_part.cu.
 """
 
 from __future__ import annotations
@@ -10,19 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2block.checks import check_flag
-from gpt2block.errors import InputError
-from gpt2block.kernels import Launch
-from gpt2block.operations import _hopper_gemm
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.operations.gemm import (
-    FILE,
-    OPERATION,
-    SPLIT_FILE,
-    geometry,
-    split_geometry,
-)
-from gpt2block.ops import _split
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     arrays_of,
@@ -35,6 +23,19 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
+from gpt2block.errors import InputError
+from gpt2block.operations import _hopper_gemm
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.operations.gemm import (
+    FILE,
+    OPERATION,
+    SPLIT_FILE,
+    geometry,
+    split_geometry,
+)
+from gpt2block.ops import _split
 from gpt2block.ops._split import (
     ALIGNED,
     LARGEST,
@@ -43,9 +44,8 @@ from gpt2block.ops._split import (
     check_split,
 )
 from gpt2block.ops._warm import call
-from gpt2block.split import SplitMatrix
-from gpt2block.tensor_maps import NO_MAP, tensor_map
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 
 class Job(NamedTuple):

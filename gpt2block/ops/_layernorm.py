@@ -1,4 +1,4 @@
-"""LayerNorm on CUDA: the ten-step kernels of layernorm.cu, and the ladder of layernorm_*.cu."""
+"""LayerNorm on CUDA: the ten-step kernels of layernorm/skeleton.cu, and the ladder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import cupy
 
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
-from gpt2block.errors import InputError
-from gpt2block.kernels import Defines, Launch, launch
-from gpt2block.operations._types import Variant, check_block
-from gpt2block.operations.layernorm import (
-    MAX_THREADS,
-    NARROW,
-    OPERATION,
-    narrow_geometry,
-    row_shape,
-)
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -31,10 +21,20 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import Defines, Launch, launch
+from gpt2block.errors import InputError
+from gpt2block.operations._types import Variant, check_block
+from gpt2block.operations.layernorm import (
+    MAX_THREADS,
+    NARROW,
+    OPERATION,
+    narrow_geometry,
+    row_shape,
+)
 from gpt2block.ops._split import SPLIT, check_one_scale
 from gpt2block.ops._warm import call
 from gpt2block.plan import layernorm_bound
-from gpt2block.split import SplitMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 BLOCK = 256  # of the ten-step kernels
 MAX_ROWS = 2**31 - 1
@@ -115,7 +115,9 @@ def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: fl
     name, width = ("layernorm768_kernel", ()) if C == 768 else ("layernorm_kernel", (C,))
     args = (x, out, gamma, beta, rows, *width)
     defines = (("LN_EPS", f"{float(eps)!r}f"),)
-    return Bound(out, (launch("layernorm.cu", name, (rows,), (BLOCK,), args, defines=defines),))
+    return Bound(
+        out, (launch("layernorm/skeleton.cu", name, (rows,), (BLOCK,), args, defines=defines),)
+    )
 
 
 def _bind_split(
@@ -226,7 +228,7 @@ def _rows(
     names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
     defines = tuple(zip(names, (*shape, rows), strict=True))
     args, grid = (*arrays, eps, N, C), (ceil(N / rows),)
-    file, kernel = "layernorm_rows.cu", "layernorm_forward_kernel6"
+    file, kernel = "layernorm/rows.cu", "layernorm_forward_kernel6"
     return launch(file, kernel, grid, (block,), args, defines=defines, storage=x.dtype.name)
 
 

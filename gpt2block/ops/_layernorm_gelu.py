@@ -1,14 +1,11 @@
-"""LayerNorm and GELU in one kernel on CUDA: kernels_cu/layernorm_gelu.cu."""
+"""LayerNorm and GELU in one kernel on CUDA: kernels_cu/layernorm/gelu.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gpt2block.config import check_eps
-from gpt2block.errors import InputError
-from gpt2block.operations._types import check_block
-from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     check,
@@ -17,6 +14,9 @@ from gpt2block.ops._arrays import (
     launch_at,
     output,
 )
+from gpt2block.errors import InputError
+from gpt2block.operations._types import check_block
+from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
 from gpt2block.ops._warm import call
 
 

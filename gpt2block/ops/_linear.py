@@ -1,4 +1,4 @@
-"""The linear layer on CUDA: linear_matvec.cu for few rows; with k and v into the KV cache."""
+"""The linear layer on CUDA: matmul/decode.cu for few rows; with k and v into the KV cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
-from gpt2block.errors import InputError
-from gpt2block.kernels import FP8
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.linear import FEW_ROWS, FILE, OPERATION, geometry, order
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     check,
@@ -21,8 +17,12 @@ from gpt2block.ops._arrays import (
     launch_at,
     output,
 )
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.operations._types import Geometry
+from gpt2block.operations.linear import FEW_ROWS, FILE, OPERATION, geometry, order
 from gpt2block.ops._warm import call
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 MOST_BLOCKS = 65535  # along the grid's second axis
 CACHE_BESIDE_FP8 = "bfloat16"

@@ -1,13 +1,10 @@
-"""The linear layer for many rows on CUDA: linear_tiles.cu."""
+"""The linear layer for many rows on CUDA: matmul/tiles.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpt2block.errors import InputError
-from gpt2block.kernels import FP8
-from gpt2block.operations.linear_tiles import FILE, LONGEST, MOST_LOADED, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -16,7 +13,10 @@ from gpt2block.ops._arrays import (
     launch_at,
     output,
 )
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.operations.linear_tiles import FILE, LONGEST, MOST_LOADED, geometry
+from gpt2block.weights.matrix import WeightMatrix
 
 MAX_SIZE = 2**31 - 1024  # of M and N: what an int holds, and a tile more
 

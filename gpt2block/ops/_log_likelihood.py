@@ -1,12 +1,12 @@
-"""Log-likelihoods of tokens on CUDA: kernels_cu/log_likelihood.cu."""
+"""Log-likelihoods of tokens on CUDA: kernels_cu/tokens/log_likelihood.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
 from gpt2block.errors import InputError
 from gpt2block.operations.log_likelihood import FILE, OPERATION, geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output
 from gpt2block.ops._warm import call
 
 MAX_ROWS = 2**31 - 1

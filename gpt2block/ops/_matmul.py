@@ -1,13 +1,11 @@
-"""Matrix product with bias on CUDA: matmul.cu, matmul_forward.cu, matmul_registers.cu."""
+"""Matrix product with bias on CUDA: matmul/skeleton.cu, matmul/ladder.cu, matmul/registers.cu."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import Any
 
-from gpt2block.errors import InputError
-from gpt2block.operations.matmul import OPERATION, TILE, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     Shape,
@@ -17,6 +15,8 @@ from gpt2block.ops._arrays import (
     launch_at,
     output,
 )
+from gpt2block.errors import InputError
+from gpt2block.operations.matmul import OPERATION, TILE, geometry
 from gpt2block.ops._warm import call
 
 MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis

@@ -1,4 +1,4 @@
-"""RMSNorm over rows on CUDA: kernels_cu/rmsnorm.cu."""
+"""RMSNorm over rows on CUDA: kernels_cu/llama/rmsnorm.cu."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 import cupy
 
 from gpt2block.config import check_eps
-from gpt2block.errors import InputError
-from gpt2block.operations._types import check_block
-from gpt2block.operations.rmsnorm import OPERATION, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -23,6 +20,9 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.errors import InputError
+from gpt2block.operations._types import check_block
+from gpt2block.operations.rmsnorm import OPERATION, geometry
 from gpt2block.ops._warm import call
 
 MAX_ROWS = 2**31 - 1

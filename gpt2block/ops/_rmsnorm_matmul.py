@@ -1,6 +1,6 @@
 """RMSNorm with the product behind it, on CUDA.
 
-rmsnorm_matmul.cu, mma/rmsnorm_matmul.cu and hopper/rmsnorm_matmul.cu.
+llama/rmsnorm_matmul.cu, llama/rmsnorm_matmul_mma.cu and llama/rmsnorm_matmul_hopper.cu.
 """
 
 from __future__ import annotations
@@ -10,24 +10,10 @@ from typing import Any, NamedTuple, overload
 
 import cupy
 
-from gpt2block import overlap as overlapping  # the module; `overlap` is of two arrays
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
-from gpt2block.errors import InputError
-from gpt2block.kernels import FP8, Launch
-from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.operations._types import Geometry, Operation
-from gpt2block.operations.rmsnorm_matmul import (
-    FILE,
-    RMSNORM_FFN,
-    RMSNORM_MATMUL,
-    Pairing,
-    matvec,
-)
-from gpt2block.operations.rope import exponent_step
-from gpt2block.ops import _rmsnorm, _rope
-from gpt2block.ops._arrays import (
+from gpt2block.cuda import overlap as overlapping  # the module; `overlap` is of two arrays
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -41,10 +27,24 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import FP8, Launch
+from gpt2block.cuda.tensor_maps import tensor_map
+from gpt2block.errors import InputError
+from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
+from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.operations._types import Geometry, Operation
+from gpt2block.operations.rmsnorm_matmul import (
+    FILE,
+    RMSNORM_FFN,
+    RMSNORM_MATMUL,
+    Pairing,
+    matvec,
+)
+from gpt2block.operations.rope import exponent_step
+from gpt2block.ops import _rmsnorm, _rope
 from gpt2block.ops._rope import check_turn
 from gpt2block.ops._warm import call
-from gpt2block.tensor_maps import tensor_map
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 
 MOST_BLOCKS = 65535  # along the grid's second axis
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory

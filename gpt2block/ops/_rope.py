@@ -1,4 +1,4 @@
-"""Rotary position embedding on CUDA: kernels_cu/rope.cu."""
+"""Rotary position embedding on CUDA: kernels_cu/llama/rope.cu."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import cupy
 
 from gpt2block.checks import check_flag
-from gpt2block.errors import InputError
-from gpt2block.operations._types import check_block
-from gpt2block.operations.rope import MOST_POSITIONS, OPERATION, exponent_step, geometry
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
@@ -24,6 +21,9 @@ from gpt2block.ops._arrays import (
     output,
     storage,
 )
+from gpt2block.errors import InputError
+from gpt2block.operations._types import check_block
+from gpt2block.operations.rope import MOST_POSITIONS, OPERATION, exponent_step, geometry
 from gpt2block.ops._warm import call
 
 MAX_BATCH = 65535  # an axis of the grid

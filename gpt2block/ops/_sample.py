@@ -1,4 +1,4 @@
-"""Choosing the next token on CUDA: kernels_cu/sample.cu."""
+"""Choosing the next token on CUDA: kernels_cu/tokens/sample.cu."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
+from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
+from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError
-from gpt2block.kernels import launch
 from gpt2block.operations.sample import FILE, MARK_BLOCK, MAX_V, OPERATION, geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, contiguous, launch_at, output
-from gpt2block.sampling import Sampling, check_step, parameters, rows_of
+from gpt2block.text.sampling import Sampling, check_step, parameters, rows_of
 
 MAX_ROWS = 2**31 - 1
 ENDLESS = 2**31 - 1  # positions, where nobody counts them

@@ -1,19 +1,11 @@
-"""Softmax over rows on CUDA: kernels_cu/softmax.cu."""
+"""Softmax over rows on CUDA: kernels_cu/softmax/ladder.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gpt2block.checks import check_flag
-from gpt2block.errors import InputError
-from gpt2block.operations._types import check_block
-from gpt2block.operations.softmax import (
-    FILE,
-    LONGEST_IN_REGISTERS,
-    OPERATION,
-    geometry,
-)
-from gpt2block.ops._arrays import (
+from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     check,
@@ -21,6 +13,14 @@ from gpt2block.ops._arrays import (
     device_attribute,
     launch_at,
     output,
+)
+from gpt2block.errors import InputError
+from gpt2block.operations._types import check_block
+from gpt2block.operations.softmax import (
+    FILE,
+    LONGEST_IN_REGISTERS,
+    OPERATION,
+    geometry,
 )
 from gpt2block.ops._warm import call
 

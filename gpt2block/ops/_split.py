@@ -1,13 +1,13 @@
-"""float32 rows in two parts on CUDA: kernels_cu/split.cu."""
+"""float32 rows in two parts on CUDA: kernels_cu/matmul/two_part.cu."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
 from gpt2block.errors import InputError
 from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
-from gpt2block.ops._arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
-from gpt2block.split import SplitMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
 ALIGNED = 16  # bytes

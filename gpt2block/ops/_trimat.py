@@ -1,4 +1,4 @@
-"""The causal half of attention's scores on CUDA: trimat.cu, trimat_pipelined.cu, mma/trimat.cu."""
+"""The causal half of attention's scores on CUDA: ladder.cu, pipelined.cu, mma.cu of trimat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    check,
+    compute_capability,
+    device_attribute,
+    launch_at,
+    on_16_bytes,
+    output,
+)
 from gpt2block.errors import InputError
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations._types import check_block
@@ -18,16 +28,6 @@ from gpt2block.operations.trimat import (
     fill_geometry,
     geometry,
     mma_geometry,
-)
-from gpt2block.ops._arrays import (
-    Bound,
-    CudaArray,
-    check,
-    compute_capability,
-    device_attribute,
-    launch_at,
-    on_16_bytes,
-    output,
 )
 from gpt2block.ops._warm import call
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from gpt2block.kernels import Launch
-from gpt2block.ops._arrays import Bound, CudaArray
-from gpt2block.split import SplitMatrix
-from gpt2block.weight_matrix import WeightMatrix
+from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda.kernels import Launch
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 MOST = 4096  # recipes kept; then the oldest is forgotten
 ALIGNED = 16  # bytes that the ops ask for at most

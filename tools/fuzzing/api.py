@@ -26,7 +26,7 @@ from gpt2block import (
     WeightMatrix,
 )
 from gpt2block.config import block_shapes
-from gpt2block.scoring import load_tokens
+from gpt2block.text.scoring import load_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 _ROUNDING = {

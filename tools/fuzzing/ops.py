@@ -21,11 +21,11 @@ from ml_dtypes import finfo
 
 from fuzzing import Area, Difference, Outcome, refused_or
 from gpt2block import ops, reference
+from gpt2block.bench.measure import tolerance
 from gpt2block.errors import InputError
-from gpt2block.measure import tolerance
-from gpt2block.sampling import Sampling
-from gpt2block.split import SplitMatrix
-from gpt2block.weight_matrix import FLOATS, WeightMatrix
+from gpt2block.text.sampling import Sampling
+from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 Rng = np.random.Generator
 Arrays = dict[str, Any]  # a CuPy or NumPy array, WeightMatrix, SplitMatrix or None by its name

@@ -22,8 +22,9 @@ from fuzzing.vocabularies import (
     plain_spec,
     random_vocabulary,
 )
-from gpt2block import GPT2, tokenizer
+from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.text import tokenizer
 
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

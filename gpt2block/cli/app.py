@@ -1,0 +1,472 @@
+"""The commands: `gpt2block block`, `check`, `bench`, `kernels`, those of cli_model and cli_map.
+
+`run` is what `gpt2block.cli.main` calls.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from gpt2block import bench as benches
+from gpt2block import doctor, walkthrough
+from gpt2block.bench import DecodeTime, block_against_document, decoding, measure
+from gpt2block.bench.peers import check_peer
+from gpt2block.bench.roofline import check_file, draw
+from gpt2block.checkpoints import ON_BOARD
+from gpt2block.cli import FAILED, INTERRUPTED, WRONG
+from gpt2block.cli import bench as cli_bench
+from gpt2block.cli import convert as cli_convert
+from gpt2block.cli import map as cli_map
+from gpt2block.cli import model as cli_model
+from gpt2block.cli.kernels import (
+    draw_sweep,
+    list_operations,
+    operations_json,
+    print_measurements,
+    print_series,
+)
+from gpt2block.cli.model import Device, Revision, path_of, shown
+from gpt2block.cli.terms import in_terms_of_options
+from gpt2block.errors import CheckpointError, DeviceError, InputError
+from gpt2block.operations import Operation, all_sizes, find, parse_sizes
+
+WIDTH_WHEN_PIPED = 120
+DEFAULT_SEQ_LEN = 128
+
+_UsageError: Any = typer.BadParameter.__base__  # Click's, or Typer's own copy of it
+
+app = typer.Typer(
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="GPT-2 on readable CUDA kernels, each compared with a NumPy reference.",
+)
+cli_map.register(app)
+cli_convert.register(app)
+cli_model.register(app)  # generate, score, info: first in the help
+# Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gpt2block {doctor.version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _gpt2block(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def console() -> Console:
+    """A console as wide as the terminal; wide enough for the tables when piped."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WHEN_PIPED, highlight=False)
+
+
+@app.command(epilog="Example: gpt2block block --text 'To be, or not to be' --layer 2")
+def block(
+    weights: Annotated[
+        str, typer.Option(help="A Hugging Face directory, .safetensors file or hub id.")
+    ] = ON_BOARD,
+    revision: Revision = None,
+    size: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Random weights instead: gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
+    ] = None,
+    layer: Annotated[int, typer.Option(help="The block whose steps are shown.")] = 0,
+    text: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The input, instead of a passage of Shakespeare."),
+    ] = None,
+    seq_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Tokens a row; all of the text by default."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
+    causal: Annotated[bool, typer.Option(help="Whether a token sees only those before it.")] = True,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    kernels: Annotated[
+        str, typer.Option(help="skeleton (ten steps), fused (seven, tensor cores) or auto.")
+    ] = "auto",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Run a GPT-2 block and compare every step with float64 NumPy."""
+    if size is None:
+        result = walkthrough.with_trained_weights(
+            weights,
+            layer,
+            text,
+            seq_len,
+            batch,
+            causal,
+            device,
+            _progress,
+            dtype,
+            kernels,
+            revision,
+        )
+    elif text is not None or weights != ON_BOARD or revision is not None or layer != 0:
+        raise InputError(
+            "--size means random weights: leave out --weights, --revision, --layer and --text"
+        )
+    else:
+        length = DEFAULT_SEQ_LEN if seq_len is None else seq_len
+        result = walkthrough.with_random_weights(
+            size, length, batch, causal, device, dtype, kernels
+        )
+    if as_json:
+        print(json.dumps(_for_json(asdict(result))))
+    else:
+        _print_walkthrough(result)
+
+
+def _for_json(value: Any) -> Any:
+    """NaN and infinity, which JSON does not have, as null, however deep they stand."""
+    if isinstance(value, dict):
+        return {key: _for_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_for_json(entry) for entry in value)
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _progress(indices: Iterable[int]) -> Iterable[int]:
+    """A bar on stderr, gone when the work is done; nothing where nobody looks."""
+    hidden = not sys.stderr.isatty()
+    bar = Console(stderr=True)
+    return track(list(indices), "blocks", console=bar, transient=True, disable=hidden)
+
+
+def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
+    out = console()
+    out.print(f"device   {shown(result.device)}")
+    out.print(f"weights  {shown(result.weights)}, mask: {result.mask}")
+    out.print(f"input    {shown(result.input)}")
+    if result.device.startswith("CPU"):
+        out.print(f"kernels  none run: {result.dtype} NumPy held against the same in float64")
+    elif result.dtype != "float32":
+        out.print(f"kernels  {result.kernels}, {result.dtype}")
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("step", "kernel", "shape"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ms", "max abs", "max rel", "total abs", "total rel"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.steps:
+        values = (row.max_abs, row.max_rel, row.total_abs, row.total_rel)
+        table.add_row(
+            row.name,
+            row.kernel,
+            "x".join(map(str, row.shape)),
+            f"{row.ms:.4f}",
+            *(f"{value:.1e}" for value in values),
+        )
+    out.print(table)
+    out.print("Errors against float64, rel by the tensor's largest value. max: of the step alone,")
+    out.print("fed exact inputs; total: accumulated from x on.")
+    if result.stream:
+        marks = ", ".join(f"{error:.1e}" for error in result.stream)
+        out.print(f"Residual stream after each block, rel: {marks}")
+        words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
+        out.print(f"Likeliest next tokens: {shown(words)}")
+
+
+@app.command(epilog="Example: gpt2block check --json")
+def check(as_json: Json = False) -> None:
+    """Examine Python, CuPy, driver, device and compiler, and print the command that fixes each.
+
+    note: it works, but something should be changed. The exit code is 0 when kernels can run on a
+    GPU here, else 1.
+    """
+    checks = doctor.examine()
+    ok = all(found.ok for found in checks)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [asdict(found) for found in checks]}))
+    else:
+        _print_checks(checks)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _print_checks(checks: list[doctor.Check]) -> None:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for found in checks:
+        mark = "[yellow]note[/]" if found.ok and found.fix else "[green]ok[/]"
+        mark = mark if found.ok else "[red]no[/]"
+        table.add_row(mark, found.name, shown(found.detail))
+        if found.fix:
+            table.add_row("", "", f"[bold]→ {shown(found.fix)}[/]")
+    console().print(table)
+
+
+@app.command(epilog="Example: gpt2block bench --what gemm --peer torch --plot roofline.png")
+def bench(
+    device: Device = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Time GPT-2's decoding instead.")
+    ] = False,
+    what: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="block, gemm, attention or all: time these against the ceilings."),
+    ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="bfloat16, float16 or float32 alone."),
+    ] = None,
+    only: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What has this in its name, such as 8x1024 or M=128."),
+    ] = None,
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
+    ] = None,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw the roofline into this PNG.", parser=path_of, metavar="PATH"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the block against the source document's figures, as graph and as called from Python.
+
+    With --what, --dtype, --only, --peer or --plot: blocks, products and attention against this
+    GPU's ceilings and PyTorch. The exit code is then 1 when a result of ours is wrong.
+    """
+    race = (what, dtype, only, peer, plot) != (None,) * 5
+    if race and decode:
+        raise InputError("--decode goes with --device and --json alone")
+    if race:
+        works = benches.chosen_works(what or "all", dtype, only)
+        if plot is not None:
+            check_file(plot)
+        _show_race(benches.run(works, device, peer, _timed), as_json, plot)
+        return
+    if decode:
+        _print_decoding(decoding(device), as_json)
+        return
+    rows = block_against_document(device)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    columns = (
+        "T",
+        "mask",
+        "GPU ms",
+        "document ms",
+        "times faster",
+        "block(x, out) µs",
+        "block(x) µs",
+    )
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
+        host = (f"{row.out_us:.1f}", f"{row.call_us:.1f}")
+        table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, *host)
+    out = console()
+    out.print(shown(rows[0].device))
+    out.print(
+        "GPT-2 small, float32, B = 1. GPU: the graph, calls queued one behind the other, median."
+    )
+    out.print("Document: its own solve on an H200, device memory allocated in every call.")
+    out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
+    out.print(table)
+
+
+def _timed(works: list[benches.Work]) -> Iterable[benches.Work]:
+    """The works, with a bar on stderr where somebody looks."""
+    hidden = not sys.stderr.isatty()
+    return track(works, "bench", console=Console(stderr=True), transient=True, disable=hidden)
+
+
+def _show_race(report: benches.Report, as_json: bool, plot: Path | None) -> None:
+    if as_json:
+        print(json.dumps(_for_json(report.as_dict())))
+    else:
+        cli_bench.print_report(console(), report)
+    if plot is not None:
+        draw(report, plot)
+    if not report.right:
+        sys.exit(1)
+
+
+def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("weights", "MB", "rows", "greedy µs", "sampled µs", "tokens/s", "prompt ms"):
+        table.add_column(name, justify="left" if name == "weights" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.dtype,
+            f"{row.weights_mb:.0f}",
+            str(row.batch),
+            f"{row.greedy_us:.0f}",
+            f"{row.sampled_us:.0f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.prompt_ms:.2f}" if row.batch == 1 else "",
+        )
+    out = console()
+    out.print(shown(rows[0].device))
+    out.print(
+        "GPT-2 small, random weights, 512 tokens in the cache. µs: from token to token, on the"
+    )
+    out.print(
+        "host; sampled: temperature 0.8, top-k 50, top-p 0.9. prompt: 1,024 tokens of one row."
+    )
+    out.print(table)
+
+
+@app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")
+def kernels(
+    operation: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="An operation; without one, the table of all."),
+    ] = None,
+    variant: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="One variant; all of them by default."),
+    ] = None,
+    shape: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Sizes that differ from the documented ones, such as B=1,T=128."),
+    ] = None,
+    sweep: Annotated[bool, typer.Option(help="Every block size a variant takes.")] = False,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Sweep, and draw the rates by block size into this PNG.",
+            parser=path_of,
+            metavar="PATH",
+        ),
+    ] = None,
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
+    ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
+    ] = None,
+    layout: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of weights in memory: KN or NK."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the kernels; verify an operation's variants against float64 and time them.
+
+    The exit code is 1 when a variant's result is wrong, and when there is no GPU to run it.
+    """
+    if operation is None:
+        if as_json:
+            print(operations_json())
+        else:
+            list_operations(console())
+        return
+    found = find(operation)
+    sizes = parse_sizes(found, shape)
+    variants = found.variants if variant is None else (found.variant(variant),)
+    stored = measure.check_storage(found, dtype, layout)
+    if peer is not None:
+        check_peer(peer, found.name)
+    if plot is not None:
+        check_file(plot)
+    problem = doctor.cuda_problem()
+    if problem:
+        _print_not_run(found, problem, as_json)
+        raise typer.Exit(FAILED)
+    every = sweep or plot is not None
+    series = [sizes] if shape or every else all_sizes(found)
+    ceiling = measure.ceilings()
+    results = [measure.measure(found, variants, at, ceiling, stored, every, peer) for at in series]
+    if not _show_measured(found, ceiling, results, as_json, plot):
+        sys.exit(1)
+
+
+def _print_not_run(found: Operation, problem: str, as_json: bool) -> None:
+    """Why no kernel was run, and what to do; as JSON to stdout."""
+    why = f"{found.name}: no kernel was run: {problem}"
+    if as_json:
+        print(json.dumps({"run": False, "why": why}))
+    else:
+        print(f"error: {why}: this needs a GPU, and {doctor.ADVICE}", file=sys.stderr)
+
+
+def _show_measured(
+    found: Operation,
+    ceiling: measure.Ceilings,
+    results: list[tuple[list[measure.Measurement], list[str]]],
+    as_json: bool,
+    plot: Path | None,
+) -> bool:
+    """Print one result for each size, draw the first; False when a variant was wrong."""
+    measured = [rows for rows, _ in results]
+    skipped = [line for _, lines in results for line in lines]
+    if as_json:
+        report = {
+            "ceilings": asdict(ceiling),
+            "rows": [asdict(row) for rows in measured for row in rows],
+            "skipped": skipped,
+        }
+        print(json.dumps(_for_json(report)))
+    elif len(results) > 1:
+        print_series(console(), found, measured, skipped, ceiling)
+    else:
+        print_measurements(console(), *results[0], ceiling)
+    if plot is not None:
+        draw_sweep(measured[0], ceiling, doctor.describe_device(0), plot)
+    return all(row.right for rows in measured for row in rows)
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of one command line. Its errors speak of options: `--top-k`, not `top_k`."""
+    root = typer.main.get_command(app)
+    try:
+        return int(root.main(arguments, standalone_mode=False) or 0)
+    except typer.Abort:  # how older versions of Typer report Ctrl-C
+        return INTERRUPTED
+    except _UsageError as error:
+        message, context = error.format_message(), error.ctx
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or printed it
+            print(message, end="")
+            return WRONG
+        more = f" (see {context.command_path} --help)" if context else ""
+        raise InputError(f"{message.rstrip('.')}{more}") from None
+    except (CheckpointError, DeviceError, InputError) as error:
+        command = _command(root, arguments)
+        raise type(error)(in_terms_of_options(str(error), command, arguments)) from error
+
+
+def _command(root: Any, arguments: list[str]) -> Any:
+    """The command that these arguments name."""
+    found = root
+    for word in arguments:
+        commands = getattr(found, "commands", {})
+        if word not in commands:
+            break
+        found = commands[word]
+    return found

@@ -1,0 +1,345 @@
+"""`gpt2block map score|generate|embed`: a command over many records, on Dask."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gpt2block.checkpoints import ON_BOARD
+from gpt2block.cli import INTERRUPTED
+from gpt2block.cli.model import Device, Dtype, Model, Revision, Tokenizer
+from gpt2block.errors import InputError, printable
+from gpt2block.text.sampling import DEFAULT_TEMPERATURE
+
+if TYPE_CHECKING:
+    from gpt2block.bulk.driver import Outcome
+
+FAILED, ERRORS = 1, "errors"  # the exit code; the folder in the output
+SECONDS_BETWEEN_LINES = 10  # where stderr is no terminal
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Score, continue or embed many records on all GPUs; killed, the same command goes on. "
+    "Exit code: 0 when the input is done and some or all records have results; 1 when no record "
+    "has one, when shards failed, or when the job stopped; 2 when it was refused; 130 when it was "
+    "interrupted.",
+)
+
+Input = Annotated[
+    list[str],
+    typer.Argument(help=".jsonl, .ndjson, .parquet, .txt (a record a line), or folders."),
+]
+Output = Annotated[
+    str,  # not Path, for which an empty text is the working directory
+    typer.Option(
+        metavar="FOLDER", help="The folder of the results: a new or empty one, or this job's."
+    ),
+]
+Workers = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        min=1,
+        help="Processes; by default one for each visible GPU or, without one, for each CPU core "
+        "this process may use, as far as the memory holds the models.",
+    ),
+]
+SchedulerAt = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="A Dask cluster that is running, tcp://host:8786; a local one by default."),
+]
+ShardSize = Annotated[int, typer.Option(min=1, help="Lines of input in a file of output.")]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed together at most.")]
+Column = Annotated[
+    str, typer.Option("--field", help="Of a record: its text, or a list of token ids.")
+]
+Keep = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(
+        help="A field to carry into the results; may be given several times. A .txt file has one: "
+        "its text."
+    ),
+]
+Format = Annotated[str, typer.Option("--format", help="Of the results: jsonl or parquet.")]
+LogProbs = Annotated[bool, typer.Option("--logprobs", help="And every token's log-probability.")]
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What the three commands share."""
+
+    inputs: list[str]
+    output: str
+    model: str
+    revision: str | None
+    dtype: str
+    device: str | None
+    tokenizer: Path | None
+    workers: int | None
+    scheduler: str | None
+    shard_size: int
+    batch_tokens: int
+    column: str
+    keep: list[str] | None
+    form: str
+
+
+def register(to: typer.Typer) -> None:
+    """Add the commands."""
+    to.add_typer(app, name="map")
+
+
+@app.command(epilog="Example: gpt2block map score lines.txt --output scores --workers 2")
+def score(
+    inputs: Input,
+    output: Output,
+    model: Model = ON_BOARD,
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    stride: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Tokens between windows; half of the context by default."),
+    ] = None,
+    logprobs: LogProbs = False,
+    workers: Workers = None,
+    scheduler: SchedulerAt = None,
+    shard_size: ShardSize = 1000,
+    batch_tokens: BatchTokens = 16384,
+    column: Column = "text",
+    keep: Keep = None,
+    form: Format = "jsonl",
+) -> None:
+    """Log-likelihood and perplexity of every record."""
+    common = _Common(
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
+        batch_tokens, column, keep, form,
+    )  # fmt: skip
+    _map("score", common, {"stride": stride, "logprobs": logprobs})
+
+
+@app.command(epilog="Example: gpt2block map generate prompts.jsonl --output texts --seed 7")
+def generate(
+    inputs: Input,
+    output: Output,
+    model: Model = ON_BOARD,
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.")
+    ] = DEFAULT_TEMPERATURE,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0: off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="From the fewest of this probability; 1: off.")
+    ] = 1.0,
+    min_p: Annotated[float, typer.Option(help="From those this likely beside the first.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of tokens that were there.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="With a record's place it makes the record's own.")] = 0,
+    stop: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="End before this text; may be given several times."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Continuations of a record.")] = 1,
+    overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
+    rows_at_once: Annotated[int, typer.Option(help="Continuations computed together.")] = 64,
+    logprobs: LogProbs = False,
+    workers: Workers = None,
+    scheduler: SchedulerAt = None,
+    shard_size: ShardSize = 1000,
+    batch_tokens: BatchTokens = 16384,
+    column: Column = "text",
+    keep: Keep = None,
+    form: Format = "jsonl",
+) -> None:
+    """Continue every record. The same seed gives the same texts, whoever writes them."""
+    common = _Common(
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
+        batch_tokens, column, keep, form,
+    )  # fmt: skip
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or [],
+        "samples": samples,
+        "overflow": overflow,
+        "rows_at_once": rows_at_once,
+        "logprobs": logprobs,
+    }
+    _map("generate", common, options)
+
+
+@app.command(epilog="Example: gpt2block map embed texts.parquet --output vectors --format parquet")
+def embed(
+    inputs: Input,
+    output: Output,
+    model: Model = ON_BOARD,
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    pooling: Annotated[str, typer.Option(help="mean or last, of the final states.")] = "mean",
+    overflow: Annotated[
+        str,
+        typer.Option(
+            help="For records longer than the context: error, or truncate, which keeps the last "
+            "tokens."
+        ),
+    ] = "error",
+    workers: Workers = None,
+    scheduler: SchedulerAt = None,
+    shard_size: ShardSize = 1000,
+    batch_tokens: BatchTokens = 16384,
+    column: Column = "text",
+    keep: Keep = None,
+    form: Format = "jsonl",
+) -> None:
+    """A vector of every record."""
+    common = _Common(
+        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
+        batch_tokens, column, keep, form,
+    )  # fmt: skip
+    _map("embed", common, {"pooling": pooling, "overflow": overflow})
+
+
+def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
+    try:
+        code = _run(task, common, options)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        code = INTERRUPTED
+    if code:
+        raise typer.Exit(code)
+
+
+def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
+    """Do the job and print what came of it; the exit code."""
+    try:
+        from gpt2block.bulk import driver  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError(f"map needs Dask: pip install 'gpt2block[dask]' ({error})") from error
+    from gpt2block.bulk.job import Job  # noqa: PLC0415
+    from gpt2block.run.model import check_dtype  # noqa: PLC0415
+
+    check_dtype(common.dtype)  # before any worker is started for it
+    job = Job(
+        task=task,
+        output=common.output,
+        model=common.model,
+        revision=common.revision,
+        device=common.device,
+        dtype=common.dtype,
+        tokenizer=None if common.tokenizer is None else str(common.tokenizer),
+        options=options,
+        column=common.column,
+        keep=tuple(common.keep or ()),
+        form=common.form,
+        shard_size=common.shard_size,
+        batch_tokens=common.batch_tokens,
+    )
+    watcher = _Watcher()
+    try:
+        with watcher.bar:
+            outcome = driver.run(job, common.inputs, watcher, common.workers, common.scheduler)
+    except driver.JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    output = Path(common.output)
+    for line in _summary(output, outcome):
+        print(printable(line))
+    if outcome.errors and not outcome.records:
+        line = f"none of {outcome.errors:,} records could be computed: {outcome.first_error}"
+        print(f"error: {printable(line)}", file=sys.stderr)
+        return FAILED
+    return FAILED if outcome.failed else 0
+
+
+def _summary(output: Path, outcome: Outcome) -> list[str]:
+    errors = f", {outcome.errors:,} errors in {output / ERRORS}" if outcome.errors else ""
+    lines = [f"{output}: {outcome.records:,} records{errors}"]
+    if outcome.done_now:
+        records, tokens = (
+            count / outcome.seconds for count in (outcome.done_now, outcome.tokens_now)
+        )
+        lines.append(
+            f"{outcome.done_now:,} records in {outcome.seconds:.1f} s: {records:,.1f} records/s, "
+            f"{tokens:,.0f} tokens/s; ready after {outcome.start_up:.1f} s"
+        )
+    if outcome.failed:
+        shards = ", ".join(map(str, sorted(outcome.failed)[:10]))
+        lines.append(
+            f"{len(outcome.failed):,} shards failed ({shards}): the same command tries them again"
+        )
+    return lines
+
+
+class _Watcher:
+    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._terminal = sys.stderr.isatty()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._terminal,
+        )
+        self._console = console
+        self._lines = self._done = self._now = self._records = self._tokens = 0
+        self._begun = self._said = monotonic()
+        self._task: Any = None
+
+    def say(self, line: str) -> None:
+        self._console.print(escape(printable(line)), soft_wrap=True)
+
+    def begin(self, lines: int, finished: int) -> None:
+        self._lines, self._done = lines, finished
+        self._begun = self._said = monotonic()
+        if finished:
+            self.say(f"{finished:,} of {lines:,} lines are done already")
+        self._task = self.bar.add_task("", total=lines, completed=finished)
+
+    def advance(self, lines: int, records: int, tokens: int) -> None:
+        self._done += lines
+        self._now += lines
+        self._records += records
+        self._tokens += tokens
+        self._show(0)
+
+    def wait(self, records: int) -> None:
+        self._show(records)
+
+    def _show(self, inside: int) -> None:
+        """inside: records computed of unfinished shards."""
+        done, rates = self._done + inside, self._rates(inside)
+        self.bar.update(self._task, completed=done, description=rates)
+        if self._terminal or monotonic() - self._said < SECONDS_BETWEEN_LINES:
+            return
+        self._said = monotonic()
+        now, seconds = self._now + inside, self._said - self._begun
+        ends = f", {(self._lines - done) * seconds / now:,.0f} s left" if now else ""
+        self.say(f"{done:,} of {self._lines:,} lines, {rates}{ends}")
+
+    def _rates(self, inside: int) -> str:
+        seconds = max(monotonic() - self._begun, 1e-9)
+        tokens = f", {self._tokens / seconds:,.0f} tokens/s" if self._tokens else ""
+        return f"{(self._records + inside) / seconds:,.1f} records/s{tokens}"

@@ -1,0 +1,1 @@
+"""Compile and launch CUDA kernels through CuPy: everything that touches the GPU."""

@@ -1,0 +1,274 @@
+"""What every CUDA op checks of its arrays, and what binding one gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import cupy
+
+from gpt2block.cuda.kernels import STORAGE, Launch, launch
+from gpt2block.errors import InputError
+from gpt2block.operations._types import Geometry
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
+
+CudaArray = Any  # cupy.ndarray, which has no type stubs
+Shape = tuple[int, ...]
+
+
+class Bound(NamedTuple):
+    """An op bound to its arrays: everything is checked, only `run` is left.
+
+    `extra` holds further outputs, such as a LayerNorm's mean and rstd: launches keep none alive.
+    """
+
+    out: CudaArray
+    launches: tuple[Launch, ...]
+    extra: tuple[CudaArray, ...] = ()
+
+    def run(self) -> CudaArray:
+        """Launch on the current stream; returns `out`."""
+        for each in self.launches:
+            each.run()
+        return self.out
+
+
+def launch_at(
+    file: str,
+    where: Geometry,
+    args: tuple[Any, ...],
+    storage: str = "float32",
+    weights: str | None = None,
+) -> Launch:
+    """`kernels.launch` of what a geometry says."""
+    return launch(
+        file,
+        where.kernel,
+        where.grid,
+        where.block,
+        args,
+        shared=where.shared,
+        defines=where.defines,
+        storage=storage,
+        weights=weights,
+    )
+
+
+def check(
+    name: str,
+    array: Any,
+    shape: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+    strided: bool = False,
+) -> None:
+    """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
+
+    Also unless it has exactly `dtype` and `shape`, when one is given, and at least one element.
+    `strided`: it need not be contiguous.
+    """
+    if not isinstance(array, cupy.ndarray):
+        raise InputError(
+            f"{name}: expected a CuPy array, got {type(array).__name__}: use cupy.asarray"
+        )
+    if shape is not None and array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    if array.ndim == 0 or array.size == 0:
+        raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
+    if array.dtype.name != dtype:
+        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
+    check_alignment(name, array)
+    if not strided and not array.flags.c_contiguous:
+        raise InputError(f"{name}: expected a C-contiguous array: use cupy.ascontiguousarray")
+    device = cupy.cuda.Device().id
+    if array.device.id != device:
+        raise InputError(
+            f"{name}: expected an array on the current device {device}, it is on device "
+            f"{array.device.id}: use `with cupy.cuda.Device({array.device.id}):`"
+        )
+
+
+def check_alignment(name: str, array: CudaArray) -> None:
+    """Raise InputError unless elements start on a multiple of their size."""
+    if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
+        raise InputError(
+            f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
+        )
+
+
+def output(
+    out: CudaArray | None,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    name: str = "out",
+    *,
+    apart: Mapping[str, Any],
+    in_place: Mapping[str, Any] | None = None,
+) -> CudaArray:
+    """`out` itself, checked, or a new array of `shape`.
+
+    apart, in_place: the inputs by name, as for `check_apart`.
+    """
+    if out is None:
+        return cupy.empty(shape, dtype=dtype)
+    check(name, out, shape, dtype)
+    check_apart(name, out, apart, in_place)
+    return out
+
+
+def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
+    """The arrays that a named argument has, by their names."""
+    if isinstance(value, SplitMatrix):
+        return {f"{name}.parts": value.parts, f"{name}.scale": value.scale}
+    if isinstance(value, WeightMatrix):
+        return {name: value.data} | arrays_of(f"{name}.scale", value.scale)
+    return {} if value is None else {name: value}
+
+
+def check_apart(
+    name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
+) -> None:
+    """Raise InputError where an output shares memory with an input, which other blocks still read.
+
+    apart: arrays, WeightMatrix, SplitMatrix or None by name. in_place: those that `out` may be
+    itself, element by element, but not overlap in part.
+    """
+    for written in arrays_of(name, out).values():
+        for kind, inputs in (("", apart), (" in part", in_place or {})):
+            for given, value in inputs.items():
+                for part, array in arrays_of(given, value).items():
+                    itself = kind and _same_memory(written, array)
+                    if not itself and overlap(written, array):
+                        expected = f"{part} itself or another array" if kind else "another array"
+                        raise InputError(f"{name}: overlaps {part}{kind}: expected {expected}")
+
+
+def _same_memory(a: CudaArray, b: CudaArray) -> bool:
+    """Whether the elements of both are the same."""
+    return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
+
+
+def storage(x: Any) -> str:
+    """The dtype of x, where kernels have it for `T`; else float32, which it should have."""
+    name = x.dtype.name if isinstance(x, cupy.ndarray) else ""
+    return name if name in STORAGE else "float32"
+
+
+def element_strides(array: CudaArray) -> tuple[int, ...] | None:
+    """The strides of the axes but the last, in elements; 0 for an axis of size 1.
+
+    None when neighbours of the last axis are not neighbours in memory.
+    """
+    item = array.dtype.itemsize
+    *strides, last = (s if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True))
+    if (array.shape[-1] > 1 and last != item) or any(stride % item for stride in strides):
+        return None
+    return tuple(stride // item for stride in strides)
+
+
+def row_stride(name: str, x: CudaArray) -> int | None:
+    """The distance of two rows of x (..., K) in elements; K where there is one row.
+
+    None when the elements of a row, or the rows, do not follow each other at one distance: the
+    kernels then need a contiguous copy. Raises InputError when x is no CuPy array with an element.
+    """
+    if not isinstance(x, cupy.ndarray) or x.ndim == 0 or x.size == 0:
+        check(name, x)
+    strides = element_strides(x)
+    if strides is None:
+        return None
+    distance, rows = 0, 1  # of the axes so far, from the last one on
+    for n, stride in zip(reversed(x.shape[:-1]), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if rows == 1:
+            distance = stride
+        elif stride != distance * rows:
+            return None
+        rows *= n
+    return distance if rows > 1 else int(x.shape[-1])
+
+
+def checked_row_stride(name: str, x: CudaArray) -> int:
+    """`row_stride`, or InputError where there is none."""
+    stride = row_stride(name, x)
+    if stride is None:
+        raise InputError(
+            f"{name}: expected contiguous rows at one distance, got strides {x.strides} for shape "
+            f"{x.shape}: use cupy.ascontiguousarray"
+        )
+    return stride
+
+
+def in_rows(x: Any) -> Any:
+    """x, or a copy where a CuPy array has no `row_stride`."""
+    if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
+        return _copied(x)
+    return x
+
+
+def overlap(a: CudaArray, b: CudaArray) -> bool:
+    """Whether the memory from the first to the last byte of each has bytes in common."""
+    (a_first, a_last), (b_first, b_last) = (_extent(array) for array in (a, b))
+    return a_first <= b_last and b_first <= a_last
+
+
+def _extent(array: CudaArray) -> tuple[int, int]:
+    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    first = array.data.ptr + sum(step for step in steps if step < 0)
+    last = array.data.ptr + sum(step for step in steps if step > 0) + array.dtype.itemsize - 1
+    return first, last
+
+
+def alignment(*addresses: int) -> int:
+    """The largest power of two, up to 16, that divides all of these numbers of bytes."""
+    together = 16
+    for address in addresses:
+        together |= address
+    return together & -together
+
+
+def device_attribute(name: str) -> int:
+    """An attribute of the current device, such as "MultiProcessorCount", asked for only once."""
+    return _attribute(cupy.cuda.Device().id, name)
+
+
+def compute_capability() -> int:
+    """Of the current device, such as 90."""
+    return _capability(cupy.cuda.Device().id)
+
+
+@cache
+def _capability(device: int) -> int:
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@cache
+def _attribute(device: int, name: str) -> int:
+    return int(cupy.cuda.Device(device).attributes[name])
+
+
+def contiguous(*arrays: Any) -> tuple[Any, ...]:
+    """Copies of those CuPy arrays that are not C-contiguous; everything else as it is."""
+    return tuple(
+        _copied(array)
+        if isinstance(array, cupy.ndarray) and not array.flags.c_contiguous
+        else array
+        for array in arrays
+    )
+
+
+def on_16_bytes(name: str, array: Any) -> Any:
+    """C-contiguous, from a multiple of 16 bytes on: a CuPy array itself, or a copy of it."""
+    (array,) = contiguous(array)
+    if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
+        check_alignment(name, array)
+        return array.copy()
+    return array
+
+
+def _copied(array: CudaArray) -> CudaArray:
+    """C-contiguous. InputError where CuPy's copying kernel could not read an element."""
+    check_alignment("an input", array)
+    return cupy.ascontiguousarray(array)

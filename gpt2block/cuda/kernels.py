@@ -1,0 +1,355 @@
+"""From a `.cu` file to a launch: signatures, compilation by NVRTC, typed arguments.
+
+The prototype in the source is the only statement of a kernel's arguments: it is parsed, and every
+launch is checked against it, because CuPy itself passes whatever it is given. CuPy is imported when
+the first kernel is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kernels_cu
+from gpt2block.errors import KernelError
+
+_SHARED_LIMIT = threading.Lock()
+SOURCE_DIR = Path(kernels_cu.__file__).parent
+Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
+Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
+
+_KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
+)
+_ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+SCALARS: Mapping[str, type[np.generic]] = {
+    "int": np.int32,
+    "long long": np.int64,
+    "float": np.float32,
+    "unsigned char": np.uint8,
+}
+TENSOR_MAP = "TensorMap"  # by value: gpt2block.cuda.tensor_maps
+
+# Constants that define the types `T` and `W` of a source (kernels_cu/lib/storage.cuh), by dtype.
+# FP8 is stored in arrays of uint8; without FP8 weights, W is T.
+STORAGE: Mapping[str, Defines] = {
+    "float32": (),
+    "float16": (("STORAGE_FP16", 1),),
+    "bfloat16": (("STORAGE_BF16", 1),),
+}
+FP8: Mapping[str, Defines] = {
+    "float8_e5m2": (("WEIGHT_E5M2", 1),),
+    "float8_e4m3fn": (("WEIGHT_E4M3", 1),),
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One kernel argument: `ctype` without const and __restrict__, such as "float*" or "int"."""
+
+    ctype: str
+    name: str
+    const: bool = False  # a pointer the kernel only reads through
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel as its prototype states it; `file` is relative to kernels_cu."""
+
+    file: str
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid, block and arguments fixed; `run` puts it on the current stream.
+
+    Pointers are stored as numbers: a launch does not keep the arrays alive.
+    """
+
+    name: str
+    function: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Scalar, ...]
+    shared: int = 0
+
+    def run(self) -> None:
+        self.function(self.grid, self.block, self.args, shared_mem=self.shared)
+
+
+def sources() -> list[str]:
+    """Every `.cu` file, relative to kernels_cu."""
+    return sorted(path.relative_to(SOURCE_DIR).as_posix() for path in SOURCE_DIR.rglob("*.cu"))
+
+
+def read_source(file: str) -> str:
+    """The text of a `.cu` file; KernelError lists the known files."""
+    path = SOURCE_DIR / file
+    if not path.is_file():
+        raise KernelError(f"no kernel file {file!r}: expected one of {', '.join(sources())}")
+    return path.read_text(encoding="ascii")
+
+
+@cache
+def signatures(file: str) -> dict[str, Signature]:
+    """Kernel name → signature, for every kernel of a file, in the file's order."""
+    return parse(read_source(file), file)
+
+
+def parse(text: str, file: str) -> dict[str, Signature]:
+    """Kernel name → signature, from the text of a source."""
+    return {
+        name: Signature(file, name, tuple(_parameter(p) for p in params.split(",")))
+        for name, params in _KERNEL.findall(_COMMENT.sub("", text))
+    }
+
+
+def _parameter(text: str) -> Parameter:
+    plain = re.sub(r"\bconst\b|__restrict__|__grid_constant__", " ", text.replace("*", "* "))
+    words = plain.split()
+    ctype = " ".join(words[:-1]).replace(" *", "*")
+    return Parameter(ctype, words[-1], const=bool(re.search(r"\bconst\b", text)))
+
+
+def launch(
+    file: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Any, ...],
+    *,
+    shared: int = 0,
+    defines: Defines = (),
+    storage: str = "float32",
+    weights: str | None = None,
+) -> Launch:
+    """A checked launch on the current device; compiles or loads the kernel when it is first used.
+
+    args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
+    storage: the dtype that the source's `T` stands for, one of `STORAGE`. weights: the one of its
+    `W`, where that is one of `FP8`.
+    Raises KernelError when they do not fit it, or when the grid passes the hardware's limits.
+    """
+    typed = typed_arguments(signatures(file)[name], args, storage, weights)
+    if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
+        raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
+    function = load(file, name, (*stored_as(storage, weights), *defines))
+    if shared:
+        with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
+            limit = max(function.max_dynamic_shared_size_bytes, shared)
+            function.max_dynamic_shared_size_bytes = limit
+    return Launch(name, function, grid, block, typed, shared)
+
+
+def stored_as(storage: str, weights: str | None = None) -> Defines:
+    """The constants that say what `T` and `W` of a source are."""
+    return STORAGE[storage] + FP8.get(weights or "", ())
+
+
+def typed_arguments(
+    signature: Signature,
+    args: tuple[Any, ...],
+    storage: str = "float32",
+    weights: str | None = None,
+) -> tuple[Scalar, ...]:
+    """The arguments as NumPy scalars of exactly the prototype's types; KernelError otherwise."""
+    if len(args) != len(signature.parameters):
+        expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
+        raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
+    return tuple(
+        _typed(signature.name, parameter, arg, storage, weights)
+        for parameter, arg in zip(signature.parameters, args, strict=True)
+    )
+
+
+def _typed(
+    kernel: str, parameter: Parameter, arg: Any, storage: str, weights: str | None
+) -> Scalar:
+    if parameter.ctype == TENSOR_MAP:
+        if not isinstance(arg, np.void):
+            raise KernelError(f"{kernel}: {parameter.name}: expected a tensor map, got {arg!r}")
+        return arg
+    if not parameter.ctype.endswith("*"):
+        return typed_scalar(kernel, parameter, arg)
+    expected, where = element(kernel, parameter, storage, weights)
+    if arg is None:
+        return np.uintp(0)
+    got = str(getattr(arg, "dtype", type(arg).__name__))
+    if got != expected:
+        raise KernelError(f"{where}: got {got}")
+    return np.uintp(arg.data.ptr)
+
+
+def element(
+    kernel: str, parameter: Parameter, storage: str, weights: str | None = None
+) -> tuple[str, str]:
+    """The name of the dtype that a pointer points to, and words to name the argument."""
+    if parameter.ctype in ("T*", "W*"):
+        letter = parameter.ctype[0]
+        dtype = "uint8" if letter == "W" and weights in FP8 else storage
+        return dtype, f"{kernel}: {letter}* {parameter.name}, where {letter} is {dtype}"
+    scalar, where = _dtype(kernel, parameter)
+    return np.dtype(scalar).name, where
+
+
+def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
+    """A Python number as the NumPy scalar of the prototype's type, unchanged in value."""
+    scalar, where = _dtype(kernel, parameter)
+    integral = issubclass(scalar, np.integer)
+    if isinstance(arg, bool) or not isinstance(arg, int if integral else (int, float)):
+        kind = "an integer" if integral else "a number"
+        raise KernelError(f"{where}: expected {kind}, got {type(arg).__name__}")
+    try:
+        return scalar(arg)
+    except OverflowError as error:
+        raise KernelError(f"{where}: {arg} does not fit") from error
+
+
+def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
+    """The NumPy type of an argument, or of what it points to, and words to name it."""
+    where = f"{kernel}: {parameter.ctype} {parameter.name}"
+    dtype = SCALARS.get(parameter.ctype.removesuffix("*"))
+    if dtype is None:
+        raise KernelError(f"{where}: the loader does not know this type")
+    return dtype, where
+
+
+def load(file: str, name: str, defines: Defines = ()) -> Any:
+    """The compiled kernel, a `cupy.RawKernel`, for the current device."""
+    import cupy  # noqa: PLC0415
+
+    return _function(cupy.cuda.Device().id, file, name, defines)
+
+
+@cache
+def _function(device: int, file: str, name: str, defines: Defines) -> Any:
+    return _module(device, file, defines).get_function(name)
+
+
+@cache
+def _module(device: int, file: str, defines: Defines) -> Any:
+    import cupy  # noqa: PLC0415
+
+    capability = cupy.cuda.Device(device).compute_capability
+    module = cupy.RawModule(
+        code=program(file, defines), options=options(file, capability), backend="nvrtc"
+    )
+    try:
+        module.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelError(compile_message(file, error.get_message())) from error
+    return module
+
+
+def program(file: str, defines: Defines = ()) -> str:
+    """The text given to the compiler: constants, then the source under its own name and lines.
+
+    CuPy's cache of compiled kernels is keyed by this text and the options but not by included
+    headers, so their hash is part of it. The constants stand here and not in the options because
+    CuPy runs the compiler once at start for every new set of options.
+    """
+    constants = "".join(f"#define {name} {value}\n" for name, value in defines)
+    return (
+        f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{read_source(file)}'
+    )
+
+
+@cache
+def _headers_hash(folder: Path) -> str:
+    headers = sorted(folder.rglob("*.cuh"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in headers)).hexdigest()[:16]
+
+
+@cache
+def architecture(file: str) -> str | None:
+    """The one architecture that a file is for, such as "sm_90a", as its opening comment states it.
+
+    None for a file that any GPU can run.
+    """
+    found = _ARCHITECTURE.search(read_source(file))
+    return found.group(1) if found else None
+
+
+def options(file: str, capability: str) -> tuple[str, ...]:
+    """NVRTC options for a device of compute capability such as "90".
+
+    Raises KernelError where the file is for another architecture: sm_90a, for example, exists on
+    capability 9.0 alone.
+    """
+    common = ("-std=c++17", f"-I{SOURCE_DIR}")
+    required = architecture(file)
+    if required is None:
+        return common
+    if required != f"sm_{capability}a":
+        raise KernelError(
+            f"{file}: expected a device for {required} (compute capability 9.0, Hopper), "
+            f"got {capability[:-1]}.{capability[-1]}"
+        )
+    return (*common, f"-arch={required}")
+
+
+@cache
+def toolkit_includes() -> tuple[str, ...]:
+    """Options for the folders of CUDA's own headers, which CuPy gives NVRTC in every compile."""
+    from cupy._core.core import assemble_cupy_compiler_options  # noqa: PLC0415
+
+    return tuple(flag for flag in assemble_cupy_compiler_options(()) if flag.startswith("-I"))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel file compiled without a device: machine code, and the compiler's report."""
+
+    cubin: bytes
+    log: str
+
+
+def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
+    """Compile for an architecture such as "sm_80" with NVRTC alone; no device or driver needed.
+
+    The log holds registers, shared memory and spills of each kernel. Raises KernelError.
+    """
+    from cupy.cuda import nvrtc  # noqa: PLC0415
+
+    flags = (
+        *options(file, arch.removeprefix("sm_").rstrip("af")),
+        *toolkit_includes(),
+        f"-arch={arch}",
+        "-ftz=true",
+        "--ptxas-options=-v",
+        "--no-cache",  # what comes from NVRTC's own cache comes without a report
+    )
+    handle = nvrtc.createProgram(program(file, defines), file, (), ())
+    try:
+        nvrtc.compileProgram(handle, flags)
+        # CuPy drops the last byte of a cubin, which is a zero.
+        return Compiled(nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(handle) or str(error)
+        raise KernelError(compile_message(file, log)) from error
+    finally:
+        nvrtc.destroyProgram(handle)
+
+
+def compile_message(file: str, log: str) -> str:
+    """The compiler's log as file:line: message, then what to do."""
+    errors = re.findall(r"^(.+?)\((\d+)\): (?:catastrophic )?error: (.+)$", log, re.MULTILINE)
+    if not errors:
+        return f"{file} does not compile: {log.strip() or 'the compiler gave no reason'}"
+    lines = [f"{path}:{line}: {message}" for path, line, message in errors]
+    if "cannot open source file" in log:
+        todo = "a header is missing: `gpt2block check` says which package brings it"
+    else:
+        todo = f"mend it there (in {SOURCE_DIR}); the next start compiles again"
+    return "\n".join([f"{file} does not compile:", *lines, todo])

@@ -1,0 +1,100 @@
+"""Launches that overlap the previous kernel (kernels_cu/lib/overlap.cuh), by the driver's own call.
+
+CuPy's launch cannot carry the attribute that asks for this, so cuLaunchKernelEx is called directly.
+Source: CUDA driver API, "Execution Control"; CUDA programming guide, "Programmatic Dependent
+Launch".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import cupy
+
+from gpt2block.cuda.arrays import compute_capability
+from gpt2block.cuda.kernels import Launch
+from gpt2block.errors import DeviceError
+
+OVERLAPS_FROM = 90, 12030  # compute capability and driver with such launches in a graph
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with the one value that is used of its 64 bytes."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("number_of_attributes", ctypes.c_uint),
+    )
+
+
+@cache
+def _launch_kernel() -> Any:
+    call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    call.argtypes = (
+        ctypes.POINTER(_Config),
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_void_p,
+    )
+    call.restype = ctypes.c_int
+    return call
+
+
+def possible() -> bool:
+    """Whether kernels on the current device, those of a graph too, may start so early."""
+    capability, driver = OVERLAPS_FROM
+    new = cupy.cuda.runtime.driverGetVersion() >= driver
+    return new and compute_capability() >= capability
+
+
+def run(launch: Launch) -> None:
+    """`launch.run()`, but it may start before the kernel before it on the stream has ended.
+
+    For kernels that wait for that one themselves, on a device of compute capability 9.0 or newer.
+    Raises DeviceError.
+    """
+    values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.args]
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    config = _Config(
+        grid=(*launch.grid, 1, 1)[:3],
+        block=(*launch.block, 1, 1)[:3],
+        shared_bytes=launch.shared,
+        stream=cupy.cuda.get_current_stream().ptr,
+        attributes=ctypes.pointer(attribute),
+        number_of_attributes=1,
+    )
+    function = launch.function.kernel.ptr
+    status = _launch_kernel()(ctypes.byref(config), function, pointers, None)
+    if status:
+        raise DeviceError(f"{launch.name}: cuLaunchKernelEx failed with CUDA error {status}")
+
+
+class Early(Launch):
+    """Starts before the launch before it has ended, whose end its kernel waits for itself."""
+
+    def run(self) -> None:
+        run(self)
+
+
+def early(launch: Launch) -> Launch:
+    """The launch as an `Early` one, or as it is where that is not possible."""
+    return Early(**vars(launch)) if possible() else launch

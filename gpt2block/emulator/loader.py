@@ -1,0 +1,324 @@
+"""Compiles a kernel file with g++ under AddressSanitizer and runs its kernels on NumPy arrays.
+
+The source is the shipped one, unchanged but for `extern __shared__`. A launch is a process of its
+own: each array lies in a heap block of exactly its size there, and whatever goes wrong ends that
+process only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gpt2block.cuda import kernels
+from gpt2block.errors import KernelError
+
+HERE = Path(__file__).parent
+Order = Literal["forward", "reverse", "shuffled"]
+ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
+TIMEOUT_S = 60.0
+STAND_INS = {"lib/sm80.cuh": "mma_ptx.h", "lib/fast.cuh": "fast.h"}  # header → file here
+
+# -g1: lines for the reports; where variables are, as -g tells too, takes as long as all the rest.
+_FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
+_KERNEL_FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=object-size",  # AddressSanitizer tells the same, with the name of the array
+    "-fno-sanitize-recover=all",
+    "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
+    "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
+    "-Wall",
+    "-Wno-unknown-pragmas",  # unroll
+    "-Wno-sign-compare",  # threadIdx.x < n; NVRTC does not mind either
+    "-Wno-unused-function",  # a header's functions that this file does not use
+    "-Wno-maybe-uninitialized",  # false alarms under AddressSanitizer
+)
+_DYNAMIC_SHARED = re.compile(
+    r"extern\s+__shared__\s+(?:(?:__align__|alignas)\(\w+\)\s*)?"
+    r"([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;"
+)
+_TELLING = re.compile(
+    r"cuda_on_cpu: |SUMMARY: |.*runtime error: |.*(READ|WRITE) of size|.* is located \d+ bytes "
+    r"| +#\d \w+ in (?!.*cuda_on_cpu).*\.cuh?:\d"
+)
+
+
+_POOL = ThreadPoolExecutor(2)
+_ahead: dict[tuple[Source, kernels.Defines], Future[Path]] = {}
+
+
+class ShimError(Exception):
+    """A kernel that does not compile, or broke a rule when it ran; the message holds the report."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of a kernel file, and of headers that stand in for the shipped ones."""
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def shipped(cls, name: str) -> Source:
+        """The file, with headers that compute the results of PTX instructions in C++."""
+        headers = tuple(
+            (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
+        )
+        return cls(name, kernels.read_source(name), headers)
+
+    def edited(self, old: str, new: str, *, header: str = "") -> Source:
+        """With the only occurrence of `old` replaced, in the file or in a header it includes."""
+        headers = dict(self.headers)
+        if header and header not in headers:
+            headers[header] = (kernels.SOURCE_DIR / header).read_text("ascii")
+        text = headers[header] if header else self.text
+        if text.count(old) != 1:
+            raise ValueError(f"{header or self.name} has {old!r} {text.count(old)} times")
+        text = text.replace(old, new)
+        if not header:
+            return Source(self.name, text, self.headers)
+        return Source(self.name, self.text, tuple((headers | {header: text}).items()))
+
+
+def run(
+    source: Source | str,
+    kernel: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Any],
+    *,
+    shared: int = 0,
+    defines: kernels.Defines = (),
+    storage: str = "float32",
+    weights: str | None = None,
+    order: Order = "forward",
+    seed: int = 0,
+    copies_at_once: bool = False,
+) -> None:
+    """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
+
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
+    FP8 format of its `W`, where that is not `T`. order: in which the threads of a block run between
+    two barriers, and the blocks. copies_at_once: those to shared memory by cp.async arrive
+    when they are asked for, not as late as a kernel may rely on. The same array twice is the same
+    pointer twice.
+    Raises ShimError with the sanitizer's report; the arrays are then as they were.
+    """
+    source = Source.shipped(source) if isinstance(source, str) else source
+    if not 0 < int(np.prod(block)) <= 1024:
+        raise ShimError(f"{kernel}: a block has 1 to 1024 threads, got {block}")
+    signature = _prototypes(source).get(kernel)
+    if signature is None:
+        raise ShimError(f"{source.name} has no kernel {kernel!r}")
+    parameters = signature.parameters
+    if len(parameters) != len(args):
+        raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
+    dtypes = storage, weights
+    message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
+    defines = (*kernels.stored_as(storage, weights), *defines)
+    sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
+    words = [kernel, *sizes, shared, order, seed, *(p.name for p in parameters)]
+    launch = f"{kernel}, grid {grid}, block {block}, order {order}"
+    told = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
+    output = _execute(compile_kernel_file(source, defines), words, b"".join(message), launch, told)
+    _store(kernel, parameters, args, output)
+
+
+@cache
+def _prototypes(source: Source) -> dict[str, kernels.Signature]:
+    return kernels.parse(source.text, source.name)
+
+
+def _is_pointer(parameter: kernels.Parameter) -> bool:
+    return parameter.ctype.endswith("*")
+
+
+def _encode(
+    kernel: str,
+    parameters: Sequence[kernels.Parameter],
+    args: Sequence[Any],
+    i: int,
+    dtypes: tuple[str, str | None],
+) -> bytes:
+    """An argument as the runner reads it."""
+    parameter, arg = parameters[i], args[i]
+    where = f"{kernel}: {parameter.ctype} {parameter.name}"
+    if not _is_pointer(parameter):
+        value: bytes = kernels.typed_scalar(kernel, parameter, arg).tobytes()
+        return struct.pack("<q", -1) + value.ljust(8, b"\0")
+    if arg is None:
+        return struct.pack("<qq", -1, 0)
+    try:
+        expected, where = kernels.element(kernel, parameter, *dtypes)
+    except KernelError as error:
+        raise ShimError(str(error)) from error
+    if not isinstance(arg, np.ndarray) or arg.dtype.name != expected or not arg.flags.c_contiguous:
+        raise ShimError(f"{where}: expected a contiguous array of {expected}")
+    for j in range(i):
+        if _is_pointer(parameters[j]) and args[j] is arg:
+            return struct.pack("<qq", -2, j)
+        if isinstance(args[j], np.ndarray) and np.may_share_memory(args[j], arg):
+            raise ShimError(f"{where}: overlaps an earlier argument and is not the same array")
+    return struct.pack("<q", arg.nbytes) + arg.tobytes()
+
+
+def _store(
+    kernel: str, parameters: Sequence[kernels.Parameter], args: Sequence[Any], output: bytes
+) -> None:
+    """The arrays that came back, into the caller's; those behind const must be as they were."""
+    pointers = [(a, p) for a, p in zip(args, parameters, strict=True) if _is_pointer(p)]
+    writable = {id(array) for array, parameter in pointers if not parameter.const}
+    arrays = {id(array): (array, parameter) for array, parameter in pointers}
+    arrays.pop(id(None), None)
+    start = 0
+    for array, parameter in arrays.values():
+        part = output[start : start + array.nbytes]
+        start += array.nbytes
+        if id(array) in writable:
+            array[...] = np.frombuffer(part, array.dtype).reshape(array.shape)
+        elif part != array.tobytes():
+            raise ShimError(f"{kernel}: wrote to {parameter.name}, which is const")
+
+
+def _execute(
+    program: Path, words: Sequence[object], message: bytes, launch: str, told: dict[str, str]
+) -> bytes:
+    own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program brings its options itself
+    env = {name: value for name, value in os.environ.items() if name not in own} | told
+    try:
+        done = subprocess.run(
+            [str(program), *map(str, words)],
+            input=message,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            env=env,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ShimError(f"{launch}: still running after {TIMEOUT_S:g} s") from error
+    if done.returncode == 0:
+        return done.stdout
+    report = done.stderr.decode(errors="replace")
+    raise ShimError(f"{launch}: {_readable(report) or f'exit status {done.returncode}'}")
+
+
+def _readable(report: str) -> str:
+    """The lines about the kernel, the one that says most first; no shadow memory."""
+    report = re.sub(r"/\S*/(?=[\w.-]+:\d)", "", report)
+    lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
+    for most in ("divergent barrier", "out of bounds: ", "runtime error: ", "SUMMARY: "):
+        lines.sort(key=lambda line: most not in line)
+        if lines and most in lines[0]:
+            break
+    return "\n".join(line.replace("cuda_on_cpu: ", "") for line in lines)
+
+
+def missing() -> str | None:
+    """What this machine lacks for the shim; None when all is there."""
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    for library in ("libasan.so", "libubsan.so"):  # a name without a folder is an unknown library
+        if os.sep not in _output("g++", f"-print-file-name={library}"):
+            return f"g++ has no {library}"
+    return None
+
+
+def compile_kernel_file(source: Source | str, defines: kernels.Defines = ()) -> Path:
+    """The program that runs any kernel of a file; compiled once for each text and constants."""
+    known = Source.shipped(source) if isinstance(source, str) else source
+    begun = _ahead.get((known, defines))
+    return begun.result() if begun else _compile(known, defines)
+
+
+def compile_ahead(source: Source | str, defines: kernels.Defines = ()) -> None:
+    """Begin to compile what will be run, beside what else is done, on another core."""
+    _cache_dir(), _runtime()  # once, before several threads ask for them
+    known = Source.shipped(source) if isinstance(source, str) else source
+    if (known, defines) not in _ahead:
+        _ahead[known, defines] = _POOL.submit(_compile, known, defines)
+
+
+@cache
+def _runtime() -> Path:
+    return _build("runtime.o", {}, ("-c", str(HERE / "cuda_on_cpu.cpp"), *_FLAGS))
+
+
+@cache
+def _compile(source: Source, defines: kernels.Defines) -> Path:
+    headers = {p.name: p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
+    files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
+    flags = (str(_runtime()), f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_KERNEL_FLAGS)
+    return _build(source.name, files, ("unit.cpp", *flags), salt=repr(sorted(headers.items())))
+
+
+def _translation_unit(source: Source, defines: kernels.Defines) -> str:
+    constants = "".join(f"#define {name} {value}\n" for name, value in defines)
+    text = _DYNAMIC_SHARED.sub(
+        r"\1* \2 = static_cast<\1*>(cuda_on_cpu::dynamic_shared());", source.text
+    )
+    if re.search(r"extern\s+__shared__", text):
+        raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
+    entries = "".join(
+        f'{{"{name}", cuda_on_cpu::Call<&{name}>::call}},\n' for name in _prototypes(source)
+    )
+    # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
+    # static variables of a function that other translation units may share.
+    return (
+        f'#include "cuda_on_cpu.h"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n}}\n'
+        f"const cuda_on_cpu::Entry cuda_on_cpu::entries[] = {{\n{entries}{{}}}};\n"
+    )
+
+
+def _build(name: str, files: dict[str, str], arguments: tuple[str, ...], salt: str = "") -> Path:
+    """g++ in a folder of its own; a finished result appears under its name at once."""
+    own = "".join(
+        path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
+    )
+    key = repr((files, arguments, salt, own, _output("g++", "--version")))
+    target = _cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}-{Path(name).name}"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
+        for file, text in files.items():
+            (Path(folder) / file).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / file).write_text(text, "ascii")
+        command = ("g++", *arguments, "-o", "result")
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}")
+        if done.stderr:
+            warnings.warn(f"{name}: g++ says\n{done.stderr}", stacklevel=2)
+        os.replace(Path(folder) / "result", target)
+    return target
+
+
+@cache
+def _cache_dir() -> Path:
+    """$GPT2BLOCK_CPU_CUDA_CACHE, which keeps what is compiled, or a folder of this process."""
+    if kept := os.environ.get("GPT2BLOCK_CPU_CUDA_CACHE"):
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        return Path(kept).resolve()
+    folder = tempfile.mkdtemp(prefix="gpt2block-cpu-cuda-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@cache
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,122 @@
+// kernels_cu/lib/sm80.cuh on the CPU: the lanes of a warp show each other their registers. A copy to shared memory
+// happens as late as the kernel may rely on it, when its group is waited for, and until then NaN stands there; or at
+// once where `run` is told so. Every other warp lags behind the rest, up to a barrier. So a missing wait or barrier shows,
+// and a stage that is overwritten too early. For a Source's `headers`.
+#pragma once
+
+struct Copy16 {
+    uint4* to;
+    const uint4* from;  // null: zeros
+};
+
+constexpr int MOST_COPIES = 512;  // of a thread, on their way
+static Copy16 copies_of[1024][MOST_COPIES];
+static int asked[1024], groups_of[1024], group_ends[1024][64];
+
+inline void arrive(const Copy16& copy) { *copy.to = copy.from ? *copy.from : uint4{}; }
+
+inline void copy16(void* shared, const void* global, bool there) {
+    const Copy16 copy = {static_cast<uint4*>(shared), there ? static_cast<const uint4*>(global) : nullptr};
+    if (cuda_on_cpu::copies_at_once()) return arrive(copy);
+    if (asked[threadIdx.x] == MOST_COPIES) __builtin_trap();
+    copies_of[threadIdx.x][asked[threadIdx.x]++] = copy;
+    *copy.to = {~0u, ~0u, ~0u, ~0u};
+}
+
+inline void end_group() {
+    const int thread = threadIdx.x;
+    group_ends[thread][groups_of[thread]++] = asked[thread];
+}
+
+template <int LATER>
+void wait_for_groups() {
+    const int thread = threadIdx.x, arrived = groups_of[thread] - LATER;
+    if (arrived <= 0) return;
+    const int copies = group_ends[thread][arrived - 1];
+    for (int i = 0; i < copies; ++i) arrive(copies_of[thread][i]);
+    for (int i = copies; i < asked[thread]; ++i) copies_of[thread][i - copies] = copies_of[thread][i];
+    for (int i = arrived; i < groups_of[thread]; ++i) group_ends[thread][i - arrived] = group_ends[thread][i] - copies;
+    asked[thread] -= copies;
+    groups_of[thread] -= arrived;
+}
+
+template <typename V>
+V of_lane(V value, int lane) {
+    return cuda_on_cpu::bits<V>(
+        cuda_on_cpu::exchange(0xffffffffu, cuda_on_cpu::bits<std::uint64_t>(value), lane, __FILE__, __LINE__));
+}
+
+inline void lag() {
+    for (int i = 0; i < 10 * (threadIdx.x / 32 % 2); ++i) of_lane(0, cuda_on_cpu::lane());
+}
+
+template <bool TRANSPOSED>
+unsigned matrix(int i, const void* row) {
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    if (!TRANSPOSED) return static_cast<const unsigned*>(of_lane(row, 8 * i + g))[t];
+    const unsigned first = static_cast<const unsigned short*>(of_lane(row, 8 * i + 2 * t))[g];
+    return first | (unsigned)static_cast<const unsigned short*>(of_lane(row, 8 * i + 2 * t + 1))[g] << 16;
+}
+
+template <bool TRANSPOSED>
+void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
+    lag();
+    m0 = matrix<TRANSPOSED>(0, row);
+    m1 = matrix<TRANSPOSED>(1, row);
+}
+
+template <bool TRANSPOSED>
+void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, const void* row) {
+    load_matrices<TRANSPOSED>(m0, m1, row);
+    m2 = matrix<TRANSPOSED>(2, row);
+    m3 = matrix<TRANSPOSED>(3, row);
+}
+
+inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
+
+inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    for (int l = 0; l < 4; ++l) {  // lanes that hold a part of K: a pair of it in a[0], a[1] and b[0], one in the others
+        const uint2 columns[2] = {of_lane(uint2{b[0], b[1]}, 8 * t + l), of_lane(uint2{b[0], b[1]}, 8 * t + 4 + l)};
+        for (int i = 0; i < 2; ++i) {
+            const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
+            float upper[2], lower[2], left[2], right[2];
+            unpack2(rows.x, upper);
+            unpack2(rows.y, lower);
+            unpack2(i ? columns[0].y : columns[0].x, left);
+            unpack2(i ? columns[1].y : columns[1].x, right);
+            for (int e = 0; e < 2; ++e) {
+                c[0] += upper[e] * left[e];
+                c[1] += upper[e] * right[e];
+                c[2] += lower[e] * left[e];
+                c[3] += lower[e] * right[e];
+            }
+        }
+    }
+}
+
+inline unsigned pack2(float low, float high) {
+    const T pair[2] = {narrow(low), narrow(high)};
+    unsigned bits;
+    std::memcpy(&bits, pair, 4);
+    return bits;
+}
+
+inline unsigned multiply2(unsigned a, unsigned b) {
+    float v[2], w[2];
+    unpack2(a, v);
+    unpack2(b, w);
+    return pack2(v[0] * w[0], v[1] * w[1]);
+}
+
+inline unsigned add2(unsigned a, unsigned b) {
+    float v[2], w[2];
+    unpack2(a, v);
+    unpack2(b, w);
+    return pack2(v[0] + w[0], v[1] + w[1]);
+}
+
+template <int LOW, int HIGH>
+unsigned spread(unsigned bytes) {
+    return (bytes >> 8 * LOW & 0xffu) << 8 | (bytes >> 8 * HIGH & 0xffu) << 24;
+}

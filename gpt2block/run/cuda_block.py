@@ -1,0 +1,316 @@
+"""The CUDA engine: buffers allocated once a shape; a call that comes again replays a graph."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import doctor
+from gpt2block.cuda import overlap, timing
+from gpt2block.cuda.arrays import contiguous, on_16_bytes
+from gpt2block.cuda.foreign import as_cupy
+from gpt2block.cuda.kernels import Launch
+from gpt2block.errors import InputError
+from gpt2block.ops import BINDERS, LIMITS
+from gpt2block.plan import OUTPUT_SHAPES, Plan, Shape, Step
+from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
+
+CudaArray = Any  # cupy.ndarray, which has no type stubs
+MAX_SHAPES = 8  # buffers kept
+MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
+
+
+class _Launches(NamedTuple):
+    """Of a step; `extra` is what must stay alive with them, beside the buffers."""
+
+    launches: tuple[Launch, ...]
+    extra: tuple[CudaArray, ...]
+
+
+@dataclass
+class _Workspace:
+    """What one input shape needs: a buffer for every step but the last, and their launches."""
+
+    buffers: dict[str, CudaArray]
+    launches: dict[str, _Launches]
+
+
+@dataclass
+class _Call:
+    """The steps for one x and one out; the graph is captured when the same call comes again."""
+
+    steps: dict[str, _Launches]
+    graph: Any = None
+
+
+class CudaEngine:
+    """Walks a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
+
+    dtype: of x, of every step's tensor and of the matrices of `gemm`, which it holds exactly; all
+    other weights are float32. Where a plan for tensor cores runs in float32, those matrices and the
+    tensors they are multiplied with are split (gpt2block/split.py), each such tensor with a scale
+    that follows from the weights; a trace joins them. Thread-safe; calls from different streams
+    wait for each other, since they share the buffers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Mapping[str, NDArray[Any]],
+        width: int,
+        device: int,
+        graph: bool,
+        dtype: str = "float32",
+    ) -> None:
+        self.plan = plan
+        self._width = width
+        self._dtype = dtype
+        self.device = device
+        self._use_graph = graph
+        self._split = split_steps(plan, dtype)
+        self._bounds = plan.bounds(weights) if self._split else {}
+        with cupy.cuda.Device(device):
+            self._weights = {name: self._stored(name, w) for name, w in weights.items()}
+            self._done = cupy.cuda.Event(disable_timing=True)
+            self._done.record()  # the weights may still be on their way
+            self._private = cupy.cuda.Stream(non_blocking=True)
+        # Buffers go back to the pool of the stream that allocated them, not of those that use them.
+        weakref.finalize(self, self._done.synchronize).atexit = False
+        self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
+        self._calls: OrderedDict[tuple[Shape, int, int], _Call] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def _stored(self, name: str, w: NDArray[Any]) -> Any:
+        """A weight as its step's kernels take it: a float32 array, or a matrix (N, K)."""
+        array = cupy.asarray(w, dtype="float32")
+        if name not in self.plan.matrices:
+            return array
+        rows = cupy.ascontiguousarray(array.T)
+        if self._split:
+            return SplitMatrix.split(rows)
+        return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
+
+    def describe(self) -> str:
+        return doctor.describe_device(self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(w.nbytes) for w in self._weights.values())
+
+    def forward(self, x: Any, out: Any | None) -> Any:
+        with self._lock, cupy.cuda.Device(self.device):
+            array, on_host = self._accept(x)
+            if on_host:
+                target = cupy.empty(array.shape, dtype=self._dtype)
+                if out is not None:
+                    check_out(out, array.shape, np.ndarray, self._dtype)
+                self._run(array, target)
+                return target.get(out=out)
+            target = cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out)
+            check_out(target, array.shape, cupy.ndarray, self._dtype)
+            self._run(array, target)
+            return target if out is None else out
+
+    def trace(self, x: Any) -> dict[str, Any]:
+        with self._lock, cupy.cuda.Device(self.device):
+            array, on_host = self._accept(x)
+            tensors = self._tensors(array, cupy.empty(array.shape, dtype=self._dtype))
+            copies = {}
+            with self._exclusive():
+                for step in self.plan.steps:
+                    _run_step(step.name, self._bind(step, tensors))
+                    made = tensors[step.name]
+                    copies[step.name] = made.joined() if step.name in self._split else made.copy()
+            return {n: copy.get() for n, copy in copies.items()} if on_host else copies
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        with cupy.cuda.Device(self.device):
+            known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
+            known |= {n: SplitMatrix.split(known[n]) for n in self._split & tensors.keys()}
+            out = None
+            if step.name in self._split:
+                shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
+                shape = OUTPUT_SHAPES[step.op](*shapes)
+                out = SplitMatrix.empty(shape, _scale_bound(step, self._bounds))
+            bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), out, **step.attrs)
+            out = bound.run().get()  # before timing, which runs in-place kernels again and again
+            names = ", ".join(launch.name for launch in bound.launches)
+            return StepResult(out, names, timing.gpu_ms(bound.launches))
+
+    def _accept(self, x: Any) -> tuple[CudaArray, bool]:
+        """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host.
+
+        For products on tensor cores also on 16 bytes, as they take it.
+        """
+        host = None if isinstance(x, cupy.ndarray) else host_array(x)
+        if host is not None:
+            check_array("x", host, self._width, self._dtype)
+            return cupy.asarray(host, order="C"), True
+        array = self._adopt(x)
+        check_array("x", array, self._width, self._dtype)
+        return (on_16_bytes("x", array) if self.plan.matrices else contiguous(array)[0]), False
+
+    def _adopt(self, array: Any) -> CudaArray:
+        """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
+        array = as_cupy(array)
+        if array.device.id != self.device:
+            raise InputError(
+                f"expected an array on cuda:{self.device}, where this Block is, "
+                f"got one on cuda:{array.device.id}"
+            )
+        return array
+
+    def _run(self, x: CudaArray, out: CudaArray) -> None:
+        key = (x.shape, x.data.ptr, out.data.ptr)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Call(self._launches(x, out))
+            if len(self._calls) > MAX_CALLS:
+                self._calls.popitem(last=False)
+            repeated = False
+        else:
+            self._calls.move_to_end(key)
+            repeated = True
+        with self._exclusive() as stream:
+            if repeated and self._use_graph:
+                if call.graph is None:
+                    every = (step.launches for step in call.steps.values())
+                    call.graph = self._capture(tuple(chain.from_iterable(every)))
+                call.graph.launch(stream)
+            else:
+                for name, bound in call.steps.items():
+                    _run_step(name, bound)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[Any]:
+        """The caller's stream; its work waits for the last call's, which may be on another one."""
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            raise InputError("the current stream is capturing a graph: a Block captures its own")
+        stream.wait_event(self._done)
+        try:
+            yield stream
+        finally:
+            self._done.record(stream)
+
+    def _capture(self, launches: tuple[Launch, ...]) -> Any:
+        run = overlap.run if self.plan.overlapping and overlap.possible() else Launch.run
+        with self._private:
+            self._private.begin_capture()
+            try:
+                for launch in launches:
+                    run(launch)
+            finally:
+                graph = self._private.end_capture()
+        return graph
+
+    def _launches(self, x: CudaArray, out: CudaArray) -> dict[str, _Launches]:
+        """Step name → its launches: bound anew where x or out is touched, else the shape's own."""
+        known = self._workspace(x.shape).launches
+        tensors = self._tensors(x, out)
+        for step in self.plan.steps:
+            touched = step.name == self.plan.output or self.plan.input in step.inputs
+            if touched or step.name not in known:
+                known[step.name] = self._bind(step, tensors)
+        return {step.name: known[step.name] for step in self.plan.steps}
+
+    def _bind(self, step: Step, tensors: Mapping[str, Any]) -> _Launches:
+        inputs = tuple(tensors[name] for name in step.inputs)
+        bound = BINDERS[step.op](inputs, tensors[step.name], **step.attrs)
+        return _Launches(bound.launches, bound.extra)
+
+    def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, Any]:
+        buffers = self._workspace(x.shape).buffers
+        return {**self._weights, **buffers, self.plan.input: x, self.plan.output: out}
+
+    def _workspace(self, shape: Shape) -> _Workspace:
+        if shape in self._workspaces:
+            self._workspaces.move_to_end(shape)
+            return self._workspaces[shape]
+        if len(self._workspaces) == MAX_SHAPES:
+            self._done.synchronize()  # the oldest buffers may still be in use
+            oldest, _ = self._workspaces.popitem(last=False)
+            for key in [key for key in self._calls if key[0] == oldest]:
+                del self._calls[key]
+        buffers = allocate(self.plan, shape, self._weights, self._dtype, self._bounds)
+        return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
+
+
+def _run_step(name: str, bound: _Launches) -> None:
+    """Under the step's name in a profiler's timeline."""
+    cupy.cuda.nvtx.RangePush(name)
+    try:
+        for launch in bound.launches:
+            launch.run()
+    finally:
+        cupy.cuda.nvtx.RangePop()
+
+
+def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
+    """The steps whose tensor is a SplitMatrix when the plan runs in `dtype`."""
+    return plan.operands if dtype == "float32" else frozenset()
+
+
+def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
+    """What the scale of a split step's rows follows from; attention finds their scales itself."""
+    return None if step.op == "attention" else bounds[step.name]
+
+
+def _shape(value: Any, weight: bool) -> Shape:
+    """As in the plan, where matrices are (K, N)."""
+    if isinstance(value, WeightMatrix):
+        return value.K, value.N
+    shape: Shape = value.shape
+    return shape[::-1] if weight and isinstance(value, SplitMatrix) else shape
+
+
+def allocate(
+    plan: Plan,
+    x: Shape,
+    weights: Mapping[str, Any],
+    dtype: str = "float32",
+    bounds: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """A buffer of `dtype` for every step but the last; steps in place share their target's.
+
+    bounds: those of the plan with these weights, where steps are split. InputError, and nothing is
+    allocated, when an op cannot run at these sizes.
+    """
+    shapes = {name: _shape(w, True) for name, w in weights.items()}
+    shapes |= {plan.input: x, **plan.shapes(x, shapes)}
+    split = split_steps(plan, dtype)
+    for step in plan.steps:
+        # Those of the documents' kernels.
+        if step.op in LIMITS and dtype == "float32" and not split:
+            LIMITS[step.op](*(shapes[name] for name in step.inputs), **step.attrs)
+    buffers: dict[str, Any] = {}
+    for step in plan.steps[:-1]:
+        name, target = step.name, plan.in_place.get(step.name)
+        if name in split:
+            parts = buffers[target].parts if target else None
+            bound = _scale_bound(step, bounds or {})
+            buffers[name] = SplitMatrix.empty(shapes[name], bound, parts)
+        else:
+            buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype=dtype)
+    return buffers
+
+
+def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
+    """The plan on the current device and stream, with buffers that live for this call only."""
+    buffers = allocate(plan, x.shape, weights)
+    tensors = {**weights, **buffers, plan.input: x, plan.output: out}
+    for step in plan.steps:
+        inputs = tuple(tensors[name] for name in step.inputs)
+        BINDERS[step.op](inputs, tensors[step.name], **step.attrs).run()

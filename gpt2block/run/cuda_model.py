@@ -1,0 +1,588 @@
+"""GPT-2 on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
+
+Prefill is in model_cuda_prefill.py. Decoding is a plan of its own, five kernels a layer for a row
+each:
+
+    qkv         LayerNorm, product; q, and the new key and value into the kv_cache
+    attention   split over the keys; the last block of a head puts its splits together
+    attn        product, residual
+    fc          LayerNorm, product, GELU
+    proj        product, residual
+
+with the encoder before, and the final LayerNorm with lm_head and the sampler behind. Tokens and
+positions are in device memory, so a step is the same graph each time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gpt2block import doctor
+from gpt2block.config import GPT2Config
+from gpt2block.cuda import overlap
+from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability
+from gpt2block.cuda.kernels import Launch
+from gpt2block.operations._tensor_cores import MMA_CAPABILITY, MULTIPLE
+from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops import (
+    _attention_cached,
+    _encoder_rows,
+    _gemm,
+    _layernorm,
+    _linear,
+    _log_likelihood,
+    _sample,
+)
+from gpt2block.run.cuda_prefill import Asked, Plain, Prefill, Shape, TensorCores
+from gpt2block.run.model import (
+    CacheKind,
+    Floats,
+    Ids,
+    Tensors,
+    Want,
+    cache_kind,
+    check_room,
+    check_stream,
+    describe_cache,
+    filled_up,
+    in_groups,
+    kv_cache_dtype,
+    rounded_up,
+    stored_tensors,
+    vector_magnitude,
+)
+from gpt2block.text.sampling import Sampling
+from gpt2block.weights.matrix import FLOATS, WeightMatrix
+
+ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
+TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
+KEPT_SHAPES = 4  # of a prefill, with its launches, its results and what it has for a cache
+KEPT_COUNTS = 32  # of sequences that were filled up,
+KEPT_OF_COUNT = 8  # and shapes for each: most of those that batches of many lengths come in
+KEPT_CACHES = 2  # of ended decodings, with their graphs
+
+
+class CudaCache:
+    """Keys and values of each layer, (batch, n_ctx, C); what prefills and steps over them need."""
+
+    def __init__(
+        self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
+    ) -> None:
+        """layers: how many to keep, all of them if None."""
+        self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
+        self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
+        self.lengths = [0] * batch
+        shape = (batch, n_ctx, config.n_embd)
+        self.layers = [
+            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
+            for _ in range(config.n_layer if layers is None else layers)
+        ]
+        self.prefills: OrderedDict[Shape, Prefill] = OrderedDict()
+        self.step: _Step | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(half.nbytes) for layer in self.layers for half in layer)
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+class CudaModel:
+    """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
+
+    Activations are float32; but in prefill they have the dtype of matrices of 16 bits where heads
+    are of 64 channels and the GPU has tensor cores, `on_tensor_cores`.
+
+    Thread-safe: calls take turns on one stream.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        tensors: Tensors,
+        dtype: str,
+        device: int,
+        allow_nonfinite: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self._vectors: dict[str, CudaArray] = {}
+        self._matrices: dict[str, WeightMatrix] = {}
+        self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._filled_up: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._activations: list[CudaArray] | None = None
+        self._some_logits: CudaArray | None = None
+        self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
+        self._lock = threading.RLock()
+        with cupy.cuda.Device(device):
+            self.on_tensor_cores = (
+                dtype in SIXTEEN_BITS
+                and config.head_size == TENSOR_HEAD
+                and compute_capability() >= MMA_CAPABILITY
+            )
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            with self.stream:
+                largest: dict[str, float] = {}
+                for name, array, layout in tensors:
+                    if layout is None:
+                        largest[name] = vector_magnitude(name, array, allow_nonfinite)
+                        self._vectors[name] = cupy.asarray(array).astype("float32", copy=False)
+                    else:
+                        matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
+                        largest[name] = matrix.largest or 0.0
+                        self._matrices[name] = matrix
+                    del array  # before the next one is read
+                if not allow_nonfinite:
+                    check_stream(config, largest)
+                self._matrices.setdefault("lm_head", self._matrices["wte"])
+                self._head = self._whole_head() if self.on_tensor_cores else None
+                self.stream.synchronize()
+
+    def _stored(
+        self, name: str, array: CudaArray, layout: str, allow_nonfinite: bool
+    ) -> WeightMatrix:
+        rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
+        return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
+
+    def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
+        """lm_head with as many rows as a product of tensor cores takes, and a bias.
+
+        Those added have logits of -inf; lm_head itself becomes a view of the others.
+        """
+        head = self._matrices["lm_head"]
+        added = -head.N % MULTIPLE
+        if not added:
+            return head, None
+        rows = cupy.zeros((head.N + added, head.K), head.data.dtype)
+        rows[: head.N] = head.data
+        bias = cupy.zeros(len(rows), "float32")
+        bias[head.N :] = -np.inf
+        view = WeightMatrix(rows[: head.N], self.dtype, None, "NK")
+        same = [name for name, matrix in self._matrices.items() if matrix is head]
+        self._matrices.update(dict.fromkeys(same, view))
+        return WeightMatrix(rows, self.dtype, None, "NK"), bias
+
+    @property
+    def cache_kind(self) -> CacheKind:
+        return cache_kind(self.config, kv_cache_dtype(self.dtype), f"cuda:{self.device}")
+
+    @property
+    def nbytes(self) -> int:
+        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
+        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
+
+    def describe(self) -> str:
+        return doctor.describe_device(self.device)
+
+    def tensors(self) -> Tensors:
+        items = iter(stored_tensors(self.config, self._vectors, self._matrices))
+        while True:
+            with self.running():  # not while the caller looks at one
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Alone on the model's stream."""
+        with self._lock, cupy.cuda.Device(self.device), self.stream:
+            yield
+
+    def new_cache(self, batch: int, n_ctx: int) -> CudaCache:
+        with self.running():
+            return CudaCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))
+
+    def forward(
+        self, sequences: Sequence[Ids], want: Want, cache: CudaCache | None = None
+    ) -> list[Floats]:
+        with self.running():
+            if cache is None:
+                found: list[Floats] = []
+                for group in in_groups(sequences, TOKENS_AT_ONCE):
+                    found += self._forward(group, want, self._scratch(group))
+                return found
+            if want not in ("last", "logits"):
+                return self._forward(sequences, want, cache)
+            # A row's kernels depend on its own tokens alone, and so do its bits.
+            alone = [len(ids) == 1 for ids in sequences]
+            nothing = np.empty(0, np.int32)
+            several = [nothing if one else ids for one, ids in zip(alone, sequences, strict=True)]
+            logits = [np.empty(0, np.float32)] * len(sequences)
+            if any(map(len, several)):
+                logits = self._forward(several, want, cache)
+            if any(alone):
+                tokens = [
+                    int(ids[0]) if one else 0 for ids, one in zip(sequences, alone, strict=True)
+                ]
+                at = [n if one else -1 for n, one in zip(cache.lengths, alone, strict=True)]
+                of_one = self.step(cache).logits_of(tokens, at)
+                cache.lengths = [n + one for n, one in zip(cache.lengths, alone, strict=True)]
+                for row in np.flatnonzero(alone):
+                    logits[row] = of_one[row] if want == "last" else of_one[row, None]
+            return logits
+
+    def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
+        """For sequences that nobody will continue: a kv_cache that every layer overwrites, or none.
+
+        Attention on tensor cores needs none. repeats: the sequences were filled up, so that more of
+        what is made for their shapes is worth keeping.
+        """
+        count, longest = len(sequences), max(map(len, sequences))
+        kept, most = (self._filled_up, KEPT_COUNTS) if repeats else (self._scratches, KEPT_SHAPES)
+        shape = count, self.config.n_ctx if repeats else longest
+        cache = kept.get(shape)
+        if cache is None:
+            layers = 0 if self.on_tensor_cores else 1
+            cache = CudaCache(self.config, *shape, kv_cache_dtype(self.dtype), layers)
+            cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
+            kept[shape] = cache
+            self._forget_oldest(kept, most)
+        kept.move_to_end(shape)
+        cache.lengths = [0] * count
+        return cache
+
+    def _forget_oldest(self, kept: OrderedDict[Any, Any], most: int) -> None:
+        if len(kept) > most:
+            self.stream.synchronize()  # it may still be running
+            kept.popitem(last=False)
+
+    def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
+        prefill = self.prefill(sequences, cache, want)
+        if want == "last":
+            nothing = np.empty(0, np.float32)
+            logits = prefill.out.get()
+            return [
+                row if len(ids) else nothing for row, ids in zip(logits, sequences, strict=True)
+            ]
+        ends = prefill.ends[:-1]
+        if want == "logits":
+            V = self.config.vocab_size
+            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out)]
+            return np.split(np.concatenate(parts), ends)
+        hidden = prefill.out.get()
+        if want == "hidden":
+            return np.split(hidden, ends)
+        states, prefill.states = prefill.states, []
+        return np.split(np.stack([*states, hidden]), ends, axis=1)
+
+    def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
+        """All groups are launched before the first result is waited for."""
+        found: list[Floats] = []
+        computed: list[tuple[CudaArray, list[int]]] = []
+        with self.running():
+            for group in in_groups(sequences, TOKENS_AT_ONCE):
+                repeats = self.on_tensor_cores
+                several = filled_up(group) if repeats else group
+                prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
+                computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
+            for rows, ends in computed:
+                *found_here, _ = np.split(rows.get(), ends)
+                found += [row[:-1] for row in found_here]
+        return found
+
+    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
+        with self.running():
+            cache = self._kept_cache(len(prompts)) or self.new_cache(
+                len(prompts), self.config.n_ctx
+            )
+            cache.lengths = [0] * cache.batch
+            decoding = CudaDecoding(self, cache, prompts, sampling)
+            weakref.finalize(decoding, self._free.append, cache).atexit = False
+            return decoding
+
+    def _kept_cache(self, batch: int) -> CudaCache | None:
+        """One of an ended decoding; others may end meanwhile, and theirs be put there."""
+        for _ in range(len(self._free)):
+            try:
+                cache = self._free.popleft()
+            except IndexError:
+                return None
+            if cache.batch == batch:
+                return cache
+            self._free.append(cache)
+        return None
+
+    def step(self, cache: CudaCache) -> _Step:
+        if cache.step is None:
+            cache.step = _Step(self, cache)
+        return cache.step
+
+    def prefill(
+        self, sequences: Sequence[Ids], cache: CudaCache, want: Asked | None = None
+    ) -> Prefill:
+        """The sequences through all blocks, behind what the cache's rows hold."""
+        lengths = [len(ids) for ids in sequences]
+        shape = Shape(sum(lengths), max(lengths))
+        make: type[Plain | TensorCores] = Plain
+        if self.on_tensor_cores:
+            make = TensorCores
+            before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
+            longest = min(rounded_up(shape.longest, 4), shape.rows)
+            shape = Shape(shape.rows, longest, fresh=0 in before, going_on=any(before))
+        prefill = cache.prefills.get(shape)
+        if prefill is None:
+            prefill = cache.prefills[shape] = make(self, cache, shape)
+            self._forget_oldest(cache.prefills, cache.kept_shapes)
+        cache.prefills.move_to_end(shape)
+        prefill.run(sequences, cache.lengths, want)
+        cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
+        return prefill
+
+    def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
+        """Of all rows, some at a time; there may be more columns than tokens, of -inf."""
+        for _, bound in self._bind_logits(hidden):
+            yield bound.run()
+
+    def _bind_logits(self, hidden: CudaArray) -> Iterator[tuple[int, Bound]]:
+        """The first of some rows, and their logits: in the same memory for all."""
+        head, bias = self._head or (self._matrices["lm_head"], None)
+        out = self._room_for_logits(min(len(hidden), ROWS_AT_ONCE), head.N)
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            rows = hidden[first : first + ROWS_AT_ONCE]
+            here = out[: len(rows)]
+            if self.on_tensor_cores:
+                yield first, _gemm.bind((rows, head, bias), here)
+            else:
+                yield first, _linear.bind((rows, head), here, variant="tiles")
+
+    def _room_for_logits(self, rows: int, columns: int) -> CudaArray:
+        """The same memory each time, until more is asked for."""
+        if self._some_logits is None or len(self._some_logits) < rows:
+            self._some_logits = cupy.empty((rounded_up(rows, 1), columns), "float32")
+        return self._some_logits[:rows]
+
+    def bind_log_likelihood(
+        self, hidden: CudaArray, targets: CudaArray
+    ) -> tuple[list[Bound], CudaArray]:
+        """Of the targets (N,), some rows after the others, and where the results will be, (N,)."""
+        out = cupy.empty(len(hidden), "float32")
+        bounds: list[Bound] = []
+        for first, logits in self._bind_logits(hidden):
+            rows = slice(first, first + len(logits.out))
+            bounds += logits, _log_likelihood.bind((logits.out, targets[rows]), out[rows])
+        return bounds, out
+
+    def activations(self, rows: int, dtype: str) -> list[CudaArray]:
+        """Of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C) and ff (rows, 4C).
+
+        The same memory for all prefills, as one runs at a time, until one asks for more: at least
+        twice as much then, and those before it keep theirs.
+        """
+        C = self.config.n_embd
+        if self._activations is None or len(self._activations[0]) < rows:
+            room = rounded_up(rows, 1)
+            sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)
+            self._activations = [cupy.empty((room, n * C), kind) for n, kind in sizes]
+        return [array[:rows] for array in self._activations]
+
+    def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
+        inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])
+        return _encoder_rows.bind(inputs, x)
+
+    def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
+        """`which`: how the names of its γ and β go on, such as "_f", or begin, such as "h.0.1"."""
+        inputs = (x, *self.norm(which))
+        return _layernorm.bind(inputs, out, eps=self.config.eps, variant=6, stats=False)
+
+    def bind_lm_head(self, x: CudaArray, out: CudaArray | None) -> Bound:
+        inputs = (x, self._matrices["lm_head"], None, *self.norm("_f"), None)
+        return _linear.bind(inputs, out, eps=self.config.eps, variant="matvec")
+
+    def norm(self, which: str) -> tuple[CudaArray, CudaArray]:
+        """Its γ and β."""
+        block, dot, end = which.rpartition(".")
+        gamma, beta = (self._vectors[f"{block}{dot}{kind}{end}"] for kind in ("gamma", "beta"))
+        return gamma, beta
+
+    def bind_linear(
+        self,
+        layer: int,
+        variant: str,
+        name: str,
+        x: CudaArray,
+        out: CudaArray,
+        norm: str | None = None,
+        residual: CudaArray | None = None,
+        gelu: bool = False,
+    ) -> Bound:
+        """out = [residual +] [gelu]([norm](x) · w + b) with w_`name` and b_`name` of a layer."""
+        w, bias, (gamma, beta) = self.weights(f"h.{layer}.", name, norm)
+        inputs = (x, w, bias, gamma, beta, residual)
+        return _linear.bind(inputs, out, gelu=gelu, eps=self.config.eps, variant=variant)
+
+    def weights(
+        self, h: str, name: str, norm: str | None = None
+    ) -> tuple[WeightMatrix, CudaArray, tuple[CudaArray | None, CudaArray | None]]:
+        """w_`name` and b_`name` of the layer whose tensors begin with `h`, γ and β of a norm."""
+        gamma_beta = self.norm(h + norm) if norm else (None, None)
+        return self._matrices[f"{h}w_{name}"], self._vectors[f"{h}b_{name}"], gamma_beta
+
+
+class _Step:
+    """One token for each row of a cache: buffers, launches, and the graph of them."""
+
+    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
+        c, B = model.config, cache.batch
+        C, V = c.n_embd, c.vocab_size
+        self._stream = model.stream
+        self.x, self._q, self._attn = (cupy.zeros((B, C), "float32") for _ in range(3))
+        self._arrived = cupy.zeros((B, c.n_head), "int32")  # blocks of attention, counted
+        self._ff = cupy.empty((B, 4 * C), "float32")
+        self.logits = cupy.empty((B, V), "float32")
+        self.state = _sample.SampleState.allocate(B, V)
+        bounds = list(self._bind(model, cache))
+        self._arrays = [array for bound in bounds for array in (bound.out, *bound.extra)]  # alive
+        self.launches = tuple(launch for bound in bounds for launch in bound.launches)
+        self.sampled, report = _on_host(2, 2, B)  # of steps in turn, token and logprob
+        self._sample = _sample.bind_state(self.logits, self.state, cache.n_ctx, report)
+        self._graph: Any = None
+        self._runs = 0
+
+    def _bind(self, model: CudaModel, cache: CudaCache) -> Iterator[Bound]:
+        """Of a step, without the sampler."""
+        c, position = model.config, self.state.position
+        x, q, attn, ff = self.x, self._q, self._attn, self._ff
+        yield model.bind_encoder(self.state.token, position, x)
+        for layer, (k, v) in enumerate(cache.layers):
+            h = f"h.{layer}."
+            linear = partial(model.bind_linear, layer, "matvec")
+            w, bias, norm = model.weights(h, "qkv", "1")
+            yield _linear.bind_qkv(x, w, bias, *norm, k, v, position, q, c.eps)
+            inputs = (q, k, v, position, self._arrived)
+            yield _attention_cached.bind_split(inputs, attn, n_head=c.n_head)
+            yield linear("attn", attn, x, residual=x)
+            yield linear("fc", x, ff, norm="2", gelu=True)
+            yield linear("proj", ff, x, residual=x)
+        yield model.bind_lm_head(x, self.logits)
+
+    def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
+        """Rows whose prompts are in the cache, and how they are sampled from now on."""
+        state = self.state
+        state.set(sampling)
+        state.step.fill(0)
+        state.seen.fill(0)
+        lengths = np.array([len(ids) for ids in prompts], np.int32)
+        rows = np.repeat(np.arange(len(prompts), dtype=np.int32), lengths)
+        _sample.mark_seen(cupy.asarray(np.concatenate(prompts)), cupy.asarray(rows), state.seen)
+        state.position.set(lengths - 1)
+
+    def sample(self) -> None:
+        """A token of each row from `logits`; its position moves on by one."""
+        self._sample.run()
+
+    def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
+        """A given token for each row through the model: logits (B, V); at position -1 no row."""
+        self.state.token.set(np.array(tokens, np.int32))
+        self.state.position.set(np.array(positions, np.int32))
+        for launch in self.launches:
+            launch.run()
+        logits: Floats = self.logits.get()
+        return logits
+
+    def run(self) -> None:
+        """A step with the sampler: as a graph from the second one on."""
+        if self._runs == 0:
+            self._run_all()
+        else:
+            if self._graph is None:
+                self._graph = self._capture()
+            self._graph.launch(self._stream)
+        self._runs += 1
+
+    def _run_all(self) -> None:
+        run = overlap.run if overlap.possible() else Launch.run
+        for launch in (*self.launches, *self._sample.launches):
+            run(launch)
+
+    def _capture(self) -> Any:
+        self._stream.begin_capture()
+        try:
+            self._run_all()
+        finally:
+            graph = self._stream.end_capture()
+        return graph
+
+
+class CudaDecoding:
+    """Rows being continued on a GPU. The step after the one asked for is already under way."""
+
+    def __init__(
+        self,
+        model: CudaModel,
+        cache: CudaCache,
+        prompts: Sequence[Ids],
+        sampling: Sequence[Sampling],
+    ) -> None:
+        self._model, self._cache = model, cache
+        self._step = model.step(cache)
+        self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._launched = self._returned = 0  # steps; the first is the sampler alone
+        prefill = model.prefill(prompts, cache, "last")
+        self._lengths = list(cache.lengths)
+        self._step.start(prompts, sampling)
+        cupy.copyto(self._step.logits, prefill.out)
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._lengths)
+
+    def next(self) -> tuple[Ids, Floats]:
+        full = self._cache.n_ctx
+        with self._model.running():
+            if self._returned:
+                check_room(self._lengths, full)
+            if self._launched == self._returned:
+                self._launch()
+            now = self._returned % 2
+            if self._returned:
+                self._lengths = [length + 1 for length in self._lengths]
+            self._returned += 1
+            if max(self._lengths) < full:
+                self._launch()  # it runs while the host looks at what came
+            self._done[now].synchronize()
+            tokens, logprobs = self._step.sampled[now].copy()
+            return tokens, logprobs.view(np.float32)
+
+    def _launch(self) -> None:
+        if self._launched:
+            self._step.run()
+        else:
+            self._step.sample()
+        self._done[self._launched % 2].record(self._model.stream)
+        self._launched += 1
+
+    def restart(self, row: int, ids: Ids) -> None:
+        if self._launched > self._returned:
+            raise RuntimeError("restart: only between a full row and the next token")
+        with self._model.running():
+            cache = self._cache
+            cache.lengths = list(self._lengths)
+            cache.lengths[row] = 0
+            if len(ids) > 1:
+                nothing = np.empty(0, np.int32)
+                sequences = [ids[:-1] if b == row else nothing for b in range(cache.batch)]
+                self._model.prefill(sequences, cache)
+            self._lengths[row] = len(ids) - 1
+            self._step.state.token[row] = int(ids[-1])
+            self._step.state.position[row] = len(ids) - 1
+
+
+def _on_host(*shape: int) -> tuple[Ids, CudaArray]:
+    """Zeros of int32 in memory of the host that kernels write to, as NumPy and as CuPy see it."""
+    size = 4 * prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(size)
+    seen = np.frombuffer(memory, np.int32, size // 4).reshape(shape)
+    seen[...] = 0
+    owner = cupy.cuda.UnownedMemory(memory.ptr, size, memory, cupy.cuda.Device().id)
+    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))

@@ -1,0 +1,85 @@
+"""The NumPy engine: every step is its function in `gpt2block.reference`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.errors import InputError
+from gpt2block.plan import Plan, Step
+from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.weights.matrix import FLOATS
+
+
+class NumpyEngine:
+    """Walks a plan with NumPy, in the dtype of the weights (float32, or float64 for the truth).
+
+    dtype: of x, and what each step's result is rounded to; None is that of the weights.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Mapping[str, NDArray[Any]], width: int, dtype: str | None = None
+    ) -> None:
+        self.plan = plan
+        self._width = width
+        self._weights = dict(weights)
+        self._computed: np.dtype[Any] = next(iter(self._weights.values())).dtype
+        self._stored: np.dtype[Any] = np.dtype(FLOATS[dtype]) if dtype else self._computed
+
+    def describe(self) -> str:
+        return f"CPU ({platform.machine()}), NumPy {np.__version__}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(w.nbytes) for w in self._weights.values())
+
+    def forward(self, x: Any, out: Any | None) -> NDArray[Any]:
+        host = self._accept(x)
+        if out is None:
+            return self._walk(host)[self.plan.output]
+        check_out(out, host.shape, np.ndarray, self._stored.name)
+        out[...] = self._walk(host)[self.plan.output]
+        result: NDArray[Any] = out
+        return result
+
+    def trace(self, x: Any) -> dict[str, NDArray[Any]]:
+        return self._walk(self._accept(x))
+
+    def _accept(self, x: Any) -> NDArray[Any]:
+        host = host_array(x)
+        if host is None:
+            raise InputError(
+                f"x: expected a NumPy array for a Block on the CPU, got {type(x).__name__}: "
+                "copy it to the host, or make the Block with device='cuda'"
+            )
+        check_array("x", host, self._width, self._stored.name)
+        return np.ascontiguousarray(host)
+
+    def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        tensors = {self.plan.input: x}
+        for step in self.plan.steps:
+            tensors[step.name] = self.apply(step, tensors)
+        return {name: tensors[name] for name in self.plan.names}
+
+    def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        """The step's NumPy function on its inputs, taken from `tensors` and the weights."""
+        known = {**self._weights, **tensors}
+        function = getattr(reference, step.op)
+        inputs = (known[name].astype(self._computed, copy=False) for name in step.inputs)
+        result: NDArray[Any] = function(*inputs, **step.attrs).astype(self._stored, copy=False)
+        return result
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            out = self.apply(step, tensors)
+            times.append(perf_counter() - start)
+        return StepResult(out, f"reference.{step.op}", 1e3 * median(times))

@@ -1,0 +1,217 @@
+"""How the next token is chosen: what a row asks for, and what it means, in NumPy.
+
+The kernel `sample_token` does the same in the same integers; only its exp may differ in the last
+bit. kernels_cu/tokens/sample.cu says what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import check_integer, check_number, real
+from gpt2block.errors import InputError, shown
+
+DEFAULT_TEMPERATURE = 0.8
+SEED_BITS = 53  # of a fresh seed: a number that JSON readers with doubles keep exactly
+SMALLEST = 2.0**-126  # float32 has no full precision below it,
+LARGEST = 2.0**126  # and none for the reciprocal of what lies beyond
+UNIT = np.float32(2**40)  # the mass of the likeliest token
+ROUNDS = 10
+DEFAULT_TEMPERATURE = 0.8  # of `generate`, from Python and from the command line
+
+Floats = NDArray[np.floating[Any]]
+Masses = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row chooses its tokens.
+
+    The steps follow each other as the fields stand here, the repetition penalty first of all.
+    A temperature of 1 with all filters off draws from the model's own distribution. The same
+    logits, seed, sample and step give the same token, alone or in a batch.
+    Raises InputError for a value that means nothing.
+    """
+
+    temperature: float = DEFAULT_TEMPERATURE  # logits are divided by it; 0: the likeliest token
+    top_k: int = 0  # draw from the k likeliest only; 0: off
+    top_p: float = 1.0  # from the fewest that together have this probability; 1: off
+    min_p: float = 0.0  # from those at least this many times as likely as the likeliest; 0: off
+    repetition_penalty: float = 1.0  # of tokens that were there: logits > 0 divided, others times
+    seed: int = 0  # 64 bits
+    sample: int = 0  # which of several samples of one prompt
+
+    def __post_init__(self) -> None:
+        usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
+        greedy = real(self.temperature) == 0
+        least, hot = (0.0, 0.0) if greedy else (SMALLEST, LARGEST)
+        numbers = {
+            "temperature": (least, hot, f"0 (greedy), or {usual}"),
+            "top_p": (0, 1, "a probability, 1 to keep all"),
+            "min_p": (0, 1, "a part of 1, 0 to keep all"),
+            "repetition_penalty": (SMALLEST, LARGEST, usual),
+        }
+        integers = {
+            "top_k": (0, 2**31 - 1, "how many tokens to keep, 0 to keep all"),
+            "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
+            "sample": (0, 2**31 - 1, "the number of a sample from 0"),
+        }
+        # NumPy's numbers become Python's: -top_k of a uint8 is not negative.
+        for name, limits in numbers.items():
+            object.__setattr__(self, name, check_number(name, getattr(self, name), *limits))
+        for name, range_ in integers.items():
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), *range_))
+
+
+def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampling:
+    """`sampling` where it is given, else one of these fields, with a fresh seed if that is None."""
+    if sampling is None:
+        import secrets  # noqa: PLC0415  (it takes a while)
+
+        return Sampling(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **fields)
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling: expected a Sampling, got {shown(sampling)}")
+    return sampling
+
+
+class Choice(NamedTuple):
+    """A token, and its log-probability under the logits alone, whatever was asked for."""
+
+    token: int  # -1 where logits hold NaN, or -inf alone
+    logprob: float  # NaN then, and beside a logit of +inf
+
+
+def choose(
+    logits: Floats,
+    sampling: Sampling,
+    step: int,
+    seen: NDArray[np.uint8] | None = None,
+) -> Choice:
+    """The next token of a row. logits (V,); seen (V,): not 0 for tokens that were there.
+
+    step: how many tokens the row has drawn so far. +inf counts as the largest number, and -inf
+    has no mass. Order and meaning of the filters are those of `transformers`.
+    """
+    raw = logits.astype(np.float32)
+    largest = raw.max()
+    if np.isnan(largest) or largest == -np.inf:
+        return Choice(-1, math.nan)
+    if sampling.temperature == 0:
+        token = int(penalized(raw, sampling, seen).argmax())
+    else:
+        token = draw(masses(raw, sampling, seen), random_bits(sampling.seed, step, sampling.sample))
+    if largest == np.inf:
+        return Choice(token, math.nan)
+    exact = raw.astype(np.float64)
+    return Choice(token, float(exact[token] - largest - np.log(np.exp(exact - largest).sum())))
+
+
+def penalized(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Floats:
+    """Logits after the repetition penalty. Source: Keskar et al., "CTRL" (2019)."""
+    penalty = np.float32(sampling.repetition_penalty)
+    if seen is None or penalty == 1:
+        return raw
+    with np.errstate(over="ignore"):
+        changed = raw * np.where(raw > 0, np.float32(1) / penalty, penalty)
+    return np.where(seen != 0, changed, raw)
+
+
+def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Masses:
+    """What each token has in the draw: 2^40 exp((l - max l) / temperature), 0 where filtered out.
+
+    raw (V,) of float32, without NaN, some more than -inf. A temperature of 0 has no masses.
+    """
+    l = penalized(raw, sampling, seen)  # noqa: E741
+    largest, inverse = l.max(), np.float32(1) / np.float32(sampling.temperature)
+    with np.errstate(invalid="ignore", over="ignore"):
+        below = np.where(l == largest, np.float32(0), l - largest)
+        mass: Masses = (np.exp(below * inverse) * UNIT).astype(np.uint64)
+    if 0 < sampling.top_k < len(l):
+        mass[l < np.partition(l, -sampling.top_k)[-sampling.top_k]] = 0
+    if np.float32(sampling.top_p) < 1:
+        order = np.flatnonzero(mass)
+        order = order[np.argsort(-l[order])]
+        together = np.cumsum(mass[order])
+        need = max(1, _part(sampling.top_p, int(together[-1])))
+        mass[l < l[order[np.searchsorted(together, np.uint64(need))]]] = 0
+    mass[mass < np.uint64(np.float32(sampling.min_p) * UNIT)] = 0
+    return mass
+
+
+def _part(p: float, mass: int) -> int:
+    """p, as float32, of a mass, rounded up; p with 64 bits after the point."""
+    return -(-int(float(np.float32(p)) * 2**64) * mass // 2**64)
+
+
+def draw(mass: Masses, random: int) -> int:
+    """The first token at which the masses, added in order of ids, pass random / 2^64 of all."""
+    together = np.cumsum(mass)
+    r = random * int(together[-1]) >> 64
+    return int(np.searchsorted(together, np.uint64(r), side="right"))
+
+
+def random_bits(seed: int, step: int, sample: int) -> int:
+    """64 random bits, the same for the same numbers."""
+    # Python's integers do not overflow, as NumPy's would.
+    words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    return words[0] | words[1] << 32
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four random words of 32 bits for a counter of four and a key of two.
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1 = b >> 32 ^ c1 ^ k0, b & 0xFFFFFFFF
+        c2, c3 = a >> 32 ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = k0 + 0x9E3779B9 & 0xFFFFFFFF, k1 + 0xBB67AE85 & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def check_step(step: object) -> int:
+    """The step as an int; InputError unless it is a number of tokens drawn so far."""
+    return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
+
+
+def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Sampling]:
+    """One for each of B rows: the same for all, or as many as there are rows; InputError else.
+
+    None draws from the model's own distribution, with seed 0.
+    """
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling(temperature=1.0)] * B
+    rows = list(sampling) if isinstance(sampling, Iterable) else []
+    if len(rows) != B or not all(isinstance(row, Sampling) for row in rows):
+        raise InputError(
+            f"sampling: expected a Sampling, or {B} of them, one a row, got {sampling!r}"
+        )
+    return rows
+
+
+def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
+    """What the kernel reads: an array (B,) for each field, the seed as the bits of an int64."""
+    dtypes = {
+        "temperature": np.float32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "repetition_penalty": np.float32,
+        "top_k": np.int32,
+        "seed": np.uint64,
+        "sample": np.int32,
+    }
+    arrays: dict[str, NDArray[Any]] = {
+        name: np.array([getattr(row, name) for row in rows], dtype)
+        for name, dtype in dtypes.items()
+    }
+    arrays["seed"] = arrays["seed"].view(np.int64)
+    return arrays

@@ -1,0 +1,426 @@
+"""Text ↔ token ids: GPT-2's own BPE, or the tokenizer next to a checkpoint.
+
+Byte-level BPEs that merge as GPT-2's are read with tiktoken, the others with the package
+tokenizers: docs/tokenizers.md. Nothing is read, and no network used, before a function is called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from gpt2block.checkpoints.tokenizer_files import (
+    ADDED,
+    LLM_C,
+    OTHER_FORMATS,
+    PAIRS,
+    SETTINGS,
+    TOKENIZER,
+)
+from gpt2block.errors import CheckpointError, InputError
+from gpt2block.text import tokenizer_json
+from gpt2block.text.encoding import Encoding, TokenizersEncoding, as_array, is_rust_failure
+
+END_OF_TEXT = "<|endoftext|>"
+_GPT2_VOCABULARY = 50257
+_LLM_C_MAGIC = 20240328
+# Files of tokenizers that are not read here, or not without another file.
+_OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that say nothing of the kind
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_SPECIAL = re.compile(r"<.+>|\[.+\]")
+# White space as Unicode and tiktoken's pattern have it; Python's \s has four characters more.
+_WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+
+
+def _runs(shortest: int) -> re.Pattern[str]:
+    """Runs of white space, tried at their beginning only."""
+    return re.compile(f"{_WHITE_SPACE}(?<!{_WHITE_SPACE}{{2}}){_WHITE_SPACE}{{{shortest - 1},}}")
+
+
+# tiktoken's pattern backtracks in such runs, and fails at a million characters.
+_LONG_RUN = _runs(10_000)
+
+
+def load(directory: Path | None, vocab_size: int) -> Encoding:
+    """The tokenizer of the checkpoint in `directory`; None: of weights that came without one.
+
+    The first of these that is there: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
+    with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer, and vocab_size
+    is GPT-2's 50257, GPT-2's BPE from tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download).
+
+    Raises CheckpointError for damaged files, for settings that cannot be honoured, for a directory
+    with a tokenizer of another kind, and for one with more tokens than the model.
+    """
+    encoding = _in_directory(directory) if directory else None
+    where = directory or "weights given as arrays"
+    if encoding is None and vocab_size != _GPT2_VOCABULARY:
+        raise CheckpointError(
+            f"{where}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
+        )
+    return _fitting(encoding or _gpt2(directory), vocab_size, where)
+
+
+def from_path(path: str | Path, vocab_size: int) -> Encoding:
+    """A tokenizer named by hand: a directory that has one as in `load`, or one of its files.
+
+    Raises CheckpointError where there is none, and as `load` does.
+    """
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: no tokenizer: {error}") from error
+    encoding: Encoding | None = None
+    if os.path.isdir(path):
+        encoding = _in_directory(path)
+    elif os.path.lexists(path) and path.suffix == ".bin":
+        encoding = from_llm_c(path)
+    elif os.path.lexists(path):
+        pair = next(((path.with_name(v), path.with_name(m)) for v, m in PAIRS
+                     if path.name in (v, m)), None)  # fmt: skip
+        encoding = from_bpe_files(*pair) if pair else from_tokenizer_json(path)
+    if encoding is None:
+        raise CheckpointError(
+            f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
+            f"vocab.json and merges.txt, or {LLM_C}"
+        )
+    return _fitting(encoding, vocab_size, path)
+
+
+def _in_directory(directory: Path) -> Encoding | None:
+    """The directory's tokenizer; None if it has no file of any, CheckpointError for other kinds."""
+
+    def there(name: str) -> bool:
+        return os.path.lexists(directory / name)  # a dangling link or a FIFO is an error, not none
+
+    if there(TOKENIZER):
+        return from_tokenizer_json(directory / TOKENIZER)
+    for vocab, merges in PAIRS:
+        if there(vocab) and there(merges):
+            return from_bpe_files(directory / vocab, directory / merges)
+    if there(LLM_C):
+        return from_llm_c(directory / LLM_C)
+    other = next((name for name in _OTHER_FILES if there(name)), None)
+    kind = _settings(directory).get("tokenizer_class")
+    if other is None and kind not in (None, *_GPT2_CLASSES):
+        other = f"{SETTINGS} (tokenizer_class {kind!r})"
+    if other is not None:
+        raise CheckpointError(
+            f"{directory}: it has {other}, and no tokenizer that gpt2block reads: expected "
+            "tokenizer.json, which save_pretrained of a fast tokenizer of transformers writes, or "
+            "vocab.json together with merges.txt"
+        )
+    return None
+
+
+def _settings(directory: Path) -> Mapping[str, Any]:
+    """tokenizer_config.json; empty if there is none. Refuses the tokens that it adds to a text."""
+    path = directory / SETTINGS
+    settings = _parse(path) if os.path.lexists(path) else {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    for name in ("add_bos_token", "add_eos_token"):
+        if settings.get(name):
+            raise CheckpointError(
+                f"{path}: {name} adds a token to every text: set it to false, and put the token "
+                "into the text or its ids where the model needs it"
+            )
+    return settings
+
+
+def _read(path: Path) -> bytes:
+    """CheckpointError for what is no regular file, which might never end, or cannot be read."""
+    if not os.path.isfile(path):
+        what = "missing" if not os.path.exists(path) else "no regular file"
+        raise CheckpointError(f"{path}: {what}: expected a file of a tokenizer")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(_read(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: expected JSON: {error}") from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """The error of a file for whatever went wrong with its content."""
+    if isinstance(error, CheckpointError):
+        return error
+    why = str(error) if type(error) is ValueError else repr(error)
+    return CheckpointError(f"{path}: cannot be read as a byte-level BPE tokenizer: {why}")
+
+
+def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
+    if encoding.max_token_value >= vocab_size:
+        raise CheckpointError(
+            f"{path}: it has token id {encoding.max_token_value}, the model has {vocab_size} tokens"
+        )
+    return encoding
+
+
+def _gpt2(directory: Path | None) -> Encoding:
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken raises whatever its HTTP library does
+        raise CheckpointError(
+            "GPT-2's tokenizer is neither next to the weights nor in tiktoken's cache, and cannot "
+            f"be downloaded ({type(error).__name__}): put vocab.json and merges.txt from "
+            "https://huggingface.co/openai-community/gpt2, or OpenAI's encoder.json and vocab.bpe, "
+            f"into {directory or 'a folder next to the weights'}, or set TIKTOKEN_CACHE_DIR to a "
+            "cache that was filled elsewhere"
+        ) from error
+
+
+def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
+    """GPT-2's pair of files: token → id (encoder.json, vocab.json), merges (vocab.bpe, merges.txt).
+
+    A token in <> or [] that is no result of a merge is a special one, as <|endoftext|> is, and so
+    are those of added_tokens.json. tokenizer_config.json may set add_prefix_space. Raises
+    CheckpointError for damaged files and for settings that cannot be honoured.
+    """
+    ids, settings = _parse(vocab), _settings(vocab.parent)
+    try:
+        kind = settings.get("tokenizer_class")
+        if kind not in (None, *_GPT2_CLASSES, *_ANY_CLASS):
+            raise ValueError(f"{SETTINGS} has tokenizer_class {kind!r}: expected GPT-2's")
+        lines = _read(merges).decode("utf-8").replace("\r\n", "\n").split("\n")
+        pairs = [line for line in lines if line and not line.startswith("#version")]
+        names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
+        names.difference_update([pair.replace(" ", "") for pair in pairs])
+        special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
+        path = vocab.with_name(ADDED)
+        for token, token_id in (_parse(path) if os.path.lexists(path) else {}).items():
+            special[token] = token_id, _SPECIAL.fullmatch(token)
+        special |= _in_settings(settings)
+        spec = {
+            "added_tokens": _special_tokens(special),
+            "pre_tokenizer": _byte_level(bool(settings.get("add_prefix_space"))),
+            "decoder": _byte_level(False),
+            "model": {"type": "BPE", "vocab": ids, "merges": pairs},
+        }
+        return tokenizer_json.read(vocab.parent.name, spec)
+    except _DAMAGE as error:
+        raise _unreadable(vocab, error) from error
+
+
+def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+    """Id, and whether it is special, of each added token in tokenizer_config.json."""
+    entries = (settings.get("added_tokens_decoder") or {}).items()
+    return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
+
+
+def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
+    """Tokens as tokenizer.json lists them, by id; ValueError for one that is not special."""
+    for token, (_, special) in found.items():
+        if not special:
+            raise ValueError(f"{token!r} is an added token that is not special, and not in "
+                             "added_tokens of a tokenizer.json")  # fmt: skip
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False}  # fmt: skip
+    by_id = sorted(found.items(), key=lambda item: item[1][0])
+    return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]
+
+
+def _byte_level(add_prefix_space: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True,
+            "use_regex": True}  # fmt: skip
+
+
+def from_llm_c(path: Path) -> Encoding:
+    """llm.c's gpt2_tokenizer.bin: 256 int32 of header, then a length byte and the bytes of a token.
+
+    The header: 20240328, version 1 or 2, how many tokens, and in version 2 which one ends a text.
+    The file has no merges: its ids are taken to be in their order, as GPT-2's are. Raises
+    CheckpointError.
+    """
+    data = _read(path)
+    try:
+        header = np.frombuffer(data, "<i4", 256)
+        magic, version, count = header[:3].tolist()
+        if magic != _LLM_C_MAGIC or version not in (1, 2) or not 0 < count < len(data):
+            raise ValueError(f"header: {magic}, version {version}, {count} tokens")
+        tokens, at = [], header.nbytes
+        for _ in range(count):
+            end = at + 1 + data[at]
+            tokens.append(data[at + 1 : end])
+            at = end
+        if at != len(data):
+            raise ValueError(f"{len(data):,} bytes: expected {at:,}")
+        last = int(header[3]) if version == 2 else count - 1
+        ranks = {token: rank for rank, token in enumerate(tokens) if rank != last}
+        if len(ranks) != count - 1:
+            raise ValueError("expected tokens that are all different, and one that ends a text")
+        return tokenizer_json.by_tiktoken(path.parent.name, ranks, {END_OF_TEXT: last})
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"{path}: not a tokenizer of llm.c ({error})") from error
+
+
+def from_tokenizer_json(path: Path) -> Encoding:
+    """A byte-level BPE in the format of Hugging Face `tokenizers`: see docs/tokenizers.md.
+
+    Its settings for truncation and padding are ignored, as by transformers for a text without
+    options. Raises CheckpointError for a damaged file, for settings that cannot be honoured, and
+    for a tokenizer_config.json that contradicts it.
+    """
+    spec, settings = _parse(path), _settings(path.parent)
+    try:
+        added = spec.get("added_tokens") or []
+        known = {token["content"] for token in added}
+        more = {token: of for token, of in _in_settings(settings).items() if token not in known}
+        spec = spec | {"added_tokens": [*added, *_special_tokens(more)]}
+        encoding = tokenizer_json.read(path.parent.name, spec)
+        prefix = settings.get("add_prefix_space")
+        if prefix is not None and bool(prefix) != tokenizer_json.adds_prefix_space(spec):
+            raise ValueError(
+                f"{SETTINGS} has add_prefix_space {prefix!r}, {path.name} has not: change "
+                "one of them"
+            )
+        return encoding
+    except _DAMAGE as error:
+        raise _unreadable(path, error) from error
+
+
+def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
+    """Token ids of a non-empty text.
+
+    special: the names of special tokens in the text, such as <|endoftext|>, become their ids; by
+    default they are text like any other. Raises InputError for an empty text, for a lone surrogate,
+    which no UTF-8 has, and for a text at which the tokenizer fails.
+    """
+    if not text:
+        raise InputError("text: expected at least one character, got none")
+    return _encode(encoding, text, special, "text")
+
+
+def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
+    """Token ids of any text: all that gpt2block encodes comes through here."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
+            "expected text that UTF-8 can hold: decode it from its bytes again, with "
+            "errors='replace' if need be"
+        ) from error
+    try:
+        if not isinstance(encoding, tiktoken.Encoding):
+            if special and isinstance(encoding, TokenizersEncoding):
+                return encoding.encode(text, allowed_special="all")
+            return encoding.encode_ordinary(text)
+        if not special or not encoding.special_tokens_set:
+            return _encode_ordinary(encoding, text)
+        names = sorted(encoding.special_tokens_set, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        return [
+            token
+            for index, part in enumerate(parts)
+            for token in (
+                [encoding.encode_single_token(part)]
+                if index % 2
+                else _encode_ordinary(encoding, part)
+            )
+        ]
+    except BaseException as error:
+        if not is_rust_failure(error):
+            raise
+        raise InputError(f"{name}: the tokenizer fails on this text: {error}: divide it") from error
+
+
+def _encode_ordinary(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """encode_ordinary, with long runs of white space by themselves, at which it would panic.
+
+    GPT-2's pattern never joins white space to what precedes it. It takes a run as one piece; if
+    something follows, without the last character, which may begin the next piece.
+    """
+    if not _splits_words(encoding):
+        return encoding.encode_ordinary(text)
+    ids: list[int] = []
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        end = run.end() - (run.end() < len(text))
+        ids += encoding.encode_ordinary(text[start : run.start()])
+        ids += encoding._encode_single_piece(text[run.start() : end])
+        start = end
+    return ids + encoding.encode_ordinary(text[start:])
+
+
+def _splits_words(encoding: tiktoken.Encoding) -> bool:
+    """Whether it splits text by GPT-2's pattern, which tiktoken spells in another way."""
+    known = tiktoken.registry.ENCODINGS.get("gpt2")
+    return encoding is known or encoding._pat_str == tokenizer_json.SPLIT_WORDS
+
+
+def token_ids(
+    encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
+) -> NDArray[np.int32]:
+    """A text, or ids of tokens, as ids (T,); T may be 0. special: as for `encode`.
+
+    Raises InputError, by the input's `name`, for text without an encoding or that `encode` refuses,
+    for what is neither text nor a row of integers (masked arrays and booleans are not), and for ids
+    outside 0…vocab_size - 1.
+    """
+    if isinstance(given, str):
+        if encoding is None:
+            raise InputError(f"{name}: this model has no tokenizer: expected token ids, got text")
+        return np.array(_encode(encoding, given, special, name), np.int32)
+    try:
+        ids = as_array(given, name)
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists; CuPy arrays; 400 digits
+        raise InputError(f"{name}: expected text or token ids: {error}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InputError(
+            f"{name}: expected text or a row of integers, got {type(given).__name__} "
+            f"of {ids.dtype}, shape {ids.shape}"
+        )
+    check_ids(ids, vocab_size, name)
+    return ids.astype(np.int32)
+
+
+def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
+    """InputError with the place of the first id that is none; ids[0] is token `first`."""
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InputError(
+            f"{name}: token {first + at} is {ids[at]}: expected ids from 0 to {vocab_size - 1}"
+        )
+
+
+def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
+    """Whether it is one text or one row of ids, and the list of all. InputError by its `name`."""
+    if isinstance(given, str) or getattr(given, "ndim", None) == 1:
+        return True, [given]
+    try:
+        several = list(given)
+    except TypeError:
+        several = []
+    if not several or isinstance(given, bytes):
+        raise InputError(f"{name}: expected text, token ids or a list of them, got {given!r:.40}")
+    if all(isinstance(entry, (int, np.integer)) for entry in several):
+        return True, [several]
+    return False, several
+
+
+def end_of_text(encoding: Encoding | None) -> int | None:
+    """The id of <|endoftext|>, which begins and ends GPT-2's texts; None where there is none."""
+    if encoding is None or END_OF_TEXT not in encoding.special_tokens_set:
+        return None
+    return encoding.encode_single_token(END_OF_TEXT)

@@ -1,0 +1,327 @@
+"""The format of Hugging Face `tokenizers`: which files tiktoken reads exactly, and the others.
+
+GPT-2's own pipeline is read with tiktoken, which merges by the ids of tokens, where tokenizers
+merges by the list of merges. `_merges_problem` decides whether both give the same ids. Everything
+else is read with the package tokenizers, or refused by the name of the setting.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import add
+from typing import Any, NamedTuple
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from gpt2block.text.encoding import (
+    Encoding,
+    TokenizersEncoding,
+    byte_characters,
+    bytes_of_all,
+    is_rust_failure,
+)
+
+# GPT-2's split of text into words; "nothing" is for tokenizers that state they do not split.
+SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLIT_NOTHING = r"(?s:.+)"
+
+_LARGEST_ID = 2**31 - 1  # token ids are int32
+_BYTE_LEVEL = {"type", "add_prefix_space", "trim_offsets", "use_regex"}
+_MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
+          "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
+_PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
+
+
+class _Added(NamedTuple):
+    """A token that is found in the text before the model sees it."""
+
+    content: str
+    token_id: int
+    special: bool
+    plain: bool  # found wherever it stands, and nothing around it is taken along
+
+
+def read(name: str, spec: Any) -> Encoding:
+    """The tokenizer that `spec`, a parsed tokenizer.json, describes.
+
+    Raises ValueError for settings that cannot be honoured, and whatever comes of a damaged file:
+    KeyError, TypeError, AttributeError.
+    """
+    model = spec["model"]
+    vocab: dict[str, int] = model["vocab"]
+    added = [_added(token) for token in spec.get("added_tokens") or []]
+    _check_pipeline(spec)
+    _check_model(model)
+    _check_ids(vocab, added)
+    parts = _parts(model["merges"])
+    problem = (
+        _pipeline_problem(spec)
+        or _added_problem(vocab, added)
+        or _merges_problem(vocab, parts, {token.content for token in added})
+    )
+    if problem:
+        return _by_tokenizers(name, spec, added, problem)
+    special = {token.content: token.token_id for token in added}
+    ordinary = {token: rank for token, rank in vocab.items() if token not in special}
+    ranks = dict(zip(bytes_of_all(list(ordinary)), ordinary.values(), strict=True))
+    whole = spec["pre_tokenizer"].get("use_regex", True) is False
+    return by_tiktoken(name, ranks, special, SPLIT_NOTHING if whole else SPLIT_WORDS)
+
+
+def adds_prefix_space(spec: Any) -> bool:
+    """Whether a space is put before a text."""
+    return any(step.get("add_prefix_space") for step in _steps(spec, "pre_tokenizer"))
+
+
+def by_tiktoken(
+    name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
+) -> tiktoken.Encoding:
+    """tiktoken's constructor with a check: ValueError for ids and bytes with which it fails."""
+    check_distinct([*ranks.values(), *special.values()])
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("expected a token for each of the 256 bytes")
+    return tiktoken.Encoding(
+        name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+def check_distinct(ids: Sequence[Any]) -> None:
+    """ValueError unless all are different integers that an int32 holds."""
+    valid = set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
+    if not valid or max(ids, default=0) > _LARGEST_ID or len(set(ids)) != len(ids):
+        raise ValueError(f"expected ids that are different integers from 0 to {_LARGEST_ID}")
+
+
+def _steps(spec: Any, part: str) -> list[Any]:
+    """The steps of a part of the pipeline, with Sequences resolved."""
+
+    def flat(step: Any) -> Iterable[Any]:
+        if step["type"] != "Sequence":
+            return [step]
+        return [inner for each in step[_PARTS[part]] for inner in flat(each)]
+
+    step = spec.get(part)
+    return [] if step is None else list(flat(step))
+
+
+def _added(token: Mapping[str, Any]) -> _Added:
+    if not isinstance(token["content"], str) or not token["content"]:
+        raise ValueError(f"added_tokens: expected text as content, got {token['content']!r}")
+    plain = not any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
+    special = token.get("special", True)  # tokenizers insists that it is there
+    return _Added(token["content"], token["id"], bool(special), plain)
+
+
+def _parts(merges: Sequence[Any]) -> list[str]:
+    """The two tokens of each merge, one after the other; old files write them as "left right"."""
+    if set(map(type, merges)) <= {str}:
+        whole = {merge.count(" ") for merge in merges} <= {1}
+        parts = " ".join(merges).split(" ") if merges else []
+    else:
+        whole = set(map(type, merges)) <= {list} and set(map(len, merges)) <= {2}
+        parts = list(chain(*merges))
+    if not whole or "" in parts or not set(map(type, parts)) <= {str}:
+        raise ValueError("model.merges: expected two tokens in each")
+    return parts
+
+
+def _check_pipeline(spec: Any) -> None:
+    """ValueError for steps whose tokens cannot be decoded one by one."""
+    for part in ("normalizer", "pre_tokenizer"):
+        if any(step["type"] == "ByteLevel" for step in _steps(spec, part)):
+            break
+    else:
+        step = spec.get("pre_tokenizer") or {"type": "none"}
+        raise ValueError(f"expected a ByteLevel pre_tokenizer, got {step['type']!r}")
+    decoders = [step["type"] for step in _steps(spec, "decoder")]
+    if decoders not in ([], ["ByteLevel"]):
+        raise ValueError(f"decoder: expected ByteLevel, got {', '.join(map(str, decoders))}")
+
+
+def _check_model(model: Any) -> None:
+    """ValueError for what is no byte-level BPE, and for settings that cannot be honoured."""
+    kind = model.get("type", "BPE" if "merges" in model else None)
+    if kind != "BPE":
+        raise ValueError(f"expected a BPE model, got {kind!r}")
+    if model.get("dropout"):
+        raise ValueError(
+            f"model.dropout is {model['dropout']!r}: the ids of a text would be random: set it to "
+            "null"
+        )
+    for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(setting):
+            raise ValueError(
+                f"model.{setting} is {model[setting]!r}: not supported in a byte-level vocabulary"
+            )
+    vocab = model["vocab"]
+    absent = [byte for byte, char in byte_characters().items() if char not in vocab]
+    if absent and vocab.get(model.get("unk_token")) is None:
+        raise ValueError(
+            f"expected a token for each of the 256 bytes, or unk_token: none for byte {absent[0]}"
+        )
+
+
+def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
+    """ValueError unless every token has an id of its own."""
+    for token in added:
+        if token.content in vocab and token.token_id != vocab[token.content]:
+            raise ValueError(
+                f"added_tokens: {token.content!r} has id {token.token_id}, and in model.vocab "
+                f"{vocab[token.content]}"
+            )
+    new = {token.content: token.token_id for token in added if token.content not in vocab}
+    check_distinct([*vocab.values(), *new.values()])
+
+
+def _pipeline_problem(spec: Any) -> str | None:
+    """The first setting, other than tokens and merges, that tiktoken does not have."""
+    if spec.get("normalizer") is not None:
+        return f"normalizer {spec['normalizer']['type']}"
+    step = spec["pre_tokenizer"]
+    if step["type"] != "ByteLevel" or not step.keys() <= _BYTE_LEVEL:
+        return f"pre_tokenizer {step['type']}"
+    if step.get("add_prefix_space"):
+        return "pre_tokenizer.add_prefix_space"
+    processor = spec.get("post_processor")
+    if processor is not None and not _adds_nothing(processor):
+        return f"post_processor {processor['type']}"
+    if spec["model"].get("ignore_merges"):
+        return "model.ignore_merges"
+    unknown = spec["model"].keys() - _MODEL
+    return f"model.{min(unknown)}" if unknown else None
+
+
+def _adds_nothing(processor: Any) -> bool:
+    """Whether a post-processor leaves the ids of a text alone, as transformers' template for it."""
+    if processor["type"] == "TemplateProcessing":
+        return [list(part) for part in processor["single"]] == [["Sequence"]]
+    return bool(processor["type"] == "ByteLevel")
+
+
+def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | None:
+    """The first added token that tiktoken does not find as tokenizers does."""
+    new = [token for token in added if token.content not in vocab]
+    for token in added:
+        if not token.special or not token.plain:
+            return f"added token {token.content!r}, which is not a plain special one"
+    for index, token in enumerate(new, len(vocab)):
+        if token.token_id != index:
+            return f"added token {token.content!r} with id {token.token_id} rather than {index}"
+    return None
+
+
+def _merges_problem(
+    vocab: Mapping[str, int], parts: Sequence[str], special: set[str]
+) -> str | None:
+    """Why tiktoken's ids differ from those of the merges in order; None when they never do.
+
+    parts: the two tokens of each merge, one merge after the other.
+
+    tiktoken joins two neighbours whenever their bytes are a token, the smallest id first, and takes
+    a word that is a token at once. That is the same as the merges in order when
+
+    - the merges make different tokens, with ids in the order of the merges;
+    - both parts of a merge are bytes or made by an earlier merge, so that the merges that apply to
+      a word come in order, too;
+    - there are no other tokens, except special ones;
+    - the earlier merges turn the bytes of each token into exactly the two parts of its merge. Then
+      no other two neighbours can have its bytes.
+    """
+    order = {char: index for index, char in enumerate(byte_characters().values())}
+    first = len(order)
+    if not order.keys() <= vocab.keys():
+        return "model.unk_token for bytes without a token"
+    made = list(map(add, parts[::2], parts[1::2]))
+    ids = list(map(vocab.get, made))
+    if None in ids:
+        raise ValueError(f"model.merges: no id for {made[ids.index(None)]!r}")
+    if (np.diff(np.array(ids, np.int64)) <= 0).any():
+        return "model.merges that are not in the order of ids"
+    order.update(zip(made, range(first, first + len(made)), strict=True))
+    if not special.isdisjoint(order):
+        return f"special token {min(special & order.keys())!r} that is also made by the model"
+    if len(vocab) != len(order) + len(special & vocab.keys()):
+        other = min(vocab.keys() - order.keys() - special, default="a byte")
+        return f"model.vocab with {other!r}, which no merge makes"
+    index = np.array(list(map(order.get, parts, repeat(len(order)))), np.int64)
+    left, right = index[::2], index[1::2]
+    if (np.maximum(left, right) >= np.arange(first, len(order))).any():
+        return "model.merges of tokens that a later merge makes"
+    unmade = _unreachable(left, right, first)
+    return None if unmade is None else f"model.merges that never make {made[unmade]!r}"
+
+
+def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) -> int | None:
+    """A merge that the bytes of its own token do not come to; None if there is none.
+
+    Tokens are numbered: `first` bytes, then one for each merge of left[i] and right[i].
+
+    The bytes of left[i] and right[i] in a row become these two unless an earlier merge joins across
+    their border. To find one, all merges are undone step by step, the latest first: `one` and `two`
+    are the tokens at the border, and `limit` is the merge undone last. Had the two been joined
+    before it, that is by a smaller merge, it would not have come to be. (With equal numbers the
+    left one comes first, which is the border's if it is `two` that was undone.)
+    """
+    total = first + len(left)
+    made = np.arange(first, total)
+    keys = left * total + right
+    by_key = np.argsort(keys)
+    keys = keys[by_key]
+    # The first merge that has a token on its left or on its right, to look up few pairs.
+    as_left, as_right = np.full(total, total), np.full(total, total)
+    np.minimum.at(as_left, left, made)
+    np.minimum.at(as_right, right, made)
+    which, one, two, limit = made, left, right, made
+    while len(which):
+        asked = np.flatnonzero((as_left[one] < limit) & (as_right[two] < limit))
+        pair = one[asked] * total + two[asked]
+        at = np.minimum(np.searchsorted(keys, pair), len(keys) - 1)
+        joined = (keys[at] == pair) & (by_key[at] + first < limit[asked])
+        if joined.any():
+            return int(which[asked[joined][0]]) - first
+        more = np.maximum(one, two) >= first
+        which, one, two = which[more], one[more], two[more]
+        undo = one > two
+        limit = np.where(undo, one, two + 1)
+        one, two = (
+            np.where(undo, right[np.where(undo, one - first, 0)], one),
+            np.where(undo, two, left[np.where(undo, 0, two - first)]),
+        )
+    return None
+
+
+def _by_tokenizers(
+    name: str, spec: Any, added: Iterable[_Added], problem: str
+) -> TokenizersEncoding:
+    """Read with the package tokenizers; ValueError without it, and for what it does not read."""
+    try:
+        import tokenizers  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise ValueError(
+            f"it has {problem}, which needs the package tokenizers: run "
+            "pip install 'gpt2block[tokenizers]'"
+        ) from error
+    definition = json.dumps(spec | {"truncation": None, "padding": None}, ensure_ascii=False)
+    try:
+        encoding = TokenizersEncoding(name, definition)
+    except BaseException as error:
+        if not is_rust_failure(error):
+            raise
+        raise ValueError(f"the package tokenizers refuses it: {error}") from error
+    if encoding.adds_tokens():
+        raise ValueError(
+            f"post_processor {spec['post_processor']['type']} adds tokens to every text: set it to "
+            "null, and put these tokens into the text or its ids where the model needs them"
+        )
+    for token in added:
+        found = encoding.token_to_id(token.content)
+        if found != token.token_id:
+            raise ValueError(
+                f"added_tokens: {token.content!r} has id {token.token_id}, and {found} in the "
+                "package tokenizers: expected ids that follow the vocabulary's"
+            )
+    return encoding

@@ -1,0 +1,1 @@
+"""Weights as they are stored for products: matrices of every dtype, blocks, whole models."""

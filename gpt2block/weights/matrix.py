@@ -1,0 +1,264 @@
+"""Weights of a product as they lie in memory: dtype, scales, layout. `WeightMatrix.quantize`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.checks import is_plain
+from gpt2block.cuda.kernels import FP8, STORAGE
+from gpt2block.errors import InputError
+
+LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
+SCALED = "float8_e4m3fn"  # the one dtype that has scales
+# A channel whose weights are all smaller than this counts as zero: then no scale is so small that
+# a float32 without subnormal numbers, as on the GPU, would make a difference.
+SMALLEST = 2.0**-91
+AT_ONCE = 2**18  # weights on the host that are looked at together
+FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMatrix:
+    """A weight matrix (K, N), K inputs and N outputs, stored in one of five dtypes.
+
+    data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
+    "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale: float32 (N,),
+    only beside E4M3: a weight of output n is scale[n] times the number in data; None is all ones.
+    largest: the largest magnitude before rounding where `quantize` made the matrix, else None.
+
+    The arrays are taken as they are, not copied. Raises InputError for what does not fit together,
+    and for bytes of FP8 that are infinity or NaN, which the kernels would take for numbers.
+    """
+
+    data: Any
+    dtype: str
+    scale: Any = None
+    layout: str = "KN"
+    largest: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_choices(self.dtype, self.layout)
+        _check_array("weights", self.data, "uint8" if self.dtype in FP8 else self.dtype)
+        if not self.data.flags.c_contiguous:
+            raise InputError(
+                "weights: expected a C-contiguous array: copy it, or name the other layout"
+            )
+        if self.scale is not None:
+            self._check_scale()
+        if self.dtype in FP8:
+            largest = reference.FP8_FORMATS[self.dtype].largest
+            bad = (self.data & 0x7F) > largest
+            if bool(bad.any()):
+                raise InputError(f"weights: {_some(on_host(bad))} infinity or NaN in {self.dtype}")
+
+    def _check_scale(self) -> None:
+        if self.dtype != SCALED:
+            raise InputError(f"scale: {self.dtype} has none: only {SCALED} has scales")
+        if kind(self.scale) != kind(self.data):
+            raise InputError(
+                f"scale: expected a {kind(self.data)} array, as the weights are one, "
+                f"got {kind(self.scale)}"
+            )
+        if self.scale.shape != (self.N,) or self.scale.dtype.name != "float32":
+            raise InputError(
+                f"scale: expected float32 ({self.N},), a number for each output, "
+                f"got {self.scale.dtype} {self.scale.shape}"
+            )
+        if not self.scale.flags.c_contiguous:
+            raise InputError("scale: expected a C-contiguous array")
+        if is_cupy(self.data) and self.scale.device.id != self.data.device.id:
+            raise InputError(
+                f"scale: on device {self.scale.device.id}, the weights on {self.data.device.id}"
+            )
+        host = on_host(self.scale)
+        wrong = ~((host >= np.finfo(np.float32).tiny) & (host < np.inf))
+        if wrong.any():
+            n = int(np.flatnonzero(wrong)[0])
+            raise InputError(f"scale: expected positive normal numbers, got {host[n]} at {n}")
+
+    @classmethod
+    def quantize(
+        cls,
+        w: Any,
+        dtype: str,
+        layout: str = "KN",
+        name: str = "w",
+        allow_nonfinite: bool = False,
+    ) -> WeightMatrix:
+        """Float weights in `layout`, rounded to `dtype`; on the GPU if `w` is a CuPy array there.
+
+        w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 gets a scale for each output
+        channel, its largest magnitude / 448, or 1 where all are zero; E5M2 has none, and weights
+        beyond ±57344 become that. The bytes and scales are the same on NumPy and CuPy. Where
+        nothing needs rounding and `w` is contiguous, it is taken as it is.
+
+        Raises InputError by the tensor's `name` for infinity or NaN, which allow_nonfinite permits
+        where the dtype is not FP8, and for weights beyond what float16 or bfloat16 can hold.
+        """
+        _check_choices(dtype, layout)
+        _check_array(name, w, *STORAGE)
+        if not w.flags.c_contiguous:
+            w = w.copy(order="C")
+        absmax = _absmax(w, layout)
+        if not np.isfinite(absmax).all() and (dtype in FP8 or not allow_nonfinite):
+            check_finite(name, on_host(w))
+        largest = float(absmax.max())
+        if dtype in FLOATS:
+            return cls(_rounded(w, dtype, absmax, name), dtype, None, layout, largest)
+        scale: Any = None
+        if dtype == SCALED:
+            scale = np.where(absmax < SMALLEST, np.float32(1), absmax / np.float32(448))
+        if not is_cupy(w):
+            return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
+        import cupy  # noqa: PLC0415
+
+        from gpt2block.ops import to_fp8  # noqa: PLC0415
+
+        scale = None if scale is None else cupy.asarray(scale)
+        return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        """Inputs."""
+        return int(self.data.shape[self.layout.index("K")])
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Outputs."""
+        return int(self.data.shape[self.layout.index("N")])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights and their scales."""
+        return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """The weights as NumPy float32 (K, N), in either layout; a view where nothing changes."""
+        values = on_host(self.data)
+        if self.dtype in FP8:
+            values = reference.from_fp8(values, self.dtype)
+        values = values.astype(np.float32, copy=False)
+        if self.layout == "NK":
+            values = values.T
+        if self.scale is not None:
+            values *= on_host(self.scale)  # they are new: only bytes of FP8 have scales
+        return values
+
+    def widened(self) -> WeightMatrix:
+        """The same numbers stored as NumPy float32, in the same layout; self where they are."""
+        values = self.dequantized()
+        data = values.T if self.layout == "NK" else values
+        return self if data is self.data else WeightMatrix(data, "float32", None, self.layout)
+
+    def __repr__(self) -> str:
+        scales = "" if self.scale is None else ", scales"
+        return (
+            f"WeightMatrix(K={self.K}, N={self.N}, {self.dtype}{scales}, layout {self.layout!r}, "
+            f"{kind(self.data)}, {self.nbytes:,} bytes)"
+        )
+
+
+def check_finite(name: str, array: NDArray[Any]) -> None:
+    """InputError, with the place of the first, where a tensor on the host has infinity or NaN."""
+    bad = ~np.isfinite(array.astype(np.float32, copy=False))
+    if bad.any():
+        raise InputError(
+            f"{name}: {_some(bad)} infinity or NaN: expected finite weights "
+            "(GPT2's allow_nonfinite=True permits them, but not in FP8 matrices)"
+        )
+
+
+def check_layout(layout: str) -> None:
+    """InputError unless it is one of `LAYOUTS`."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
+
+
+def _check_choices(dtype: str, layout: str) -> None:
+    known = (*STORAGE, *FP8)
+    if not isinstance(dtype, str) or dtype not in known:
+        raise InputError(f"unknown weight dtype {dtype!r}: expected one of {', '.join(known)}")
+    check_layout(layout)
+
+
+def _check_array(name: str, array: Any, *dtypes: str) -> None:
+    if not is_plain(array) and not is_cupy(array):
+        raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
+    if array.ndim != 2 or array.size == 0:
+        raise InputError(f"{name}: expected a matrix with elements, got shape {array.shape}")
+    if array.dtype.name not in dtypes:
+        raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
+
+
+def is_cupy(array: Any) -> bool:
+    """Without importing CuPy: whoever has such an array has done so."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def kind(array: Any) -> str:
+    if is_plain(array):
+        return "NumPy"
+    return "CuPy" if is_cupy(array) else type(array).__name__
+
+
+def on_host(array: Any) -> NDArray[Any]:
+    """A NumPy or CuPy array as a NumPy one."""
+    host: NDArray[Any] = array.get() if is_cupy(array) else array
+    return host
+
+
+def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
+    """Largest magnitude of each output channel, on the host; not finite where a weight is not."""
+    if is_cupy(w):
+        from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
+
+        return on_host(absmax(w, layout))
+    axis = layout.index("K")
+    largest = [np.abs(some.astype(np.float32, copy=False)).max(axis=axis) for some in _parts(w)]
+    return np.concatenate(largest) if layout == "NK" else np.maximum.reduce(largest)
+
+
+def _to_fp8(w: NDArray[Any], dtype: str, scale: Any, layout: str) -> NDArray[np.uint8]:
+    """`reference.to_fp8` of a matrix on the host, part by part."""
+    found = np.empty(w.shape, np.uint8)
+    first = 0
+    for some, to in zip(_parts(w), _parts(found), strict=True):
+        own = scale[first : first + len(some)] if scale is not None and layout == "NK" else scale
+        to[...] = reference.to_fp8(some, dtype, True, own, layout)
+        first += len(some)
+    return found
+
+
+def _parts(matrix: NDArray[Any]) -> list[NDArray[Any]]:
+    """Views of some rows each, so that what is worked out of them stays small beside the whole."""
+    rows = max(1, AT_ONCE // matrix.shape[1])
+    return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
+
+
+def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
+    """w in a plain dtype; InputError where that would make infinities."""
+    target = FLOATS[dtype]
+    with np.errstate(over="ignore"):
+        if not np.isfinite(absmax.astype(target)).all():
+            host = on_host(w).astype(np.float32, copy=False)
+            beyond = np.isfinite(host) & ~np.isfinite(host.astype(target))
+            if beyond.any():
+                raise InputError(
+                    f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
+                )
+    return w.astype(target, copy=False)
+
+
+def _some(bad: NDArray[np.bool_]) -> str:
+    """How many of the weights, and where the first of them stands."""
+    first = ", ".join(map(str, np.unravel_index(int(bad.argmax()), bad.shape)))
+    return f"{int(bad.sum()):,} of {bad.size:,} weights, the first at [{first}], are"

@@ -1,0 +1,152 @@
+"""Matrices in two parts, for float32 accuracy on half-precision tensor cores: `SplitMatrix`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpt2block import reference
+from gpt2block.checks import check_integer, is_plain, real
+from gpt2block.errors import InputError, shown
+from gpt2block.weights.matrix import is_cupy, kind, on_host
+
+LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
+
+
+@dataclass(frozen=True, eq=False)
+class SplitMatrix:
+    """float32 numbers (..., K) as (hi + lo 2^-11) scale, a scale for each row.
+
+    parts (2, rows, K), hi and lo in float16, and scale (rows,), float32 powers of two: NumPy or
+    CuPy, C-contiguous. shape: (..., K), whose leading axes together are the rows. `reference.split`
+    says what the parts are; 22 bits of every number are kept, or what is above 2^-50 of the largest
+    of its row. one_scale: that of all rows where it was chosen before the numbers were known, as in
+    `empty`; else None.
+
+    The arrays are taken as they are, not copied. Scales in device memory are not looked at. Raises
+    InputError for what does not fit together.
+    """
+
+    parts: Any
+    scale: Any
+    shape: tuple[int, ...]
+    one_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        rows, K = _rows("shape", self.shape)
+        for name, array, shape, dtype in (
+            ("parts", self.parts, (2, rows, K), "float16"),
+            ("scale", self.scale, (rows,), "float32"),
+        ):
+            if not is_plain(array) and not is_cupy(array):
+                raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
+            if array.shape != shape or array.dtype.name != dtype:
+                raise InputError(
+                    f"{name}: expected {dtype} {shape} for a matrix {tuple(self.shape)}, "
+                    f"got {array.dtype} {array.shape}"
+                )
+            if not array.flags.c_contiguous:
+                raise InputError(f"{name}: expected a C-contiguous array")
+        if kind(self.parts) != kind(self.scale):
+            raise InputError(
+                f"scale: expected a {kind(self.parts)} array, as parts is one, "
+                f"got {kind(self.scale)}"
+            )
+        if is_cupy(self.parts):
+            if self.parts.device.id != self.scale.device.id:
+                raise InputError(
+                    f"scale: on device {self.scale.device.id}, parts on {self.parts.device.id}"
+                )
+            return
+        wrong = (np.frexp(self.scale)[0] != 0.5) | (self.scale < reference.SMALLEST_SCALE)
+        if wrong.any():
+            n = int(np.flatnonzero(wrong)[0])
+            raise InputError(
+                f"scale: expected powers of two from 2^-126 on, got {self.scale[n]} at {n}"
+            )
+
+    @classmethod
+    def split(cls, x: Any) -> SplitMatrix:
+        """A float32 array (..., K) in parts: NumPy in, NumPy out; CuPy in, CuPy out, by a kernel.
+
+        The parts and scales are the same on both. Raises InputError.
+        """
+        if is_cupy(x):
+            from gpt2block.ops import split  # noqa: PLC0415
+
+            made: SplitMatrix = split(x)
+            return made
+        if not is_plain(x):
+            raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
+        if x.dtype != np.float32:
+            raise InputError(f"x: expected float32, got {x.dtype}: use .astype('float32')")
+        _rows("x", x.shape)
+        return cls(*reference.split(x), x.shape)
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], bound: float | None = None, parts: Any = None
+    ) -> SplitMatrix:
+        """Memory of the current GPU for a matrix that a kernel is yet to write.
+
+        bound: the largest magnitude there can be, from which all rows have one scale; None where
+        the kernel finds scales itself. parts: memory to use again. Raises InputError.
+        """
+        import cupy  # noqa: PLC0415
+
+        rows, K = _rows("shape", shape)
+        if parts is None:
+            parts = cupy.empty((2, rows, K), dtype="float16")
+        if bound is None:
+            return cls(parts, cupy.empty((rows,), dtype="float32"), shape)
+        one = scale_for(bound)
+        return cls(parts, cupy.full((rows,), one, dtype="float32"), shape, one)
+
+    def __repr__(self) -> str:
+        return f"SplitMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Numbers, of two parts each."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of parts and scales."""
+        return int(self.parts.nbytes) + int(self.scale.nbytes)
+
+    def joined(self) -> Any:
+        """The numbers as float32 (..., K), NumPy or CuPy."""
+        return reference.joined(self.parts, self.scale).reshape(self.shape)
+
+    def get(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The numbers as a NumPy array."""
+        return on_host(self.joined())
+
+
+def scale_for(bound: float) -> float:
+    """The scale of rows whose numbers have magnitudes up to `bound`, which then is 2^15 at most.
+
+    Raises InputError unless it is a number from 0 to 2^127.
+    """
+    if real(bound) is None or not 0 <= bound <= LARGEST_BOUND:
+        raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {shown(bound)}")
+    mantissa, exponent = math.frexp(bound)
+    whole = exponent - (mantissa == 0.5)  # a power of two is one itself
+    return max(2.0 ** (whole - 15), reference.SMALLEST_SCALE) if bound else 1.0
+
+
+def _rows(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and K of (..., K), or InputError."""
+    expected = "(..., K) with at least one element"
+    if not isinstance(shape, tuple) or not shape:
+        raise InputError(f"{name}: expected {expected}, got {shown(shape)}")
+    sizes = [check_integer(name, size, 1, math.inf, expected) for size in shape]
+    return math.prod(sizes[:-1]), sizes[-1]

@@ -1,0 +1,65 @@
+// Causal attention of several tokens a sequence over a kv_cache that already holds their own keys and values.
+//
+//   out = softmax(Q K^T / sqrt(HS)) V, head by head: the query at position p of sequence b sees keys 0..p of it
+//
+//   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence behind the other
+//   out (N, C)
+//   k, v (B, n_ctx, C) of T
+//
+//   attention_cached          q and out are float, whatever T is
+//   attention_cached_narrow   q and out are of T, beside tensor cores: widened here, arithmetic is float all the same
+//
+//   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
+//
+// The walk of attention_forward_online (attention/online.cuh), with another place to find a row. A query's bits follow
+// from its own sequence alone, up to its position: not from the batch, nor from how its sequence was cut into calls.
+//
+// Sequences and starts that reach beyond N or n_ctx are cut there: nothing outside the arrays is read or written.
+//
+// Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays where `attend` begins.
+// Where HS is a multiple of 4 (T float) or 8 (16 bits), q, k, v and out start on 16 bytes, and q_distance is a
+// multiple of as many as move at once: 4 floats, 8 of 16 bits.
+#include "attention/online.cuh"
+#include "lib/overlap.cuh"
+
+template <typename Q>
+__device__ __forceinline__ void attend_cached(
+    const Q* q, const T* k, const T* v, const int* cu_seqlens, const int* start, Q* out, int q_distance, int n_ctx,
+    int N, int B, int at_once) {
+    extern __shared__ __align__(16) float tiles[];
+    let_next_start();
+    wait_for_previous();
+    const int sequence = blockIdx.x / NH, each = N / B;
+    const int first = cu_seqlens ? min(max(__ldcg(cu_seqlens + sequence), 0), N) : sequence * each;
+    const int end = cu_seqlens ? min(__ldcg(cu_seqlens + sequence + 1), N) : first + each;
+    const int position = max(start ? __ldcg(start + sequence) : at_once, 0);
+    const int queries = min(end - first, n_ctx - position);
+    if ((int)(gridDim.y - 1 - blockIdx.y) * QUERIES >= queries) return;
+    attend<T>(tiles, out, true, [&](long long b, long long h) -> Task<T, Q> {
+        const long long head = b * n_ctx * (NH * HS) + h * HS;
+        const Q* head_q = q + (long long)first * q_distance + h * HS;
+        return {head_q, k + head, v + head, q_distance, NH * HS, queries, position, position + queries, first};
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
+    const float* q,         // (N, C), rows q_distance apart
+    const T* k,             // (B, n_ctx, C)
+    const T* v,             // (B, n_ctx, C)
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
+    const int* start,       // (B), or null: at_once for all
+    float* out,             // (N, C)
+    int q_distance, int n_ctx, int N, int B, int at_once) {
+    attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow(
+    const T* q,             // (N, C), rows q_distance apart
+    const T* k,             // (B, n_ctx, C)
+    const T* v,             // (B, n_ctx, C)
+    const int* cu_seqlens,  // (B + 1), or null: N / B rows each
+    const int* start,       // (B), or null: at_once for all
+    T* out,                 // (N, C)
+    int q_distance, int n_ctx, int N, int B, int at_once) {
+    attend_cached(q, k, v, cu_seqlens, start, out, q_distance, n_ctx, N, B, at_once);
+}

@@ -1,0 +1,39 @@
+// Which tiles of 128 queries a block of attention/hopper.cu takes, one after the other.
+//
+// Sequences are packed rows: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows
+// b seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
+//
+//   the tiles of `together` heads come one after the other   their keys and values fit in the L2 cache
+//   among these the last tile of every head comes first      with a causal mask it has most to do
+#pragma once
+
+constexpr int QUERIES = 128;
+
+struct Work {
+    const int* cu_seqlens;
+    const int B, seq_len, n_head, together;
+    int round = 0;
+    // Of the tile: where its sequence starts in out, and in the map; the length of that; the first query in it.
+    long long row;
+    int map_row, map_z, length, first, head;
+
+    __device__ __forceinline__ bool next() {
+        const int tiles = (seq_len - 1) / QUERIES + 1, heads = n_head * B;
+        for (;;) {
+            const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (index >= heads * tiles) return false;
+            ++round;
+            const int band = index / (together * tiles), rest = index - band * together * tiles;
+            const int side = min(together, heads - band * together);
+            const int b = (band * together + rest % side) / n_head;
+            head = (band * together + rest % side) % n_head;
+            first = (tiles - 1 - rest / side) * QUERIES;
+            row = (long long)b * seq_len, length = seq_len, map_row = 0, map_z = b;
+            if (cu_seqlens) {
+                map_row = __ldcg(cu_seqlens + b), map_z = 0, row = map_row;
+                length = __ldcg(cu_seqlens + b + 1) - map_row;
+            }
+            if (first < length) return true;
+        }
+    }
+};

@@ -1,0 +1,84 @@
+// Attention step by step, as the formula is read: out = softmax(Q K^T / sqrt(HS)) V, head by head.
+//
+//   qkv    (B, T, 3C)       a row is [Q | K | V], C = NH HS, the heads packed side by side inside each
+//   scores (B, NH, T, T)    what one kernel hands on to the next: T / HS times as large as out. The other rungs do
+//                           without: attention/skeleton.cu holds a row of it at a time, attention/online.cu a tile
+//   out    (B, T, C)
+//
+//   attention_query_key_kernel1   scores[b,h,t,t2] = Q_t . K_t2 / sqrt(HS), a thread a score
+//   attention_softmax_kernel1     exp(score - max) / sum, each row in place, a thread a row
+//   attention_value_kernel1       out[b,t,h,d] = sum over t2 of scores[b,h,t,t2] V[t2,d], a thread an output
+//
+//            t2 ->
+//         [ s . . . ]
+//     t   [ s s . . ]   causal: query t sees keys 0..t. The scores beyond are not computed, not written and never read
+//     |   [ s s s . ]
+//     v   [ s s s s ]
+//
+// Where the time goes: threads side by side read K 3C apart in the first kernel and scores T apart in the second, so
+// that each load of a warp touches 32 lines. The third reads V side by side, but needs two loads for a multiply-add.
+#include "lib/common.cuh"
+
+#ifndef NH
+#define NH 12
+#endif
+#ifndef HS
+#define HS 64
+#endif
+static_assert(NH > 0 && HS > 0, "a head has at least one channel");
+
+constexpr int C = NH * HS;
+
+// Block (any), grid (B NH T ceil(T / blockDim.x)): all blocks of a row, then the next row.
+extern "C" __global__ void attention_query_key_kernel1(
+    const float* __restrict__ qkv,  // (B, T, 3C)
+    float* __restrict__ scores,     // (B, NH, T, T)
+    int T, int causal) {
+    const unsigned pieces = (T + blockDim.x - 1) / blockDim.x;
+    const long long row = blockIdx.x / pieces;  // (b NH + h) T + t
+    const int t = row % T, t2 = blockIdx.x % pieces * blockDim.x + threadIdx.x;
+    if (t2 >= (causal ? t + 1 : T)) return;
+    const long long head = row / T, first_row = head / NH * T;
+    const float* q = qkv + (first_row + t) * 3 * C + head % NH * HS;
+    const float* k = qkv + (first_row + t2) * 3 * C + C + head % NH * HS;
+    float sum = 0.0f;
+    for (int d = 0; d < HS; ++d) sum += q[d] * k[d];
+    scores[row * T + t2] = sum / sqrtf((float)HS);
+}
+
+// Block (any), grid (ceil(rows / blockDim.x)).
+extern "C" __global__ void attention_softmax_kernel1(
+    float* __restrict__ scores,  // (B NH T, T)
+    int T, long long rows, int causal) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    const int n_keys = causal ? row % T + 1 : T;
+    float* p = scores + row * T;
+    float max = -INFINITY;
+    for (int t2 = 0; t2 < n_keys; ++t2) max = fmaxf(max, p[t2]);
+    float sum = 0.0f;
+    for (int t2 = 0; t2 < n_keys; ++t2) {
+        p[t2] = expf(p[t2] - max);
+        sum += p[t2];
+    }
+    for (int t2 = 0; t2 < n_keys; ++t2) p[t2] /= sum;
+}
+
+// Block (any), grid (ceil(outputs / blockDim.x)).
+extern "C" __global__ void attention_value_kernel1(
+    const float* __restrict__ qkv,     // (B, T, 3C)
+    const float* __restrict__ scores,  // (B, NH, T, T), after softmax
+    float* __restrict__ out,           // (B, T, C)
+    int T, long long outputs, int causal) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= outputs) return;
+    const int channel = i % C;  // h HS + d
+    const long long b = i / C / T;
+    const int t = i / C % T;
+    const float* p = scores + ((b * NH + channel / HS) * T + t) * T;
+    const float* v = qkv + b * T * 3 * C + 2 * C + channel;
+    const int n_keys = causal ? t + 1 : T;
+    float sum = 0.0f;
+    for (int t2 = 0; t2 < n_keys; ++t2) sum += p[t2] * v[(long long)t2 * 3 * C];
+    out[i] = sum;
+}

@@ -1,0 +1,338 @@
+// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64 channels:
+//
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
+//
+//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, the heads packed side by side inside each
+//   out (rows, C)    rows are those of all sequences, one after the other: attention_job.cuh
+//
+// A warp has 16 ATT_FRAGS queries in registers, and walks over tiles of 64 keys, which the block's warps share:
+//
+//   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier a tile
+//   mma        S = Q K^T                      (queries, 64) in registers: scores never leave them
+//   softmax    P = exp2(S UNIT - reference)   attention/scores.cuh; the sum of a row's P is put together at the end
+//   mma        O = O + P V                    an accumulator of S is, as it lies, the operand P of the next product
+//
+// What a row becomes depends on its sequence alone, to the bit: tiles start where the sequence starts, and no tile is
+// split. 16 queries skip each step of 16 keys that they cannot see at all. Of the one step that they see in part,
+// values that are not finite are multiplied key by key, for the queries that do see them. Keys past the end of a
+// sequence are zeros, and not read.
+//
+// On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 61.8 and 42.2).
+//
+// Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
+//
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. qkv and out
+// start on 16 bytes.
+#if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
+#define STORAGE_FP16
+#endif
+#include "lib/common.cuh"
+#include "lib/fast.cuh"
+#include "lib/overlap.cuh"
+#include "lib/storage.cuh"
+#include "attention/mma_job.cuh"
+#include "lib/sm80.cuh"
+
+#ifndef ATT_CAUSAL
+#define ATT_CAUSAL 1
+#endif
+#ifndef ATT_WARPS
+#define ATT_WARPS 4
+#endif
+#ifndef ATT_FRAGS  // of 16 queries, that a warp has
+#define ATT_FRAGS 2
+#endif
+#ifndef ATT_STAGES
+#define ATT_STAGES 3
+#endif
+#ifndef ATT_BLOCKS  // that an SM must hold
+#define ATT_BLOCKS 2
+#endif
+
+constexpr int FRAGS = ATT_FRAGS, THREADS = 32 * ATT_WARPS;
+constexpr int WARP_QUERIES = 16 * FRAGS, QUERIES = ATT_WARPS * WARP_QUERIES;
+#include "attention/mma_tile.cuh"
+constexpr int STAGE = 2 * TILE;  // K, then V
+static_assert(QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
+static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
+
+// What a warp holds of its queries; lane 4 g + t, in fragment f, of rows g and g + 8.
+struct Queries {
+    unsigned q[FRAGS][4][4];
+    float out[FRAGS][8][4];
+    float sum[FRAGS][2], reference[FRAGS][2];  // the sum: of this lane's keys
+
+    __device__ __forceinline__ Queries() {
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) out[f][n][0] = out[f][n][1] = out[f][n][2] = out[f][n][3] = 0.0f;
+            sum[f][0] = sum[f][1] = 0.0f;
+            reference[f][0] = reference[f][1] = -INFINITY;
+        }
+    }
+
+    __device__ __forceinline__ void load(const char* rows) {
+        const int lane = threadIdx.x % 32;
+        rows += lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                unsigned(&a)[4] = q[f][k];
+                load_matrices<false>(a[0], a[1], a[2], a[3], rows + 16 * f * PITCH + 32 * k);
+            }
+        }
+    }
+
+    // A tile of keys. With MASKED some are not seen by all queries: causal, row i of the warp sees keys 0 .. seen + i
+    // of the tile; else all see 0 .. seen.
+    template <bool MASKED>
+    __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
+        const int lane = threadIdx.x % 32;
+        const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - lane % 4 * 2;  // of key 2 t, row g
+        float s[FRAGS][8][4];
+        multiply_keys<MASKED>(s, keys, seen);
+        float base[FRAGS][2], factor[FRAGS][2];
+        bool moves = false;
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+            float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int ahead = 8 * n + e % 2 - (ATT_CAUSAL ? 16 * f + 8 * (e / 2) : 0);
+                    if (MASKED && ahead > sees) s[f][n][e] = -INFINITY;
+                    largest[e / 2] = fmaxf(largest[e / 2], s[f][n][e]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float old = reference[f][r], next = fmaf(lanes_max<4>(largest[r]), UNIT, -BELOW);
+                const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
+                factor[f][r] = passes ? exp2_fast(old - next) : 1.0f;
+                reference[f][r] = passes ? next : old;
+                base[f][r] = reference[f][r] == -INFINITY ? 0.0f : -reference[f][r];  // -inf + inf would be NaN
+                moves |= passes;
+            }
+        }
+        if (__any_sync(0xffffffffu, moves)) rescale(factor);
+        multiply_values<MASKED>(s, base, values, seen);
+    }
+
+    // Whether keys 8 n, 8 n + 1 .. of a tile are seen by no query of fragment f; for the whole warp.
+    template <bool MASKED>
+    static __device__ __forceinline__ bool hidden(int f, int n, int seen) {
+        return MASKED && 8 * n > (ATT_CAUSAL ? seen + 16 * f + 15 : seen);
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void multiply_keys(float (&s)[FRAGS][8][4], const char* keys, int seen) const {
+        const int lane = threadIdx.x % 32;
+        keys += (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                if (hidden<MASKED>(FRAGS - 1, n, seen)) continue;
+                unsigned b[2][2];
+                load_matrices<false>(b[0][0], b[0][1], b[1][0], b[1][1], keys + 8 * n * PITCH + 32 * k);
+#pragma unroll
+                for (int f = 0; f < FRAGS; ++f) {
+                    if (hidden<MASKED>(f, n, seen)) continue;
+                    mma(s[f][n], q[f][k], b[0]);
+                    mma(s[f][n + 1], q[f][k], b[1]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void rescale(const float (&factor)[FRAGS][2]) {
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) sum[f][r] *= factor[f][r];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[f][n][e] *= factor[f][e / 2];
+            }
+        }
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void multiply_values(const float (&s)[FRAGS][8][4], const float (&base)[FRAGS][2],
+                                                    const char* values, int seen) {
+        const int lane = threadIdx.x % 32;
+        values += lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // 16 keys
+            if (hidden<MASKED>(FRAGS - 1, 2 * k, seen)) continue;
+            unsigned b[8][2];
+            load_values(b, values + 16 * k * PITCH);
+#pragma unroll
+            for (int f = 0; f < FRAGS; ++f) {
+                if (hidden<MASKED>(f, 2 * k, seen)) continue;
+                unsigned p[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
+                    float v[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        v[e] = exp2_fast(fmaf(s[f][2 * k + i / 2][i % 2 * 2 + e], UNIT, base[f][i % 2]));
+                        sum[f][i % 2] += v[e];
+                    }
+                    p[i] = pack2(v[0], v[1]);
+                }
+                const bool in_part = MASKED && ATT_CAUSAL && 16 * k == seen + 16 * f;
+                if (in_part && any_not_finite(b)) {
+                    multiply_apart(out[f], p, b);
+                    if (f + 1 < FRAGS) load_values(b, values + 16 * k * PITCH);
+                } else {
+#pragma unroll
+                    for (int n = 0; n < 8; ++n) mma(out[f][n], p, b[n]);
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void load_values(unsigned (&b)[8][2], const char* keys) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            load_matrices<true>(b[n][0], b[n][1], b[n + 1][0], b[n + 1][1], keys + 16 * n);
+        }
+    }
+
+    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[8][2]) {
+        unsigned found = 0;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
+        return __any_sync(0xffffffffu, found != 0);
+    }
+
+    // 16 queries and as many keys, where query i sees keys 0 .. i, and not all values are finite. Those that are
+    // leave b.
+    static __device__ __forceinline__ void multiply_apart(float (&out)[8][4], const unsigned (&p)[4],
+                                                          unsigned (&b)[8][2]) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            unsigned finite[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                finite[i] = b[n][i] & ~((not_finite(b[n][i]) >> 15) * 0xffffu);
+                b[n][i] ^= finite[i];
+            }
+            mma(out[n], p, finite);
+        }
+#pragma unroll 1
+        for (int key = 0; key < 16; ++key) {
+            const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
+            const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
+            const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const unsigned of_key[2] = {b[n][0] & first, b[n][1] & second};
+                float then[4] = {out[n][0], out[n][1], out[n][2], out[n][3]};
+                mma(then, a, of_key);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    if (g + 8 * (e / 2) >= key && !is_finite(then[e])) out[n][e] = then[e];
+                }
+            }
+        }
+    }
+
+    // Rows below `left` of the warp's, from `to` on, 16 bytes a lane and time.
+    __device__ __forceinline__ void store(T* to, long long stride, int left) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int f = 0; f < FRAGS; ++f) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float factor = __fdividef(1.0f, lanes_sum<4>(sum[f][r]));
+                const int row = 16 * f + 8 * r + g;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    unsigned v[4];
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) {
+                        const float(&c)[4] = out[f][4 * half + n];
+                        v[n] = pack2(c[2 * r] * factor, c[2 * r + 1] * factor);
+                    }
+                    turn(v, t);
+                    T* at = to + row * stride + 32 * half + 8 * t;
+                    if (row < left) *reinterpret_cast<uint4*>(at) = {v[0], v[1], v[2], v[3]};
+                }
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
+    const T* qkv,           // (rows, 3C)
+    const int* cu_seqlens,  // (B + 1), not falling; null: B sequences of seq_len rows
+    T* out,                 // (rows, C)
+    int B,
+    int seq_len,            // of the longest sequence
+    int n_head,
+    int together) {         // heads whose blocks run side by side
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(16) char ring[];
+    let_next_start();
+    wait_for_previous();
+    const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
+    if (job.first >= job.length) return;
+    const int C = SIZE * n_head, left = job.length - job.first;
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // from 0 on, that are seen
+    const long long stride = 3LL * C;
+    const T* head = qkv + job.row * stride + SIZE * job.head;
+    copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, head + job.first * stride, stride, left);
+    int arriving = 0;  // the first key of the next tile that is asked for
+    const auto ask = [&](char* stage) {
+        if (arriving < keys) {
+            const T* from = head + arriving * stride + C;
+            copy_rows<KEYS>(stage, from, stride, job.length - arriving);
+            copy_rows<KEYS>(stage + TILE, from + C, stride, job.length - arriving);
+        }
+        end_group();
+        arriving += KEYS;
+    };
+#pragma unroll 1
+    for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
+
+    const int warp = threadIdx.x / 32 * WARP_QUERIES;  // its first query in the block's tile
+    const int first = job.first + warp;
+    Queries queries;
+    wait_for_groups<ATT_STAGES - 2>();
+    __syncthreads();
+    queries.load(ring + (ATT_STAGES - 1) * STAGE + warp * PITCH);
+    char *stage = ring, *empty = ring + (ATT_STAGES - 1) * STAGE;
+#pragma unroll 1
+    for (int key = 0; key < keys; key += KEYS) {
+        wait_for_groups<ATT_STAGES - 2>();
+        __syncthreads();  // the tile is there for all, and none still needs the one before, or the queries
+        ask(empty);
+        const int seen = (ATT_CAUSAL ? first : job.length - 1) - key;
+        const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;
+        if (first < job.length && seen + rows >= 0) {
+            if (seen >= KEYS - 1) {
+                queries.take<false>(stage, stage + TILE, seen);
+            } else {
+                queries.take<true>(stage, stage + TILE, seen);
+            }
+        }
+        empty = stage;
+        stage = stage == ring + (ATT_STAGES - 1) * STAGE ? ring : stage + STAGE;
+    }
+    queries.store(out + (job.row + first) * C + SIZE * job.head, C, job.length - first);
+#else
+    asm("trap;");
+#endif
+}

@@ -1,0 +1,41 @@
+// A tile of rows of a head in shared memory, and how a warp turns its outputs for the store: what both attention
+// kernels of this folder share. The file that includes it has chosen THREADS.
+//
+// A pitch of 9 chunks of 16 bytes: ldmatrix meets no bank conflict, and all its offsets are constants.
+#pragma once
+
+#include "attention/scores.cuh"
+
+constexpr int KEYS = 64;                                     // of a tile
+constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // of a row in shared memory
+constexpr int TILE = KEYS * PITCH;
+
+// ROWS rows of a head into shared memory: zeros for those from `there` on, which are not read.
+template <int ROWS>
+__device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
+    constexpr int STEP = THREADS / CHUNKS;
+    static_assert(ROWS % STEP == 0, "all threads copy alike");
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    from += row * stride + 8 * chunk;
+    to += row * PITCH + 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP) copy16(to + i * PITCH, from + i * stride, row + i < there);
+}
+
+// Of four neighbouring lanes: what lane t had as v[n], lane n gets as v[t]. So pairs of columns that lie 8 apart become
+// 8 columns side by side, which a lane stores at once.
+__device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            if (n & bit) continue;
+            const unsigned got = __shfl_xor_sync(0xffffffffu, t & bit ? v[n] : v[n + bit], bit);
+            if (t & bit) {
+                v[n] = got;
+            } else {
+                v[n + bit] = got;
+            }
+        }
+    }
+}

@@ -1,0 +1,29 @@
+// Attention that never stores the T x T matrix: out = softmax(Q K^T / sqrt(HS)) V, head by head.
+//
+//   qkv (B, T, 3C)   a row is [Q | K | V], C = NH HS, the heads packed side by side inside each
+//   out (B, T, C)
+//
+//   attention_..._kernel1      in attention/ladder.cu: three kernels, all scores in device memory
+//   mha_causal_kernel          in attention/skeleton.cu: a block a query, its row of scores in shared memory
+//   attention_forward_online   here: a block many queries, a tile of scores at a time, in registers
+//
+// Any T. The walk, the tiles and what a thread holds: attention/online.cuh. Where HS is a multiple of 4, qkv and out
+// start on 16 bytes.
+//
+// Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays where `attend` begins.
+#include "attention/online.cuh"
+
+constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+
+// The bound of 1 block: else the compiler spills some registers in order that more small blocks fit.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_online(
+    const float* __restrict__ qkv,  // (B, T, 3C), a row is [Q | K | V]
+    float* __restrict__ out,        // (B, T, C)
+    int T, int causal) {            // causal: query t sees keys 0..t, else all
+    extern __shared__ __align__(16) float tiles[];
+    attend<float>(tiles, out, causal, [&](long long b, long long h) -> Task<float> {
+        const float* head_q = qkv + b * T * ROW + h * HS;
+        const float* head_k = head_q + NH * HS;
+        return {head_q, head_k, head_k + NH * HS, ROW, ROW, T, 0, T, b * T};
+    });
+}

@@ -1,0 +1,101 @@
+// Attention, one block a query and head: out = softmax(q K^T / sqrt(HS)) V.
+//
+//   mha_nocausal_kernel   every query sees all seq_len keys (the challenge's block)
+//   mha_causal_kernel     query t sees keys 0..t (GPT-2); keys beyond are never read
+//
+// grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, the score row, which makes the
+// opt-in shared memory of the GPU the limit of seq_len (about 57,000 on an H200).
+//
+//   pass 1   scores[j] = q . k_j / sqrt(HS), a thread a key, and their maximum
+//   pass 2   scores[j] = exp(scores[j] - max), and their sum
+//   pass 3   out[d] = sum_j scores[j] v_j[d] / sum: HS neighbouring threads read a row of V together, the
+//            256 / HS groups of them share the keys and add their parts in shared memory at the end
+#include "lib/common.cuh"
+
+#ifndef NH
+#define NH 12
+#endif
+#ifndef HS
+#define HS 64
+#endif
+
+constexpr int MHA_BLOCK = 256;
+static_assert(HS <= MHA_BLOCK, "pass 3 needs a thread for every channel of a head: HS <= 256");
+
+__device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory, (HS) each
+    float sum = 0.0f;
+#if HS % 4 == 0  // rows of K then start on 16 bytes, as qkv itself does
+#pragma unroll 4  // unrolled whole, q moves into 64 registers and fewer blocks fit on an SM: 1.29 times slower
+    for (int d = 0; d < HS; d += 4) {
+        const float4 k4 = *reinterpret_cast<const float4*>(k + d);
+        sum += q[d] * k4.x;
+        sum += q[d + 1] * k4.y;
+        sum += q[d + 2] * k4.z;
+        sum += q[d + 3] * k4.w;
+    }
+#else
+    for (int d = 0; d < HS; ++d) sum += q[d] * k[d];
+#endif
+    return sum;
+}
+
+template <bool CAUSAL>
+__device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_out, int seq_len, float* scores) {
+    constexpr int C = NH * HS;
+    constexpr int GROUPS = MHA_BLOCK / HS;
+    __shared__ float q[HS];
+    __shared__ float scratch[MHA_BLOCK];
+    const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
+    const long long first_row = (long long)blockIdx.z * seq_len;
+    const float* head_q = qkv + first_row * 3 * C + head * HS;  // (seq_len, 3C), from this head's Q on
+    const float* head_k = head_q + C;
+    const float* head_v = head_k + C;
+    const int n_keys = CAUSAL ? t + 1 : seq_len;
+
+    if (tid < HS) q[tid] = head_q[(long long)t * 3 * C + tid];
+    __syncthreads();
+
+    const float scale = rsqrtf((float)HS);
+    float max_score = -INFINITY;
+    for (int j = tid; j < n_keys; j += MHA_BLOCK) {
+        scores[j] = dot(q, head_k + (long long)j * 3 * C) * scale;
+        max_score = fmaxf(max_score, scores[j]);
+    }
+    max_score = block_reduce_max<MHA_BLOCK>(max_score, scratch);
+
+    float sum = 0.0f;
+    for (int j = tid; j < n_keys; j += MHA_BLOCK) {
+        scores[j] = expf(scores[j] - max_score);
+        sum += scores[j];
+    }
+    sum = block_reduce_sum<MHA_BLOCK>(sum, scratch);  // its barriers also make all scores visible
+
+    const int group = tid / HS, d = tid % HS;
+    float part = 0.0f;
+    if (group < GROUPS) {
+#pragma unroll 8
+        for (int j = group; j < n_keys; j += GROUPS) part += scores[j] * head_v[(long long)j * 3 * C + d];
+    }
+    scratch[tid] = part;
+    __syncthreads();
+    if (tid < HS) {
+        for (int g = 1; g < GROUPS; ++g) part += scratch[g * HS + tid];
+        attn_out[(first_row + t) * C + head * HS + tid] = part / sum;
+    }
+}
+
+extern "C" __global__ void mha_nocausal_kernel(
+    const float* __restrict__ qkv,  // (B, seq_len, 3C), a row is [Q | K | V]
+    float* __restrict__ attn_out,   // (B, seq_len, C)
+    int seq_len) {
+    extern __shared__ float scores[];  // (seq_len)
+    attend<false>(qkv, attn_out, seq_len, scores);
+}
+
+extern "C" __global__ void mha_causal_kernel(
+    const float* __restrict__ qkv,  // (B, seq_len, 3C), a row is [Q | K | V]
+    float* __restrict__ attn_out,   // (B, seq_len, C)
+    int seq_len) {
+    extern __shared__ float scores[];  // (seq_len)
+    attend<true>(qkv, attn_out, seq_len, scores);
+}

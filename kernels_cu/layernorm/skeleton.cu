@@ -1,0 +1,73 @@
+// LayerNorm: y = (x - mean) * rsqrt(var + eps) * gamma + beta over each row of C channels.
+//
+// One block a row (a token), 256 threads. The variance is taken around the mean, in a second pass, not as
+// E[x^2] - E[x]^2, which loses everything when the mean is large.
+//
+//   layernorm768_kernel   C = 768: a thread keeps its 3 channels in registers, so x is read once
+//   layernorm_kernel      any C: a thread strides over the row, which the L1 cache serves from the second pass on
+//
+// Both: grid (rows), block (256). rows = B * T.
+#include "lib/common.cuh"
+
+#ifndef LN_EPS
+#define LN_EPS 1e-5f
+#endif
+
+constexpr int LN_BLOCK = 256;
+
+extern "C" __global__ void layernorm768_kernel(
+    const float* __restrict__ in,     // (seq_len, 768)
+    float* __restrict__ out,          // (seq_len, 768)
+    const float* __restrict__ gamma,  // (768)
+    const float* __restrict__ beta,   // (768)
+    int seq_len) {
+    constexpr int C = 768;
+    constexpr int PER_THREAD = C / LN_BLOCK;
+    __shared__ float scratch[LN_BLOCK];
+    const int row = blockIdx.x;
+    if (row >= seq_len) return;
+    const float* x = in + (long long)row * C;
+    float* y = out + (long long)row * C;
+
+    float v[PER_THREAD];
+    float sum = 0.0f;
+    for (int i = 0; i < PER_THREAD; ++i) {
+        v[i] = x[threadIdx.x + i * LN_BLOCK];
+        sum += v[i];
+    }
+    const float mean = block_reduce_sum<LN_BLOCK>(sum, scratch) / C;
+
+    float squares = 0.0f;
+    for (int i = 0; i < PER_THREAD; ++i) squares += (v[i] - mean) * (v[i] - mean);
+    const float rstd = rsqrtf(block_reduce_sum<LN_BLOCK>(squares, scratch) / C + LN_EPS);
+
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int c = threadIdx.x + i * LN_BLOCK;
+        y[c] = (v[i] - mean) * rstd * gamma[c] + beta[c];
+    }
+}
+
+extern "C" __global__ void layernorm_kernel(
+    const float* __restrict__ in,     // (seq_len, C)
+    float* __restrict__ out,          // (seq_len, C)
+    const float* __restrict__ gamma,  // (C)
+    const float* __restrict__ beta,   // (C)
+    int seq_len, int C) {
+    __shared__ float scratch[LN_BLOCK];
+    const int row = blockIdx.x;
+    if (row >= seq_len) return;
+    const float* x = in + (long long)row * C;
+    float* y = out + (long long)row * C;
+
+    float sum = 0.0f;
+    for (int c = threadIdx.x; c < C; c += LN_BLOCK) sum += x[c];
+    const float mean = block_reduce_sum<LN_BLOCK>(sum, scratch) / C;
+
+    float squares = 0.0f;
+    for (int c = threadIdx.x; c < C; c += LN_BLOCK) squares += (x[c] - mean) * (x[c] - mean);
+    const float rstd = rsqrtf(block_reduce_sum<LN_BLOCK>(squares, scratch) / C + LN_EPS);
+
+    for (int c = threadIdx.x; c < C; c += LN_BLOCK) {
+        y[c] = (x[c] - mean) * rstd * gamma[c] + beta[c];
+    }
+}

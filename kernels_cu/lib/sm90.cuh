@@ -1,0 +1,222 @@
+// The PTX instructions of Hopper that the kernels here are made of, each a small function. For sm_90a; the matrix
+// products are in wgmma.cuh.
+//
+//   mbarrier   a word of shared memory on which threads and copies arrive and others wait: phase 0, 1, 0 ...
+//   TMA        the copy engine: a box of a tensor, global <-> shared memory, asked for by one thread. Tensor maps tell
+//              it shapes and layout (gpt2block/tensor_maps.py); what lies outside is read as zeros, not written
+//   cluster    blocks on neighbouring SMs, which can write into each other's shared memory
+#pragma once
+
+#include "lib/overlap.cuh"
+
+struct alignas(64) TensorMap {  // CUtensorMap
+    unsigned char opaque[128];
+};
+
+struct alignas(8) Barrier {
+    unsigned long long state;
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// True in one lane of a warp whose lanes are all here, the same one each time.
+__device__ __forceinline__ bool elect_one() {
+    unsigned elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected;
+}
+
+// A value that all lanes of a warp have in common, so that the compiler knows it.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// ---- mbarriers
+
+__device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// After the inits, so that the copy engine sees them.
+__device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// On the same barrier of another block of the cluster. Of order among memory accesses it says nothing beyond the
+// block's own: with the cluster's scope it would wait for all that the thread ever wrote, to global memory too.
+__device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(&barrier)),
+        "r"(block)
+        : "memory");
+}
+
+// Arrives, and the phase ends when these bytes have been copied, too.
+__device__ __forceinline__ void arrive_and_expect(Barrier& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned phase) {
+    unsigned ended;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(ended)
+        : "r"(shared_address(&barrier)), "r"(phase)
+        : "memory");
+    return ended;
+}
+
+// Until the phase 0 or 1 that is running, or ran last, has ended. -DSPIN_LIMIT=n: after n tries the kernel says which
+// barrier never came, and stops.
+__device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, const char* name) {
+#ifdef SPIN_LIMIT
+    for (long long tries = 0; !phase_ended(barrier, phase); ++tries) {
+        if (tries == SPIN_LIMIT) {
+            printf("block %d, thread %d: %s, phase %u, never ended\n", blockIdx.x, threadIdx.x, name, phase);
+            __trap();
+        }
+    }
+#else
+    while (!phase_ended(barrier, phase)) {
+    }
+#endif
+}
+
+// ---- the copy engine
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// A box of an array of matrices, from column x, row y and matrix z on, into shared memory; its bytes arrive at the
+// barrier.
+__device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// The same place of every block of the cluster whose bit is in `blocks` gets it, and its barrier the arrival.
+__device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
+                                             int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// A group is what the thread has stored since the last one.
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until shared memory has been read for all but the last LATER groups of this thread.
+template <int LATER>
+__device__ __forceinline__ void wait_for_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to the copy engine and to wgmma: before the barrier behind
+// which another thread asks them for it.
+__device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- threads, registers, clusters
+
+// Barrier `id`, 1 to 15, of some whole warps of a block.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Counts this warp in at such a barrier, without waiting there.
+__device__ __forceinline__ void pass_threads(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Whether one of the threads at such a barrier says yes.
+__device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
+    unsigned any;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"((unsigned)yes)
+        : "memory");
+    return any;
+}
+
+// Registers a thread of a warpgroup has from here on, in multiples of 8.
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of all blocks of the cluster that are still there wait for each other, in one step or in two. It is not
+// said that one sees what another wrote.
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void sync_cluster() {
+    arrive_in_cluster();
+    wait_for_cluster();
+}
+
+// Four floats into the shared memory of another block of the cluster, where this one has `here`. They arrive at its
+// barrier, as 16 bytes.
+__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b, float c, float d) {
+    asm volatile(
+        "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar];\n}" ::"r"(
+            shared_address(here)),
+        "r"(shared_address(&barrier)), "r"(block), "f"(a), "f"(b), "f"(c), "f"(d)
+        : "memory");
+}
+
+// ---- shared memory
+
+// Where 16 bytes of a box lie whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), as the copy engine and wgmma have
+// them: the unit's place in its row of 128 bytes is mixed with the row's number, so that neither 8 rows of one column
+// nor a whole row share a bank. For offsets from a place on 1024 bytes.
+template <int SWIZZLE = 7>
+__device__ __forceinline__ int swizzled(int offset) {
+    return offset ^ ((offset >> 7 & SWIZZLE) << 4);
+}
+
+// Four 8x8 matrices of 16-bit values into shared memory: lane 8 i + r gives the address of row r of matrix i, on 16
+// bytes; lane 4 g + t holds row g, columns 2t and 2t + 1 of each.
+__device__ __forceinline__ void store_matrices(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+// The same the other way.
+__device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, int row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+                 : "r"(row)
+                 : "memory");
+}

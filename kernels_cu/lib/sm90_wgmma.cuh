@@ -1,0 +1,130 @@
+// Products of a warpgroup, 128 threads, on the tensor cores: C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32
+// sums.
+//
+// A and B lie in shared memory as the copy engine puts boxes of 64 columns there, rows of 128 bytes, swizzled, from a
+// place on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), boxes
+// one after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
+//
+//   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
+//   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
+//
+// A product is only asked for, and runs beside the threads: fence_sums() before the first that uses these registers,
+// end_products() behind some, wait_for_products<LATER>() until all but the last LATER such groups are done.
+#pragma once
+
+#include "lib/sm90.cuh"
+
+#if defined(STORAGE_BF16)
+#define WGMMA_TYPES "f32.bf16.bf16"
+#else
+#define WGMMA_TYPES "f32.f16.f16"
+#endif
+
+typedef unsigned long long Matrix;  // descriptor of one in shared memory
+
+// columns: bytes from a box to that of the next 64 columns, read across.
+__device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16) {
+    const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // from 8 rows to the next
+    unsigned place = shared_address(shared) >> 4;
+    if (columns != 16) place &= 0x3fff;  // in a cluster an address has the block's number in front, where columns stand
+    return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
+}
+
+// The same, `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.
+__device__ __forceinline__ Matrix further(Matrix matrix, int bytes) {
+    unsigned low, high;  // apart: the compiler would carry from one into the other
+    asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(matrix));
+    asm("mov.b64 %0, {%1, %2};" : "=l"(matrix) : "r"(low + (bytes >> 4)), "r"(high));
+    return matrix;
+}
+
+__device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LATER>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
+
+// The compiler must not move what uses these registers across this place.
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+// Names of the registers of c in an instruction, and the operands behind them, 8 at a time.
+#define NAMES8(a, b, c, d, e, f, g, h) \
+    "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define NAMES16 NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " NAMES8(8, 9, 10, 11, 12, 13, 14, 15)
+#define NAMES24 NAMES16 ", " NAMES8(16, 17, 18, 19, 20, 21, 22, 23)
+#define NAMES32 NAMES24 ", " NAMES8(24, 25, 26, 27, 28, 29, 30, 31)
+#define NAMES40 NAMES32 ", " NAMES8(32, 33, 34, 35, 36, 37, 38, 39)
+#define NAMES48 NAMES40 ", " NAMES8(40, 41, 42, 43, 44, 45, 46, 47)
+#define NAMES56 NAMES48 ", " NAMES8(48, 49, 50, 51, 52, 53, 54, 55)
+#define NAMES64 NAMES56 ", " NAMES8(56, 57, 58, 59, 60, 61, 62, 63)
+#define NAMES72 NAMES64 ", " NAMES8(64, 65, 66, 67, 68, 69, 70, 71)
+#define NAMES80 NAMES72 ", " NAMES8(72, 73, 74, 75, 76, 77, 78, 79)
+#define NAMES88 NAMES80 ", " NAMES8(80, 81, 82, 83, 84, 85, 86, 87)
+#define NAMES96 NAMES88 ", " NAMES8(88, 89, 90, 91, 92, 93, 94, 95)
+#define NAMES104 NAMES96 ", " NAMES8(96, 97, 98, 99, 100, 101, 102, 103)
+#define NAMES112 NAMES104 ", " NAMES8(104, 105, 106, 107, 108, 109, 110, 111)
+#define NAMES120 NAMES112 ", " NAMES8(112, 113, 114, 115, 116, 117, 118, 119)
+#define NAMES128 NAMES120 ", " NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
+
+#define SUMS8(i)                                                                                             \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
+        "+f"(c[i + 7])
+#define SUMS16 SUMS8(0), SUMS8(8)
+#define SUMS24 SUMS16, SUMS8(16)
+#define SUMS32 SUMS24, SUMS8(24)
+#define SUMS40 SUMS32, SUMS8(32)
+#define SUMS48 SUMS40, SUMS8(40)
+#define SUMS56 SUMS48, SUMS8(48)
+#define SUMS64 SUMS56, SUMS8(56)
+#define SUMS72 SUMS64, SUMS8(64)
+#define SUMS80 SUMS72, SUMS8(72)
+#define SUMS88 SUMS80, SUMS8(80)
+#define SUMS96 SUMS88, SUMS8(88)
+#define SUMS104 SUMS96, SUMS8(96)
+#define SUMS112 SUMS104, SUMS8(104)
+#define SUMS120 SUMS112, SUMS8(112)
+#define SUMS128 SUMS120, SUMS8(120)
+
+// multiply(c, a, b, adds): c += a b, or c = a b unless it adds. N / 2 registers of sums say what N is; behind them come
+// the operands A, B, P (adds) and X (whether B is read across). Of the multiples of 8 that N can be, those that some
+// tile has, and some to try.
+#define PRODUCT(N, COUNT, A, B, P, X)                                                                                \
+    template <bool ACROSS = false>                                                                                   \
+    __device__ __forceinline__ void multiply(float (&c)[COUNT], Matrix a, Matrix b, bool adds) {                     \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES                                       \
+                     " {" NAMES##COUNT "}, %" #A ", %" #B ", p, 1, 1, 0, %" #X ";\n}"                                \
+                     : SUMS##COUNT                                                                                   \
+                     : "l"(a), "l"(b), "r"((int)adds), "n"((int)ACROSS));                                            \
+    }
+
+PRODUCT(32, 16, 16, 17, 18, 19)
+PRODUCT(48, 24, 24, 25, 26, 27)
+PRODUCT(64, 32, 32, 33, 34, 35)
+PRODUCT(80, 40, 40, 41, 42, 43)
+PRODUCT(96, 48, 48, 49, 50, 51)
+PRODUCT(112, 56, 56, 57, 58, 59)
+PRODUCT(128, 64, 64, 65, 66, 67)
+PRODUCT(144, 72, 72, 73, 74, 75)
+PRODUCT(160, 80, 80, 81, 82, 83)
+PRODUCT(176, 88, 88, 89, 90, 91)
+PRODUCT(192, 96, 96, 97, 98, 99)
+PRODUCT(224, 112, 112, 113, 114, 115)
+PRODUCT(256, 128, 128, 129, 130, 131)
+
+// With A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the same
+// 8 columns further. They must stay as they are until the product is done.
+template <bool ACROSS = false>
+__device__ __forceinline__ void multiply(float (&c)[32], const unsigned (&a)[4], Matrix b, bool adds) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {" NAMES32
+                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+                 : SUMS32
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));
+}

@@ -1,0 +1,19 @@
+// Loads of weights, which are read once.
+#pragma once
+#include "lib/storage.cuh"
+
+// As assembly these loads stay where they stand, before activations are waited for; neighbouring threads or blocks
+// need the other sectors of the same 128 bytes soon.
+template <typename Vector>
+__device__ __forceinline__ Vector stream_in(const W* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+    if constexpr (sizeof(Vector) == 16) {
+        Vector v;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.raw.x), "=r"(v.raw.y), "=r"(v.raw.z), "=r"(v.raw.w)
+                     : "l"(from));
+        return v;
+    }
+#endif
+    return Vector::load_once(from);
+}

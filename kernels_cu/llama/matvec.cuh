@@ -1,0 +1,297 @@
+// The product of few rows x with weights W, once through W: two operations a weight and row, so all that counts is that
+// weights never stop coming.
+//
+// Each thread asks for x and then at once for its first MV_UNROLL vectors of weights; x goes to shared memory while
+// they travel, and a vector's registers are filled again as soon as it is used. Two columns go together, a pair: the
+// two that RoPE turns, or one of W1 and the same one of W3.
+//
+//   MV_NK 1   W (N, K), a column of the product is a row in memory: a warp a pair, its lanes along K
+//   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, the other threads the
+//             strip in other rows; their sums meet in shared memory. A block takes one strip, whose pairs are
+//             neighbouring columns, or two (MV_STRIPS), whose pairs are the same place in both
+//
+// Vectors are MV_WIDTH weights, which divide K (NK) or N (KN). A block takes MV_ROWS rows: with more rows, W is read
+// again by other blocks, from the L2 cache at best.
+#pragma once
+#include "lib/common.cuh"
+#include "lib/storage.cuh"
+#include "lib/stream.cuh"
+
+#ifndef MV_NK
+#define MV_NK 1
+#endif
+#ifndef MV_ROWS
+#define MV_ROWS 1
+#endif
+#ifndef MV_WIDTH
+#define MV_WIDTH 4
+#endif
+#ifndef MV_X  // elements of a load of x, residual and gamma; divides K
+#define MV_X 4
+#endif
+#ifndef MV_UNROLL
+#define MV_UNROLL 2
+#endif
+#ifndef MV_THREADS
+#define MV_THREADS 256
+#endif
+#ifndef MV_LANES
+#define MV_LANES 4
+#endif
+#ifndef MV_STRIPS
+#define MV_STRIPS 2
+#endif
+
+constexpr int WARPS = MV_THREADS / 32;
+typedef Vec<W, MV_WIDTH> Weights;
+
+#if MV_NK
+constexpr int STREAMS = 2;              // vectors of weights that are used with the same part of x
+constexpr int STEP = 32 * MV_WIDTH;     // along K, of a warp
+constexpr int PAIRS = WARPS;            // of a block
+#else
+constexpr int STREAMS = MV_STRIPS;
+constexpr int STEP = MV_THREADS / MV_LANES;  // along K, of a block
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns
+constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
+static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
+#endif
+
+// Where x[k] lies in shared memory. NK: a lane reads MV_WIDTH values in turn, as float4, and the lanes' float4 lie side
+// by side, so that no two of them meet in a bank.
+__device__ __forceinline__ int place(int k) {
+    if (!MV_NK || MV_WIDTH <= 4) return k;
+    const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
+    return k - within + e / 4 * 128 + lane * 4 + e % 4;
+}
+
+// The MV_WIDTH values of x from a lane's first one on, x_s + place(k).
+__device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
+    if constexpr (MV_WIDTH < 4) {
+#pragma unroll
+        for (int e = 0; e < MV_WIDTH; ++e) x[e] = x_s[e];
+    } else {
+#pragma unroll
+        for (int e = 0; e < MV_WIDTH; e += 4) {
+            const float4 v = *reinterpret_cast<const float4*>(x_s + e / 4 * 128);
+            x[e] = v.x, x[e + 1] = v.y, x[e + 2] = v.z, x[e + 3] = v.w;
+        }
+    }
+}
+
+// The weights of a thread, always MV_UNROLL steps ahead. k: the first row of W, or place in it, that is this thread's.
+struct Stream {
+    Weights raw[STREAMS][MV_UNROLL];
+    const W* from[STREAMS];
+    const int K, k;
+    const long long row;  // from one k to the next
+
+    __device__ Stream(const W* first, const W* second, int K, int k, long long row) : K(K), k(k), row(row) {
+        from[0] = first;
+        if constexpr (STREAMS == 2) from[1] = second;
+#pragma unroll
+        for (int u = 0; u < MV_UNROLL; ++u) fetch(u, k + u * STEP);
+    }
+
+    __device__ __forceinline__ void fetch(int u, int at) {
+        if (at >= K) return;
+#pragma unroll
+        for (int s = 0; s < STREAMS; ++s) raw[s][u] = stream_in<Weights>(from[s] + at * row);
+    }
+
+    template <typename Use>
+    __device__ __forceinline__ void each(Use use) {  // use(k, weights of every stream)
+        for (int base = k; base < K; base += MV_UNROLL * STEP) {
+#pragma unroll
+            for (int u = 0; u < MV_UNROLL; ++u) {
+                const int at = base + u * STEP;
+                if (at >= K) break;
+                float w[STREAMS][MV_WIDTH];
+#pragma unroll
+                for (int s = 0; s < STREAMS; ++s) raw[s][u].unpack(w[s]);
+                fetch(u, at + MV_UNROLL * STEP);
+                use(at, w);
+            }
+        }
+    }
+};
+
+// MV_X values of x from k on, a multiple of MV_X, to their places: 4 neighbours stay neighbours.
+__device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
+    if constexpr (MV_X < 4) {
+#pragma unroll
+        for (int e = 0; e < MV_X; ++e) x_s[place(k + e)] = v[e];
+    } else {
+#pragma unroll
+        for (int e = 0; e < MV_X; e += 4) {
+            *reinterpret_cast<float4*>(x_s + place(k + e)) = make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]);
+        }
+    }
+}
+
+__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // a row in shared memory
+
+struct Rows {  // those of the block
+    const T* x;         // (M, K), rows x_stride apart
+    const T* residual;  // (M, K) or null
+    const T* gamma;     // (K), or null: no norm
+    T* sum;             // (M, K), x + residual for whoever comes next, or null
+    long long x_stride;
+    int M, K, first;
+
+    __device__ float factor(const float* squares, float eps) const {  // of a row, from its warps' sums
+        if (!gamma) return 1.0f;
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total += squares[w];
+        return rsqrtf(total / K + eps);
+    }
+};
+
+// A thread's next part of a row on its way to shared memory: fetched first and put there later.
+struct Part {
+    static constexpr int VECTORS = 2;
+    static constexpr int STRIDE = MV_THREADS * MV_X;
+    typedef Vec<T, MV_X> Values;
+    Values x[VECTORS], residual[VECTORS], gamma[VECTORS];
+
+    __device__ void fetch(const Rows& rows, long long m, int k) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i, k += STRIDE) {
+            if (k >= rows.K) return;
+            x[i] = Values::load(rows.x + m * rows.x_stride + k);
+            if (rows.residual) residual[i] = Values::load(rows.residual + m * rows.K + k);
+            if (rows.gamma) gamma[i] = Values::load(rows.gamma + k);
+        }
+    }
+
+    // x * gamma into x_s; returns the sum of squares.
+    __device__ float put(const Rows& rows, long long m, int k, float* x_s) const {
+        float square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i, k += STRIDE) {
+            if (k >= rows.K) break;
+            float v[MV_X], other[MV_X];
+            x[i].unpack(v);
+            if (rows.residual) {
+                residual[i].unpack(other);
+#pragma unroll
+                for (int e = 0; e < MV_X; ++e) v[e] = widen(narrow(v[e] + other[e]));
+                if (rows.sum && blockIdx.x == 0) Values::store(rows.sum + m * rows.K + k, v);
+            }
+#pragma unroll
+            for (int e = 0; e < MV_X; ++e) square += v[e] * v[e];
+            if (rows.gamma) {
+                gamma[i].unpack(other);
+#pragma unroll
+                for (int e = 0; e < MV_X; ++e) v[e] *= other[e];
+            }
+            write(v, k, x_s);
+        }
+        return square;
+    }
+};
+
+// x * gamma of the block's rows into shared memory, and each warp's sum of squares. `part` is fetched for row 0.
+__device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_s, float (*squares)[WARPS]) {
+#pragma unroll 1
+    for (int r = 0; r < MV_ROWS; ++r) {
+        const long long m = min(rows.first + r, rows.M - 1);
+        float square = 0.0f;
+        for (int k = threadIdx.x * MV_X; k < rows.K; k += Part::VECTORS * Part::STRIDE) {
+            if (r > 0 || k >= Part::VECTORS * Part::STRIDE) part.fetch(rows, m, k);
+            square += part.put(rows, m, k, x_s + r * padded(rows.K));
+        }
+        square = lanes_sum<32>(square);
+        if (threadIdx.x % 32 == 0) squares[r][threadIdx.x / 32] = square;
+    }
+    __syncthreads();
+}
+
+// Both products of every pair and row of the block, without the row's factor. columns(pair) gives a pair's two columns,
+// of `first` and of `second`; prepare(columns, row) makes an End while weights travel, which is then called with the
+// two products.
+template <typename End, typename Columns, typename Prepare>
+__device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
+                                         float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {
+    float* x_s = reinterpret_cast<float*>(shared);
+    const int K = rows.K, lane = threadIdx.x % 32;
+    Part part;
+    part.fetch(rows, rows.first, threadIdx.x * MV_X);
+#if MV_NK
+    const int pair = blockIdx.x * PAIRS + threadIdx.x / 32;
+    const int2 n = columns(min(pair, pairs - 1));
+    const long long last = min(n.y, N - 1);  // of an odd number of columns, the last goes with itself
+    Stream stream(first + (long long)n.x * K, second + last * K, K, lane * MV_WIDTH, 1);
+    const End end = prepare(n, min(lane, MV_ROWS - 1));
+    put_rows(rows, part, x_s, squares);
+
+    float sum[2][MV_ROWS] = {};
+    stream.each([&](int k, const float (&w)[STREAMS][MV_WIDTH]) {
+#pragma unroll
+        for (int r = 0; r < MV_ROWS; ++r) {
+            float x[MV_WIDTH];
+            read(x_s + r * padded(K) + place(k), x);
+#pragma unroll
+            for (int e = 0; e < MV_WIDTH; ++e) {
+                sum[0][r] += w[0][e] * x[e];
+                sum[1][r] += w[1][e] * x[e];
+            }
+        }
+    });
+#pragma unroll
+    for (int r = 0; r < MV_ROWS; ++r) {
+        const float a = lanes_sum<32>(sum[0][r]), b = lanes_sum<32>(sum[1][r]);
+        if (lane == r && pair < pairs) end(a, b);
+    }
+#else
+    static_assert(PAIRS * MV_ROWS <= MV_THREADS, "a thread for every pair and row of the block");
+    float* parts = x_s + MV_ROWS * padded(K);            // (WARPS, MV_ROWS, MV_STRIPS, STRIP)
+    const int slot = threadIdx.x % MV_LANES * MV_WIDTH;  // of the strip
+    const int2 start = columns(blockIdx.x * PAIRS);      // where the strips begin
+    const bool inside = start.x + slot < N && (MV_STRIPS == 1 || start.y + slot < N);
+    Stream stream(first + start.x + slot, second + start.y + slot, inside ? K : 0, threadIdx.x / MV_LANES, N);
+    const int pair = threadIdx.x % PAIRS, row = threadIdx.x / PAIRS;  // that this thread ends
+    const End end = prepare(columns(min((int)blockIdx.x * PAIRS + pair, pairs - 1)), min(row, MV_ROWS - 1));
+    put_rows(rows, part, x_s, squares);
+
+    float sum[MV_STRIPS][MV_ROWS][MV_WIDTH] = {};
+    stream.each([&](int k, const float (&w)[STREAMS][MV_WIDTH]) {
+#pragma unroll
+        for (int r = 0; r < MV_ROWS; ++r) {
+            const float value = x_s[r * padded(K) + k];
+#pragma unroll
+            for (int s = 0; s < MV_STRIPS; ++s) {
+#pragma unroll
+                for (int e = 0; e < MV_WIDTH; ++e) sum[s][r][e] += w[s][e] * value;
+            }
+        }
+    });
+#pragma unroll
+    for (int r = 0; r < MV_ROWS; ++r) {
+#pragma unroll
+        for (int s = 0; s < MV_STRIPS; ++s) {
+            float* to = parts + ((threadIdx.x / 32 * MV_ROWS + r) * MV_STRIPS + s) * STRIP + slot;
+#pragma unroll
+            for (int e = 0; e < MV_WIDTH; ++e) {
+                float value = sum[s][r][e];
+#pragma unroll
+                for (int distance = 16; distance >= MV_LANES; distance /= 2) {
+                    value += __shfl_xor_sync(0xffffffffu, value, distance);
+                }
+                if (lane < MV_LANES) to[e] = value;
+            }
+        }
+    }
+    __syncthreads();
+    if (row >= MV_ROWS || (int)blockIdx.x * PAIRS + pair >= pairs) return;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float* from = parts + (w * MV_ROWS + row) * MV_STRIPS * STRIP;
+        a += from[MV_STRIPS == 2 ? pair : 2 * pair];
+        b += from[MV_STRIPS == 2 ? STRIP + pair : 2 * pair + 1];
+    }
+    end(a, b);
+#endif
+}

@@ -1,0 +1,195 @@
+// What follows a RMSNorm in Llama, for Hopper: n (M, K) is x normalised, by llama/rmsnorm.cu, and
+//
+//   rmsnorm_matmul_hopper   out = n w, then RoPE on the columns seen as heads     w (K, N), or (N, K) with NORM_W_NK 1
+//   rmsnorm_ffn_hopper      out = silu(n w1) (n w3)                               w1, w3 alike
+//
+// n, w and out are __half or __nv_bfloat16, sums float. gemm.cuh and tile.cuh have the product; new here are
+//
+//   (K, N)    w as the documents have it is read across: boxes of 64 columns, a row of 128 bytes for each k
+//   RoPE      a pair of neighbouring columns is in one thread. Their frequency is computed once for a tile's rows
+//   two w     half of a tile's columns are w1's, the same of w3 lie beside them. A thread has both sums of an output
+//
+// The weights' first slices are on their way while llama/rmsnorm.cu runs (lib/overlap.cuh). Tiles go down the rows first: what w
+// has for them is read once from memory.
+//
+// On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
+// silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
+//
+// M is free, N and K are multiples of 8, all arrays start on 16 bytes. Positions are start + m % seq_len.
+//
+// Maps: n, boxes (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns are GEMM_N, or with
+// two w half of GEMM_GROUP_N; as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64, GEMM_CHUNK). grid, block: gemm.cuh.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
+#define STORAGE_FP16
+#endif
+#ifndef GEMM_N
+#define GEMM_N 128
+#endif
+#ifndef GEMM_GROUP_N
+#define GEMM_GROUP_N 128
+#endif
+#define GEMM_DOWN 1
+#include "llama/rotation.cuh"
+#include "matmul/hopper_tile.cuh"
+
+#ifndef NORM_W_NK
+#define NORM_W_NK 0
+#endif
+#ifndef NORM_TURNS  // whether there is RoPE
+#define NORM_TURNS 1
+#endif
+
+struct Rest {  // of shared memory, behind the ring, the chunks and the received sums
+    Pair frequencies[CONSUMERS][PART_N / 2];  // of a group's pairs of columns
+    Barriers barriers;
+};
+
+// How many columns of one w lie beside each other in a slice, and whether the tile can be made of such.
+template <int MATRICES>
+struct Columns {
+    static constexpr int BESIDE = MATRICES == 1 ? GEMM_N : GEMM_GROUP_N / 2;
+    static constexpr int OUT = PART_N / MATRICES;  // that a group finishes
+    static constexpr bool POSSIBLE = BESIDE % (NORM_W_NK ? 8 * GEMM_SHARES : 64) == 0 && OUT % GEMM_CHUNK == 0 &&
+                                     (MATRICES == 1 || GEMM_SPLITS == 1);
+};
+
+template <int MATRICES>
+__device__ __forceinline__ void load_columns(const Work& at, int slice, int column, char* to, Barrier& full,
+                                             const TensorMap* const (&w)[MATRICES]) {
+    constexpr int BESIDE = Columns<MATRICES>::BESIDE, ROWS = NORM_W_NK ? BESIDE : SLICE;
+    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // row of a box that this block loads
+    column /= MATRICES;
+    for (int n = 0; n < GEMM_N; n += MATRICES * BESIDE, column += BESIDE) {
+#pragma unroll
+        for (int i = 0; i < MATRICES; ++i, to += BESIDE * ROW_BYTES) {
+            if constexpr (NORM_W_NK) {
+                load_w_box(to + first * ROW_BYTES, *w[i], full, slice * SLICE, column + first, 0);
+            } else {
+                for (int box = 0; box < BESIDE / 64; ++box) {
+                    load_w_box(to + box * BOX_BYTES + first * ROW_BYTES, *w[i], full, column + 64 * box,
+                               slice * SLICE + first, 0);
+                }
+            }
+        }
+    }
+}
+
+struct Turn {  // RoPE: position of a row, exponent of theta (llama/rotation.cuh)
+    int seq_len, head_dim, start;
+    float step, step_low;
+};
+
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+
+// The whole of both kernels.
+template <int MATRICES>
+__device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (&w)[MATRICES], const TensorMap& out,
+                                    int M, int N, int K, const Turn& turn) {
+    constexpr bool TURNS = NORM_TURNS && MATRICES == 1;
+    extern __shared__ char unaligned[];
+    char* const ring = align_1024(unaligned);
+    char* const buffers = ring + GEMM_STAGES * STAGE_BYTES;
+    char* const received = buffers + CONSUMERS * BUFFERS * CHUNK_BYTES;
+    Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
+    Barriers& barriers = rest.barriers;
+
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(n);
+        for (const TensorMap* map : w) prefetch(*map);
+        barriers.start();
+    }
+    start_block();
+
+    Work at(M, MATRICES * N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
+    if (uniform(threadIdx.x / GROUP) == 0) {
+        run_producer([&] {
+            produce(ring, barriers, n, at, [&](int slice, int column, char* to, Barrier& full) {
+                load_columns<MATRICES>(at, slice, column, to, full, w);
+            });
+        });
+        return;
+    }
+    take_registers<240>();
+    const Group group;
+    Pair* const frequencies = rest.frequencies[group.index];
+    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    unsigned count = 0;
+    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
+        if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
+        const int row = at.row() + group.row;
+        const int column = (at.column() + group.column) / MATRICES + (GEMM_SPLITS > 1 ? at.rank * PART_N : 0);
+        for (int c = group.thread; MATRICES == 1 && c < PART_N / 2; c += GROUP) {
+            const int pair = TURNS ? (column + 2 * c) % turn.head_dim / 2 : 0;
+            frequencies[c] = TURNS ? frequency(pair, turn.step, turn.step_low) : Pair{-0.0f, -0.0f};
+        }
+        if (i < CONSUMERS) wait_for_previous();
+        Sums sums;
+        wait_for_turn(barriers, group, i);
+        multiply_tile<!NORM_W_NK>(sums, ring, barriers, group, count, at.last - at.first);
+        group.sync();  // the frequencies are there
+#if GEMM_SPLITS == 1
+        const Finals& finals = sums;
+#else
+        Finals finals;
+        combine(sums, finals, received, barriers.sums[group.index], group, at.rank);
+#endif
+        int positions[BLOCKS_M][2];
+#pragma unroll
+        for (int j = 0; TURNS && j < 2 * BLOCKS_M; ++j) {
+            const int m = row + j / 2 * 64 + group.warp * 16 + j % 2 * 8 + group.lane / 4;
+            positions[j / 2][j % 2] = turn.start + m % turn.seq_len;
+        }
+        chunks.store<Columns<MATRICES>::OUT>(
+            [&](int m, int block, int half, float (&v)[2]) {
+                const float* first = finals[m] + 4 * block + 2 * half;
+                if (MATRICES == 2) {
+                    const float* second = first + Columns<2>::BESIDE / 2;
+                    v[0] = silu(first[0]) * second[0], v[1] = silu(first[1]) * second[1];
+                    return;
+                }
+                const Pair by = frequencies[4 * block + group.lane % 4];
+                if (TURNS) {
+                    const Rotation r = rotation(half_turns(positions[m][half]), by);
+                    v[0] = first[0] * r.cos - first[1] * r.sin, v[1] = first[0] * r.sin + first[1] * r.cos;
+                } else {  // nothing is added: at a mere sum the compiler would look too soon, and serialise wgmma
+                    v[0] = first[0] + by.high, v[1] = first[1] + by.low;
+                }
+            },
+            out, out, row, column);
+        if (MATRICES == 1) group.sync();  // and done with
+    }
+    if (group.thread == 0) wait_for_reads<0>();
+    end_block();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_hopper(
+    const __grid_constant__ TensorMap n,    // (1, M, K)
+    const __grid_constant__ TensorMap w,    // (1, K, N), or (1, N, K) with NORM_W_NK 1
+    const __grid_constant__ TensorMap out,  // (1, M, N)
+    int M, int N, int K, int seq_len,
+    int head_dim,  // even; not read with NORM_TURNS 0
+    int start, float step, float step_low) {
+    if constexpr (Columns<1>::POSSIBLE) {
+        const TensorMap* const one[1] = {&w};
+        run<1>(n, one, out, M, N, K, {seq_len, head_dim, start, step, step_low});
+    } else {
+        asm("trap;");
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_ffn_hopper(
+    const __grid_constant__ TensorMap n,    // (1, M, K)
+    const __grid_constant__ TensorMap w1,   // (1, K, N), or (1, N, K) with NORM_W_NK 1
+    const __grid_constant__ TensorMap w3,   // as w1
+    const __grid_constant__ TensorMap out,  // (1, M, N)
+    int M, int N, int K) {
+    if constexpr (Columns<2>::POSSIBLE) {
+        const TensorMap* const both[2] = {&w1, &w3};
+        run<2>(n, both, out, M, N, K, {});
+    } else {
+        asm("trap;");
+    }
+}

@@ -1,0 +1,285 @@
+// What matmul/decode.cu multiplies weights with: its constants, and rows of x on their way to registers, as they are
+// or, with LM_NORM, their LayerNorm: mean, then the variance around it.
+//
+// Rows lie in shared memory, but for one alone that is taken as it is: each thread's part of it comes straight to the
+// registers it is multiplied from.
+#pragma once
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/storage.cuh"
+
+#ifndef LM_K
+#define LM_K 768
+#endif
+#ifndef LM_NORM
+#define LM_NORM 1
+#endif
+#ifndef LM_ROWS
+#define LM_ROWS 1
+#endif
+#ifndef LM_TOGETHER  // rows that are multiplied at a time: code is short, and weights are widened half as often
+#define LM_TOGETHER (LM_ROWS > 1 ? 2 : 1)
+#endif
+#ifndef LM_WIDTH  // weights of a load
+#define LM_WIDTH 4
+#endif
+#ifndef LM_SPLIT
+#define LM_SPLIT 3
+#endif
+#ifndef LM_STEPS
+#define LM_STEPS 2
+#endif
+#ifndef LM_COLUMNS
+#define LM_COLUMNS 6
+#endif
+#ifndef LM_GROUPS
+#define LM_GROUPS 3
+#endif
+#ifndef LM_LOOP
+#define LM_LOOP 0
+#endif
+#ifndef LM_BLOCKS  // that an SM has room for, the next kernel's among them
+#define LM_BLOCKS 1
+#endif
+#ifndef LM_X  // values of a load of x, gamma and beta
+#define LM_X 4
+#endif
+constexpr int WARPS = LM_GROUPS * LM_SPLIT;
+constexpr int THREADS = 32 * WARPS;
+constexpr int UNIT = 32 * LM_WIDTH;
+constexpr int STEP = UNIT * LM_SPLIT;
+constexpr int CHUNK = STEP * LM_STEPS;           // of K, in flight at once
+constexpr int CHUNKS = (LM_K + CHUNK - 1) / CHUNK;
+constexpr int PADDED = CHUNKS * CHUNK;           // a row in shared memory, zeros behind K
+constexpr int OWN = CHUNKS * LM_STEPS;           // vectors of a row that a thread multiplies
+constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // of a block
+constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums of a thread at a time
+constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of a row that a thread brings
+constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row, in the threads' registers
+constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // values that lie side by side for a lane
+typedef Vec<W, LM_WIDTH> Weights;
+typedef Vec<float, LM_X> Values;
+static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
+static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
+
+// Where a row's k lies in shared memory: a lane reads LM_WIDTH values as float4, and the lanes' float4 lie side by
+// side, so that no two of them meet in a bank. 4 neighbours stay neighbours.
+__device__ __forceinline__ int place(int k) {
+    if (LM_WIDTH <= 4) return k;
+    const int within = k % UNIT, lane = within / LM_WIDTH, e = within % LM_WIDTH;
+    return k - within + e / 4 * 128 + lane * 4 + e % 4;
+}
+
+template <int N>
+__device__ __forceinline__ void write(const float (&v)[N], float* to) {
+    if constexpr (N == 4) {
+        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    } else {
+#pragma unroll
+        for (int e = 0; e < N; ++e) to[e] = v[e];
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void read(float (&v)[N], const float* from) {
+    if constexpr (N == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    } else {
+#pragma unroll
+        for (int e = 0; e < N; ++e) v[e] = from[e];
+    }
+}
+
+__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // its place in the row
+
+// Where vector i of a thread's part of a row begins, in the row and in shared memory.
+__device__ __forceinline__ int own_at(int i) {
+    return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * LM_WIDTH;
+}
+__device__ __forceinline__ int own_place(int i) {
+    return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * PIECE;
+}
+
+__device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const float* row) {
+#pragma unroll
+    for (int e = 0; e < LM_WIDTH; e += PIECE) {
+        float piece[PIECE];
+        read(piece, row + own_place(i) + e / 4 * 128);
+#pragma unroll
+        for (int j = 0; j < PIECE; ++j) v[e + j] = piece[j];
+    }
+}
+
+__device__ __forceinline__ void zeros_behind(float* row) {  // by any number of threads: all write the same
+    if constexpr (PADDED > LM_K) {
+        for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
+    }
+}
+
+// Calls use(k) for a lane's share of a row.
+template <typename Use>
+__device__ __forceinline__ void each_of_lane(Use use) {
+#pragma unroll 6
+    for (int i = 0; i < (LM_K + 32 * LM_X - 1) / (32 * LM_X); ++i) {
+        const int k = (i * 32 + threadIdx.x % 32) * LM_X;
+        if (LM_K % (32 * LM_X) && k >= LM_K) break;
+        use(k);
+    }
+}
+
+struct Statistics {  // of a row
+    float mean, rstd;
+
+    // By a warp, from shared memory: the same bits whichever warp it is.
+    __device__ __forceinline__ Statistics(const float* row, float eps) {
+        const auto average = [&](float around, bool squares) {
+            float sum[LM_X] = {};
+            each_of_lane([&](int k) {
+                float v[LM_X];
+                read(v, row + place(k));
+#pragma unroll
+                for (int e = 0; e < LM_X; ++e) sum[e] += squares ? (v[e] - around) * (v[e] - around) : v[e];
+            });
+#pragma unroll
+            for (int e = 1; e < LM_X; ++e) sum[0] += sum[e];
+            return lanes_sum<32>(sum[0]) / LM_K;
+        };
+        mean = average(0.0f, false);
+        rstd = rsqrtf(average(mean, true) + eps);
+    }
+
+    __device__ __forceinline__ float of(float x, float gamma, float beta) const {
+        return fmaf((x - mean) * rstd, gamma, beta);
+    }
+};
+
+// A block's rows of x (M, K), as they are or with LM_NORM their LayerNorm.
+struct Rows {
+    static constexpr bool HELD = FITS && !LM_NORM;
+    static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // of shared memory
+    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // of gamma and beta, before the wait
+    const float* x;
+    const float* gamma;
+    const float* beta;
+    float eps;
+    int M, first;
+    Values early[2][EARLY];
+
+    // What no kernel writes: it may take its time, so nobody waits for it here.
+    __device__ __forceinline__ void prefetch() {
+#pragma unroll
+        for (int i = 0; i < (LM_NORM ? EARLY : 0); ++i) {
+            const int k = min(share(i), LM_K - LM_X);
+            early[0][i] = Values::load(gamma + k), early[1][i] = Values::load(beta + k);
+        }
+    }
+
+    // gamma and beta to shared memory, behind the rows.
+    __device__ __forceinline__ void put_gamma_beta(float* x_s) const {
+        float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
+#pragma unroll
+        for (int i = 0; i < SHARES; ++i) {
+            const int k = share(i);
+            if (k >= LM_K) break;
+            float g[LM_X], b[LM_X];
+            (i < EARLY ? early[0][i < EARLY ? i : 0] : Values::load(gamma + k)).unpack(g);
+            (i < EARLY ? early[1][i < EARLY ? i : 0] : Values::load(beta + k)).unpack(b);
+            write(g, gamma_s + place(k)), write(b, beta_s + place(k));
+        }
+        zeros_behind(gamma_s), zeros_behind(beta_s);
+    }
+
+    __device__ __forceinline__ void bring(float* x_s, float (&held)[OWN][LM_WIDTH]) const {
+        if constexpr (HELD) {
+            straight(held);
+        } else {
+            LM_NORM ? normalised(x_s) : plain(x_s);
+            __syncthreads();
+        }
+    }
+
+    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
+
+    __device__ __forceinline__ void straight(float (&held)[OWN][LM_WIDTH]) const {
+        constexpr int PART = LM_X < PIECE ? LM_X : PIECE;
+        typedef Vec<float, PART> Some;
+        Some loaded[OWN][LM_WIDTH / PART];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+#pragma unroll
+            for (int e = 0; e < LM_WIDTH / PART; ++e) {
+                loaded[i][e] = {};
+                const float* from = row(0) + own_at(i) + e * PART;
+                if (PADDED == LM_K || own_at(i) < LM_K) {
+                    loaded[i][e] = load_fresh<float, PART>(from);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+#pragma unroll
+            for (int e = 0; e < LM_WIDTH / PART; ++e) {
+                float v[PART];
+                loaded[i][e].unpack(v);
+#pragma unroll
+                for (int j = 0; j < PART; ++j) held[i][e * PART + j] = v[j];
+            }
+        }
+    }
+
+    // All threads bring all rows, several loads of each thread on their way.
+    __device__ __forceinline__ void plain(float* x_s) const {
+        constexpr int LOADS = SHARES * LM_ROWS, BATCH = LOADS < 8 ? LOADS : 8;
+#pragma unroll 1
+        for (int at = 0; at < LOADS; at += BATCH) {
+            Values v[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int k = share((at + i) / LM_ROWS), r = (at + i) % LM_ROWS;
+                if (k < LM_K && at + i < LOADS) v[i] = load_fresh<float, LM_X>(row(r) + k);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int k = share((at + i) / LM_ROWS), r = (at + i) % LM_ROWS;
+                float values[LM_X];
+                v[i].unpack(values);
+                if (k < LM_K && at + i < LOADS) write(values, x_s + r * PADDED + place(k));
+            }
+        }
+        for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
+    }
+
+    // A warp brings a row and makes its LayerNorm: a lane touches its own values alone, so that no barrier is needed.
+    __device__ __forceinline__ void normalised(float* x_s) const {
+        const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
+#pragma unroll 1
+        for (int r = threadIdx.x / 32; r < (LM_ROWS + WARPS - 1) / WARPS * WARPS; r += WARPS) {
+            const float* from = row(r);
+            float* to = x_s + r * PADDED;
+            if (r < LM_ROWS) {
+                each_of_lane([&](int k) {
+                    float v[LM_X];
+                    load_fresh<float, LM_X>(from + k).unpack(v);
+                    write(v, to + place(k));
+                });
+            }
+            if (r < WARPS) {
+                put_gamma_beta(x_s);
+                __syncthreads();
+            }
+            if (r >= LM_ROWS) break;
+            const Statistics of(to, eps);
+            each_of_lane([&](int k) {
+                float v[LM_X], g[LM_X], b[LM_X];
+                read(v, to + place(k)), read(g, gamma_s + place(k)), read(b, beta_s + place(k));
+#pragma unroll
+                for (int e = 0; e < LM_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
+                write(v, to + place(k));
+            });
+            if constexpr (PADDED > LM_K) {
+                for (int k = LM_K + threadIdx.x % 32; k < PADDED; k += 32) to[place(k)] = 0.0f;
+            }
+        }
+    }
+};

@@ -1,0 +1,150 @@
+// GEMM for Hopper: TMA, wgmma, warp specialisation, a persistent grid.
+//
+//   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
+//
+// a and w are __half or __nv_bfloat16, sums float, out the same as a or float. gemm.cuh says how a block is organised.
+// The K of an output are added up in the same order whatever the tile, so a row has the same bits in any batch. The
+// exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a tile's K, tell each other
+// their sums through shared memory, and each finishes a part of the columns.
+//
+// On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in those runs: 60.7):
+//
+//   two warpgroups share tiles of 128x192, a ring of four slices, a persistent grid    63.4
+//   each has tiles of its own: one's epilogue runs while the other multiplies          55.3
+//   two blocks load their common rows of w together (GEMM_SHARES 2)                    54.0
+//   the place of a tile computed once for it, not for each slice that is loaded        51.7 (cuBLAS then: 65.1)
+//
+// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out: the copy engine has read an
+// element before it is told to write it.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
+#define STORAGE_BF16
+#endif
+#include "lib/fast.cuh"
+#include "matmul/hopper_tile.cuh"
+
+#ifndef GEMM_FLOAT_OUT  // out and residual are float
+#define GEMM_FLOAT_OUT 0
+#endif
+
+struct Rest {  // of shared memory, behind the ring, the chunks and the received sums
+    float bias[CONSUMERS][PART_N];
+    Barriers barriers;
+};
+
+__device__ __forceinline__ float finished(float sum, float bias) {
+    return GEMM_GELU ? gelu_fast(sum + bias) : sum + bias;
+}
+
+// float: pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Several residuals are asked for at once:
+// the compiler does not know that the stores in front of a load write elsewhere.
+__device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
+                                            const float* residual, float* out, int first_row, int first_column, int M,
+                                            int N) {
+    constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
+    constexpr int AT_ONCE = BLOCKS_M > 1 ? 1 : PART_N <= 96 ? BLOCKS : 4;  // as registers are left
+    const int lane_column = first_column + 2 * (group.lane % 4);
+    const int lane_row = first_row + group.warp * 16 + group.lane / 4;
+#pragma unroll
+    for (int first = 0; first < BLOCKS; first += AT_ONCE) {
+        float2 r[AT_ONCE][HALVES];
+        if (GEMM_RESIDUAL) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half) {
+                    const int column = lane_column + 8 * (first + i), row = lane_row + half / 2 * 64 + half % 2 * 8;
+                    const bool there = first + i < BLOCKS && column < N && row < M;
+                    const float2* at = reinterpret_cast<const float2*>(residual + (long long)row * N + column);
+                    r[i][half] = there ? __ldcg(at) : float2{0.0f, 0.0f};
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= BLOCKS) break;
+            const int column = lane_column + 8 * (first + i);
+            if (column >= N) continue;
+            const float2 b = pair_at(bias, 8 * (first + i) + 2 * (group.lane % 4));
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                const int row = lane_row + half / 2 * 64 + half % 2 * 8;
+                if (row >= M) continue;
+                const float* sum = sums[half / 2] + 4 * (first + i) + half % 2 * 2;
+                float2 y = {finished(sum[0], b.x), finished(sum[1], b.y)};
+                if (GEMM_RESIDUAL) y.x += r[i][half].x, y.y += r[i][half].y;
+                *reinterpret_cast<float2*>(out + (long long)row * N + column) = y;
+            }
+        }
+    }
+    group.sync();  // the biases are done with
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_hopper(
+    const __grid_constant__ TensorMap a,         // (1, M, K)
+    const __grid_constant__ TensorMap w,         // (1, N, K)
+    const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
+    const __grid_constant__ TensorMap out,       // (1, M, N)
+    const float* __restrict__ bias,              // (N) or null
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT these instead of the maps
+    float* out_float,                            // (M, N)
+    int M, int N, int K) {
+    extern __shared__ char unaligned[];
+    char* const ring = align_1024(unaligned);
+    char* const buffers = ring + GEMM_STAGES * STAGE_BYTES;
+    char* const received = buffers + (GEMM_FLOAT_OUT ? 0 : CONSUMERS * BUFFERS * CHUNK_BYTES);
+    Rest& rest = *reinterpret_cast<Rest*>(received + RECEIVED_BYTES);
+    Barriers& barriers = rest.barriers;
+
+    let_next_start();
+    if (threadIdx.x == 0) {
+        prefetch(a), prefetch(w);
+        barriers.start();
+    }
+    start_block();
+
+    Work at(M, N, K, CLUSTER > 1 ? rank_in_cluster() : 0);
+    if (uniform(threadIdx.x / GROUP) == 0) {
+        run_producer([&] { produce(ring, barriers, a, w, at); });
+        return;
+    }
+    take_registers<240>();
+    const Group group;
+    float* const own_bias = rest.bias[group.index];
+    Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
+    wait_for_previous();
+    unsigned count = 0;
+    for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
+        if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
+        const int row = at.row() + group.row;
+        const int column = at.column() + group.column + (GEMM_SPLITS > 1 ? at.rank * PART_N : 0);
+        if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(residual, 0, BUFFERS, row, column);
+        for (int c = group.thread; c < PART_N; c += GROUP) {
+            own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
+        }
+        Sums sums;
+        wait_for_turn(barriers, group, i);
+        multiply_tile(sums, ring, barriers, group, count, at.last - at.first);
+        group.sync();  // the biases are there
+#if GEMM_SPLITS == 1
+        const Finals& finals = sums;
+#else
+        Finals finals;
+        combine(sums, finals, received, barriers.sums[group.index], group, at.rank);
+#endif
+        if (GEMM_FLOAT_OUT) {
+            store_float(finals, group, own_bias, residual_float, out_float, row, column, M, N);
+        } else {
+            chunks.store<PART_N>(
+                [&](int m, int block, int half, float (&v)[2]) {
+                    const float2 b = pair_at(own_bias, 8 * block + 2 * (group.lane % 4));
+                    const float* sum = finals[m] + 4 * block + 2 * half;
+                    v[0] = finished(sum[0], b.x), v[1] = finished(sum[1], b.y);
+                },
+                residual, out, row, column);
+        }
+    }
+    if (group.thread == 0) wait_for_reads<0>();
+    end_block();
+}

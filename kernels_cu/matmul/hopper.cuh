@@ -1,0 +1,245 @@
+// What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of
+// gemm.cu, gemm_split.cu and llama/rmsnorm_matmul.cu, which set the constants below where others suit them better.
+//
+// A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of
+// a and w, into a ring in shared memory; the other two multiply:
+//
+//   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: both have done with it
+//   group 1  tile 0 multiply | epilogue | tile 2 multiply ...
+//   group 2                    tile 1 multiply | epilogue | tile 3 multiply ...
+//
+// Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
+// more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
+// have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
+// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in gemm_split.cu).
+//
+// a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
+// (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
+// grid: a cluster for every tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS the former.
+// block (THREADS). Dynamic shared memory, from a multiple of 1024 on: the ring, chunks on their way out, received sums,
+// the kernel's Rest; gpt2block/operations/_hopper_gemm.py counts it.
+#pragma once
+
+#include "lib/sm90_wgmma.cuh"
+
+#ifndef GEMM_PARTS
+#define GEMM_PARTS 1
+#endif
+#ifndef GEMM_M  // tile
+#define GEMM_M 128
+#endif
+#ifndef GEMM_A_ROWS  // of a tile that are loaded, where a has no more
+#define GEMM_A_ROWS GEMM_M
+#endif
+#ifndef GEMM_N
+#define GEMM_N 192
+#endif
+#ifndef GEMM_GROUP_M  // what one warpgroup has of a tile: all of it, or half
+#define GEMM_GROUP_M 128
+#endif
+#ifndef GEMM_GROUP_N
+#define GEMM_GROUP_N 192
+#endif
+#ifndef GEMM_STAGES
+#define GEMM_STAGES 4
+#endif
+#ifndef GEMM_SPLITS  // of K, each in a block of its own; at most as many as there are slices
+#define GEMM_SPLITS 1
+#endif
+#ifndef GEMM_SHARES
+#define GEMM_SHARES 1
+#endif
+#ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, dividing GEMM_GROUP_N / GEMM_SPLITS
+#define GEMM_CHUNK 64
+#endif
+#ifndef GEMM_DOWN  // tiles below each other come one after the other, not those beside each other
+#define GEMM_DOWN 0
+#endif
+#ifndef GEMM_GELU
+#define GEMM_GELU 0
+#endif
+#ifndef GEMM_RESIDUAL
+#define GEMM_RESIDUAL 0
+#endif
+
+constexpr int SLICE = 64, ROW_BYTES = 128;  // of K
+constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
+constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
+constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
+constexpr int A_BYTES = GEMM_M * ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
+constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, then w's
+constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
+constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
+constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
+constexpr int BUFFERS = 2;  // chunks of a group on their way out
+constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums of the other splits
+
+static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
+static_assert(GEMM_CHUNK == 16 || GEMM_CHUNK == 32 || GEMM_CHUNK == 64, "the copy engine swizzles 32, 64 or 128 bytes");
+static_assert(PART_N % GEMM_CHUNK == 0 && GEMM_GROUP_N % GEMM_SPLITS == 0, "whole chunks");
+static_assert(GEMM_GROUP_M % 64 == 0 && GEMM_A_ROWS % 8 == 0 && GEMM_A_ROWS <= GEMM_M, "whole wgmmas, whole swizzles");
+static_assert(GEMM_N % (8 * GEMM_SHARES) == 0, "each block's part of w starts on 1024 bytes");
+static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
+
+struct Barriers {
+    Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
+    Barrier residual[CONSUMERS][BUFFERS];
+    Barrier turn[CONSUMERS];  // of a group to multiply
+    Barrier sums[CONSUMERS];  // of the other splits
+
+    __device__ void start() {  // by one thread
+        for (int i = 0; i < GEMM_STAGES; ++i) {
+            init(full[i], 1);
+            init(empty[i], GEMM_SHARES * GROUPS * (GROUP / 32));
+        }
+        for (int i = 0; i < CONSUMERS; ++i) {
+            for (int j = 0; j < BUFFERS; ++j) init(residual[i][j], 1);
+            init(turn[i], GROUP / 32);
+            init(sums[i], 1);
+        }
+        fence_inits();
+    }
+};
+
+// Where a block is in its work: the tiles it multiplies, one after the other.
+struct Work {
+    const int rank, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
+    int tile;
+
+    __device__ Work(int M, int N, int K, int rank)
+        : rank(rank), tiles_n((N + GEMM_N - 1) / GEMM_N),
+          tiles((M + GEMM_SHARES * GEMM_M - 1) / (GEMM_SHARES * GEMM_M) * tiles_n),
+          first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
+          last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER) {}
+
+    // Those of the first `parts` splits; where numbers have two parts, an even number: beyond K there are zeros.
+    static __device__ int slices(int K, int parts) {
+        const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
+        return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
+    }
+
+    __device__ bool left() const { return tile < tiles; }
+    __device__ void next() { tile += gridDim.x / CLUSTER; }
+    __device__ int row() const {
+        const int below = GEMM_DOWN ? tile % (tiles / tiles_n) : tile / tiles_n;
+        return (below * GEMM_SHARES + (GEMM_SHARES > 1 ? rank : 0)) * GEMM_M;
+    }
+    __device__ int column() const { return (GEMM_DOWN ? tile / (tiles / tiles_n) : tile % tiles_n) * GEMM_N; }
+};
+
+// A box of w for the block, or for all of its cluster.
+__device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier& full, int x, int y, int z) {
+    if (GEMM_SHARES > 1) {
+        load_box_for((1 << GEMM_SHARES) - 1, to, w, full, x, y, z);
+    } else {
+        load_box(to, w, full, x, y, z);
+    }
+}
+
+// Asks for all slices of the block's tiles, as places in the ring become free. By one thread; load_w(slice, column, to,
+// full) asks for a slice of w. Between slices this thread has no time to lose: 250 ns with a division in there, which
+// was more than small tiles take to multiply.
+template <typename LoadW>
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
+                                        const LoadW& load_w) {
+    const auto load_slice = [&](int slice, int column, int stage) {
+        arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
+        load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
+    };
+    int stage = 0;  // weights were there before the kernel whose end is waited for
+    for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
+        const int column = at.column();
+        for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) load_slice(slice, column, stage++);
+    }
+    int row = work.row(), column = work.column();
+    wait_for_previous();
+    unsigned round = stage = 0;
+    for (Work at = work; at.left(); at.next(), row = at.row(), column = at.column()) {
+        for (int slice = at.first; slice < at.last; ++slice) {
+            if (round > 0) {
+                wait(barriers.empty[stage], (round - 1) & 1, "empty");
+                load_slice(slice, column, stage);
+            }
+            for (int part = 0; part < GEMM_PARTS; ++part) {
+                char* to = ring + stage * STAGE_BYTES + part * A_BYTES;
+                load_box(to, a, barriers.full[stage], slice * SLICE, row, part);
+            }
+            if (++stage == GEMM_STAGES) stage = 0, ++round;
+        }
+    }
+}
+
+__device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const TensorMap& w,
+                                        const Work& work) {
+    produce(ring, barriers, a, work, [&](int slice, int column, char* to, Barrier& full) {
+        const int first = GEMM_SHARES > 1 ? work.rank * (GEMM_N / GEMM_SHARES) : 0;
+        for (int part = 0; part < GEMM_PARTS; ++part) {
+            load_w_box(to + part * W_BYTES + first * ROW_BYTES, w, full, slice * SLICE, column + first, part);
+        }
+    });
+}
+
+// Behind barriers.start().
+__device__ __forceinline__ void start_block() {
+    __syncthreads();
+    if (CLUSTER > 1) arrive_in_cluster();
+    if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, when there are sums to send
+}
+
+// What every warp does last.
+__device__ __forceinline__ void end_block() {
+    __syncwarp();
+    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+}
+
+// The warpgroup that loads, from its beginning to its end. It leaves registers to those that multiply.
+template <typename Produce>
+__device__ __forceinline__ void run_producer(const Produce& produce) {
+    give_registers<24>();
+    if (threadIdx.x / 32 == 0 && elect_one()) produce();
+    end_block();
+    if (GEMM_SPLITS > 1) wait_for_cluster();  // who has arrived does
+}
+
+struct Group {  // of consumers
+    const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
+    const int warp = thread / 32, lane = thread % 32;
+    // Of the tile, where both share it.
+    const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
+    const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
+
+    __device__ void sync() const { sync_threads(1 + index, GROUP); }
+};
+
+// Slice `count` of all that the block takes, when it has arrived: a's place in it, where w follows.
+__device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
+    const int stage = count % GEMM_STAGES;
+    wait(barriers.full[stage], count / GEMM_STAGES & 1, "full");
+    return ring + stage * STAGE_BYTES;
+}
+
+// A warp has done with a slice.
+__device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
+    Barrier& empty = barriers.empty[count % GEMM_STAGES];
+    if (GEMM_SHARES > 1) {
+        if (group.lane < GEMM_SHARES) arrive_at(empty, group.lane);
+    } else {
+        if (group.lane == 0) arrive(empty);
+    }
+}
+
+// A barrier tells two phases from each other, no more: before a group looks at the ring for its tile number `tile`, of
+// both groups' tiles, it has to know that the other's slices have come.
+__device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Group& group, int tile) {
+    if (GROUPS == 1 && tile > 0) wait(barriers.turn[group.index], (tile - 1) / CONSUMERS & 1, "turn");
+}
+
+__device__ __forceinline__ void give_turn(Barriers& barriers, const Group& group) {
+    if (GROUPS == 1 && group.lane == 0) arrive(barriers.turn[1 - group.index]);
+}
+
+__device__ __forceinline__ float2 pair_at(const float* from, int i) {
+    return *reinterpret_cast<const float2*>(from + i);
+}
+
+__device__ __forceinline__ char* align_1024(char* p) { return p + (1024 - shared_address(p) % 1024) % 1024; }

@@ -1,0 +1,168 @@
+// A tile of 16-bit numbers: its products, the sums of several splits of K, and how a group stores its outputs. Part of
+// gemm.cu and llama/rmsnorm_matmul.cu, behind gemm.cuh.
+#pragma once
+
+#include "lib/storage.cuh"
+#include "matmul/hopper.cuh"
+
+constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // of 64 columns of w as (K, N)
+
+static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
+
+typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
+typedef float Finals[BLOCKS_M][PART_N / 2];      // of it, for the columns that its group finishes
+
+// The sums of a tile, from the ring's slices from `count` on. ACROSS: w lies as (K, N).
+template <bool ACROSS = false>
+__device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
+                                              unsigned count, int slices) {
+    for (int k = 0; k < slices; ++k, ++count) {
+        const char* from = arrived(ring, barriers, count);
+        if (k == slices - 1) give_turn(barriers, group);
+        const Matrix a = matrix_at(from + group.row * ROW_BYTES);
+        const int first = ACROSS ? group.column / 64 * BOX_BYTES + group.column % 64 * 2 : group.column * ROW_BYTES;
+        const Matrix w = matrix_at(from + A_BYTES + first, ACROSS ? BOX_BYTES : 16);
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        fence_sums();
+#pragma unroll
+        for (int step = 0; step < SLICE / 16; ++step) {
+#pragma unroll
+            for (int m = 0; m < BLOCKS_M; ++m) {
+                multiply<ACROSS>(sums[m], further(a, m * 64 * ROW_BYTES + 32 * step),
+                                 further(w, (ACROSS ? 16 * ROW_BYTES : 32) * step), k > 0 || step > 0);
+            }
+        }
+        end_products();
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+        if (k > 0) {
+            wait_for_products<1>();
+            release(barriers, group, count - 1);
+        }
+    }
+    wait_for_products<0>();
+#pragma unroll
+    for (int m = 0; m < BLOCKS_M; ++m) pin(sums[m]);
+    release(barriers, group, count - 1);
+}
+
+// The sums of all splits, in their order, for this block's part of the columns. Each has memory for what it receives.
+__device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
+                                        const Group& group, int rank) {
+    constexpr int FOURS = PART_N / 8;  // of a thread, below each other BLOCKS_M times
+    const auto place = [&](int from, int to, int m, int i) {
+        const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
+        return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
+    };
+    if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
+    wait_for_cluster();  // their barriers are there, since long
+#pragma unroll
+    for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
+        if (owner == rank) continue;
+#pragma unroll
+        for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
+            const float* v = sums[i / FOURS] + owner * PART_N / 2 + i % FOURS * 4;
+            store_at(owner, place(rank, owner, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
+        }
+    }
+    wait(arrived, 0, "sums");
+#pragma unroll
+    for (int split = 0; split < GEMM_SPLITS; ++split) {
+#pragma unroll
+        for (int i = 0; i < FOURS * BLOCKS_M; ++i) {
+            float v[4];
+            if (split == rank) {
+#pragma unroll
+                for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
+                    if (owner != split) continue;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) v[k] = sums[i / FOURS][owner * PART_N / 2 + i % FOURS * 4 + k];
+                }
+            } else {
+                const float* from = place(split, rank, i / FOURS, i % FOURS);
+                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+            }
+            float* to = finals[i / FOURS] + i % FOURS * 4;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) to[k] = split == 0 ? v[k] : to[k] + v[k];
+        }
+    }
+}
+
+// An output of 16 bits: chunks of 64 rows through shared memory and the copy engine, which brings the residual there,
+// too.
+struct Chunks {
+    char* const buffers;  // two of them
+    Barrier* const arrived;
+    const Group& group;
+    unsigned count = 0;  // chunks so far: they take turns
+
+    __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
+
+    // The residual of the tile's chunks `from` to `to`, where buffers are, or are about to be, free.
+    __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
+        if (group.thread != 0) return;
+        wait_for_reads<0>();
+        for (int c = from; c < to && c < CHUNKS * BLOCKS_M; ++c) {
+            Barrier& barrier = arrived[(count + c - from) % BUFFERS];
+            arrive_and_expect(barrier, CHUNK_BYTES);
+            load_box(buffer(count + c - from), residual, barrier, column + c % CHUNKS * GEMM_CHUNK,
+                     row + c / CHUNKS * 64, 0);
+        }
+    }
+
+    // values(m, block, half, v): the lane's two in the upper or lower half of the m-th 64 rows, in 8 columns.
+    template <int COLUMNS, typename Values>
+    __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
+        constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
+        const int lane = group.lane;
+        const int place = (group.warp * 16 + lane % 16) * GEMM_CHUNK * 2 + lane / 16 * 16;  // of the lane's 8 values
+#pragma unroll
+        for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
+            int to = shared_address(buffer(count)) + place;
+            asm volatile("" : "+r"(to));  // the compiler would keep the places of all chunks in registers
+            unsigned y[GEMM_CHUNK / 16][4];  // of 16 columns: i % 2: the lower rows; i / 2: the right columns
+            if (GEMM_RESIDUAL) {
+                wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
+#pragma unroll
+                for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                    load_matrices(y[j][0], y[j][1], y[j][2], y[j][3], swizzled<SWIZZLE>(to + 32 * j));
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < GEMM_CHUNK / 4; ++k) {
+                const int j = k / 4, i = k % 4;
+                float v[2];
+                values(c / ACROSS, c % ACROSS * (GEMM_CHUNK / 8) + 2 * j + i / 2, i % 2, v);
+                if (GEMM_RESIDUAL) {
+                    float old[2];
+                    Vec<T, 2>{y[j][i]}.unpack(old);
+                    v[0] += old[0], v[1] += old[1];
+                }
+                y[j][i] = Vec<T, 2>::pack(v).raw;
+            }
+            if (GEMM_RESIDUAL) {
+                __syncwarp();
+            } else {
+                if (group.thread == 0) wait_for_reads<BUFFERS - 1>();
+                group.sync();
+            }
+#pragma unroll
+            for (int j = 0; j < GEMM_CHUNK / 16; ++j) {
+                store_matrices(swizzled<SWIZZLE>(to + 32 * j), y[j][0], y[j][1], y[j][2], y[j][3]);
+            }
+            show_writes();
+            group.sync();
+            if (group.thread == 0) {
+                store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
+                end_stores();
+            }
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into this buffer, when it has been read
+                count += BUFFERS;
+                ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
+                count -= BUFFERS;
+            }
+        }
+    }
+};

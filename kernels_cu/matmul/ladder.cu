@@ -1,0 +1,120 @@
+// Matrix product with bias: C = A B + bias, row-major fp32; from a thread an output to thread coarsening.
+//
+//   A (M, K)   B (K, N)   bias (N) or null   C (M, N)
+//
+// The ladder, a new idea a rung; every rung adds the products of an output in the order of k:
+//
+//   matmul_forward_kernel1   a thread an output, straight from global memory: 2 loads for a multiply-add. What saves
+//                            it from utter slowness is the L1 cache: a warp shares its value of A, and a block its
+//                            values of B.
+//   (matmul_bias_tiled       in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value fetched from global
+//                            memory is used 16 times. The 2 loads a multiply-add are still there, from shared memory:
+//                            1.25 when 4 values of A come in one load.)
+//   matmul_forward_kernel2   thread coarsening: the same tiles, but a thread has 8 outputs, one above the other
+//   (matmul_forward_kernel3  in matmul/registers.cu: 8x8 outputs a thread, and copies that run beside the arithmetic)
+//
+// Thread coarsening means that a thread does the work of several. All 8 outputs of a thread stand in one column and
+// need the same value of B: it is loaded once, not 8 times, and stays in a register.
+//
+//                  B  | b |             a step of 4 along k, for 8 outputs of a thread:
+//               k     | b |               4 loads of b, which neighbouring threads read side by side
+//                     | b |               8 loads of a a a a, 16 bytes, the same address for a whole warp
+//                     | b |              32 multiply-adds
+//              k      -----
+//   A   [ a a a a ]  C: x               so 0.375 loads of shared memory a multiply-add instead of 1.25. What the 8
+//       [ a a a a ]     x               threads would each have done for themselves is done once, too: where the tile
+//       [ a a a a ]     x               is, the loop's count and its branch, the barriers, the address of b. And each
+//       [   ...   ]    ...              value of B that is fetched from global memory is used 64 times, not 16.
+//
+// The price: 8 times fewer threads, each with more registers. A small C then leaves multiprocessors idle.
+//
+// kernel1: block (32, 8), a tile of 8 x 32 outputs; kernel2: block (32, 8), a tile of 64 x 32. The grid is one row of
+// tiles, from left to right, then the next row of them below: ceil(M / rows) * ceil(N / 32) blocks.
+#ifndef COARSENING
+#define COARSENING 8
+#endif
+static_assert(COARSENING > 0, "a thread computes COARSENING outputs");
+
+constexpr int WIDTH = 32;                  // of a block, of its tile, and of a slice along K: a warp
+constexpr int HEIGHT = 8;                  // of a block
+constexpr int SPAN = HEIGHT * COARSENING;  // rows of kernel2's tile
+constexpr int B_ROWS = WIDTH / HEIGHT;     // rows of a slice of B that a thread fetches a value of
+
+extern "C" __global__ void matmul_forward_kernel1(
+    const float* __restrict__ A,     // (M, K)
+    const float* __restrict__ B,     // (K, N)
+    const float* __restrict__ bias,  // (N) or null
+    float* __restrict__ C,           // (M, N)
+    int M, int K, int N) {
+    const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
+    const int row = tile / across * HEIGHT + threadIdx.y;
+    const int col = tile % across * WIDTH + threadIdx.x;
+    if (row >= M || col >= N) return;
+    const float* a = A + (long long)row * K;
+    const float* b = B + col;
+    float sum = 0.0f;
+    for (int k = 0; k < K; ++k, b += N) sum += a[k] * *b;
+    C[(long long)row * N + col] = bias ? sum + bias[col] : sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
+    const float* __restrict__ A,     // (M, K)
+    const float* __restrict__ B,     // (K, N)
+    const float* __restrict__ bias,  // (N) or null
+    float* __restrict__ C,           // (M, N)
+    int M, int K, int N) {
+    __shared__ __align__(16) float a_tile[SPAN][WIDTH];
+    __shared__ float b_tile[WIDTH][WIDTH];
+    const int tx = threadIdx.x, ty = threadIdx.y;
+    const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
+    const int row = tile / across * SPAN + ty;  // of the thread's first output; the next ones HEIGHT rows apart
+    const int col = tile % across * WIDTH + tx;
+
+    // As in matmul_bias_tiled, the next slice is on its way into registers while the present one is multiplied. Rows
+    // and columns beyond C read the last one again, and are not stored.
+    float a_next[COARSENING], b_next[B_ROWS];
+    const float* b = B + min(col, N - 1);
+    auto fetch = [&](int k0) {
+#pragma unroll
+        for (int i = 0; i < COARSENING; ++i) {
+            const long long r = min(row + i * HEIGHT, M - 1);
+            a_next[i] = k0 + tx < K ? A[r * K + k0 + tx] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < B_ROWS; ++i) {
+            const int k = k0 + ty + i * HEIGHT;
+            b_next[i] = k < K ? b[(long long)k * N] : 0.0f;
+        }
+    };
+
+    float sum[COARSENING] = {};
+    fetch(0);
+    for (int k0 = 0; k0 < K; k0 += WIDTH) {
+#pragma unroll
+        for (int i = 0; i < COARSENING; ++i) a_tile[ty + i * HEIGHT][tx] = a_next[i];
+#pragma unroll
+        for (int i = 0; i < B_ROWS; ++i) b_tile[ty + i * HEIGHT][tx] = b_next[i];
+        __syncthreads();
+        fetch(k0 + WIDTH);
+#pragma unroll 1  // with more, registers spill on some architectures
+        for (int k = 0; k < WIDTH; k += 4) {
+            const float b0 = b_tile[k][tx], b1 = b_tile[k + 1][tx], b2 = b_tile[k + 2][tx], b3 = b_tile[k + 3][tx];
+#pragma unroll
+            for (int i = 0; i < COARSENING; ++i) {
+                const float4 a = *reinterpret_cast<const float4*>(&a_tile[ty + i * HEIGHT][k]);
+                sum[i] += a.x * b0;
+                sum[i] += a.y * b1;
+                sum[i] += a.z * b2;
+                sum[i] += a.w * b3;
+            }
+        }
+        __syncthreads();
+    }
+    if (col >= N) return;
+    const float shift = bias ? bias[col] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < COARSENING; ++i) {
+        const int r = row + i * HEIGHT;
+        if (r < M) C[(long long)r * N + col] = bias ? sum[i] + shift : sum[i];
+    }
+}

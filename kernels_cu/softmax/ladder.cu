@@ -1,0 +1,229 @@
+// Softmax over rows: y = exp(x - max) / sum of exp(x - max), in place when y is x.
+//
+//   x, y (rows, n). SOFTMAX_CAUSAL: the rows are those of squares (n, n); row t sees its columns 0..t, 0 is written
+//   to the others, and what stood there is never read. -inf weighs exactly nothing; where a row is -inf throughout,
+//   or has NaN or +inf in it, all that it sees becomes NaN.
+//
+//   softmax_forward_kernel1   three passes, a block a row: maximum, sum, quotient; x is read three times
+//   softmax_forward_kernel2   online, a warp a row: maximum and sum in one pass, the sum scaled anew whenever the
+//                             maximum grows; x is read twice, and there is no barrier
+//   softmax_forward_kernel3   online, a block a row, 16-byte loads: for long rows, such as logits of a vocabulary
+//   softmax_forward_kernel4   the row stays in registers, as long as it fits: x is read once, exp is taken once
+//
+//      online, lane by lane             m = -inf, s = 0
+//        for each x:                    m' = max(m, x);  s = s exp(m - m') + exp(x - m');  m = m'
+//      put together                     m = max m_i;     s = sum s_i exp(m_i - m)
+#include "lib/common.cuh"
+
+#ifndef SOFTMAX_CAUSAL
+#define SOFTMAX_CAUSAL 0
+#endif
+#ifndef SOFTMAX_BLOCK  // of kernel 1: a power of two
+#define SOFTMAX_BLOCK 256
+#endif
+#ifndef SOFTMAX_WIDTH  // of kernels 3 and 4: values a load, 4, or 1 when a row does not start on 16 bytes
+#define SOFTMAX_WIDTH 4
+#endif
+#ifndef SOFTMAX_THREADS  // of kernel 4: threads that share a row, a power of two up to 32 or a multiple of 32,
+#define SOFTMAX_THREADS 128
+#endif
+#ifndef SOFTMAX_HELD  // loads a thread keeps in registers,
+#define SOFTMAX_HELD 2
+#endif
+#ifndef SOFTMAX_ROWS  // and rows a block: one, when a row has more than a warp
+#define SOFTMAX_ROWS 1
+#endif
+
+constexpr int WARPS = (SOFTMAX_THREADS + 31) / 32;  // that share a row in kernel 4
+static_assert(SOFTMAX_THREADS % 32 == 0 || 32 % SOFTMAX_THREADS == 0, "a part of a warp, or whole warps");
+static_assert(SOFTMAX_ROWS == 1 || WARPS == 1, "rows that share a block must not need its barrier");
+static_assert(SOFTMAX_HELD * SOFTMAX_WIDTH <= 32 && SOFTMAX_THREADS <= 512, "a row must fit in registers");
+
+struct alignas(4 * SOFTMAX_WIDTH) Pack {
+    float v[SOFTMAX_WIDTH];
+};
+
+__device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 1 : n; }
+
+// What to take off before exp, where nothing but -inf may have been seen: exp(-inf - 0) is 0, exp(-inf + inf) NaN.
+__device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// Columns first .. first + SOFTMAX_WIDTH - 1 of a row; -inf for those that are not seen, which are not read.
+__device__ Pack load(const float* x, int first, int seen) {
+    if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
+    Pack pack;
+#pragma unroll
+    for (int j = 0; j < SOFTMAX_WIDTH; ++j) {
+        pack.v[j] = SOFTMAX_CAUSAL && first + j < seen ? x[first + j] : -INFINITY;  // else all are seen, or none
+    }
+    return pack;
+}
+
+struct Online {
+    float max, sum;
+};
+
+// A lane's maximum and sum, put together with those of its warp.
+__device__ Online combine_warp(Online own) {
+    const float max = lanes_max<32>(own.max);
+    return {max, lanes_sum<32>(own.sum * expf(own.max - reference_point(max)))};
+}
+
+// grid (rows), block (SOFTMAX_BLOCK)
+extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK) softmax_forward_kernel1(
+    const float* x,  // (rows, n)
+    float* y,        // (rows, n)
+    int rows, int n) {
+    __shared__ float scratch[SOFTMAX_BLOCK];
+    const int row = blockIdx.x;
+    if (row >= rows) return;
+    const int seen = columns_seen(row, n);
+    x += (long long)row * n;
+    y += (long long)row * n;
+
+    float max = -INFINITY;
+    for (int c = threadIdx.x; c < seen; c += SOFTMAX_BLOCK) max = fmaxf(max, x[c]);
+    max = block_reduce_max<SOFTMAX_BLOCK>(max, scratch);
+
+    float sum = 0.0f;
+    for (int c = threadIdx.x; c < seen; c += SOFTMAX_BLOCK) sum += expf(x[c] - max);
+    sum = block_reduce_sum<SOFTMAX_BLOCK>(sum, scratch);
+
+    for (int c = threadIdx.x; c < n; c += SOFTMAX_BLOCK) y[c] = c < seen ? expf(x[c] - max) / sum : 0.0f;
+}
+
+// grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
+extern "C" __global__ void softmax_forward_kernel2(
+    const float* x,  // (rows, n)
+    float* y,        // (rows, n)
+    int rows, int n) {
+    const int lane = threadIdx.x % 32;
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    const int seen = columns_seen(row, n);
+    x += (long long)row * n;
+    y += (long long)row * n;
+
+    Online own = {-INFINITY, 0.0f};
+    for (int c = lane; c < seen; c += 32) {
+        const float max = fmaxf(own.max, x[c]), point = reference_point(max);
+        own = {max, own.sum * expf(own.max - point) + expf(x[c] - point)};
+    }
+    const Online all = combine_warp(own);
+
+    const float point = reference_point(all.max), scale = 1.0f / all.sum;
+    for (int c = lane; c < n; c += 32) y[c] = c < seen ? expf(x[c] - point) * scale : 0.0f;
+}
+
+// grid (rows), block (a multiple of 32); n a multiple of SOFTMAX_WIDTH
+extern "C" __global__ void softmax_forward_kernel3(
+    const float* x,  // (rows, n)
+    float* y,        // (rows, n)
+    int rows, int n) {
+    __shared__ Online parts[32];  // of each warp
+    const int warps = blockDim.x / 32, step = blockDim.x * SOFTMAX_WIDTH;
+    const int row = blockIdx.x;
+    if (row >= rows) return;
+    const int seen = columns_seen(row, n);
+    x += (long long)row * n;
+    y += (long long)row * n;
+
+    Online own = {-INFINITY, 0.0f};
+    for (int c = threadIdx.x * SOFTMAX_WIDTH; c < seen; c += step) {
+        const Pack pack = load(x, c, seen);
+        float max = own.max;
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, pack.v[j]);
+        const float point = reference_point(max);
+        float sum = own.sum * expf(own.max - point);  // once a load, not once a value
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) sum += expf(pack.v[j] - point);
+        own = {max, sum};
+    }
+    own = combine_warp(own);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = own;
+    __syncthreads();
+    float max = -INFINITY, sum = 0.0f;
+    for (int w = 0; w < warps; ++w) max = fmaxf(max, parts[w].max);
+    const float point = reference_point(max);
+    for (int w = 0; w < warps; ++w) sum += parts[w].sum * expf(parts[w].max - point);
+    const float scale = 1.0f / sum;
+
+    for (int c = threadIdx.x * SOFTMAX_WIDTH; c < n; c += step) {
+        Pack pack = load(x, c, seen);
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) pack.v[j] = c + j < seen ? expf(pack.v[j] - point) * scale : 0.0f;
+        *reinterpret_cast<Pack*>(y + c) = pack;
+    }
+}
+
+// Each warp takes exp around its own maximum; the warps' maxima and sums then meet at one barrier.
+// n <= SOFTMAX_THREADS * SOFTMAX_HELD * SOFTMAX_WIDTH, a multiple of SOFTMAX_WIDTH.
+// grid (ceil(rows / SOFTMAX_ROWS)), block (SOFTMAX_THREADS * SOFTMAX_ROWS)
+extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) softmax_forward_kernel4(
+    const float* x,  // (rows, n)
+    float* y,        // (rows, n)
+    int rows, int n) {
+    unsigned thread = threadIdx.x;
+    int row = blockIdx.x;
+    bool inside = true;
+    if (SOFTMAX_ROWS > 1) {
+        thread %= SOFTMAX_THREADS;
+        row = row * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
+        inside = row < rows;
+    }
+    // Beyond the last row nothing is read, but every lane takes part in the shuffles.
+    const int seen = inside ? columns_seen(row, n) : 0;
+    x += (long long)row * n;
+    y += (long long)row * n;
+
+    Pack held[SOFTMAX_HELD];
+#pragma unroll
+    for (int i = 0; i < SOFTMAX_HELD; ++i) {
+        held[i] = load(x, (thread + i * SOFTMAX_THREADS) * SOFTMAX_WIDTH, seen);
+    }
+    float max = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SOFTMAX_HELD; ++i) {
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, held[i].v[j]);
+    }
+    constexpr int LANES = WARPS > 1 ? 32 : SOFTMAX_THREADS;
+    max = lanes_max<LANES>(max);
+    float point = reference_point(max);
+#pragma unroll
+    for (int i = 0; i < SOFTMAX_HELD; ++i) {
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) {
+            held[i].v[j] = expf(held[i].v[j] - point);
+            sum += held[i].v[j];
+        }
+    }
+    sum = lanes_sum<LANES>(sum);
+    float scale = 1.0f;
+
+#if SOFTMAX_THREADS > 32
+    __shared__ Online parts[WARPS];
+    if (thread % 32 == 0) parts[thread / 32] = {max, sum};
+    __syncthreads();
+    const float own_max = max;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) max = fmaxf(max, parts[w].max);
+    point = reference_point(max);
+    sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += parts[w].sum * expf(parts[w].max - point);
+    scale = expf(own_max - point);
+#endif
+    scale /= sum;
+
+    if (!inside) return;
+#pragma unroll
+    for (int i = 0; i < SOFTMAX_HELD; ++i) {
+        const int c = (thread + i * SOFTMAX_THREADS) * SOFTMAX_WIDTH;
+        if (c >= n) break;
+#pragma unroll
+        for (int j = 0; j < SOFTMAX_WIDTH; ++j) held[i].v[j] = c + j < seen ? held[i].v[j] * scale : 0.0f;
+        *reinterpret_cast<Pack*>(y + c) = held[i];
+    }
+}

@@ -1,0 +1,227 @@
+// The least logit that top-k and top-p keep, found among the candidates of a row; of tokens/sample.cu.
+//
+// Digit by digit, as a radix sort does, but only the digit that holds the last one kept is looked into: first of
+// (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram, then of the bits of l. Bins hold
+// numbers of tokens or masses, 64 bits of integers.
+#pragma once
+#include "tokens/logits.cuh"
+
+#ifndef SAMPLE_THREADS  // of a block: a power of two, from 32 on
+#define SAMPLE_THREADS 1024
+#endif
+#ifndef SAMPLE_LOADS  // a thread has on their way in the first pass,
+#define SAMPLE_LOADS 10
+#endif
+#ifndef SAMPLE_LATER  // and in later ones, which need registers for more
+#define SAMPLE_LATER 7
+#endif
+#ifndef SAMPLE_LIST  // candidates that shared memory has room for
+#define SAMPLE_LIST 4096
+#endif
+
+typedef unsigned long long u64;
+
+constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
+constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
+constexpr int BINS = 2048;            // of a histogram: 11 bits
+constexpr int OWN = BINS / THREADS;   // bins of a thread
+constexpr float REACH = 28.0f;        // mass is 0 from (max - l) / temperature = 27.73 on
+constexpr float ALIVE = BINS - 1;     // positions from here on are beyond that
+constexpr float UNIT = 1099511627776.0f;  // 2^40
+static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
+
+struct Shared {
+    unsigned low[BINS], high[BINS];  // a histogram of 64 bits: there are no such atomics in shared memory
+    u64 parts[WARPS], rest;
+    float list[LIST];
+    float l[WARPS];
+    int id[WARPS];
+    Online online[WARPS];
+    int count, digit, token, bad;
+    float raw;
+    u64 random;
+};
+
+struct Row {
+    const float* x;             // (V)
+    const unsigned char* seen;  // (V), null where the penalty is 1
+    int V;
+    float penalty, less;        // the penalty, and its reciprocal
+    float max, inverse, scale;  // of l; 1 / temperature; bins for a difference of 1
+
+    __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
+    __device__ __forceinline__ float position(float l) const { return below(l) * scale; }
+    __device__ __forceinline__ float weight(float l) const { return expf(-below(l) * inverse); }
+    __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
+};
+
+// f(column of the first, logits, l) for each COUNT of the columns first, first + step ... before end.
+template <int COUNT, typename F>
+__device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
+    for (; first < end; first += COUNT * step) {
+        float raw[COUNT], l[COUNT];
+        load_columns(row.x + first, end - first, step, -INFINITY, raw);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) l[i] = raw[i];
+        if (row.seen) {
+            unsigned char seen[COUNT];
+            load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) l[i] = raw[i] * (seen[i] ? raw[i] > 0.0f ? row.less : row.penalty : 1.0f);
+        }
+        f(first, raw, l);
+    }
+}
+
+struct Scan {
+    u64 before, total;  // of the threads before this one; of all
+};
+
+__device__ __forceinline__ u64 scan_warp(u64 value) {  // with the lanes before
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const u64 other = __shfl_up_sync(0xffffffffu, value, distance);
+        if (threadIdx.x % 32 >= distance) value += other;
+    }
+    return value;
+}
+
+__device__ Scan scan_block(u64 value, Shared& s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u64 own = scan_warp(value);
+    if (lane == 31) s.parts[warp] = own;
+    __syncthreads();
+    const u64 part = lane < WARPS ? s.parts[lane] : 0, all = scan_warp(part);
+    const u64 before = __shfl_sync(0xffffffffu, all - part, warp), total = __shfl_sync(0xffffffffu, all, 31);
+    __syncthreads();  // before the next call writes parts
+    return {before + own - value, total};
+}
+
+__device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
+    const unsigned low = (unsigned)value, before = atomicAdd(&s.low[bin], low);
+    const unsigned high = (unsigned)(value >> 32) + (before + low < before);
+    if (high) atomicAdd(&s.high[bin], high);
+}
+
+// The first bin at which the sum of bins reaches `need`, and what it has to bring; the histogram is then empty again.
+// False when all of it does not reach that.
+__device__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
+    __syncthreads();
+    u64 own[OWN], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const int bin = threadIdx.x * OWN + i;
+        own[i] = (u64)s.high[bin] << 32 | s.low[bin];
+        s.high[bin] = s.low[bin] = 0;
+        sum += own[i];
+    }
+    const Scan scan = scan_block(sum, s);
+    u64 before = scan.before;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        if (before < need && need <= before + own[i]) {
+            s.digit = threadIdx.x * OWN + i;
+            s.rest = need - before;
+        }
+        before += own[i];
+    }
+    __syncthreads();
+    digit = s.digit;
+    rest = s.rest;
+    return need <= scan.total;
+}
+
+// Tokens with a position in [from, limit) and l >= cut, on the list where it has room for them, else in the row.
+struct Candidates {
+    float from = 0.0f, limit = ALIVE, cut = -INFINITY;
+    bool listed = false;
+    int count = 0;  // when listed, of the list
+
+    __device__ __forceinline__ bool has(const Row& row, float l) const {
+        const float position = row.position(l);
+        return from <= position && position < limit && l >= cut;
+    }
+
+    template <typename F>
+    __device__ __forceinline__ void each(const Row& row, const Shared& s, F f) const {
+        if (listed) {
+            for (int i = threadIdx.x; i < count; i += THREADS) {
+                if (has(row, s.list[i])) f(s.list[i]);
+            }
+        } else {
+            visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float*, const float* l) {
+#pragma unroll
+                for (int i = 0; i < LATER; ++i) {
+                    if (has(row, l[i])) f(l[i]);
+                }
+            });
+        }
+    }
+
+    // Onto the list, if they fit, and counted; with MASSES, the masses of the whole row and of the candidates.
+    template <bool MASSES>
+    __device__ void gather(const Row& row, Shared& s, u64& of_row, u64& of_these) {
+        __syncthreads();
+        if (threadIdx.x == 0) s.count = 0;
+        __syncthreads();
+        u64 all = 0, these = 0;
+        visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float*, const float* l) {
+#pragma unroll
+            for (int i = 0; i < LATER; ++i) {
+                const u64 mass = MASSES ? row.mass(l[i]) : 0;
+                all += mass;
+                if (!has(row, l[i])) continue;
+                these += mass;
+                const int at = atomicAdd(&s.count, 1);
+                if (at < LIST) s.list[at] = l[i];
+            }
+        });
+        __syncthreads();
+        count = s.count;
+        listed = count <= LIST;
+        if (!MASSES) return;
+        of_row = scan_block(all, s).total;
+        of_these = scan_block(these, s).total;
+    }
+
+    __device__ u64 mass(const Row& row, Shared& s) const {
+        u64 sum = 0;
+        each(row, s, [&](float l) { sum += row.mass(l); });
+        return scan_block(sum, s).total;
+    }
+};
+
+// Larger l come first.
+__device__ __forceinline__ unsigned rank_of(float l) {
+    const int bits = __float_as_int(l);
+    return bits < 0 ? bits : bits ^ 0x7fffffff;
+}
+
+__device__ __forceinline__ float of_rank(unsigned rank) {
+    return __int_as_float(rank >> 31 ? rank : rank ^ 0x7fffffff);
+}
+
+// The least l of the fewest largest candidates that reach `need`, at most what all have: in number, or with MASSES in
+// mass.
+template <bool MASSES>
+__device__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need) {
+    int digit;
+    u64 none;
+    among.each(row, s, [&](float l) { add(s, (int)row.position(l), MASSES ? row.mass(l) : 1); });
+    find(s, need, digit, need);
+    among.from = digit;
+    among.limit = digit + 1;
+    if (!among.listed) among.gather<false>(row, s, none, none);
+    u64 rank = 0;
+    for (int top = 32, shift = 21; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
+        among.each(row, s, [&](float l) {
+            const u64 own = rank_of(l);
+            if (own >> top != rank) return;
+            add(s, (int)(own >> shift) & ((1 << (top - shift)) - 1), MASSES ? row.mass(l) : 1);
+        });
+        find(s, need, digit, need);
+        rank = rank << (top - shift) | digit;
+    }
+    return of_rank((unsigned)rank);
+}
+

@@ -1,0 +1,251 @@
+// The next token of each row, chosen from its logits on the device.
+//
+//   logits (B, V); what each row asks for: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
+//   seen (B, V): 1 for tokens that were there; step (B): how many were drawn; position, token, logprob (B)
+//
+//   l     = logit, of a seen token times 1 / penalty where it is positive, else times the penalty
+//   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
+//   top-k   keeps the k largest l, top-p of these the fewest largest whose masses reach p of all, both with the ties
+//           of the last one kept; min-p those with a mass of at least min_p 2^40. 0, 1 and 0 keep all.
+//   draw    r = floor(u (sum of masses kept)), u in [0, 1) of 64 bits: the first token at which the sum of masses kept,
+//           in order of ids, passes r. u is Philox4x32-10 of the counter (step, sample) under the key `seed`.
+//   temperature 0: the largest l, the lowest id of equals
+//
+// After exp all is integers, so that no order of additions matters: the same row gives the same token, alone and in
+// any batch. logprob is that of the token under the logits alone. A row with NaN, or of -inf alone, gives token -1.
+//
+//   sample_token   a block a row. A first pass finds maximum and log-sum-exp, and is all where temperature is 0; a last
+//                  one adds up what is kept and draws. top-k and top-p search for the least l kept among candidates,
+//                  digit by digit, each a histogram: of (max - l) / temperature, then of the bits of l
+//   mark_seen      sets seen for the tokens of prompts
+//
+//   candidates    top-k: at least as large as the k-th largest of what each thread saw as its largest
+//                 top-p: with a mass over (1 - p) / V of all, since those below do not make up 1 - p
+#include "tokens/candidates.cuh"
+#include "lib/overlap.cuh"
+
+// p of a mass, rounded up: at least 1.
+__device__ __forceinline__ u64 part_of(float p, u64 mass) {
+    const u64 part = (u64)(p * 18446744073709551616.0f);  // p 2^64
+    const u64 need = __umul64hi(part, mass) + (part * mass != 0);
+    return need > 0 ? need : 1;
+}
+
+// 64 random bits: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+__device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
+    unsigned c[4] = {step, sample, 0, 0}, key0 = (unsigned)seed, key1 = (unsigned)(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u64 a = (u64)0xD2511F53u * c[0], b = (u64)0xCD9E8D57u * c[2];
+        c[0] = (unsigned)(b >> 32) ^ c[1] ^ key0;
+        c[1] = (unsigned)b;
+        c[2] = (unsigned)(a >> 32) ^ c[3] ^ key1;
+        c[3] = (unsigned)a;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return (u64)c[1] << 32 | c[0];
+}
+
+struct Best {
+    float l;
+    int id;  // the lowest with this l
+
+    __device__ __forceinline__ Best of_warp() const {  // with those of the other lanes
+        Best all = *this;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            const float l = __shfl_xor_sync(0xffffffffu, all.l, distance);
+            const int id = __shfl_xor_sync(0xffffffffu, all.id, distance);
+            const bool better = l > all.l || (l == all.l && id < all.id);
+            all = {better ? l : all.l, better ? id : all.id};
+        }
+        return all;
+    }
+};
+
+// Of the whole row, what each thread found.
+__device__ void combine(Shared& s, Best& best, Online& online) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    best = best.of_warp();
+    online = online.of_warp();
+    if (lane == 0) s.l[warp] = best.l, s.id[warp] = best.id, s.online[warp] = online;
+    __syncthreads();
+    if (warp == 0) {
+        const bool there = lane < WARPS;
+        best = Best{there ? s.l[lane] : -INFINITY, there ? s.id[lane] : 0x7fffffff}.of_warp();
+        online = (there ? s.online[lane] : Online{-INFINITY, 0.0f}).of_warp();
+        if (lane == 0) s.l[0] = best.l, s.id[0] = best.id, s.online[0] = online;
+    }
+    __syncthreads();
+    best = {s.l[0], s.id[0]};
+    online = s.online[0];
+}
+
+// Whether the row has no token to choose. +inf makes the sum NaN, too: then NaN itself is looked for.
+__device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
+    if (row.max == -INFINITY) return true;
+    if (online.sum == online.sum) return false;
+    if (online.max < INFINITY) return true;
+    __syncthreads();
+    if (threadIdx.x == 0) s.bad = 0;
+    __syncthreads();
+    visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float* raw, const float*) {
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) {
+            if (raw[i] != raw[i]) s.bad = 1;
+        }
+    });
+    __syncthreads();
+    return s.bad;
+}
+
+// The least l that top-k and top-p keep. largest: of what this thread saw.
+__device__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
+    Candidates among;
+    u64 all, these, rest;
+    if (0 < k && k < row.V) {
+        int digit;
+        if (k <= THREADS) {
+            if (row.position(largest) < ALIVE) add(s, (int)row.position(largest), 1);
+            if (find(s, k, digit, rest)) among.limit = digit + 1;
+        }
+        among.gather<false>(row, s, all, all);
+        if (among.count >= k) among.cut = least_kept<false>(row, s, among, k);  // else all that have a mass stay
+    }
+    if (p >= 1.0f) return among.cut;
+    if (among.cut > -INFINITY) {
+        all = among.mass(row, s);
+    } else {
+        const float usual = row.position(largest) < ALIVE ? row.weight(largest) : 0.0f;
+        const u64 least = scan_block((u64)(usual * UNIT), s).total;  // what the threads' largest have alone
+        const float share = (1.0f - p) / row.V * ((float)least / UNIT);
+        among.limit = fminf(1.0f - __logf(share) * (BINS / REACH), ALIVE);
+        among.gather<true>(row, s, all, these);
+        if (these < part_of(p, all)) {
+            among.limit = ALIVE;
+            among.gather<false>(row, s, these, these);
+        }
+    }
+    return least_kept<true>(row, s, among, part_of(p, all));
+}
+
+// A token with a mass of at least `least` and l >= cut.
+__device__ void draw(const Row& row, Shared& s, float cut, u64 least) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int length = (row.V + WARPS - 1) / WARPS, first = warp * length;  // a stretch of the row for each warp
+    const auto kept = [&](float l) {
+        if (!(l >= cut)) return (u64)0;
+        const u64 mass = row.mass(l);
+        return mass >= least ? mass : 0;
+    };
+    u64 sum = 0;
+    visit<LATER>(row, first + lane, min(first + length, row.V), 32, [&](int, const float*, const float* l) {
+#pragma unroll
+        for (int i = 0; i < LATER; ++i) sum += kept(l[i]);
+    });
+    const Scan scan = scan_block(sum, s);
+    const u64 r = __umul64hi(s.random, scan.total);
+    const u64 before = __shfl_sync(0xffffffffu, scan.before, 0);
+    const u64 after = __shfl_sync(0xffffffffu, scan.before + sum, 31);
+    if (lane == 0 && before <= r && r < after) s.digit = first, s.rest = r - before;
+    __syncthreads();
+    const int begin = s.digit, end = min(begin + length, row.V);
+    u64 rest = s.rest;
+    for (int base = begin; base < end; base += THREADS) {
+        const int id = base + threadIdx.x;
+        u64 mass = 0;
+        float raw = 0.0f;
+        visit<1>(row, id, min(id + 1, end), 1, [&](int, const float* x, const float* l) {
+            mass = kept(l[0]);
+            raw = x[0];
+        });
+        const Scan here = scan_block(mass, s);
+        if (here.before <= rest && rest < here.before + mass) s.token = id, s.raw = raw;
+        if (rest < here.total) break;
+        rest -= here.total;
+    }
+    __syncthreads();
+}
+
+// grid (B), block (SAMPLE_THREADS)
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
+    const float* logits,              // (B, V)
+    const float* temperature,         // (B)
+    const float* top_p,               // (B)
+    const float* min_p,               // (B)
+    const float* repetition_penalty,  // (B)
+    const int* top_k,                 // (B)
+    const long long* seed,            // (B)
+    const int* sample,                // (B)
+    unsigned char* seen,              // (B, V): the token is set
+    int* position,                    // (B): one more, up to n_ctx - 1
+    int* step,                        // (B): one more
+    int* token,                       // (B)
+    float* logprob,                   // (B)
+    int* report,                      // (2, 2, B) or null: token and bits of logprob of even steps, of odd steps
+    int V, int n_ctx) {
+    __shared__ Shared s;
+    const int b = blockIdx.x, thread = threadIdx.x;
+    let_next_start();
+    const float heat = temperature[b], p = top_p[b], part = min_p[b];
+    const int k = top_k[b];
+    Row row = {logits + (long long)b * V, seen + (long long)b * V, V, repetition_penalty[b]};
+    row.less = 1.0f / row.penalty;
+    if (row.penalty == 1.0f) row.seen = nullptr;
+    for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
+    wait_for_previous();
+    if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
+
+    Best best = {-INFINITY, 0x7fffffff};
+    Online online = {-INFINITY, 0.0f};
+    visit<FIRST>(row, thread, V, THREADS, [&](int first, const float (&raw)[FIRST], const float* l) {
+        online.take(raw);
+#pragma unroll
+        for (int i = 0; i < FIRST; ++i) {
+            if (l[i] > best.l) best = {l[i], first + i * THREADS};
+        }
+    });
+    const float largest = best.l;
+    combine(s, best, online);
+    row.max = best.l;
+
+    const bool none = hopeless(row, s, online);
+    int id = best.id;
+    float raw = best.l;
+    if (heat == 0.0f) {
+        if (row.seen && !none) raw = row.x[id];
+    } else if (!none) {
+        row.inverse = 1.0f / heat;
+        row.scale = fminf(row.inverse * (BINS / REACH), 1e38f);
+        const float cut = filter(row, s, k, p, largest);
+        draw(row, s, cut, (u64)(part * UNIT));
+        id = s.token;
+        raw = s.raw;
+    }
+    if (thread > 0) return;
+    const int now = step[b], chosen = none ? -1 : id;
+    const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
+    position[b] = min(position[b] + 1, n_ctx - 1);
+    step[b] = now + 1;
+    token[b] = chosen;
+    logprob[b] = likely;
+    if (report) {  // in memory of the host: no copy for it to wait for
+        int* to = report + now % 2 * 2 * gridDim.x + b;
+        to[0] = chosen;
+        to[gridDim.x] = __float_as_int(likely);
+    }
+    if (!none) seen[(long long)b * V + id] = 1;
+}
+
+// grid (ceil(N / blockDim.x)), block (any)
+extern "C" __global__ void mark_seen(
+    const int* tokens,    // (N): of all rows, one after the other
+    const int* rows,      // (N): the row of each
+    unsigned char* seen,  // (B, V): 1 for these; what is outside is passed over
+    int N, int B, int V) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= N) return;
+    const int token = tokens[i], row = rows[i];
+    if (0 <= token && token < V && 0 <= row && row < B) seen[(long long)row * V + token] = 1;
+}

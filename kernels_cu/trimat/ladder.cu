@@ -1,0 +1,247 @@
+// Trimat: the causal half of attention's scores, out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
+//
+//   qkv (B, T, 3, NH, HS)   Q and K are used, a head's row of HS values every 3 NH HS values
+//   out (B, NH, T, T)       above the diagonal: computed values in tiles that the diagonal crosses, else untouched
+//
+//              j ->
+//          [ # . . . ]   #  tiles that the diagonal crosses, computed whole
+//     i    [ x # . . ]   x  tiles below it
+//     |    [ x x # . ]   .  tiles above it, neither computed nor written: the half that a product of whole matrices
+//     v    [ x x x # ]      computes in vain
+//
+// The ladder. Every thread computes an 8x8 tile of out; what changes is how the 16 rows it needs reach it:
+//
+//   matmul_tri_naive      a dot product an output, straight from global memory: 2 loads for a multiply-add, nearly 1
+//                         where the compiler keeps the row of Q in registers from one output to the next
+//   matmul_tri_registers  a step along HS loads 8 values of Q and 8 of K and adds their outer product to 64 sums, all
+//                         in registers: 16 loads for 64 multiply-adds
+//   matmul_tri3           the same in float4: 16 loads for 256 multiply-adds, 16 stores for 64 outputs
+//   matmul_tri4           16x16 threads share a 128x128 tile: slices of 32 values of its rows go through shared
+//                         memory, so each value is fetched from global memory once a block, not once a thread
+//   (matmul_tri5          in trimat/pipelined.cu, one rung further)
+//
+//   trimat_fill           afterwards, one value everywhere above the diagonal, when that half is to be read
+//
+// The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp is 8 tiles wide and 4
+// high, near to square, so that a pair of its loads touches 8 + 4 rows (it would be 16 + 2 with 16 tiles side by side).
+// Any T; any HS that is a multiple of 4, so that every row starts on 16 bytes when qkv does. out on 16 bytes, too.
+#include "lib/copies.cuh"
+
+#ifndef NH
+#define NH 12
+#endif
+#ifndef HS
+#define HS 64
+#endif
+static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
+
+constexpr int SIDE = 8;           // of a thread's tile
+constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+
+struct Head {
+    const float* q;  // (T, HS), rows ROW apart
+    const float* k;  // (T, HS), rows ROW apart
+    float* out;      // (T, T)
+};
+
+__device__ Head find_head(const float* qkv, float* out, int T, int index) {  // index = b NH + h
+    const float* q = qkv + (long long)(index / NH) * T * ROW + (index % NH) * HS;
+    return {q, q + NH * HS, out + (long long)index * T * T};
+}
+
+__device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  // a constant to the compiler
+
+// The 8x8 tile that starts at (i0, j0) lies above the diagonal, or outside. Both numbers are multiples of 8.
+__device__ __forceinline__ bool nothing_to_do(int i0, int j0, int T) { return j0 > i0 || i0 >= T; }
+
+extern "C" __global__ void matmul_tri_naive(
+    const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
+    float* __restrict__ out,        // (B, NH, T, T)
+    int T) {
+    const int i0 = SIDE * (blockIdx.y * blockDim.y + threadIdx.y);
+    const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (nothing_to_do(i0, j0, T)) return;
+    const Head head = find_head(qkv, out, T, blockIdx.z);
+    for (int i = i0; i < min(i0 + SIDE, T); ++i) {
+        const float* q = head.q + (long long)i * ROW;
+        for (int j = j0; j < min(j0 + SIDE, T); ++j) {
+            const float* k = head.k + (long long)j * ROW;
+            float sum = 0.0f;
+            for (int s = 0; s < HS; ++s) sum += q[s] * k[s];
+            head.out[(long long)i * T + j] = sum * scale();
+        }
+    }
+}
+
+// INNER: all rows and columns of the tile exist. Else each is asked for; those that do not exist count as zeros.
+template <bool INNER>
+__device__ __forceinline__ void tile_from_registers(const Head& head, int i0, int j0, int T) {
+    const float* q = head.q + (long long)i0 * ROW;
+    const float* k = head.k + (long long)j0 * ROW;
+    float* corner = head.out + (long long)i0 * T + j0;
+    float sum[SIDE][SIDE] = {};
+#pragma unroll 1
+    for (int s = 0; s < HS; ++s) {
+        float lhs[SIDE], rhs[SIDE];
+#pragma unroll
+        for (int r = 0; r < SIDE; ++r) lhs[r] = INNER || i0 + r < T ? q[r * ROW + s] : 0.0f;
+#pragma unroll
+        for (int c = 0; c < SIDE; ++c) rhs[c] = INNER || j0 + c < T ? k[c * ROW + s] : 0.0f;
+#pragma unroll
+        for (int r = 0; r < SIDE; ++r) {
+#pragma unroll
+            for (int c = 0; c < SIDE; ++c) sum[r][c] += lhs[r] * rhs[c];
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < SIDE; ++r) {
+#pragma unroll
+        for (int c = 0; c < SIDE; ++c) {
+            if (INNER || (i0 + r < T && j0 + c < T)) corner[(long long)r * T + c] = sum[r][c] * scale();
+        }
+    }
+}
+
+extern "C" __global__ void matmul_tri_registers(
+    const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
+    float* __restrict__ out,        // (B, NH, T, T)
+    int T) {
+    const int i0 = SIDE * (blockIdx.y * blockDim.y + threadIdx.y);
+    const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (nothing_to_do(i0, j0, T)) return;
+    const Head head = find_head(qkv, out, T, blockIdx.z);
+    if (i0 + SIDE <= T) {  // and j0 <= i0
+        tile_from_registers<true>(head, i0, j0, T);
+    } else {
+        tile_from_registers<false>(head, i0, j0, T);
+    }
+}
+
+__device__ __forceinline__ void add_products(float (&sum)[SIDE], float4 lhs, const float4 (&rhs)[SIDE]) {
+#pragma unroll
+    for (int c = 0; c < SIDE; ++c) sum[c] += lhs.x * rhs[c].x;
+#pragma unroll
+    for (int c = 0; c < SIDE; ++c) sum[c] += lhs.y * rhs[c].y;
+#pragma unroll
+    for (int c = 0; c < SIDE; ++c) sum[c] += lhs.z * rhs[c].z;
+#pragma unroll
+    for (int c = 0; c < SIDE; ++c) sum[c] += lhs.w * rhs[c].w;
+}
+
+// A row of a tile: 8 values of which the first `columns` exist. Rows of out start on 16 bytes only when T is a multiple
+// of 4; else, element by element.
+__device__ __forceinline__ void store_row(float* out, const float (&sum)[SIDE], int columns, bool aligned) {
+    float v[SIDE];
+#pragma unroll
+    for (int c = 0; c < SIDE; ++c) v[c] = sum[c] * scale();
+    if (aligned) {
+        if (columns > 0) st_vec(out, make_float4(v[0], v[1], v[2], v[3]));
+        if (columns > 4) st_vec(out + 4, make_float4(v[4], v[5], v[6], v[7]));
+    } else {
+#pragma unroll
+        for (int c = 0; c < SIDE; ++c) {
+            if (c < columns) out[c] = v[c];
+        }
+    }
+}
+
+__device__ __forceinline__ void tile_from_vectors(const Head& head, int i0, int j0, int T) {
+    const float* q = head.q + (long long)i0 * ROW;
+    const float* k = head.k + (long long)j0 * ROW;
+    float sum[SIDE][SIDE] = {};
+#pragma unroll 1
+    for (int s = 0; s < HS; s += 4) {
+        float4 rhs[SIDE];
+#pragma unroll
+        for (int c = 0; c < SIDE; ++c) rhs[c] = ld_vec(k + c * ROW + s);
+#pragma unroll
+        for (int r = 0; r < SIDE; ++r) add_products(sum[r], ld_vec(q + r * ROW + s), rhs);
+    }
+    float* corner = head.out + (long long)i0 * T + j0;
+#pragma unroll
+    for (int r = 0; r < SIDE; ++r) store_row(corner + (long long)r * T, sum[r], SIDE, T % 4 == 0);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
+    const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
+    float* __restrict__ out,        // (B, NH, T, T)
+    int T) {
+    const int i0 = SIDE * (blockIdx.y * blockDim.y + threadIdx.y);
+    const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (nothing_to_do(i0, j0, T)) return;
+    const Head head = find_head(qkv, out, T, blockIdx.z);
+    if (i0 + SIDE <= T) {  // and j0 <= i0
+        tile_from_vectors(head, i0, j0, T);
+    } else {
+        tile_from_registers<false>(head, i0, j0, T);  // the last rows, when T is no multiple of 8
+    }
+}
+
+// Block (16, 16), grid (ceil(T / 128), ceil(T / 128), B NH).
+//
+// A row of a slice is 128 bytes, all 32 banks once over: threads that read the same values of different rows would
+// wait for one another. So the 8 float4 of a row are permuted, by its tile's number: float4 c of row r stands at
+// c ^ (r / 8 % 8), and 8 neighbouring threads, which read rows 8 apart, meet 8 different places.
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
+    const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
+    float* __restrict__ out,        // (B, NH, T, T)
+    int T) {
+    constexpr int TILE = 16 * SIDE, SLICE = 32, VECTORS = SLICE / 4;
+    __shared__ __align__(16) float lhs_s[TILE][SLICE];
+    __shared__ __align__(16) float rhs_s[TILE][SLICE];
+    const int tile_i = TILE * blockIdx.y, tile_j = TILE * blockIdx.x;
+    if (tile_j > tile_i) return;
+    const Head head = find_head(qkv, out, T, blockIdx.z);
+
+    const int tid = threadIdx.y * 16 + threadIdx.x;
+    const int copy_row = tid / VECTORS, copy_vector = tid % VECTORS;  // 8 threads fetch a row's 128 bytes
+    constexpr int COPY_ROWS = 256 / VECTORS;
+    float sum[SIDE][SIDE] = {};
+    for (int s0 = 0; s0 < HS; s0 += SLICE) {
+        __syncthreads();  // the slice before is read
+        if (s0 + 4 * copy_vector < HS) {
+#pragma unroll
+            for (int n = 0; n < TILE; n += COPY_ROWS) {
+                const int r = copy_row + n;
+                const int at = 4 * (copy_vector ^ (r / SIDE % VECTORS));
+                const long long i = min(tile_i + r, T - 1), j = min(tile_j + r, T - 1);  // past the end, the last row
+                st_vec(&lhs_s[r][at], ld_vec(head.q + i * ROW + s0 + 4 * copy_vector));
+                st_vec(&rhs_s[r][at], ld_vec(head.k + j * ROW + s0 + 4 * copy_vector));
+            }
+        }
+        __syncthreads();  // the slice is complete
+        const int vectors = min(VECTORS, (HS - s0) / 4);
+#pragma unroll 1
+        for (int v = 0; v < vectors; ++v) {
+            const int lhs_at = 4 * (v ^ (threadIdx.y % VECTORS)), rhs_at = 4 * (v ^ (threadIdx.x % VECTORS));
+            float4 rhs[SIDE];
+#pragma unroll
+            for (int c = 0; c < SIDE; ++c) rhs[c] = ld_vec(&rhs_s[SIDE * threadIdx.x + c][rhs_at]);
+#pragma unroll
+            for (int r = 0; r < SIDE; ++r) add_products(sum[r], ld_vec(&lhs_s[SIDE * threadIdx.y + r][lhs_at]), rhs);
+        }
+    }
+    const int i0 = tile_i + SIDE * threadIdx.y, j0 = tile_j + SIDE * threadIdx.x;
+    float* corner = head.out + (long long)i0 * T + j0;
+#pragma unroll
+    for (int r = 0; r < SIDE; ++r) {
+        if (i0 + r < T) store_row(corner + (long long)r * T, sum[r], T - j0, T % 4 == 0);
+    }
+}
+
+// A warp a row: out[row][j] = value for j > i. Block (256), grid (ceil(rows / 8)).
+extern "C" __global__ void trimat_fill(
+    float* __restrict__ out,  // (B NH T, T)
+    int T, long long rows, float value) {
+    const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    float* p = out + row * T;
+    const int first = (int)(row % T) + 1, lane = threadIdx.x % 32;
+    if (T % 4) {
+        for (int j = first + lane; j < T; j += 32) p[j] = value;
+        return;
+    }
+    const int aligned = (first + 3) / 4 * 4;  // up to 3 values before the first float4
+    if (first + lane < aligned) p[first + lane] = value;
+    for (int j = aligned + 4 * lane; j < T; j += 128) st_vec(p + j, make_float4(value, value, value, value));
+}
