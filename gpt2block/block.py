@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.checks import check_flag, named_options
 from gpt2block.config import block_shapes, check_count
+from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
@@ -198,8 +199,6 @@ def resolve_device(device: str | None) -> int | None:
     if kind != "cuda" or not (index == "" or (index.isdecimal() and len(index) < 10)):
         raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")
     doctor.require_cuda(f"device {device!r}")
-    import cupy  # noqa: PLC0415
-
     count = cupy.cuda.runtime.getDeviceCount()
     if int(index or 0) >= count:
         raise DeviceError(f"device {device!r}: this machine has {count}, cuda:0…cuda:{count - 1}")
@@ -277,8 +276,6 @@ def split_problem(weights: BlockWeights) -> str | None:
 
 
 def _capability(device: int) -> int:
-    import cupy  # noqa: PLC0415
-
     return int(cupy.cuda.Device(device).compute_capability)
 
 

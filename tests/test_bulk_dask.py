@@ -448,7 +448,7 @@ def test_two_clients_at_once_do_not_mix_and_a_scheduler_that_dies(
 
 def test_workers_of_another_version(records: Path, tmp_path: Path) -> None:
     change = "from __future__", "# another version\nfrom __future__"
-    other = changed_copy(tmp_path / "other", "gpt2block/scoring.py", change)
+    other = changed_copy(tmp_path / "other", "gpt2block/text/scoring.py", change)
     short = few(records, tmp_path, 10)
     with cluster(tmp_path / "cluster") as there:
         command = ("score", short, "--output", tmp_path / "o", "--scheduler", there.address)

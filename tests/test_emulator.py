@@ -170,7 +170,8 @@ def test_every_barrier_is_planted() -> None:
             matmul,
             "a_next = row_inside && k0",
             "a_next = k0",
-            r"READ out of bounds: byte 3\d\d\d of A, which has 3400 bytes(.|\n)*matmul\.cu:\d+",
+            r"READ out of bounds: byte 3\d\d\d of A, which has 3400 bytes"
+            r"(.|\n)*matmul/skeleton\.cu:\d+",
             id="global-read",
         ),
         pytest.param(
@@ -202,7 +203,7 @@ def test_every_barrier_is_planted() -> None:
             attention,
             "if (tid < HS) q[tid] =",
             "if (tid <= HS) q[tid] =",
-            r"attention\.cu:\d+.*index 16 out of bounds for type 'float \[16\]'",
+            r"attention/skeleton\.cu:\d+.*index 16 out of bounds for type 'float \[16\]'",
             id="static-shared-index",
         ),
         pytest.param(
@@ -210,7 +211,7 @@ def test_every_barrier_is_planted() -> None:
             matmul,
             "k < TILE;",
             "k <= TILE;",
-            r"matmul\.cu:\d+.*index 16 out of bounds",
+            r"matmul/skeleton\.cu:\d+.*index 16 out of bounds",
             id="static-shared-inner-index",  # still inside the array as a whole
         ),
         pytest.param(
@@ -218,7 +219,7 @@ def test_every_barrier_is_planted() -> None:
             attention,
             "j < n_keys; j += GROUPS",
             "j <= n_keys; j += GROUPS",
-            r"heap-buffer-overflow attention\.cu:\d+ in attend<true>(.|\n)*READ of size 4"
+            r"heap-buffer-overflow attention/skeleton\.cu:\d+ in attend<true>(.|\n)*READ of size 4"
             r"(.|\n)* 0 bytes (?:to the right of|after) 132-byte region",
             id="dynamic-shared",
         ),
@@ -235,7 +236,8 @@ def test_static_shared_memory_is_guarded_behind_a_pointer() -> None:
     source = Source.shipped("layernorm/skeleton.cu")
     source = source.edited("threadIdx.x < stride", "threadIdx.x <= stride", header="lib/common.cuh")
     report = (
-        r"global-buffer-overflow common\.cuh:\d+(.|\n)*0 bytes (?:to the right of|after).*'scratch'"
+        r"global-buffer-overflow lib/common\.cuh:\d+(.|\n)*"
+        r"0 bytes (?:to the right of|after).*'scratch'"
     )
     with pytest.raises(ShimError, match=report):
         layernorm(source, "forward")

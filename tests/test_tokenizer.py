@@ -19,6 +19,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpt2block
 from gpt2block import CheckpointError, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
@@ -82,7 +83,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> No
 
 
 def on_board() -> dict[str, Any]:
-    folder = Path(tokenizer.__file__).parent / "models" / "shakespeare"
+    folder = Path(gpt2block.__file__).parent / "models" / "shakespeare"
     spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     return spec
 

@@ -9,7 +9,7 @@ from math import nan
 import numpy as np
 
 from gpt2block.bench import measure
-from gpt2block.cuda import timing
+from gpt2block.cuda import cupy, timing
 
 SIZE = 8192  # of the square matrices
 
@@ -36,9 +36,7 @@ def ceilings() -> Ceilings:
 
 def _product(dtype: str, tf32: bool = False) -> float:
     """TFLOP/s; NaN where CuPy finds no cuBLAS, or one that does not take the dtype."""
-    import cupy  # noqa: PLC0415
-    from cupy._core import _routines_linalg as linalg  # noqa: PLC0415
-
+    linalg = cupy._core._routines_linalg
     host = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)
     m = cupy.asarray(host.astype(dtype))
     out = cupy.empty_like(m)

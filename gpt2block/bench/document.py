@@ -12,6 +12,7 @@ import numpy as np
 
 from gpt2block import doctor
 from gpt2block.block import Block
+from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
 from gpt2block.model import GPT2
 from gpt2block.run.model import DTYPES
@@ -45,8 +46,6 @@ class BlockTime:
 def block_against_document(device: str | None = None) -> list[BlockTime]:
     """The skeleton block at the document's lengths, with and without a mask, and at T = 1."""
     doctor.require_cuda("the bench")
-    import cupy  # noqa: PLC0415
-
     rows = []
     weights = BlockWeights.random(0)
     for causal in (False, True):

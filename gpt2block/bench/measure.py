@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor, reference
 from gpt2block.bench.peers import torch_replays
 from gpt2block.block import errors
-from gpt2block.cuda import timing
+from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.operations import Operation, Variant
@@ -74,8 +74,6 @@ def tolerance(dtype: str) -> float:
 def ceilings() -> Ceilings:
     """Measured on the current device, in about a second."""
     doctor.require_cuda("kernels")
-    import cupy  # noqa: PLC0415
-
     size = 1 << 30
     a, b = cupy.zeros(size, "uint8"), cupy.zeros(size, "uint8")
     copy = {"copy": lambda: b.data.copy_from_device_async(a.data, size)}
@@ -85,8 +83,6 @@ def ceilings() -> Ceilings:
 
 def _cublas(dtype: str) -> float:
     """TFLOP/s; cuBLAS is a ceiling here and nothing more: the package does without it."""
-    import cupy  # noqa: PLC0415
-
     host = np.random.default_rng(0).standard_normal((8192, 8192), dtype=np.float32)
     m = cupy.asarray(host.astype(dtype))
     out = cupy.empty_like(m)
@@ -275,8 +271,6 @@ def _rotated(host: tuple[Any, ...], traffic: int) -> tuple[list[tuple[Any, ...]]
 
     And how many rounds make a replay of some milliseconds, long against a graph's own launch.
     """
-    import cupy  # noqa: PLC0415
-
     cache = cupy.cuda.Device().attributes["L2CacheSize"]
     count = min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
     rounds = max(1, min(REPLAY_BYTES // (count * traffic), MOST_LAUNCHES // count))
@@ -284,8 +278,6 @@ def _rotated(host: tuple[Any, ...], traffic: int) -> tuple[list[tuple[Any, ...]]
 
 
 def _uploaded(array: Any) -> Any:
-    import cupy  # noqa: PLC0415
-
     if not isinstance(array, WeightMatrix):
         return cupy.asarray(array)
     scale = None if array.scale is None else cupy.asarray(array.scale)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cupy
-
 from gpt2block.bench.race import REFUSALS, Contender, DeviceArray, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
 from gpt2block.block import Block
-from gpt2block.cuda import overlap, timing
+from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.errors import InputError, KernelError
 from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.ops import BINDERS, Bound

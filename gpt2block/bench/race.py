@@ -19,7 +19,7 @@ from gpt2block.bench import measure
 from gpt2block.bench.ceilings import Ceilings, ceilings
 from gpt2block.bench.works import Host, Truth, Work
 from gpt2block.block import resolve_device
-from gpt2block.cuda import timing
+from gpt2block.cuda import cupy, timing
 from gpt2block.errors import InputError, KernelError
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -104,8 +104,6 @@ def run(
     index = resolve_device(device)
     if index is None:
         raise InputError(f"--device {device}: the bench times a GPU")
-    import cupy  # noqa: PLC0415
-
     from gpt2block.bench import ours, torch_peers  # noqa: PLC0415
 
     rows: list[Row] = []
@@ -133,8 +131,6 @@ def run(
 
 def rotated(work: Work) -> list[Host]:
     """The inputs on the GPU, in so many copies that a round is several times the L2 cache."""
-    import cupy  # noqa: PLC0415
-
     cache = cupy.cuda.Device().attributes["L2CacheSize"]
     count = copies_for(work.traffic, cache)
     first = {name: _uploaded(array) for name, array in work.host().items()}
@@ -147,8 +143,6 @@ def copies_for(traffic: int, cache: int) -> int:
 
 
 def _uploaded(array: Any) -> Any:
-    import cupy  # noqa: PLC0415
-
     if isinstance(array, WeightMatrix):
         return WeightMatrix(cupy.asarray(array.data), array.dtype, None, array.layout)
     return cupy.asarray(array)
@@ -235,8 +229,6 @@ def errors(out: DeviceArray, truth: Truth) -> tuple[float, float]:
 def _library(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np
-    import cupy  # noqa: PLC0415
-
     return cupy
 
 
@@ -294,8 +286,6 @@ def first_line(error: BaseException) -> str:
 
 
 def _versions(index: int, torch: Mapping[str, str]) -> dict[str, str]:
-    import cupy  # noqa: PLC0415
-
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     runtime = cupy.cuda.runtime.runtimeGetVersion()
     nvrtc = cupy.cuda.nvrtc.getVersion()

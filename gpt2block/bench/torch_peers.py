@@ -17,6 +17,7 @@ from gpt2block.bench import peers
 from gpt2block.bench.peers import Tensor
 from gpt2block.bench.race import TF32, Contender, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
+from gpt2block.cuda import cupy
 from gpt2block.weights.matrix import WeightMatrix
 
 SEARCH_S = 120.0
@@ -118,7 +119,6 @@ def in_rows(work: Work, out: Tensor) -> Tensor:
 
 
 def _array(out: Tensor) -> Any:
-    import cupy  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
     if out.dtype == torch.bfloat16:

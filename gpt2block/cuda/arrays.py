@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
-import cupy
+import numpy as np
+from numpy.typing import NDArray
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import STORAGE, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.operations._types import Geometry
@@ -247,6 +250,13 @@ def _capability(device: int) -> int:
 @cache
 def _attribute(device: int, name: str) -> int:
     return int(cupy.cuda.Device(device).attributes[name])
+
+
+def pinned(shape: Shape) -> NDArray[np.int32]:
+    """int32 in pinned host memory, which the GPU can read and write while the host goes on."""
+    count = prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(4 * count)
+    return np.frombuffer(memory, np.int32, count).reshape(shape)
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:

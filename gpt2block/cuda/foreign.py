@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import cupy
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.run import host_array, imported
 from gpt2block.weights.matrix import FLOATS

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
+from gpt2block.cuda import cupy
 from gpt2block.errors import KernelError
 
 _SHARED_LIMIT = threading.Lock()
@@ -227,8 +228,6 @@ def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:
     """The compiled kernel, a `cupy.RawKernel`, for the current device."""
-    import cupy  # noqa: PLC0415
-
     return _function(cupy.cuda.Device().id, file, name, defines)
 
 
@@ -239,8 +238,6 @@ def _function(device: int, file: str, name: str, defines: Defines) -> Any:
 
 @cache
 def _module(device: int, file: str, defines: Defines) -> Any:
-    import cupy  # noqa: PLC0415
-
     capability = cupy.cuda.Device(device).compute_capability
     module = cupy.RawModule(
         code=program(file, defines), options=options(file, capability), backend="nvrtc"
@@ -302,9 +299,9 @@ def options(file: str, capability: str) -> tuple[str, ...]:
 @cache
 def toolkit_includes() -> tuple[str, ...]:
     """Options for the folders of CUDA's own headers, which CuPy gives NVRTC in every compile."""
-    from cupy._core.core import assemble_cupy_compiler_options  # noqa: PLC0415
-
-    return tuple(flag for flag in assemble_cupy_compiler_options(()) if flag.startswith("-I"))
+    return tuple(
+        flag for flag in cupy._core.core.assemble_cupy_compiler_options(()) if flag.startswith("-I")
+    )
 
 
 @dataclass(frozen=True)
@@ -320,8 +317,7 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
 
     The log holds registers, shared memory and spills of each kernel. Raises KernelError.
     """
-    from cupy.cuda import nvrtc  # noqa: PLC0415
-
+    nvrtc = cupy.cuda.nvrtc
     flags = (
         *options(file, arch.removeprefix("sm_").rstrip("af")),
         *toolkit_includes(),

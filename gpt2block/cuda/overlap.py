@@ -11,8 +11,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import cupy
-
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import Launch
 from gpt2block.errors import DeviceError

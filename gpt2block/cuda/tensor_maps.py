@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError
 
 BYTES = 128  # of a map, which lies on 64
@@ -25,8 +26,6 @@ _LONG_LINES = 3  # CUtensorMapL2promotion: 256 bytes
 
 def _encode() -> Any:
     """The driver's call. It takes the thread's context, which a new thread does not have yet."""
-    import cupy  # noqa: PLC0415
-
     cupy.cuda.Device().use()
     return _driver_call()
 

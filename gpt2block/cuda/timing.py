@@ -7,6 +7,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
+from gpt2block.cuda import cupy
+
 REPLAYS = 7
 CALLS = 20  # from Python in one measurement; few enough that the host never waits for the GPU
 TARGET_MS = 2.0  # one replay: long against the resolution of an event, short for the user
@@ -30,8 +32,6 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
 
 def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     """The launches as one CUDA graph; calling it replays the graph on the current stream."""
-    import cupy  # noqa: PLC0415  (a NumPy-only installation imports this module too)
-
     launches = tuple(launches)
     for launch in {id(launch): launch for launch in launches}.values():
         launch.run()  # loads the kernels, which a capture cannot
@@ -49,8 +49,6 @@ def interleaved_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
     """Name → median ms of `count` replays, which take turns, so that all see the same GPU."""
-    import cupy  # noqa: PLC0415
-
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(count + 1):  # the first turn warms up
@@ -65,8 +63,6 @@ def interleaved_ms(
 
 def call_times(call: Callable[[], Any]) -> tuple[float, float]:
     """GPU ms and host µs of a warm call: calls queued one behind the other, none waited for."""
-    import cupy  # noqa: PLC0415
-
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     gpu: list[float] = []
     host: list[float] = []

@@ -271,17 +271,21 @@ Array read_array(const char* name, std::size_t bytes) {
     return {name, data, bytes, margin};
 }
 
-// An argument is a size in bytes and that many bytes, or one of: -1 and a slot (a number, a null pointer),
-// -2 and the index of an earlier argument, the same array.
+// An argument is one of: a size in bytes, the place in them that the pointer points to, and the bytes; -1 and a
+// slot (a number or a null pointer); -2, the index of an earlier argument, and a place in the bytes of that one.
 void read_argument(const char* name) {
     const auto size = read_value<std::int64_t>();
-    arrays.push_back(size < 0 ? Array{name, nullptr, 0, 0} : read_array(name, size));
+    const auto word = read_value<std::uint64_t>();
     if (size == -1) {
-        slots.push_back(read_value<std::uint64_t>());
+        arrays.push_back({name, nullptr, 0, 0});
+        slots.push_back(word);
     } else if (size == -2) {
-        slots.push_back(slots.at(read_value<std::uint64_t>()));
+        arrays.push_back({name, nullptr, 0, 0});
+        const auto offset = read_value<std::uint64_t>();
+        slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.at(word).data) + offset);
     } else {
-        slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.back().data));
+        arrays.push_back(read_array(name, size));
+        slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.back().data) + word);
     }
 }
 

@@ -21,9 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
 from gpt2block.errors import KernelError
@@ -132,12 +133,75 @@ def run(
     dtypes = storage, weights
     message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
     defines = (*kernels.stored_as(storage, weights), *defines)
-    sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block))]
-    words = [kernel, *sizes, shared, order, seed, *(p.name for p in parameters)]
-    launch = f"{kernel}, grid {grid}, block {block}, order {order}"
-    told = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
-    output = _execute(compile_kernel_file(source, defines), words, b"".join(message), launch, told)
+    sizes = grid, block, shared
+    output = _launch(source, signature, sizes, message, defines, order, seed, copies_at_once)
     _store(kernel, parameters, args, output)
+
+
+class Span(NamedTuple):
+    """Where a pointer points to: a byte of an allocation, which other pointers may share."""
+
+    memory: NDArray[np.uint8]
+    offset: int
+
+
+def run_spans(
+    source: Source,
+    kernel: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Span | np.generic],
+    shared: int = 0,
+    defines: kernels.Defines = (),
+) -> None:
+    """Launch a kernel on allocations: pointers are a Span or 0, numbers of the prototype's types.
+
+    Pointers may point into the same allocation. Raises ShimError as `run` does.
+    """
+    signature = _prototypes(source)[kernel]
+    first: dict[int, int] = {}  # address of an allocation → the argument that brings its bytes
+    message = []
+    for i, arg in enumerate(args):
+        if not isinstance(arg, Span):
+            message.append(struct.pack("<q", -1) + arg.tobytes().ljust(8, b"\0"))
+            continue
+        known = first.setdefault(arg.memory.ctypes.data, i)
+        if known == i:
+            packed = struct.pack("<qq", arg.memory.nbytes, arg.offset)
+            message.append(packed + arg.memory.tobytes())
+        else:
+            message.append(struct.pack("<qqq", -2, known, arg.offset))
+    output = _launch(source, signature, (grid, block, shared), message, defines)
+    start = 0
+    for i in first.values():
+        span = args[i]
+        assert isinstance(span, Span)
+        part = output[start : start + span.memory.nbytes]
+        start += span.memory.nbytes
+        span.memory[...] = np.frombuffer(part, np.uint8)
+
+
+def _launch(
+    source: Source,
+    signature: kernels.Signature,
+    sizes: tuple[tuple[int, ...], tuple[int, ...], int],
+    message: Sequence[bytes],
+    defines: kernels.Defines,
+    order: Order = "forward",
+    seed: int = 0,
+    copies_at_once: bool = False,
+) -> bytes:
+    """Run a kernel with encoded arguments; sizes: grid, block and bytes of shared memory.
+
+    The bytes of all arrays after it, in the order in which they were sent.
+    """
+    grid, block, shared = sizes
+    numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
+    words = [signature.name, *numbers, order, seed, *(p.name for p in signature.parameters)]
+    launch = f"{signature.name}, grid {grid}, block {block}, order {order}"
+    environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
+    program = compile_kernel_file(source, defines)
+    return _execute(program, words, b"".join(message), launch, environment)
 
 
 @cache
@@ -172,10 +236,10 @@ def _encode(
         raise ShimError(f"{where}: expected a contiguous array of {expected}")
     for j in range(i):
         if _is_pointer(parameters[j]) and args[j] is arg:
-            return struct.pack("<qq", -2, j)
+            return struct.pack("<qqq", -2, j, 0)
         if isinstance(args[j], np.ndarray) and np.may_share_memory(args[j], arg):
             raise ShimError(f"{where}: overlaps an earlier argument and is not the same array")
-    return struct.pack("<q", arg.nbytes) + arg.tobytes()
+    return struct.pack("<qq", arg.nbytes, 0) + arg.tobytes()
 
 
 def _store(
@@ -261,7 +325,7 @@ def _runtime() -> Path:
 
 @cache
 def _compile(source: Source, defines: kernels.Defines) -> Path:
-    headers = {p.name: p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
+    headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
     flags = (str(_runtime()), f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_KERNEL_FLAGS)
     return _build(source.name, files, ("unit.cpp", *flags), salt=repr(sorted(headers.items())))

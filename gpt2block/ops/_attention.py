@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple
 
-import cupy
-
 from gpt2block.checks import check_flag
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

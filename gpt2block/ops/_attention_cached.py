@@ -9,8 +9,7 @@ from math import ceil
 from numbers import Integral
 from typing import Any
 
-import cupy
-
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

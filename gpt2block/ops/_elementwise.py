@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-import cupy
-
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, check_alignment, contiguous, output
 from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, output
 from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError

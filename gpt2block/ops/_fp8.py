@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
-
 from gpt2block.checks import check_flag
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError

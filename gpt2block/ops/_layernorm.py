@@ -5,10 +5,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, Literal, overload
 
-import cupy
-
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import cupy
-
 from gpt2block.config import check_eps
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

@@ -8,10 +8,9 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, NamedTuple, overload
 
-import cupy
-
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
+from gpt2block.cuda import cupy
 from gpt2block.cuda import overlap as overlapping  # the module; `overlap` is of two arrays
 from gpt2block.cuda.arrays import (
     Bound,

@@ -6,9 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-import cupy
-
 from gpt2block.checks import check_flag
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

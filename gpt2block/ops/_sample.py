@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
 from gpt2block.cuda.kernels import launch
 from gpt2block.errors import InputError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import cupy
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,

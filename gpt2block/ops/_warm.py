@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
+from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.kernels import Launch
 from gpt2block.weights.matrix import WeightMatrix

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.cuda import overlap, timing
+from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import contiguous, on_16_bytes
 from gpt2block.cuda.foreign import as_cupy
 from gpt2block.cuda.kernels import Launch

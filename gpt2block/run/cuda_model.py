@@ -21,16 +21,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
-import cupy
 import numpy as np
 
 from gpt2block import doctor
 from gpt2block.config import GPT2Config
-from gpt2block.cuda import overlap
-from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability
+from gpt2block.cuda import cupy, overlap
+from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, pinned
 from gpt2block.cuda.kernels import Launch
 from gpt2block.operations._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
@@ -444,7 +442,7 @@ class _Step:
         bounds = list(self._bind(model, cache))
         self._arrays = [array for bound in bounds for array in (bound.out, *bound.extra)]  # alive
         self.launches = tuple(launch for bound in bounds for launch in bound.launches)
-        self.sampled, report = _on_host(2, 2, B)  # of steps in turn, token and logprob
+        self.sampled, report = _on_host((2, 2, B))  # of steps in turn, token and logprob
         self._sample = _sample.bind_state(self.logits, self.state, cache.n_ctx, report)
         self._graph: Any = None
         self._runs = 0
@@ -578,11 +576,9 @@ class CudaDecoding:
             self._step.state.position[row] = len(ids) - 1
 
 
-def _on_host(*shape: int) -> tuple[Ids, CudaArray]:
+def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
     """Zeros of int32 in memory of the host that kernels write to, as NumPy and as CuPy see it."""
-    size = 4 * prod(shape)
-    memory = cupy.cuda.alloc_pinned_memory(size)
-    seen = np.frombuffer(memory, np.int32, size // 4).reshape(shape)
+    seen = pinned(shape)
     seen[...] = 0
-    owner = cupy.cuda.UnownedMemory(memory.ptr, size, memory, cupy.cuda.Device().id)
+    owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)
     return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))

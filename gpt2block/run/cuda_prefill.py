@@ -33,12 +33,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import cupy
-import cupyx
 import numpy as np
 
-from gpt2block.cuda import overlap
-from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda import cupy, overlap
+from gpt2block.cuda.arrays import Bound, CudaArray, pinned
 from gpt2block.cuda.kernels import Launch
 from gpt2block.ops import _attention, _attention_cached, _gemm, _layernorm
 from gpt2block.run.model import Floats, Ids, Want
@@ -242,8 +240,7 @@ class Prefill(ABC):
 
     @cached_property
     def _pinned(self) -> Ids:
-        pinned: Ids = cupyx.empty_pinned(self._numbers.shape, np.int32)
-        return pinned
+        return pinned(self._numbers.shape)
 
     @cached_property
     def _sent(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.checks import is_plain
+from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
 
@@ -74,7 +74,7 @@ class WeightMatrix:
             )
         if not self.scale.flags.c_contiguous:
             raise InputError("scale: expected a C-contiguous array")
-        if is_cupy(self.data) and self.scale.device.id != self.data.device.id:
+        if is_array(self.data) and self.scale.device.id != self.data.device.id:
             raise InputError(
                 f"scale: on device {self.scale.device.id}, the weights on {self.data.device.id}"
             )
@@ -116,10 +116,8 @@ class WeightMatrix:
         scale: Any = None
         if dtype == SCALED:
             scale = np.where(absmax < SMALLEST, np.float32(1), absmax / np.float32(448))
-        if not is_cupy(w):
+        if not is_array(w):
             return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
-        import cupy  # noqa: PLC0415
-
         from gpt2block.ops import to_fp8  # noqa: PLC0415
 
         scale = None if scale is None else cupy.asarray(scale)
@@ -190,7 +188,7 @@ def _check_choices(dtype: str, layout: str) -> None:
 
 
 def _check_array(name: str, array: Any, *dtypes: str) -> None:
-    if not is_plain(array) and not is_cupy(array):
+    if not is_plain(array) and not is_array(array):
         raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
     if array.ndim != 2 or array.size == 0:
         raise InputError(f"{name}: expected a matrix with elements, got shape {array.shape}")
@@ -198,27 +196,21 @@ def _check_array(name: str, array: Any, *dtypes: str) -> None:
         raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
 
 
-def is_cupy(array: Any) -> bool:
-    """Without importing CuPy: whoever has such an array has done so."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(array, cupy.ndarray)
-
-
 def kind(array: Any) -> str:
     if is_plain(array):
         return "NumPy"
-    return "CuPy" if is_cupy(array) else type(array).__name__
+    return "CuPy" if is_array(array) else type(array).__name__
 
 
 def on_host(array: Any) -> NDArray[Any]:
     """A NumPy or CuPy array as a NumPy one."""
-    host: NDArray[Any] = array.get() if is_cupy(array) else array
+    host: NDArray[Any] = array.get() if is_array(array) else array
     return host
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     """Largest magnitude of each output channel, on the host; not finite where a weight is not."""
-    if is_cupy(w):
+    if is_array(w):
         from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
 
         return on_host(absmax(w, layout))

@@ -10,8 +10,9 @@ import numpy as np
 
 from gpt2block import reference
 from gpt2block.checks import check_integer, is_plain, real
+from gpt2block.cuda import cupy, is_array
 from gpt2block.errors import InputError, shown
-from gpt2block.weights.matrix import is_cupy, kind, on_host
+from gpt2block.weights.matrix import kind, on_host
 
 LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
 
@@ -41,7 +42,7 @@ class SplitMatrix:
             ("parts", self.parts, (2, rows, K), "float16"),
             ("scale", self.scale, (rows,), "float32"),
         ):
-            if not is_plain(array) and not is_cupy(array):
+            if not is_plain(array) and not is_array(array):
                 raise InputError(f"{name}: expected a NumPy or CuPy array, got {kind(array)}")
             if array.shape != shape or array.dtype.name != dtype:
                 raise InputError(
@@ -55,7 +56,7 @@ class SplitMatrix:
                 f"scale: expected a {kind(self.parts)} array, as parts is one, "
                 f"got {kind(self.scale)}"
             )
-        if is_cupy(self.parts):
+        if is_array(self.parts):
             if self.parts.device.id != self.scale.device.id:
                 raise InputError(
                     f"scale: on device {self.scale.device.id}, parts on {self.parts.device.id}"
@@ -74,7 +75,7 @@ class SplitMatrix:
 
         The parts and scales are the same on both. Raises InputError.
         """
-        if is_cupy(x):
+        if is_array(x):
             from gpt2block.ops import split  # noqa: PLC0415
 
             made: SplitMatrix = split(x)
@@ -95,8 +96,6 @@ class SplitMatrix:
         bound: the largest magnitude there can be, from which all rows have one scale; None where
         the kernel finds scales itself. parts: memory to use again. Raises InputError.
         """
-        import cupy  # noqa: PLC0415
-
         rows, K = _rows("shape", shape)
         if parts is None:
             parts = cupy.empty((2, rows, K), dtype="float16")

@@ -1,0 +1,344 @@
+"""The part of CuPy's interface that this package uses, on NumPy arrays and emulated kernels.
+
+`emulated()` puts it in the place of CuPy, so that everything above a kernel launch, from an
+operation's `bind` to a whole model, runs unchanged on a machine without a GPU. Device memory is a
+list of live allocations: a launch that reads memory which has been freed raises ShimError, as does
+everything that AddressSanitizer finds in a kernel. New arrays hold NaN, or 0xFF bytes.
+
+Streams run everything at once, in the order of the calls; a captured graph is a list of calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a dtype's name)
+import numpy as np
+
+from gpt2block.cuda import kernels
+from gpt2block.emulator import loader
+
+CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine have no stand-in
+ALIGNMENT = 512  # of an allocation, in bytes, as CuPy's pool gives
+ATTRIBUTES = {
+    "MultiProcessorCount": 4,
+    "MaxSharedMemoryPerBlockOptin": 166912,  # of compute capability 8.0
+    "L2CacheSize": 1 << 20,
+}
+__version__ = "emulated"
+
+_memory: dict[int, tuple[weakref.ref[Any], int]] = {}  # address → the array that owns it, bytes
+
+
+class MemoryPointer:
+    """An address, with the object that keeps its memory alive."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, int(mem.ptr) + offset
+
+
+class UnownedMemory:
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr, self.size, self.owner = ptr, size, owner
+
+
+class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
+    """A NumPy array with the methods of a CuPy array that NumPy's has not."""
+
+    def __new__(
+        cls,
+        shape: Any,
+        dtype: Any = "float32",
+        memptr: MemoryPointer | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> ndarray:
+        if memptr is None:
+            return empty(shape, dtype)
+        owner = memptr.mem.owner
+        start = memptr.ptr - owner.ctypes.data
+        plain = np.ndarray(shape, np.dtype(dtype), owner, start, strides)
+        made: ndarray = plain.view(cls)
+        return made
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self) -> Any:
+        return Device()
+
+    def get(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+        if out is None:
+            return np.array(self)
+        out[...] = self
+        return out
+
+    def set(self, array: Any) -> None:
+        self[...] = np.asarray(array)
+
+
+def empty(shape: Any, dtype: Any = "float32") -> ndarray:
+    """Poisoned memory, on a multiple of 512 bytes."""
+    dtype = np.dtype(dtype)
+    sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    nbytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
+    memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    _allocated(memory, memory.ctypes.data + start, nbytes)
+    array = np.ndarray(sizes, dtype, memory, start)
+    made: ndarray = array.view(ndarray)
+    return made
+
+
+def adopt(array: np.ndarray[Any, Any]) -> ndarray:
+    """A C-contiguous host array as device memory, without a copy."""
+    if not array.flags.c_contiguous:
+        return asarray(array)
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    _allocated(owner, array.ctypes.data, array.nbytes)
+    return array.view(ndarray)
+
+
+def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
+    """From now on a kernel can read and write there, as long as the owner lives."""
+
+    def freed(reference: weakref.ref[Any]) -> None:
+        if _memory.get(address, (None,))[0] is reference:
+            del _memory[address]
+
+    _memory[address] = weakref.ref(owner, freed), nbytes
+
+
+def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+    host = np.asarray(array)
+    dtype = host.dtype if dtype is None else np.dtype(dtype)
+    if isinstance(array, ndarray) and array.dtype == dtype and (order is None or _c(array)):
+        return array
+    made = empty(host.shape, dtype)
+    made[...] = host
+    return made
+
+
+def _c(array: np.ndarray[Any, Any]) -> bool:
+    return array.flags.c_contiguous
+
+
+def array(value: Any, dtype: Any = None) -> ndarray:
+    host = np.array(value, dtype)
+    made = empty(host.shape, host.dtype)
+    made[...] = host
+    return made
+
+
+def zeros(shape: Any, dtype: Any = "float32") -> ndarray:
+    return full(shape, 0, dtype)
+
+
+def full(shape: Any, value: Any, dtype: Any = "float32") -> ndarray:
+    made = empty(shape, dtype)
+    made[...] = value
+    return made
+
+
+def empty_like(array: Any, dtype: Any = None) -> ndarray:
+    return empty(array.shape, dtype or array.dtype)
+
+
+def ascontiguousarray(array: Any) -> ndarray:
+    return (
+        array if isinstance(array, ndarray) and _c(array) else asarray(np.array(array, order="C"))
+    )
+
+
+def asnumpy(array: Any) -> np.ndarray[Any, Any]:
+    return np.array(array)
+
+
+def copyto(target: ndarray, source: Any) -> None:
+    _now_or_captured(lambda: np.copyto(target, source))
+
+
+def take(source: ndarray, rows: Any, axis: int = 0, out: ndarray | None = None) -> Any:
+    if out is None:
+        return asarray(np.take(source, rows, axis))
+    _now_or_captured(lambda: np.copyto(out, np.take(source, np.asarray(rows), axis)))
+    return out
+
+
+def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
+    return np.split(array, ends)  # type: ignore[return-value]
+
+
+class RawModule:
+    """The text that `kernels.program` makes of a kernel file, taken apart again."""
+
+    def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        constants, _, text = code.partition("#line 1 ")
+        name, _, text = text.partition("\n")
+        defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
+        self._defines: kernels.Defines = tuple(defines)
+        shipped = loader.Source.shipped(name.strip('"'))
+        self._source = replace(shipped, text=text)
+
+    def compile(self) -> None:
+        pass
+
+    def get_function(self, name: str) -> Function:
+        return Function(self._source, name, self._defines)
+
+
+class Function:
+    """A kernel; a call runs it on the CPU."""
+
+    shared_size_bytes = max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, source: loader.Source, name: str, defines: kernels.Defines) -> None:
+        self._source, self.name, self._defines = source, name, defines
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_mem: int = 0,
+    ) -> None:
+        _now_or_captured(lambda: self._run(grid, block, args, shared_mem))
+
+    def _run(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int
+    ) -> None:
+        values = [
+            _span(self.name, arg) if isinstance(arg, np.uintp) and arg else arg for arg in args
+        ]
+        loader.run_spans(self._source, self.name, grid, block, values, shared, self._defines)
+
+
+def _span(kernel: str, pointer: Any) -> loader.Span:
+    """The allocation that an address lies in, and where."""
+    address = int(pointer)
+    for start, (owner, nbytes) in _memory.items():
+        memory = owner()
+        if memory is not None and start <= address < start + max(1, nbytes):
+            flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
+            return loader.Span(flat, address - start)
+    raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
+
+
+class Stream:
+    """Runs calls as they come, or collects them between begin_capture and end_capture."""
+
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self._captured: list[Callable[[], None]] | None = None
+        self._entered: list[Stream] = []
+
+    def __enter__(self) -> Stream:
+        self._entered.append(_state.stream)
+        _state.stream = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _state.stream = self._entered.pop()
+
+    def begin_capture(self) -> None:
+        self._captured = []
+
+    def end_capture(self) -> _Graph:
+        calls, self._captured = self._captured or [], None
+        return _Graph(tuple(calls))
+
+    def is_capturing(self) -> bool:
+        return self._captured is not None
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Graph:
+    def __init__(self, calls: tuple[Callable[[], None], ...]) -> None:
+        self._calls = calls
+
+    def launch(self, stream: Stream | None = None) -> None:
+        for call in self._calls:
+            call()
+
+
+class Event:
+    def __init__(self, disable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Device:
+    """The one emulated device."""
+
+    id = -1  # no index of a real device
+    compute_capability = CAPABILITY
+    attributes = ATTRIBUTES
+
+    def __init__(self, index: int | None = None) -> None:
+        pass
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def use(self) -> None:
+        pass
+
+
+_state = SimpleNamespace(stream=Stream())
+
+
+def _now_or_captured(call: Callable[[], None]) -> None:
+    captured = _state.stream._captured
+    if captured is None:
+        call()
+    else:
+        captured.append(call)
+
+
+def _alloc_pinned_memory(size: int) -> Any:
+    return empty(size, "uint8")
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+cuda = SimpleNamespace(
+    compiler=SimpleNamespace(CompileException=loader.ShimError),
+    Device=Device,
+    Stream=Stream,
+    Event=Event,
+    MemoryPointer=MemoryPointer,
+    UnownedMemory=UnownedMemory,
+    get_current_stream=lambda: _state.stream,
+    get_elapsed_time=lambda start, end: 1.0,
+    alloc_pinned_memory=_alloc_pinned_memory,
+    memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+    nvtx=SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None),
+    runtime=SimpleNamespace(
+        driverGetVersion=lambda: 12000, runtimeGetVersion=lambda: 12000, getDeviceCount=lambda: 1
+    ),
+)
