@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2block import cuda
 from gpt2block.errors import DeviceError
 
 TOOLKIT = {12: "cuda-toolkit[nvrtc,cudart]==12.*", 13: "cuda-toolkit[nvrtc,cudart,crt]==13.0.*"}
@@ -366,12 +367,16 @@ def examine() -> list[Check]:
     return [check_package(), check_python(), check_numpy(), *_cuda_checks(thorough=True)]
 
 
-@functools.cache
 def cuda_problem() -> str | None:
     """Why our kernels cannot run on CUDA device 0 now, as a clause; None when they can.
 
     Nothing is compiled and no context created: that a device is full shows only later.
     """
+    return None if cuda.replaced() else _first_problem()
+
+
+@functools.cache
+def _first_problem() -> str | None:
     return next((check.detail for check in _cuda_checks(thorough=False) if not check.ok), None)
 
 
@@ -384,6 +389,8 @@ def require_cuda(what: str) -> None:
 
 def describe_device(index: int) -> str:
     """One line on a device and the software that drives it."""
+    if cuda.replaced():
+        return "the emulator on the CPU"
     driver = probe_driver()
     if not 0 <= index < len(driver.devices):
         raise DeviceError(f"there is no CUDA device {index}: {len(driver.devices)} visible")

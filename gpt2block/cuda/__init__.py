@@ -39,9 +39,14 @@ cupy: Any = _CuPy()
 
 def is_array(x: Any) -> bool:
     """Whether x is a CuPy array. CuPy is not imported for it: who has such an array has done so."""
-    if cupy._module is None and "cupy" not in sys.modules:
+    if not replaced() and "cupy" not in sys.modules:
         return False
     return isinstance(x, cupy.ndarray)
+
+
+def replaced() -> bool:
+    """Whether something stands in for CuPy."""
+    return cupy._module is not None
 
 
 @contextmanager

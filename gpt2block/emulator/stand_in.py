@@ -68,7 +68,10 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
+        address = self.ctypes.data
+        if _allocation(address) is None:  # NumPy made it, as the result of an expression
+            adopt(self)
+        return SimpleNamespace(ptr=address)
 
     @property
     def device(self) -> Any:
@@ -104,7 +107,7 @@ def adopt(array: np.ndarray[Any, Any]) -> ndarray:
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    _allocated(owner, array.ctypes.data, array.nbytes)
+    _allocated(owner, owner.ctypes.data, owner.nbytes)
     return array.view(ndarray)
 
 
@@ -225,12 +228,20 @@ class Function:
 def _span(kernel: str, pointer: Any) -> loader.Span:
     """The allocation that an address lies in, and where."""
     address = int(pointer)
+    found = _allocation(address)
+    if found is None:
+        raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
+    start, nbytes = found
+    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
+    return loader.Span(flat, address - start)
+
+
+def _allocation(address: int) -> tuple[int, int] | None:
+    """First byte and size of the live allocation that an address lies in."""
     for start, (owner, nbytes) in _memory.items():
-        memory = owner()
-        if memory is not None and start <= address < start + max(1, nbytes):
-            flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
-            return loader.Span(flat, address - start)
-    raise loader.ShimError(f"{kernel}: an argument points to memory that is not allocated")
+        if start <= address < start + max(1, nbytes) and owner() is not None:
+            return start, nbytes
+    return None
 
 
 class Stream:
@@ -339,6 +350,9 @@ cuda = SimpleNamespace(
     memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     nvtx=SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None),
     runtime=SimpleNamespace(
-        driverGetVersion=lambda: 12000, runtimeGetVersion=lambda: 12000, getDeviceCount=lambda: 1
+        getDevice=lambda: Device.id,
+        driverGetVersion=lambda: 12000,
+        runtimeGetVersion=lambda: 12000,
+        getDeviceCount=lambda: 1,
     ),
 )
