@@ -47,9 +47,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     """No test writes into the user's compile cache, sees its devices or keeps an answer."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernel_cache"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    doctor.cuda_problem.cache_clear()
+    doctor._first_problem.cache_clear()
     yield
-    doctor.cuda_problem.cache_clear()
+    doctor._first_problem.cache_clear()
 
 
 def refused(check: Check, *words: str, fix: str) -> None:
@@ -150,7 +150,7 @@ def test_cuda_problem_compiles_nothing_and_is_asked_once(machine: SimpleNamespac
     assert machine.nvrtc.compiled == 0
     machine.installed = {}
     assert doctor.cuda_problem() is None  # remembered
-    doctor.cuda_problem.cache_clear()
+    doctor._first_problem.cache_clear()
     assert doctor.cuda_problem() == "CuPy is not installed"
 
 
@@ -204,7 +204,7 @@ def test_the_unforeseen_becomes_a_finding(
     refused(doctor.examine()[-1], "cannot be examined", "ZeroDivisionError", fix="report")
     assert "ZeroDivisionError" in (doctor.cuda_problem() or "")
     machine.installed = {}
-    doctor.cuda_problem.cache_clear()
+    doctor._first_problem.cache_clear()
     assert doctor.cuda_problem() == "CuPy is not installed"
 
 

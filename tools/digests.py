@@ -41,7 +41,7 @@ Made = Iterator[tuple[str, Any]]
 
 
 def blocks(emulated: bool) -> Made:
-    """Both sets of kernels, three dtypes, three shapes; the second and third call replay a graph."""
+    """Both sets of kernels in three dtypes and shapes; the second call replays a graph."""
     C, shapes = (128, ((5,), (2, 9))) if emulated else (768, ((128,), (1, 1024), (8, 512)))
     weights = BlockWeights.random(0, GPT2Config(n_head=C // 64, n_embd=C))
     kinds = [("skeleton", "float32"), *(("fused", dtype) for dtype in FLOATS)]
@@ -75,7 +75,7 @@ def models(emulated: bool) -> Made:
             engine = GPT2(weights, "cuda", dtype).engine
             for want in ("last", "logits", "hidden", "states"):
                 for turn in range(3):
-                    found = engine.forward(ids, want)  # type: ignore[arg-type]
+                    found = engine.forward(ids, want)
                     yield f"{name} {want} {turn}", np.concatenate([f.ravel() for f in found])
             for turn in range(3):
                 yield f"{name} scores {turn}", np.concatenate(engine.log_likelihood(ids))
