@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import pytest
 
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 
 
 class Gpu(TypedDict):

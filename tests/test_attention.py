@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations.attention import OPERATION, geometry
+from gpt2block.ops.attention import OPERATION, geometry
+from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.plain import normal
 
@@ -96,14 +97,12 @@ def on_gpu(
 ) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _attention  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         array = cupy.asarray(qkv)
         out = cupy.full((*qkv.shape[:-1], qkv.shape[-1] // 3), cupy.nan, "float32")
         options: dict[str, Any] = {"n_head": n_head, "variant": variant, "block": block}
-        bound = _attention.bind((array,), out, causal=causal, **options)
+        bound = bind_attention((array,), out, causal=causal, **options)
         for scores in bound.extra:
             scores.fill(cupy.nan)
         results.append(bound.run().get())
@@ -404,7 +403,6 @@ def test_the_op(cp: ModuleType) -> None:
 @pytest.mark.gpu
 def test_bad_input(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _attention  # noqa: PLC0415
 
     x = cp.zeros((5, 48), "float32")
     long = cp.zeros((400_000, 12), "float32")  # 640 GB of scores
@@ -426,6 +424,6 @@ def test_bad_input(cp: ModuleType) -> None:
     assert ops.attention(wide, 1, variant="naive").shape == (5, 300)
     flat = cp.zeros(5 * 16 + 1, "float32")
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        _attention.bind((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
+        bind_attention((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
     with pytest.raises(InputError, match=r"out: expected shape \(5, 16\)"):
-        _attention.bind((x,), x, n_head=2, causal=False, variant="online")
+        bind_attention((x,), x, n_head=2, causal=False, variant="online")

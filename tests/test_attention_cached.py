@@ -19,9 +19,12 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import loader
-from gpt2block.operations import attention_cached as launches
-from gpt2block.operations import encoder_rows as rows_of
-from gpt2block.operations.attention_cached import SPLIT_KEYS
+from gpt2block.ops.attention_cached import SPLIT_KEYS, bind_split
+from gpt2block.ops.attention_cached import append_geometry as attention_cached_append
+from gpt2block.ops.attention_cached import bind as bind_attention_cached
+from gpt2block.ops.attention_cached import split_geometry as attention_cached_split
+from gpt2block.ops.attention_cached import tiles_geometry as attention_cached_tiles
+from gpt2block.ops.encoder_rows import geometry as encoder_rows_geometry
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.plain import normal
@@ -146,7 +149,7 @@ def split(
     parts, stats = poisoned(B, S, n_head, C // n_head), poisoned(B, S, n_head, 2)
     out, arrived = poisoned(B, C), np.zeros((B, n_head), np.int32)
     if where != "gpu":
-        how = launches.split(B, n_ctx, n_head, C // n_head, k.itemsize)
+        how = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
         args = [q, k, v, position, parts, stats, n_ctx, out, arrived]
         for _ in range(runs):
             for array in (parts, stats, out):
@@ -161,11 +164,9 @@ def split_on_gpu(q: Array, k: Array, v: Array, position: Array, n_head: int, out
     """Three times in a row, the same bits."""
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _attention_cached  # noqa: PLC0415
-
     arrays = tuple(map(cupy.asarray, (q, k, v, position)))
     arrived = cupy.zeros((len(q), n_head), "int32")
-    bound = _attention_cached.bind_split((*arrays, arrived), cupy.asarray(out), n_head=n_head)
+    bound = bind_split((*arrays, arrived), cupy.asarray(out), n_head=n_head)
     results = []
     for _ in range(3):
         for array in (bound.out, *bound.extra):
@@ -339,19 +340,19 @@ def packed(
     out = poisoned(N, C).astype(qkv.dtype)
     if where != "gpu":
         narrow = qkv.dtype != np.float32
-        how = launches.tiles(B, longest, n_head, C // n_head, k.itemsize, shared_limit, narrow)
+        how = attention_cached_tiles(
+            B, longest, n_head, C // n_head, k.itemsize, shared_limit, narrow
+        )
         args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, N, B, 0]
         on_shim(where, "attention/cached.cu", how, args, k.dtype.name)
         return out
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _attention_cached  # noqa: PLC0415
-
     results = []
     for _ in range(2):
         arrays = tuple(map(cupy.asarray, (qkv, k, v, seams, starts)))
         to = cupy.asarray(out)
-        bound = _attention_cached.bind(arrays, to, n_head=n_head, longest=longest)
+        bound = bind_attention_cached(arrays, to, n_head=n_head, longest=longest)
         results.append(bound.run().get())
     np.testing.assert_array_equal(*results)
     result: Array = results[0]
@@ -443,7 +444,7 @@ def test_queries_of_a_thread_leave_the_bits_as_they_are() -> None:
     k, v = cache(0, [90], 90, C, "bfloat16")
     qkv, seams, starts = normal(1, 90, 3 * C), np.array([0, 90], np.int32), np.zeros(1, np.int32)
     right = packed("forward", qkv, k, v, [90], [0], 1)
-    how = launches.tiles(1, 90, 1, 64, 2, H200)
+    how = attention_cached_tiles(1, 90, 1, 64, 2, H200)
     how = how._replace(grid=(1, 2), defines=(*how.defines, ("AO_ROWS", 4)))
     out = poisoned(90, C)
     args = [qkv, k, v, seams, starts, out, 3 * C, 90, 90, 1, 0]
@@ -457,7 +458,7 @@ def test_what_lies_outside_is_left_out() -> None:
     k, v = cache(0, [n_ctx] * 3, n_ctx, C, "float32")
     qkv, out = normal(1, 30, 3 * C), poisoned(30, C)
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
-    how = launches.tiles(3, 30, 2, 16, 4, H200)
+    how = attention_cached_tiles(3, 30, 2, 16, 4, H200)
     args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, 30, 3, 0]
     on_shim("forward", "attention/cached.cu", how, args, "float32")
     assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
@@ -473,7 +474,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     k, v = cache(0, [130], 130, 32, "bfloat16")
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
     right = packed("forward", qkv, k, v, [130], [0], 2)
-    how = launches.tiles(1, 130, 2, 16, 2, H200)
+    how = attention_cached_tiles(1, 130, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
@@ -513,7 +514,7 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
         ops.kv_append(*arrays)
         k, v = arrays[1].get(), arrays[2].get()
     else:
-        how = launches.append(7, C, k.itemsize, 16, 16, narrow)
+        how = attention_cached_append(7, C, k.itemsize, 16, 16, narrow)
         on_shim(where, "attention/kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
     np.testing.assert_array_equal(k, truth_k)
     np.testing.assert_array_equal(v, truth_v)
@@ -540,7 +541,7 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
         arrays = cupy.asarray(ids), cupy.asarray(positions), moved, cupy.asarray(wpe)
         out = ops.encoder_rows(*arrays).get()
     else:
-        how = rows_of.geometry(7, C, wte.data.itemsize, 16)
+        how = encoder_rows_geometry(7, C, wte.data.itemsize, 16)
         fp8 = dtype if dtype in FP8 else None
         args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
         on_shim(where, "embedding/encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)
@@ -554,28 +555,28 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
 
 
 def test_launches() -> None:
-    how = launches.split(8, 1024, 12, 64, 2)
+    how = attention_cached_split(8, 1024, 12, 64, 2)
     assert (how.grid, how.block) == ((8, 12, 8), (128,))
-    assert launches.split(8, 1000, 12, 64, 4).block == (256,)
+    assert attention_cached_split(8, 1000, 12, 64, 4).block == (256,)
     assert how.shared == 64
     with pytest.raises(InputError, match=r"n_ctx 262,145: .* at most 262,144 keys"):
-        launches.split(1, 262145, 1, 64, 2)
+        attention_cached_split(1, 262145, 1, 64, 2)
     assert dict(how.defines)["AS_WIDTH"] == 8
-    how = launches.tiles(8, 1024, 12, 64, 2, H200)
+    how = attention_cached_tiles(8, 1024, 12, 64, 2, H200)
     assert (how.grid, how.block) == ((96, 8), (128,))
     assert 2 * (how.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys of a tile follow from the head alone
-        assert launches.tiles(1, longest, 12, 64, 2, H200).defines == how.defines
+        assert attention_cached_tiles(1, longest, 12, 64, 2, H200).defines == how.defines
     with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
-        launches.split(1, 10, 1, 257, 4)
+        attention_cached_split(1, 10, 1, 257, 4)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        launches.tiles(1, 10, 1, 256, 4, 49152)
+        attention_cached_tiles(1, 10, 1, 256, 4, 49152)
     with pytest.raises(InputError, match="too many for a grid"):
-        launches.tiles(1, 2**24, 1, 64, 4, H200)
-    assert dict(launches.append(5, 768, 2, 16, 16).defines)["KV_WIDTH"] == 8
-    assert dict(launches.append(5, 768, 2, 4, 4).defines)["KV_WIDTH"] == 1
-    assert dict(launches.append(5, 768, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
-    assert dict(launches.append(5, 768, 2, 4, 2).defines)["KV_WIDTH"] == 1
+        attention_cached_tiles(1, 2**24, 1, 64, 4, H200)
+    assert dict(attention_cached_append(5, 768, 2, 16, 16).defines)["KV_WIDTH"] == 8
+    assert dict(attention_cached_append(5, 768, 2, 4, 4).defines)["KV_WIDTH"] == 1
+    assert dict(attention_cached_append(5, 768, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    assert dict(attention_cached_append(5, 768, 2, 4, 2).defines)["KV_WIDTH"] == 1
 
 
 @pytest.mark.parametrize(
@@ -586,8 +587,8 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     stored = kernels.stored_as("float32" if itemsize == 4 else "bfloat16")
     tiles, split = (
-        launches.tiles(1, 100, 2, size, itemsize, H200),
-        launches.split(1, 100, 2, size, itemsize),
+        attention_cached_tiles(1, 100, 2, size, itemsize, H200),
+        attention_cached_split(1, 100, 2, size, itemsize),
     )
     for file, how in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
         log = kernels.compile_for(file, arch, (*stored, *how.defines)).log
@@ -624,7 +625,6 @@ def test_packed_rows_at_gpt2_sizes(dtype: str) -> None:
 @pytest.mark.gpu
 def test_the_ops(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _attention_cached  # noqa: PLC0415
 
     k, v = cache(0, [75], 80, 48, "bfloat16")
     q = normal(1, 70, 48)
@@ -641,7 +641,7 @@ def test_the_ops(cp: ModuleType) -> None:
         out = ops.attention_split(one, cp.asarray(k), cp.asarray(v), position, 3)
         assert_right(out.get(), q[-1:], k[0], v[0], 74, 3)
     arrays = (one, cp.asarray(k), cp.asarray(v), position)
-    bound = _attention_cached.bind_split((*arrays, None), n_head=3)
+    bound = bind_split((*arrays, None), n_head=3)
     for _ in range(2):
         assert_right(bound.run().get(), q[-1:], k[0], v[0], 74, 3)
     assert not bound.extra[2].any()
@@ -650,10 +650,9 @@ def test_the_ops(cp: ModuleType) -> None:
 @pytest.mark.gpu
 def test_bad_input(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _attention_cached  # noqa: PLC0415
 
     def split(*inputs: Any, out: Any = None) -> None:
-        _attention_cached.bind_split(inputs, out, n_head=3)
+        bind_split(inputs, out, n_head=3)
 
     q, k = cp.zeros((5, 48), "float32"), cp.zeros((2, 9, 48), "float16")
     qkv, at = cp.zeros((5, 144), "float32"), cp.zeros(2, "int32")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations.attention import MMA_FP32, mma_fp32_geometry
+from gpt2block.ops.attention import MMA_FP32, mma_fp32_geometry
 from gpt2block.reference import joined, split
 from tests import plain
 from tests.compiling import assert_clean

@@ -6,6 +6,7 @@ The error rule and the plain evaluation are those of the kernel for older tensor
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -13,11 +14,12 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.cuda import kernels
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.operations.attention import (
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.attention import (
     HOPPER,
     HOPPER_SHARED,
     HOPPER_THREADS,
+    _on_tensor_cores,
     hopper_geometry,
 )
 from tests import test_attention_mma
@@ -213,8 +215,11 @@ def test_bad_input(cp: ModuleType) -> None:
 
 def test_other_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
-    from gpt2block.ops import _attention  # noqa: PLC0415
 
     for capability, best in ((80, "mma"), (90, "hopper"), (120, "mma")):
-        monkeypatch.setattr(_attention, "compute_capability", lambda now=capability: now)
-        assert _attention._on_tensor_cores() == best
+        monkeypatch.setattr(
+            import_module("gpt2block.ops.attention"),
+            "compute_capability",
+            lambda now=capability: now,
+        )
+        assert _on_tensor_cores() == best

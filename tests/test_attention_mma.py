@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations.attention import (
+from gpt2block.ops.attention import (
     MMA,
     MMA_STAGE,
     MMA_TILES,
@@ -32,6 +32,7 @@ from gpt2block.operations.attention import (
     mma_geometry,
     together,
 )
+from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.compiling import assert_clean
 from tests.gpus import H200, RTX, Gpu, cupy_with
@@ -366,7 +367,6 @@ def on_gpu(
     variant: str | None = "mma",
 ) -> Array:
     """Twice, and both must give the same bits; with lengths as a ragged batch."""
-    from gpt2block.ops import _attention  # noqa: PLC0415
 
     qkv = cp.asarray(qkv)
     ragged: dict[str, Any] = {}
@@ -378,7 +378,7 @@ def on_gpu(
         out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
         out.data.memset(0xFF, out.nbytes)
         options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
-        results.append(_attention.bind((qkv,), out, **options, **ragged).run().get())
+        results.append(bind_attention((qkv,), out, **options, **ragged).run().get())
     same_bits(*results)
     return results[0]
 

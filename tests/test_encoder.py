@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.emulator import loader
-from gpt2block.operations.encoder import FILE, OPERATION, grid
+from gpt2block.ops.encoder import FILE, OPERATION, grid
+from gpt2block.ops.encoder import bind as bind_encoder
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -59,13 +60,11 @@ def evaluate(
 def on_gpu(variant: str, ids: Array, wte: Array, wpe: Array, block: int | None = None) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _encoder  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         out = cupy.full((*ids.shape, wte.shape[1]), np.nan, cupy.float32)
         inputs = tuple(map(cupy.asarray, (ids, wte, wpe)))
-        results.append(_encoder.bind(inputs, out, variant=variant, block=block).run().get())
+        results.append(bind_encoder(inputs, out, variant=variant, block=block).run().get())
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations import fp8
-from gpt2block.operations.fp8 import FILE, OPERATION
+from gpt2block.ops.to_fp8 import FILE, OPERATION, absmax_geometry
+from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
+from gpt2block.ops.to_fp8 import geometry as to_fp8_geometry
 from gpt2block.weights.matrix import SMALLEST
 
 Array = NDArray[Any]
@@ -96,7 +97,7 @@ def evaluate(
     out = np.full(x.shape, 0xCD, np.uint8)
     row = None if scale is None else x.shape[1]
     chosen = OPERATION.variant(variant)
-    how = fp8.geometry(chosen, x.size, x.itemsize, alignment, row, layout, saturate, block)
+    how = to_fp8_geometry(chosen, x.size, x.itemsize, alignment, row, layout, saturate, block)
     loader.run(
         FILE,
         how.kernel,
@@ -245,16 +246,14 @@ def absmax(where: str, w: Array, layout: str) -> Array:
     if where == "gpu":
         import cupy  # noqa: PLC0415
 
-        from gpt2block.ops import _fp8  # noqa: PLC0415
-
-        results = [_fp8.absmax(cupy.asarray(w), layout).get() for _ in range(2)]
+        results = [to_fp8_absmax(cupy.asarray(w), layout).get() for _ in range(2)]
         np.testing.assert_array_equal(results[0], results[1])
         return np.asarray(results[0])
     if problem := loader.missing():
         pytest.skip(problem)
     out = np.full(w.shape[layout.index("N")], np.nan, np.float32)
     rows, columns = w.shape
-    how = fp8.absmax(layout, rows, columns, w.itemsize, alignment=16)
+    how = absmax_geometry(layout, rows, columns, w.itemsize, alignment=16)
     sizes = (rows, columns) if layout == "KN" else (columns,)
     loader.run(
         FILE,
@@ -297,7 +296,7 @@ def test_no_spills(layout: str | None, dtype: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     itemsize = np.dtype(DTYPES[dtype]).itemsize
     row = None if layout is None else 4096
-    how = fp8.geometry(OPERATION.variant("vectors"), 1 << 24, itemsize, 16, row, layout or "KN")
+    how = to_fp8_geometry(OPERATION.variant("vectors"), 1 << 24, itemsize, 16, row, layout or "KN")
     defines = (*kernels.stored_as(dtype, E4M3), *how.defines)
     log = kernels.compile_for(FILE, "sm_90", defines).log
     spills = [line for line in log.splitlines() if "spill" in line]

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.gemm import FILE, TILES, Tile, geometry
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.gemm import FILE, TILES, Tile, geometry
+from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.operation import Geometry
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
@@ -299,7 +300,6 @@ def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = N
     import cupy  # noqa: PLC0415
 
     from gpt2block.cuda.arrays import launch_at  # noqa: PLC0415
-    from gpt2block.ops import _gemm  # noqa: PLC0415
 
     case = given.case
     a, w, bias, residual = (
@@ -311,7 +311,7 @@ def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = N
         if tile is None:
             matrix = WeightMatrix(w, case.storage, None, "NK")
             inputs = (a, matrix, bias, residual)
-            _gemm.bind(inputs, out, gelu=case.gelu, variant=variant).run()
+            bind_gemm(inputs, out, gelu=case.gelu, variant=variant).run()
         else:
             outputs = (residual, out)
             both = (None, None, *outputs) if case.float_out else (*outputs, None, None)
@@ -388,14 +388,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(variant: str) -> None:
 def test_the_residual_may_be_the_output_on_the_gpu(variant: str) -> None:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _gemm  # noqa: PLC0415
-
     for float_out in (False, True):
         given = Problem(Case(1000, 768, 768, residual=True, float_out=float_out))
         out = cupy.asarray(given.residual)
         matrix = WeightMatrix(cupy.asarray(given.w), given.case.storage, None, "NK")
         inputs = (cupy.asarray(given.a), matrix, cupy.asarray(given.bias), out)
-        _gemm.bind(inputs, out, variant=variant).run()
+        bind_gemm(inputs, out, variant=variant).run()
         given.assert_right(out.get(), cupy)
 
 
@@ -475,17 +473,15 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
 def test_an_output_that_overlaps_is_refused() -> None:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _gemm  # noqa: PLC0415
-
     memory = cupy.zeros(3 * 64 * 64 + 4, "bfloat16")
     first = memory[: 64 * 64].reshape(64, 64)
     w = WeightMatrix(cupy.zeros((64, 64), "bfloat16"), "bfloat16", None, "NK")
     with pytest.raises(InputError, match="out: overlaps a: expected another array"):
-        _gemm.bind((first, w), memory[64:][: 64 * 64].reshape(64, 64))
+        bind_gemm((first, w), memory[64:][: 64 * 64].reshape(64, 64))
     part = memory[2 * 64 * 64 :][: 64 * 64].reshape(64, 64)
     shifted = memory[2 * 64 * 64 - 64 :][: 64 * 64].reshape(64, 64)
     with pytest.raises(InputError, match="out: overlaps residual in part"):
-        _gemm.bind((first, w, None, part), shifted)
+        bind_gemm((first, w, None, part), shifted)
     odd = memory[2 * 64 * 64 + 4 :][: 64 * 64].reshape(64, 64)
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        _gemm.bind((first, w), odd)
+        bind_gemm((first, w), odd)

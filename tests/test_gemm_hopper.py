@@ -6,6 +6,7 @@ What both tiers have in common is in test_gemm.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block import SplitMatrix
 from gpt2block.cuda import kernels
-from gpt2block.operations import _hopper_gemm
-from gpt2block.operations._hopper_gemm import (
+from gpt2block.ops._gemm_hopper import (
     FILE,
     SPLIT_FILE,
     SPLIT_TILES,
@@ -25,7 +25,10 @@ from gpt2block.operations._hopper_gemm import (
     geometry,
     split_geometry,
 )
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._gemm_hopper import geometry as gemm_hopper_geometry
+from gpt2block.ops._gemm_hopper import split_geometry as gemm_hopper_split_geometry
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
 from tests import test_gemm_split
 from tests.compiling import assert_clean
@@ -132,10 +135,9 @@ def cp() -> Any:
 
 def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> NDArray[Any]:
     """With this tile, twice, for the same bits."""
-    from gpt2block.ops import _gemm  # noqa: PLC0415
 
-    monkeypatch.setattr(_hopper_gemm, "choose_tile", lambda *_: tile)
-    _hopper_gemm.geometry.cache_clear()
+    monkeypatch.setattr(import_module("gpt2block.ops._gemm_hopper"), "choose_tile", lambda *_: tile)
+    gemm_hopper_geometry.cache_clear()
     case = given.case
     a, w, bias, residual = (
         x if x is None else cp.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
@@ -144,9 +146,9 @@ def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) ->
     results = []
     for _ in range(2):
         out = cp.asarray(given.poisoned())
-        _gemm.bind(inputs, out, gelu=case.gelu, variant="hopper").run()
+        bind_gemm(inputs, out, gelu=case.gelu, variant="hopper").run()
         results.append(out.get())
-    _hopper_gemm.geometry.cache_clear()
+    gemm_hopper_geometry.cache_clear()
     np.testing.assert_array_equal(*results)
     first: NDArray[Any] = results[0]
     return first
@@ -192,7 +194,6 @@ def test_every_tile_of_split_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One tile a block and many, a long and a short K; the same bits."""
-    from gpt2block.ops import _gemm  # noqa: PLC0415
 
     M, N, K = sizes
     given = test_gemm_split.Problem(replace(epilogue, M=M, N=N, K=K))
@@ -201,16 +202,18 @@ def test_every_tile_of_split_numbers(
     inputs = (*arrays, *others)
     results = []
     for tile in SPLIT_TILES:
-        monkeypatch.setattr(_hopper_gemm, "choose_tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(
+            import_module("gpt2block.ops._gemm_hopper"), "choose_tile", lambda *_, tile=tile: tile
+        )
         for _ in range(2):
-            _hopper_gemm.split_geometry.cache_clear()
+            gemm_hopper_split_geometry.cache_clear()
             out: Any = cp.asarray(given.poisoned())
             if epilogue.split_out:
                 scale = cp.full(M, given.scale, "float32")
                 out = SplitMatrix(out, scale, (M, N), given.scale)
-            _gemm.bind(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
+            bind_gemm(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
             results.append((out.parts if epilogue.split_out else out).get())
-    _hopper_gemm.split_geometry.cache_clear()
+    gemm_hopper_split_geometry.cache_clear()
     given.assert_right(results[0], cp)
     for got in results[1:]:
         np.testing.assert_array_equal(got, results[0])
@@ -220,21 +223,19 @@ def test_every_tile_of_split_numbers(
 @pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
 def test_k_in_parts(cp: Any, M: int) -> None:
     """As the Block asks for it."""
-    from gpt2block.ops import _gemm  # noqa: PLC0415
 
     for N, K in (OUT, PROJ):
         given = Problem(Case(M, N, K, residual=True))
         w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
         out = cp.asarray(given.residual)
         inputs = (cp.asarray(given.a), w, cp.asarray(given.bias), out)
-        _gemm.bind(inputs, out, split_k=True, variant="hopper").run()
+        bind_gemm(inputs, out, split_k=True, variant="hopper").run()
         given.assert_right(out.get(), cp)
 
 
 @pytest.mark.gpu
 def test_other_rows_do_not_matter(cp: Any) -> None:
     """NaN and infinity stay in their rows; beyond the last one nothing is read or written."""
-    from gpt2block.ops import _gemm  # noqa: PLC0415
 
     given = Problem(Case(200, 2304, 768))
     w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
@@ -243,7 +244,7 @@ def test_other_rows_do_not_matter(cp: Any) -> None:
     out = cp.full((208, 2304), 7, "bfloat16")
     for row, value in ((3, np.nan), (77, np.inf)):
         memory[row] = value
-    _gemm.bind((memory[:200], w, cp.asarray(given.bias)), out[:200], variant="hopper").run()
+    bind_gemm((memory[:200], w, cp.asarray(given.bias)), out[:200], variant="hopper").run()
     got = out.get().astype(np.float32)
     assert (got[200:] == 7).all()
     assert not np.isfinite(got[[3, 77]]).any()

@@ -18,7 +18,7 @@ from gpt2block import InputError, KernelError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import STORAGE, Parameter, Signature
 from gpt2block.emulator import ORDERS, ShimError, Source, loader, missing, run
-from gpt2block.operations.layernorm import (
+from gpt2block.ops.layernorm import (
     BLOCKS,
     KEPT,
     KEPT_BY_MOST,
@@ -27,6 +27,7 @@ from gpt2block.operations.layernorm import (
     RowShape,
     row_shape,
 )
+from gpt2block.ops.layernorm import bind as bind_layernorm
 from tests import plain
 
 Array = NDArray[Any]
@@ -286,8 +287,6 @@ def on_gpu(
     """A variant bound to poisoned outputs, twice; the bits must be the same."""
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
-
     results: list[Outputs] = []
     x = arrays[0]
     for _ in range(2):
@@ -296,7 +295,7 @@ def on_gpu(
             cupy.asarray(poisoned(*shape, dtype=dtype))
             for shape, dtype in ((x.shape, x.dtype.name), *[(x.shape[:-1], "float32")] * 2)
         )
-        bound = _layernorm.bind(
+        bound = bind_layernorm(
             on_device, out, eps=eps, variant=variant, block=block, mean=mean, rstd=rstd
         )
         assert bound.run() is out
@@ -651,7 +650,6 @@ def test_the_public_function(cp: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_start_anywhere(cp: ModuleType, dtype: str, offset: int) -> None:
     """Narrower loads where x, gamma or beta is not aligned to 16 bytes."""
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
 
     arrays = inputs(5, 768, dtype)
     moved = []
@@ -659,7 +657,7 @@ def test_rows_that_start_anywhere(cp: ModuleType, dtype: str, offset: int) -> No
         memory = cp.zeros(array.size + offset, array.dtype)
         memory[offset:] = cp.asarray(array).ravel()
         moved.append(memory[offset:].reshape(array.shape))
-    bound = _layernorm.bind(tuple(moved), eps=EPS, variant=6)
+    bound = bind_layernorm(tuple(moved), eps=EPS, variant=6)
     bound.run()
     got = (bound.out.get(), bound.extra[0].get(), bound.extra[1].get())
     assert_right("6", got, *arrays)
@@ -668,7 +666,6 @@ def test_rows_that_start_anywhere(cp: ModuleType, dtype: str, offset: int) -> No
 @pytest.mark.gpu
 def test_wrong_arguments_are_refused(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
 
     x, gamma, beta = (cp.asarray(a) for a in inputs(4, 4096))
     wide = cp.zeros((4, 4096))
@@ -696,6 +693,6 @@ def test_wrong_arguments_are_refused(cp: ModuleType) -> None:
         with pytest.raises(InputError, match=message):
             ops.layernorm(*arguments, **options)
     with pytest.raises(InputError, match="overlaps x: expected another array"):
-        _layernorm.bind((x, gamma, beta), x, eps=EPS, variant=3)
+        bind_layernorm((x, gamma, beta), x, eps=EPS, variant=3)
     with pytest.raises(InputError, match=r"mean: expected shape \(4,\), got \(5,\)"):
-        _layernorm.bind((x, gamma, beta), eps=EPS, variant=3, mean=cp.zeros(5, "float32"))
+        bind_layernorm((x, gamma, beta), eps=EPS, variant=3, mean=cp.zeros(5, "float32"))

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations._rows import THREADS, VALUES, share
-from gpt2block.operations.layernorm_gelu import FILE, OPERATION, geometry
+from gpt2block.ops._rows import THREADS, VALUES, share
+from gpt2block.ops.layernorm_gelu import FILE, OPERATION, geometry, layernorm_gelu
+from gpt2block.ops.layernorm_gelu import bind as bind_layernorm_gelu
 from tests import plain
 from tests.plain import normal
 
@@ -80,13 +81,11 @@ def evaluate(
 def on_gpu(variant: str, *arrays: Array | None, eps: float, block: int | None) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _layernorm_gelu  # noqa: PLC0415
-
     results = []
     for _ in range(2):
         inputs = tuple(None if a is None else cupy.asarray(a) for a in arrays)
         out = cupy.full_like(inputs[0], np.nan)
-        bound = _layernorm_gelu.bind(inputs, out, eps=eps, variant=variant, block=block)
+        bound = bind_layernorm_gelu(inputs, out, eps=eps, variant=variant, block=block)
         results.append(bound.run().get())
     np.testing.assert_array_equal(results[0], results[1])
     first: Array = results[0]
@@ -366,13 +365,12 @@ def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
 
 @pytest.mark.gpu
 def test_in_place_on_the_gpu(cp: ModuleType) -> None:
-    from gpt2block.ops import _layernorm_gelu  # noqa: PLC0415
 
     x = cp.asarray(normal(0, 300, 768))
-    expected = _layernorm_gelu.layernorm_gelu(x).get()
+    expected = layernorm_gelu(x).get()
     with pytest.raises(InputError, match="out: overlaps x: expected another array"):
-        _layernorm_gelu.bind((x,), x, variant="baseline")
-    _layernorm_gelu.bind((x,), x).run()
+        bind_layernorm_gelu((x,), x, variant="baseline")
+    bind_layernorm_gelu((x,), x).run()
     np.testing.assert_array_equal(x.get(), expected)
 
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.layernorm import HELD, NARROW, OPERATION, narrow_geometry
+from gpt2block.ops.layernorm import HELD, NARROW, OPERATION, narrow_geometry
+from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.operation import Geometry
 from tests import plain
 from tests.compiling import assert_clean
 
@@ -78,13 +79,11 @@ def on_gpu(arrays: tuple[Array, Array, Array], out_dtype: str, eps: float = EPS)
     """Bound to a poisoned output, twice; the bits must be the same."""
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         out = cupy.asarray(np.full(arrays[0].shape, np.nan, DTYPES[out_dtype]))
         on_device = tuple(cupy.asarray(a) for a in arrays)
-        bound = _layernorm.bind(on_device, out, eps=eps, variant=NARROW)
+        bound = bind_layernorm(on_device, out, eps=eps, variant=NARROW)
         assert bound.run() is out
         results.append(out.get())
     np.testing.assert_array_equal(results[0], results[1])
@@ -237,13 +236,12 @@ def test_widths(x: str, out: str, C: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("x", "out"), HALVES)
 def test_many_rows(cp: ModuleType, x: str, out: str) -> None:
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
 
     row, gamma, beta = inputs(0, 1, 768, x)
     many = cp.asarray(np.repeat(row, 65537, axis=0))
     to = cp.empty(many.shape, out)
     vectors = cp.asarray(gamma), cp.asarray(beta)
-    _layernorm.bind((many, *vectors), to, eps=EPS, variant=NARROW).run()
+    bind_layernorm((many, *vectors), to, eps=EPS, variant=NARROW).run()
     assert bool((to == to[0]).all())
     np.testing.assert_array_equal(to[:1].get(), on_gpu((row, gamma, beta), out))
 
@@ -252,21 +250,19 @@ def test_many_rows(cp: ModuleType, x: str, out: str) -> None:
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @pytest.mark.parametrize("which", range(4))
 def test_arrays_that_start_anywhere(cp: ModuleType, which: int, offset: int) -> None:
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
 
     arrays = inputs(0, 5, 768, "bfloat16")
     every = [*map(cp.asarray, arrays), cp.empty((5, 768), "bfloat16")]
     memory = cp.zeros(every[which].size + offset, every[which].dtype)
     memory[offset:] = every[which].ravel()
     every[which] = memory[offset:].reshape(every[which].shape)
-    _layernorm.bind(tuple(every[:3]), every[3], eps=EPS, variant=NARROW).run()
+    bind_layernorm(tuple(every[:3]), every[3], eps=EPS, variant=NARROW).run()
     assert_right(every[3].get(), arrays)
 
 
 @pytest.mark.gpu
 def test_the_public_function_and_bad_input(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _layernorm  # noqa: PLC0415
 
     arrays = inputs(0, 6, 768, "bfloat16")
     x, gamma, beta = map(cp.asarray, arrays)
@@ -284,7 +280,7 @@ def test_the_public_function_and_bad_input(cp: ModuleType) -> None:
     ):
         with pytest.raises(InputError, match=message):
             ops.layernorm(*args, **options)
-    bind = _layernorm.bind
+    bind = bind_layernorm
     with pytest.raises(InputError, match="out: expected bfloat16, got float16"):
         bind((x, gamma, beta), cp.empty(x.shape, "float16"), eps=EPS)
     with pytest.raises(InputError, match="out: overlaps x"):

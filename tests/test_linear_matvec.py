@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import loader
-from gpt2block.operations.linear import FILE, OPERATION, Layout, geometry, layout, order
+from gpt2block.ops.linear import FILE, OPERATION, Layout, bind_qkv, geometry, layout, order
+from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.backends import poisoned
@@ -326,7 +327,6 @@ def bound_twice(run: Any) -> Array:
     ],
 )
 def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu: bool) -> None:
-    from gpt2block.ops import _linear  # noqa: PLC0415
 
     given = arrays(M, K, N, dtype)
     device = upload(given)
@@ -335,7 +335,7 @@ def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu:
     def run() -> Array:
         out = device.residual.copy()
         inputs = (device.x, device.w, device.bias, *affine, out)
-        host: Array = _linear.bind(inputs, out, gelu=gelu, eps=EPS, variant="matvec").run().get()
+        host: Array = bind_linear(inputs, out, gelu=gelu, eps=EPS, variant="matvec").run().get()
         return host
 
     got = bound_twice(run)
@@ -347,14 +347,13 @@ def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu:
 @every_weight
 @pytest.mark.parametrize(("K", "N"), [(768, 2304), (3072, 768), (768, 20_000), (1601, 333)])
 def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
-    from gpt2block.ops import _linear  # noqa: PLC0415
 
     device = upload(arrays(17, K, N, dtype))
 
     def rows(first: int, last: int) -> Array:
         x, residual = device.x[first:last].copy(), device.residual[first:last].copy()
         inputs = (x, device.w, device.bias, device.gamma, device.beta, residual)
-        host: Array = _linear.bind(inputs, gelu=True, variant="matvec").run().get()
+        host: Array = bind_linear(inputs, gelu=True, variant="matvec").run().get()
         return host
 
     alone = np.concatenate([rows(m, m + 1) for m in range(17)])
@@ -369,8 +368,6 @@ def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
 def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _linear  # noqa: PLC0415
-
     C, n_ctx = 768, 5
     given = arrays(M, C, 3 * C, dtype)
     device = upload(given)
@@ -381,7 +378,7 @@ def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
         caches = [cupy.full((M, n_ctx, C), np.nan, cache) for _ in range(2)]
         norm = (device.gamma, device.beta)
         at = cupy.asarray(position)
-        bind: Any = _linear.bind_qkv
+        bind: Any = bind_qkv
         bound = bind(device.x, device.w, device.bias, *norm, *caches, at, eps=EPS)
         q, (k, v) = bound.run().get(), (each.get() for each in caches)
         assert_qkv(q, k, v, given, position)
@@ -448,15 +445,13 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
 def test_wrong_caches_are_refused() -> None:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _linear  # noqa: PLC0415
-
     def matrix(N: int, dtype: str = "float32") -> WeightMatrix:
         return WeightMatrix.quantize(cupy.ones((N, 64), "float32"), dtype, "NK")
 
     x, at = cupy.zeros((2, 64), "float32"), cupy.zeros(2, "int32")
     cache = cupy.zeros((2, 5, 16), "float32")
     norm = (None, None, None)
-    qkv: Any = _linear.bind_qkv
+    qkv: Any = bind_qkv
     with pytest.raises(InputError, match="w: expected 3C outputs for q, k and v, got 47"):
         qkv(x, matrix(47), *norm, cache, cache.copy(), at)
     with pytest.raises(InputError, match=r"k_cache: expected \(2, n_ctx, 17\), got \(2, 5, 16\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.emulator import loader
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.linear_tiles import FILE, TILES, Tile, choose_tile, geometry
+from gpt2block.ops._linear_tiles import FILE, TILES, Tile, choose_tile, geometry
+from gpt2block.ops.operation import Geometry
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.plain import normal
@@ -323,7 +324,6 @@ def test_large_sizes(cp: ModuleType, dtype: str, M: int, K: int, N: int) -> None
 def test_every_tile_gives_the_same_bits_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, dtype: str, gelu: bool
 ) -> None:
-    from gpt2block.ops import _linear_tiles  # noqa: PLC0415
 
     for sizes in ((517, 1000, 516), (300, 77, 333)):
         given = inputs(*sizes, dtype, gelu)
@@ -331,7 +331,11 @@ def test_every_tile_gives_the_same_bits_on_the_gpu(
         for tile in TILES:
             where = how(given, tile)
             with monkeypatch.context() as patched:
-                patched.setattr(_linear_tiles, "geometry", lambda *_, where=where: where)
+                patched.setattr(
+                    import_module("gpt2block.ops._linear_tiles"),
+                    "geometry",
+                    lambda *_, where=where: where,
+                )
                 results.append(on_gpu(given))
         assert_right(results[0], given)
         for result in results[1:]:

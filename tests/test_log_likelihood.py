@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.emulator import loader
-from gpt2block.operations.log_likelihood import FILE, geometry
+from gpt2block.ops.log_likelihood import FILE, geometry
+from gpt2block.ops.log_likelihood import bind as bind_log_likelihood
 from tests import plain
 from tests.plain import normal
 
@@ -60,13 +61,11 @@ def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
 def on_gpu(x: Array, targets: Array) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _log_likelihood  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         out = cupy.full(targets.shape, np.inf, np.float32)
         arrays = cupy.asarray(x), cupy.asarray(targets)
-        results.append(_log_likelihood.bind(arrays, out).run().get())
+        results.append(bind_log_likelihood(arrays, out).run().get())
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
 

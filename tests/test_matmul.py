@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.matmul import (
+from gpt2block.ops.matmul_bias import (
     OPERATION,
     REGISTERS,
     TILES,
@@ -24,6 +24,8 @@ from gpt2block.operations.matmul import (
     geometry,
     registers_geometry,
 )
+from gpt2block.ops.matmul_bias import bind as bind_matmul_bias
+from gpt2block.ops.operation import Geometry
 from tests import plain
 from tests.plain import normal
 
@@ -80,13 +82,11 @@ def evaluate(where: str, variant: str, a: Array, w: Array, bias: Array | None = 
 def on_gpu(variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _matmul  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         arrays = tuple(None if x is None else cupy.asarray(x) for x in (a, w, bias))
         out = cupy.full((*a.shape[:-1], w.shape[1]), np.nan, np.float32)
-        results.append(_matmul.bind(arrays, out, variant=variant).run().get())
+        results.append(bind_matmul_bias(arrays, out, variant=variant).run().get())
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
 
@@ -240,10 +240,9 @@ def test_large_sizes(cp: ModuleType, variant: str, M: int, K: int, N: int) -> No
 def test_every_tile_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, tile: Tile, groups: int, M: int, K: int, N: int
 ) -> None:
-    from gpt2block.ops import _matmul  # noqa: PLC0415
 
     how = registers_geometry(KERNEL3, tile, groups, M, N, 1 if N % 4 else 4)
-    monkeypatch.setattr(_matmul, "geometry", lambda *_: how)
+    monkeypatch.setattr(import_module("gpt2block.ops.matmul_bias"), "geometry", lambda *_: how)
     a, w, bias = inputs(M, K, N)
     assert_right(on_gpu("registers", a, w, bias), a, w, bias)
 
@@ -254,14 +253,13 @@ def test_one_group_gives_the_same_bits_as_the_other_variants(
     monkeypatch: pytest.MonkeyPatch, M: int, K: int, N: int
 ) -> None:
     """Each adds the products in the order of k: what differs is how they come to the registers."""
-    from gpt2block.ops import _matmul  # noqa: PLC0415
 
     a, w, bias = inputs(M, K, N)
     expected = on_gpu("tiled", a, w, bias)
     for variant in ("naive", "coarsened"):
         np.testing.assert_array_equal(on_gpu(variant, a, w, bias), expected)
     how = registers_geometry(KERNEL3, TILES[0], 1, M, N, 1 if N % 4 else 4)
-    monkeypatch.setattr(_matmul, "geometry", lambda *_: how)
+    monkeypatch.setattr(import_module("gpt2block.ops.matmul_bias"), "geometry", lambda *_: how)
     np.testing.assert_array_equal(on_gpu("registers", a, w, bias), expected)
 
 
@@ -292,7 +290,6 @@ def test_more_outputs_than_an_int_counts(cp: ModuleType, variant: str) -> None:
 @on_every_variant
 def test_the_op(cp: ModuleType, variant: str) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _matmul  # noqa: PLC0415
 
     a, w, bias = inputs(42, 48, 52)
     on_device = [cp.asarray(x) for x in (a, w, bias)]
@@ -308,7 +305,7 @@ def test_the_op(cp: ModuleType, variant: str) -> None:
     assert moved.data.ptr % 16
     assert_right(ops.matmul_bias(on_device[0], moved, variant=variant).get(), a, w)
     out = cp.full(42 * 52 + 1, np.nan, np.float32)[1:].reshape(42, 52)
-    assert_right(_matmul.bind(tuple(on_device), out, variant=variant).run().get(), a, w, bias)
+    assert_right(bind_matmul_bias(tuple(on_device), out, variant=variant).run().get(), a, w, bias)
 
 
 @pytest.mark.gpu

@@ -26,14 +26,7 @@ from gpt2block.bench.measure import (
 from gpt2block.cli import app as cli_app
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
-from gpt2block.operations import (
-    OPERATIONS,
-    Operation,
-    all_sizes,
-    find,
-    markdown,
-    parse_sizes,
-)
+from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
 
 SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8}
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
+from gpt2block.ops.attention import _not_here
+from gpt2block.ops.gemm import WAYS as GEMM_WAYS
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
@@ -595,14 +598,15 @@ def test_decoding_behind_a_prefill(dtype: str) -> None:
 @pytest.mark.parametrize("variant", ["mma", "hopper"])
 def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that this GPU would not take by itself, too."""
-    from gpt2block.ops import _attention, _gemm  # noqa: PLC0415
 
     m = GPT2(weights(SMALL), "cuda", dtype)
-    ways = {name: way for name, way in _gemm.WAYS.items() if name == variant}
-    monkeypatch.setattr(_gemm, "WAYS", ways)
-    monkeypatch.setattr(_gemm, "LAST", variant)
-    monkeypatch.setattr(_attention, "_on_tensor_cores", lambda: variant)
-    if _attention._not_here(variant):
+    ways = {name: way for name, way in GEMM_WAYS.items() if name == variant}
+    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "WAYS", ways)
+    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "LAST", variant)
+    monkeypatch.setattr(
+        import_module("gpt2block.ops.attention"), "_on_tensor_cores", lambda: variant
+    )
+    if _not_here(variant):
         pytest.skip(f"this GPU has no variant {variant}")
     for b, length in enumerate((63, 257)):
         ids, truth, meaning = truth_and_meaning(SMALL, dtype, b, length)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from gpt2block import InputError, KernelError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations._rows import VALUES
-from gpt2block.operations.rmsnorm import BLOCKS, FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops._rows import VALUES
+from gpt2block.ops.rmsnorm import BLOCKS, FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
 from tests import plain
 
 Array = NDArray[Any]
@@ -113,14 +114,12 @@ def on_gpu(
 ) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _rmsnorm  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         x = cupy.asarray(wide)[:, :C]
         out = cupy.asarray(np.full(x.shape, np.nan, x.dtype))
         inputs = (x, cupy.asarray(weight), *(() if residual is None else (cupy.asarray(residual),)))
-        bound = _rmsnorm.bind(inputs, out, eps=eps, block=block)
+        bound = bind_rmsnorm(inputs, out, eps=eps, block=block)
         results.append(bound.run().get())
         if residual is not None:
             np.testing.assert_array_equal(bound.extra[0].get(), added(wide[:, :C], residual))
@@ -402,7 +401,6 @@ def test_arrays_that_start_anywhere(cp: ModuleType, dtype: str, offset: int, whi
 @pytest.mark.gpu
 def test_bad_input(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _rmsnorm  # noqa: PLC0415
 
     x, weight = cp.zeros((3, 4096), "float16"), cp.zeros(4096, "float16")
     flat = cp.zeros(8192, "float16")
@@ -423,4 +421,4 @@ def test_bad_input(cp: ModuleType) -> None:
         with pytest.raises(InputError, match=message):
             ops.rmsnorm(*args, **options)
     with pytest.raises(InputError, match="x: expected contiguous rows at one distance"):
-        _rmsnorm.bind((x.T, cp.zeros(3, "float16")))
+        bind_rmsnorm((x.T, cp.zeros(3, "float16")))

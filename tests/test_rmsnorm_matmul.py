@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,10 +17,19 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import loader
-from gpt2block.operations import _hopper_rmsnorm
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.operations.rmsnorm_matmul import FILE, RMSNORM_FFN, RMSNORM_MATMUL, matvec
-from gpt2block.operations.rope import exponent_step
+from gpt2block.ops._rmsnorm_hopper import FILE as RMSNORM_HOPPER_FILE
+from gpt2block.ops._rmsnorm_hopper import geometry as rmsnorm_hopper_geometry
+from gpt2block.ops._rmsnorm_hopper import tiles
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.rmsnorm_matmul import (
+    FILE,
+    RMSNORM_FFN,
+    RMSNORM_MATMUL,
+    bind_ffn,
+    bind_matmul,
+    matvec,
+)
+from gpt2block.ops.rope import exponent_step
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
@@ -198,7 +208,7 @@ HOPPER_TILES = [
     (matrices, layout, tile)
     for matrices in (1, 2)
     for layout in ("KN", "NK")
-    for tile in _hopper_rmsnorm.tiles(matrices, layout)
+    for tile in tiles(matrices, layout)
 ]
 every_hopper_tile = pytest.mark.parametrize(("matrices", "layout", "tile"), HOPPER_TILES, ids=str)
 
@@ -217,7 +227,7 @@ def test_the_hopper_tile_for_llama(
     matrices: int, N: int, layout: str, M: int, tile: tuple[int, int, int]
 ) -> None:
     """Those that were the fastest of the ones timed on an H200."""
-    _, chosen = _hopper_rmsnorm.geometry(matrices, M, N, 4096, layout=layout, sms=132)
+    _, chosen = rmsnorm_hopper_geometry(matrices, M, N, 4096, layout=layout, sms=132)
     assert (chosen.rows, chosen.columns, chosen.splits) == tile
 
 
@@ -225,13 +235,13 @@ def test_a_hopper_tile_has_room_and_does_not_spill() -> None:
     jobs = []
     for matrices, layout, tile in HOPPER_TILES:
         for dtype, turns in (("float16", True), ("bfloat16", False)):
-            how, _ = _hopper_rmsnorm.geometry(
+            how, _ = rmsnorm_hopper_geometry(
                 matrices, 500, 4096, 4096, layout=layout, turns=turns, sms=H200["sms"], tile=tile
             )
             assert how.shared <= H200["most_shared"]
             assert how.grid[0] % tile.cluster == 0
             defines = (*kernels.stored_as(dtype), *how.defines)
-            jobs.append((_hopper_rmsnorm.FILE, "sm_90a", defines))
+            jobs.append((RMSNORM_HOPPER_FILE, "sm_90a", defines))
     assert_clean(jobs)
 
 
@@ -371,7 +381,6 @@ def skip_what_tiles_cannot(variant: str, dtype: str, weights: str | None) -> Non
 def test_products_on_the_gpu(
     variant: str, dtype: str, weights: str | None, layout: str, M: int
 ) -> None:
-    from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
     skip_what_tiles_cannot(variant, dtype, weights)
     half_split = M in (3, 70)
@@ -380,7 +389,7 @@ def test_products_on_the_gpu(
     device = on_device(given)
     inputs = (device.x, device.gamma, device.first)
     options = {"head_dim": case.head_dim, "start": START, "theta": THETA, "half_split": half_split}
-    bind = _rmsnorm_matmul.bind_matmul
+    bind = bind_matmul
     got = run_twice(bind, inputs, variant=variant, eps=EPS, **options)
     assert_product(got[0], given, case, START, THETA)
 
@@ -394,7 +403,6 @@ def test_products_on_the_gpu(
 def test_feed_forward_on_the_gpu(
     variant: str, dtype: str, weights: str | None, layout: str, M: int
 ) -> None:
-    from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
     skip_what_tiles_cannot(variant, dtype, weights)
     case = Case(M, 272, 192, dtype, weights, apart=8 if M > 5 else 0)
@@ -403,7 +411,7 @@ def test_feed_forward_on_the_gpu(
     residual = M > 1
     inputs: tuple[Any, ...] = (device.x, device.gamma, device.first, device.second)
     inputs += (device.residual,) if residual else ()
-    got = run_twice(_rmsnorm_matmul.bind_ffn, inputs, variant=variant, eps=EPS)
+    got = run_twice(bind_ffn, inputs, variant=variant, eps=EPS)
     assert_ffn(got[0], given, residual)
     if residual:
         np.testing.assert_array_equal(got[1], summed(given))
@@ -415,11 +423,12 @@ def test_every_hopper_tile(
     matrices: int, layout: str, tile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tile a block, and many; the last ones beyond the matrix."""
-    from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
     cupy_with(HOPPER_CAPABILITY)
-    monkeypatch.setattr(_hopper_rmsnorm, "choose_tile", lambda *_: tile)
-    _hopper_rmsnorm.geometry.cache_clear()
+    monkeypatch.setattr(
+        import_module("gpt2block.ops._rmsnorm_hopper"), "choose_tile", lambda *_: tile
+    )
+    rmsnorm_hopper_geometry.cache_clear()
     for case in (
         Case(1, 264, 40, "float16", None, 10),
         Case(129, 72, 520, "bfloat16", None, 8),
@@ -431,14 +440,14 @@ def test_every_hopper_tile(
         inputs: tuple[Any, ...] = (device.x, device.gamma, device.first)
         if matrices == 2:
             inputs += (device.second,)
-            got = run_twice(_rmsnorm_matmul.bind_ffn, inputs, variant="hopper", eps=EPS)
+            got = run_twice(bind_ffn, inputs, variant="hopper", eps=EPS)
             assert_ffn(got[0], given, False)
         else:
             options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
-            bind = _rmsnorm_matmul.bind_matmul
+            bind = bind_matmul
             got = run_twice(bind, inputs, variant="hopper", eps=EPS, **options)
             assert_product(got[0], given, case, START, THETA)
-    _hopper_rmsnorm.geometry.cache_clear()
+    rmsnorm_hopper_geometry.cache_clear()
 
 
 @pytest.mark.gpu
@@ -454,18 +463,17 @@ def test_every_hopper_tile(
     ids=str,
 )
 def test_odd_and_long_rows_on_the_gpu(case: Case, layout: str) -> None:
-    from gpt2block.ops import _rmsnorm_matmul  # noqa: PLC0415
 
     given = arrays(case, layout)
     device = on_device(given)
     options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
     options["half_split"] = case.half_split
     inputs: tuple[Any, ...] = (device.x, device.gamma, device.first)
-    got = run_twice(_rmsnorm_matmul.bind_matmul, inputs, variant="matvec", eps=EPS, **options)
+    got = run_twice(bind_matmul, inputs, variant="matvec", eps=EPS, **options)
     assert_product(got[0], given, case, START, THETA)
     if case.head_dim is None:
         inputs = (device.x, device.gamma, device.first, device.second)
-        assert_ffn(run_twice(_rmsnorm_matmul.bind_ffn, inputs, eps=EPS)[0], given, False)
+        assert_ffn(run_twice(bind_ffn, inputs, eps=EPS)[0], given, False)
 
 
 @pytest.mark.gpu

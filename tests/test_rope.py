@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, KernelError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations.rope import (
+from gpt2block.ops.rope import (
     BLOCKS,
     FILE,
     MOST_POSITIONS,
@@ -25,6 +25,7 @@ from gpt2block.operations.rope import (
     exponent_step,
     geometry,
 )
+from gpt2block.ops.rope import bind as bind_rope
 from tests import plain
 
 Array = NDArray[Any]
@@ -96,14 +97,12 @@ def evaluate(
 def on_gpu(rows: Array, in_place: bool, **options: Any) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _rope  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         on_device = cupy.asarray(rows)
         x = on_device[:, :, 0]
         out = x if in_place else cupy.asarray(np.full(x.shape, np.nan, x.dtype))
-        results.append(_rope.bind((x,), out, **options).run().get())
+        results.append(bind_rope((x,), out, **options).run().get())
         assert np.isnan(on_device.get()[:, :, 1:].astype(np.float32)).all()
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
@@ -412,7 +411,6 @@ def test_more_elements_than_an_int_counts(cp: ModuleType) -> None:
 @pytest.mark.gpu
 def test_bad_input(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _rope  # noqa: PLC0415
 
     x = cp.zeros((3, 2, 8), "float16")
     flat = cp.zeros(100, "float16")
@@ -440,7 +438,7 @@ def test_bad_input(cp: ModuleType) -> None:
         with pytest.raises(InputError, match=message):
             ops.rope(array, **options)
     with pytest.raises(InputError, match="x: expected neighbours along the last axis"):
-        _rope.bind((x.transpose(0, 2, 1),))
+        bind_rope((x.transpose(0, 2, 1),))
     same = cp.broadcast_to(x[0], (5, 2, 8))
     with pytest.raises(InputError, match="x has elements at one place in memory"):
         ops.rope(same, out=same)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
-from gpt2block.operations.sample import FILE, geometry
+from gpt2block.ops.sample_token import FILE, SampleState, bind_state, geometry
 from gpt2block.text.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
 
@@ -363,15 +363,13 @@ def check_report(report: Array, step: int, state: State) -> None:
 def on_gpu(x: Array, rows: Sequence[Sampling], before: State, n_ctx: int) -> State:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _sample  # noqa: PLC0415
-
-    state = _sample.SampleState.allocate(*x.shape)
+    state = SampleState.allocate(*x.shape)
     state.set(rows)
     for name, values in before._asdict().items():
         getattr(state, name).set(values)
     logits = cupy.asarray(x)
     report = cupy.full((2, 2, len(x)), -9, "int32")
-    bound = _sample.bind_state(logits, state, n_ctx, report)
+    bound = bind_state(logits, state, n_ctx, report)
     assert bound.run() is state.token
     after = State(*(getattr(state, name).get() for name in State._fields))
     check_report(report.get(), int(before.step[0]), after)
@@ -572,14 +570,12 @@ def test_draws_of_the_gpu_have_the_probabilities() -> None:
 def test_steps_follow_each_other_in_one_state() -> None:
     import cupy as cp  # noqa: PLC0415
 
-    from gpt2block.ops import _sample  # noqa: PLC0415
-
     (x,) = rows_of_logits(10, 1, 1000)
     rows = [Sampling(seed=3, repetition_penalty=1.2), Sampling(seed=3, sample=1)]
-    state = _sample.SampleState.allocate(2, 1000)
+    state = SampleState.allocate(2, 1000)
     state.set(rows)
     logits = cp.asarray(np.tile(x, (2, 1)))
-    bound = _sample.bind_state(logits, state, 1024)
+    bound = bind_state(logits, state, 1024)
     seen = np.zeros((2, 1000), np.uint8)
     for step in range(20):
         tokens = bound.run().get()
@@ -595,7 +591,6 @@ def test_calls_and_bad_inputs() -> None:
     import cupy as cp  # noqa: PLC0415
 
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _sample  # noqa: PLC0415
 
     x, seen = rows_of_logits(11, 3, 700), some_seen(11, 3, 700)
     rows = [GREEDY, EVERY_WAY[6], EVERY_WAY[7]]
@@ -610,12 +605,12 @@ def test_calls_and_bad_inputs() -> None:
         ops.sample_token(logits, rows[:2])
     with pytest.raises(InputError, match="seen: expected shape"):
         ops.sample_token(logits, seen=cp.asarray(seen[:2]))
-    state = _sample.SampleState.allocate(3, 700)
+    state = SampleState.allocate(3, 700)
     with pytest.raises(InputError, match="sampling: expected 3, one a row, got 1"):
         state.set([GREEDY])
     with pytest.raises(InputError, match="n_ctx: expected 1 to"):
-        _sample.bind_state(logits, state, 0)
+        bind_state(logits, state, 0)
     with pytest.raises(InputError, match=r"temperature: expected shape \(2,\)"):
-        _sample.bind_state(logits[:2], state)
+        bind_state(logits[:2], state)
     with pytest.raises(InputError, match="rows: expected shape"):
         ops.mark_seen(cp.zeros(3, "int32"), cp.zeros(2, "int32"), state.seen)

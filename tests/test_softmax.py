@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.operations.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops.softmax import bind as bind_softmax
 from tests import plain
 from tests.plain import normal
 
@@ -75,13 +76,11 @@ def on_gpu(
 ) -> Array:
     import cupy  # noqa: PLC0415
 
-    from gpt2block.ops import _softmax  # noqa: PLC0415
-
     results: list[Array] = []
     for _ in range(2):
         scores = cupy.asarray(x)
         out = scores if in_place else cupy.full_like(scores, np.nan)
-        bound = _softmax.bind((scores,), out, causal=causal, variant=variant, block=block)
+        bound = bind_softmax((scores,), out, causal=causal, variant=variant, block=block)
         results.append(bound.run().get())
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]

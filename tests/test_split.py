@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, SplitMatrix, reference
 from gpt2block.emulator import loader
-from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
-from gpt2block.operations.layernorm import NARROW, OPERATION, narrow_geometry
+from gpt2block.ops.layernorm import NARROW, OPERATION, narrow_geometry
+from gpt2block.ops.two_part import ROWS_FILE, rows_geometry
 from gpt2block.plan import layernorm_bound
 from gpt2block.weights.two_part import scale_for
 from tests import plain

@@ -17,9 +17,9 @@ from gpt2block import reference
 from gpt2block.cuda.kernels import signatures
 from gpt2block.emulator import loader
 from gpt2block.errors import InputError
-from gpt2block.operations._tensor_cores import MMA_CAPABILITY
-from gpt2block.operations._types import Geometry, check_block
-from gpt2block.operations.trimat import (
+from gpt2block.ops._tensor_cores import MMA_CAPABILITY
+from gpt2block.ops.operation import Geometry, check_block
+from gpt2block.ops.trimat import (
     FILE,
     MMA,
     OPERATION,
@@ -27,6 +27,7 @@ from gpt2block.operations.trimat import (
     geometry,
     mma_geometry,
 )
+from gpt2block.ops.trimat import bind as bind_trimat
 from tests import plain
 from tests.compiling import assert_clean
 from tests.gpus import GPUS, H200, cupy_with
@@ -103,14 +104,12 @@ class OnGpu:
     ) -> Array:
         import cupy  # noqa: PLC0415
 
-        from gpt2block.ops import _trimat  # noqa: PLC0415
-
         skip_without_tensor_cores(variant)
         B, T, _, NH, _ = qkv.shape
         results: list[Array] = []
         for _ in range(2):
             inputs, out = (cupy.asarray(qkv),), cupy.asarray(untouched(B, T, NH))
-            bound = _trimat.bind(inputs, out, fill=fill, variant=variant, block=block)
+            bound = bind_trimat(inputs, out, fill=fill, variant=variant, block=block)
             results.append(bound.run().get())
         np.testing.assert_array_equal(results[0], results[1])
         return results[0]
@@ -490,7 +489,6 @@ def test_bad_input(
 @pytest.mark.gpu
 def test_bad_arrays(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _trimat  # noqa: PLC0415
 
     qkv = cp.zeros((1, 5, 3, 2, 8), cp.float32)
     with pytest.raises(InputError, match="qkv: expected a CuPy array, got ndarray"):
@@ -498,7 +496,7 @@ def test_bad_arrays(cp: ModuleType) -> None:
     with pytest.raises(InputError, match="qkv: expected float32, got float64"):
         ops.trimat(qkv.astype(cp.float64))
     with pytest.raises(InputError, match=r"out: expected shape \(1, 2, 5, 5\)"):
-        _trimat.bind((qkv,), cp.zeros((1, 2, 5, 4), cp.float32))
+        bind_trimat((qkv,), cp.zeros((1, 2, 5, 4), cp.float32))
     shifted = cp.zeros(51, cp.float32)[1:].reshape(1, 2, 5, 5)
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        _trimat.bind((qkv,), shifted)
+        bind_trimat((qkv,), shifted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.cuda import kernels
+from gpt2block.ops.warm import _recipes
 
 
 class Recorder:
@@ -46,7 +48,6 @@ class Recorder:
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     cp = pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
     from gpt2block.cuda import arrays as _arrays  # noqa: PLC0415
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
     recorder = Recorder(cp)
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
@@ -55,7 +56,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cp, "empty", recorder.array)
     monkeypatch.setattr(kernels, "load", recorder.load)
-    caches = (_warm._recipes.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
+    caches = (_recipes.clear, _arrays._attribute.cache_clear, _arrays._capability.cache_clear)
     for forget in caches:
         forget()
     yield recorder
@@ -65,13 +66,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def test_addresses_alone_change(host: Recorder) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
     outs = []
     for _ in range(3):
         x, gamma = host.array((40, 96)), host.array(96)
         outs.append((x, gamma, ops.layernorm_gelu(x, gamma)))
-    assert len(_warm._recipes) == 1
+    assert len(_recipes) == 1
     first, *others = host.launches
     for (name, grid, args), arrays in zip(host.launches, outs, strict=True):
         x, gamma, out = arrays
@@ -84,7 +84,6 @@ def test_addresses_alone_change(host: Recorder) -> None:
 
 def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
     def call(x: Any, **options: Any) -> None:
         ops.rmsnorm(x, host.array(x.shape[-1], x.dtype), **options)
@@ -103,9 +102,9 @@ def test_each_of_these_is_bound_by_itself(host: Recorder) -> None:
     for count, (x, options) in enumerate(cases, 1):
         for _ in range(2):
             call(x, **options)
-        assert len(_warm._recipes) == count
+        assert len(_recipes) == count
     call(host.array((4, 64)), eps=np.float64(0.5))  # not Python's own number: bound each time
-    assert len(_warm._recipes) == len(cases)
+    assert len(_recipes) == len(cases)
 
 
 def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
@@ -125,25 +124,23 @@ def test_what_compares_equal_is_told_apart(host: Recorder) -> None:
 
 def test_an_array_given_twice_leaves_no_recipe(host: Recorder) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
     x, y = host.array((5, 7)), host.array((5, 7))
     ops.add(x, x)
-    assert not _warm._recipes
+    assert not _recipes
     ops.add(x, y)
     ops.add(y, x)
-    assert len(_warm._recipes) == 1
+    assert len(_recipes) == 1
     assert host.launches[-1][2][:2] == (y.data.ptr, x.data.ptr)
 
 
 def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
-    monkeypatch.setattr(_warm, "MOST", 3)
+    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
     for n in range(1, 9):
         ops.softmax(host.array((2, n)))
-        assert len(_warm._recipes) <= 3
+        assert len(_recipes) <= 3
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -151,11 +148,9 @@ def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def warm() -> ModuleType:
-    from gpt2block.ops import _warm  # noqa: PLC0415
 
-    _warm._recipes.clear()
-    module: ModuleType = _warm
-    return module
+    _recipes.clear()
+    return import_module("gpt2block.ops.warm")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from gpt2block import (
     random_input,
 )
 from gpt2block.bench import measure
-from gpt2block.operations import OPERATIONS, Operation
+from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.run.model import DTYPES
 from gpt2block.weights.matrix import FLOATS
 

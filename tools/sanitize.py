@@ -33,9 +33,9 @@ from gpt2block import (
 )
 from gpt2block.bench import measure
 from gpt2block.cuda import arrays as _arrays
-from gpt2block.operations import OPERATIONS, Operation
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.operations.attention import SIXTEEN_BITS
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.run.model import DTYPES
 from gpt2block.weights.matrix import FLOATS
 

@@ -17,7 +17,7 @@ from gpt2block.block import errors
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.operations import Operation, Variant
+from gpt2block.ops.registry import Operation, Variant
 from gpt2block.weights.matrix import WeightMatrix
 
 CACHES = 4  # the rotated data is this many times the L2 cache

@@ -11,8 +11,8 @@ from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, 
 from gpt2block.block import Block
 from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.errors import InputError, KernelError
-from gpt2block.operations import OPERATIONS, Operation
 from gpt2block.ops import BINDERS, Bound
+from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.plan import Plan
 from gpt2block.run.cuda_block import allocate, split_steps
 from gpt2block.weights.two_part import SplitMatrix

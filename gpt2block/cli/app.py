@@ -39,7 +39,7 @@ from gpt2block.cli.kernels import (
 from gpt2block.cli.model import Device, Revision, path_of, shown
 from gpt2block.cli.terms import in_terms_of_options
 from gpt2block.errors import CheckpointError, DeviceError, InputError
-from gpt2block.operations import Operation, all_sizes, find, parse_sizes
+from gpt2block.ops.registry import Operation, all_sizes, find, parse_sizes
 
 WIDTH_WHEN_PIPED = 120
 DEFAULT_SEQ_LEN = 128

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gpt2block.bench.measure import CACHES, MOST_SETS, Ceilings, Measurement, tolerance
 from gpt2block.errors import InputError
-from gpt2block.operations import OPERATIONS, Operation
+from gpt2block.ops.registry import OPERATIONS, Operation
 
 
 def list_operations(out: Console) -> None:

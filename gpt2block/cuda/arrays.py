@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import STORAGE, Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.operations._types import Geometry
+from gpt2block.ops.operation import Geometry
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
 

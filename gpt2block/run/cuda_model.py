@@ -30,17 +30,16 @@ from gpt2block.config import GPT2Config
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, pinned
 from gpt2block.cuda.kernels import Launch
-from gpt2block.operations._tensor_cores import MMA_CAPABILITY, MULTIPLE
-from gpt2block.operations.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.ops import (
-    _attention_cached,
-    _encoder_rows,
-    _gemm,
-    _layernorm,
-    _linear,
-    _log_likelihood,
-    _sample,
-)
+from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops.attention_cached import bind_split
+from gpt2block.ops.encoder_rows import bind as bind_encoder_rows
+from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.linear import bind as bind_linear_
+from gpt2block.ops.linear import bind_qkv
+from gpt2block.ops.log_likelihood import bind as bind_log_likelihood_
+from gpt2block.ops.sample_token import SampleState, bind_state, mark_seen
 from gpt2block.run.cuda_prefill import Asked, Plain, Prefill, Shape, TensorCores
 from gpt2block.run.model import (
     CacheKind,
@@ -350,9 +349,9 @@ class CudaModel:
             rows = hidden[first : first + ROWS_AT_ONCE]
             here = out[: len(rows)]
             if self.on_tensor_cores:
-                yield first, _gemm.bind((rows, head, bias), here)
+                yield first, bind_gemm((rows, head, bias), here)
             else:
-                yield first, _linear.bind((rows, head), here, variant="tiles")
+                yield first, bind_linear_((rows, head), here, variant="tiles")
 
     def _room_for_logits(self, rows: int, columns: int) -> CudaArray:
         """The same memory each time, until more is asked for."""
@@ -368,7 +367,7 @@ class CudaModel:
         bounds: list[Bound] = []
         for first, logits in self._bind_logits(hidden):
             rows = slice(first, first + len(logits.out))
-            bounds += logits, _log_likelihood.bind((logits.out, targets[rows]), out[rows])
+            bounds += logits, bind_log_likelihood_((logits.out, targets[rows]), out[rows])
         return bounds, out
 
     def activations(self, rows: int, dtype: str) -> list[CudaArray]:
@@ -386,16 +385,16 @@ class CudaModel:
 
     def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
         inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])
-        return _encoder_rows.bind(inputs, x)
+        return bind_encoder_rows(inputs, x)
 
     def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
         """`which`: how the names of its γ and β go on, such as "_f", or begin, such as "h.0.1"."""
         inputs = (x, *self.norm(which))
-        return _layernorm.bind(inputs, out, eps=self.config.eps, variant=6, stats=False)
+        return bind_layernorm(inputs, out, eps=self.config.eps, variant=6, stats=False)
 
     def bind_lm_head(self, x: CudaArray, out: CudaArray | None) -> Bound:
         inputs = (x, self._matrices["lm_head"], None, *self.norm("_f"), None)
-        return _linear.bind(inputs, out, eps=self.config.eps, variant="matvec")
+        return bind_linear_(inputs, out, eps=self.config.eps, variant="matvec")
 
     def norm(self, which: str) -> tuple[CudaArray, CudaArray]:
         """Its γ and β."""
@@ -417,7 +416,7 @@ class CudaModel:
         """out = [residual +] [gelu]([norm](x) · w + b) with w_`name` and b_`name` of a layer."""
         w, bias, (gamma, beta) = self.weights(f"h.{layer}.", name, norm)
         inputs = (x, w, bias, gamma, beta, residual)
-        return _linear.bind(inputs, out, gelu=gelu, eps=self.config.eps, variant=variant)
+        return bind_linear_(inputs, out, gelu=gelu, eps=self.config.eps, variant=variant)
 
     def weights(
         self, h: str, name: str, norm: str | None = None
@@ -438,12 +437,12 @@ class _Step:
         self._arrived = cupy.zeros((B, c.n_head), "int32")  # blocks of attention, counted
         self._ff = cupy.empty((B, 4 * C), "float32")
         self.logits = cupy.empty((B, V), "float32")
-        self.state = _sample.SampleState.allocate(B, V)
+        self.state = SampleState.allocate(B, V)
         bounds = list(self._bind(model, cache))
         self._arrays = [array for bound in bounds for array in (bound.out, *bound.extra)]  # alive
         self.launches = tuple(launch for bound in bounds for launch in bound.launches)
         self.sampled, report = _on_host((2, 2, B))  # of steps in turn, token and logprob
-        self._sample = _sample.bind_state(self.logits, self.state, cache.n_ctx, report)
+        self._sample = bind_state(self.logits, self.state, cache.n_ctx, report)
         self._graph: Any = None
         self._runs = 0
 
@@ -456,9 +455,9 @@ class _Step:
             h = f"h.{layer}."
             linear = partial(model.bind_linear, layer, "matvec")
             w, bias, norm = model.weights(h, "qkv", "1")
-            yield _linear.bind_qkv(x, w, bias, *norm, k, v, position, q, c.eps)
+            yield bind_qkv(x, w, bias, *norm, k, v, position, q, c.eps)
             inputs = (q, k, v, position, self._arrived)
-            yield _attention_cached.bind_split(inputs, attn, n_head=c.n_head)
+            yield bind_split(inputs, attn, n_head=c.n_head)
             yield linear("attn", attn, x, residual=x)
             yield linear("fc", x, ff, norm="2", gelu=True)
             yield linear("proj", ff, x, residual=x)
@@ -472,7 +471,7 @@ class _Step:
         state.seen.fill(0)
         lengths = np.array([len(ids) for ids in prompts], np.int32)
         rows = np.repeat(np.arange(len(prompts), dtype=np.int32), lengths)
-        _sample.mark_seen(cupy.asarray(np.concatenate(prompts)), cupy.asarray(rows), state.seen)
+        mark_seen(cupy.asarray(np.concatenate(prompts)), cupy.asarray(rows), state.seen)
         state.position.set(lengths - 1)
 
     def sample(self) -> None:

@@ -38,7 +38,11 @@ import numpy as np
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
 from gpt2block.cuda.kernels import Launch
-from gpt2block.ops import _attention, _attention_cached, _gemm, _layernorm
+from gpt2block.ops.attention import bind as bind_attention_
+from gpt2block.ops.attention_cached import bind as bind_attention_cached
+from gpt2block.ops.attention_cached import bind_append
+from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.run.model import Floats, Ids, Want
 
 if TYPE_CHECKING:
@@ -290,8 +294,8 @@ class Plain(Prefill):
 
     def bind_attention(self, layer: int, out: CudaArray) -> Iterator[Bound]:
         k, v = self.kept[layer % len(self.kept)]
-        yield _attention_cached.bind_append((self.qkv, self.row, self.positions), (k, v))
-        yield _attention_cached.bind(
+        yield bind_append((self.qkv, self.row, self.positions), (k, v))
+        yield bind_attention_cached(
             (self.qkv, k, v, self.cu_seqlens, self.start),
             out,
             n_head=self.model.config.n_head,
@@ -312,7 +316,7 @@ class TensorCores(Prefill):
 
     def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
         inputs = (x, *self.model.norm(which))
-        return _layernorm.bind(inputs, out, eps=self.model.config.eps, variant="narrow")
+        return bind_layernorm(inputs, out, eps=self.model.config.eps, variant="narrow")
 
     def bind_product(
         self,
@@ -324,15 +328,15 @@ class TensorCores(Prefill):
         gelu: bool = False,
     ) -> Bound:
         w, bias, _ = self.model.weights(f"h.{layer}.", name)
-        return _gemm.bind((a, w, bias, residual), out, gelu=gelu)
+        return bind_gemm((a, w, bias, residual), out, gelu=gelu)
 
     def bind_attention(self, layer: int, out: CudaArray) -> Iterator[Bound]:
         n_head, longest = self.model.config.n_head, self.shape.longest
         if self.kept:
             k, v = self.kept[layer]
-            yield _attention_cached.bind_append((self.qkv, self.row, self.positions), (k, v))
+            yield bind_append((self.qkv, self.row, self.positions), (k, v))
         if self.shape.fresh:  # the others' rows, too: they are overwritten
-            yield _attention.bind(
+            yield bind_attention_(
                 (self.qkv,),
                 out,
                 n_head=n_head,
@@ -342,7 +346,7 @@ class TensorCores(Prefill):
             )
         if self.shape.going_on:
             inputs = (self.qkv, k, v, self.cu_seqlens, self.start)
-            yield _attention_cached.bind(inputs, out, n_head=n_head, longest=longest)
+            yield bind_attention_cached(inputs, out, n_head=n_head, longest=longest)
 
     def _bind_last(self, x: CudaArray, h: CudaArray) -> tuple[Bound, ...]:
         """As in decoding: for few rows tensor cores are slower, without more splits of K."""

@@ -211,7 +211,7 @@ def on_host(array: Any) -> NDArray[Any]:
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     """Largest magnitude of each output channel, on the host; not finite where a weight is not."""
     if is_array(w):
-        from gpt2block.ops._fp8 import absmax  # noqa: PLC0415
+        from gpt2block.ops.to_fp8 import absmax  # noqa: PLC0415
 
         return on_host(absmax(w, layout))
     axis = layout.index("K")

@@ -859,7 +859,7 @@ def _mark_seen(rng: Rng) -> Call:
 
 
 def _variants(op: str) -> tuple[str, ...]:
-    from gpt2block.operations import OPERATIONS  # noqa: PLC0415
+    from gpt2block.ops.registry import OPERATIONS  # noqa: PLC0415
 
     return tuple(variant.name for variant in OPERATIONS[op].variants)
 

@@ -1,9 +1,12 @@
-"""The linear layer on CUDA: matmul/decode.cu for few rows; with k and v into the KV cache."""
+"""The linear layer of GPT-2: its variants, and the launches of the kernels for few rows."""
 
 from __future__ import annotations
 
-from math import gcd, prod
-from typing import Any
+from functools import lru_cache
+from math import ceil, gcd, prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
@@ -19,10 +22,185 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.operations._types import Geometry
-from gpt2block.operations.linear import FEW_ROWS, FILE, OPERATION, geometry, order
-from gpt2block.ops._warm import call
+from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
+
+FILE = "matmul/decode.cu"
+WARP = 32
+MANY_COLUMNS = 16384  # from here on a block goes through several groups of columns
+PART = 256  # of K, a warp's
+MOST_STEPS = 3  # loads of a column in flight
+MOST_WARPS = 12  # that share K
+PREFERRED_WARPS = (6, 12), (12, 18)  # of a block, fewest and most: for few rows, for more
+MORE_ROWS = 4
+FEW_ROWS = 16  # up to here this is the default variant
+MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
+MOST_LOADED = 12  # vectors that a thread waits for
+HELD = 32  # values of a row alone that a thread can keep in registers
+ROW_BYTES = 103_000  # of x in shared memory, with several rows
+COLUMNS = (1, 2, 3, 4, 5, 6)  # that a group can have
+BEST_COLUMNS = 6
+FEWEST = 4, 12  # columns of a block: fewer are done no sooner; for few rows, for more
+EACH_BLOCK = 4  # columns that could be done while a block brings x
+
+
+def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
+    x = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
+    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
+    return x, w, rng.standard_normal(s["N"], dtype=np.float32)
+
+
+OPERATION = Operation(
+    name="linear",
+    document="GPT-2",
+    idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
+    sizes={"M": 1, "K": 768, "N": 2304},
+    variants=(
+        Variant(
+            "matvec",
+            FILE,
+            ("linear_matvec",),
+            "few rows: all weights asked for before x; LayerNorm of x in each block",
+        ),
+        Variant(
+            "tiles",
+            "matmul/tiles.cu",
+            ("linear_tiles",),
+            "many rows: registers' tiles in the order of k, narrow weights widened on their way",
+        ),
+    ),
+    beside=(Variant("qkv", FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),),
+    make=_make,
+    traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    matrices=(1,),
+    layout="NK",
+)
+
+
+class Layout(NamedTuple):
+    """How a product is cut. Results depend on the first three alone, the rest is speed."""
+
+    width: int  # weights of a load
+    split: int  # warps that share K
+    steps: int  # loads of a column in flight
+    columns: int  # of a group
+    groups: int  # of a block
+    loop: bool  # blocks go on with other columns
+    blocks: int  # that an SM should have room for
+    rows: int  # of a block
+
+
+def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
+    """What fixes the order of an output's additions: width, split and steps of its Layout.
+
+    weight: bytes of one.
+    """
+    width = 16 // weight
+    while K % width:
+        width //= 2
+    if weight == 1 and width > 1 and K % (WARP * width) and not K % (WARP * width // 2):
+        width //= 2  # every lane has as many loads as any other
+    split = 1
+    if N < MANY_COLUMNS:
+        parts = ceil(K / PART)
+        split = ceil(parts / ceil(parts / MOST_WARPS))
+        split = min(split, ceil(K / (WARP * width)))
+    units = ceil(K / (WARP * width * split))  # loads of a column in all, by each thread
+    return width, split, ceil(units / ceil(units / MOST_STEPS))
+
+
+@lru_cache(maxsize=1024)
+def layout(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
+    """The layout for M rows on a GPU of so many multiprocessors."""
+    width, split, steps = order(N, K, weight)
+    rows = min(MOST_ROWS[N >= MANY_COLUMNS], 1 << (M - 1).bit_length())
+    while rows > 1 and 4 * rows * K > ROW_BYTES:
+        rows //= 2
+    if N >= MANY_COLUMNS:
+        blocks = 2 if rows <= 4 else 1
+        columns, groups = 4, 8 if blocks == 2 else 12
+    else:
+        columns, groups = _columns(N, split, steps, rows, sms)
+        blocks = 1
+    return Layout(width, split, steps, columns, groups, N >= MANY_COLUMNS, blocks, rows)
+
+
+def _columns(N: int, split: int, steps: int, rows: int, sms: int) -> tuple[int, int]:
+    """Columns of a group and groups of a block, such that all multiprocessors have as many."""
+    more = rows >= MORE_ROWS
+    fewest, most = PREFERRED_WARPS[more]
+
+    def cost(candidate: tuple[int, int]) -> tuple[int, int, int]:
+        columns, groups = candidate
+        block, warps = columns * groups, groups * split
+        busiest = ceil(ceil(N / block) / sms) * (max(block, FEWEST[more]) + EACH_BLOCK)
+        odd = max(0, fewest - warps) + max(0, warps - most)
+        cost = (odd, busiest) if more else (busiest, odd)
+        return *cost, abs(columns - BEST_COLUMNS)
+
+    candidates = [
+        (columns, groups)
+        for columns in COLUMNS
+        if columns * steps <= MOST_LOADED
+        for groups in range(1, max(1, most // split) + 1)
+    ]
+    return min(candidates, key=cost)
+
+
+def geometry(
+    kernel: str,
+    M: int,
+    N: int,
+    K: int,
+    weight: int,
+    *,
+    norm: bool = False,
+    sms: int = 132,
+    most_shared: int = 232_448,
+    how: Layout | None = None,
+) -> Geometry | None:
+    """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
+
+    weight: bytes of one. how: another layout than `layout` says.
+    """
+    how = how or layout(M, N, K, weight, sms)
+    while True:
+        shared = 4 * shared_floats(how, K, norm)
+        if shared <= most_shared or how.rows == 1:
+            break
+        how = how._replace(rows=how.rows // 2)
+    if shared > most_shared:
+        return None
+    defines = (
+        ("LM_K", K),
+        ("LM_NORM", int(norm)),
+        ("LM_ROWS", how.rows),
+        ("LM_WIDTH", how.width),
+        ("LM_SPLIT", how.split),
+        ("LM_COLUMNS", how.columns),
+        ("LM_GROUPS", how.groups),
+        ("LM_STEPS", how.steps),
+        ("LM_LOOP", int(how.loop)),
+        ("LM_BLOCKS", how.blocks),
+        ("LM_X", gcd(4, K)),
+    )
+    blocks = ceil(N / (how.columns * how.groups))
+    grid = (min(blocks, sms * how.blocks) if how.loop else blocks, ceil(M / how.rows))
+    return Geometry(kernel, grid, (WARP * how.groups * how.split,), shared, defines)
+
+
+def shared_floats(how: Layout, K: int, norm: bool) -> int:
+    """What matmul/decode.cu keeps in shared memory: rows of x, gamma and beta, warps' sums."""
+    chunk = WARP * how.width * how.split * how.steps
+    padded = chunk * ceil(K / chunk)
+    held = how.rows == 1 and padded <= HELD * WARP * how.split
+    rows = 0 if held and not norm else how.rows + 2 * norm
+    return rows * padded + how.split * how.rows * how.groups * how.columns
+
 
 MOST_BLOCKS = 65535  # along the grid's second axis
 CACHE_BESIDE_FP8 = "bfloat16"

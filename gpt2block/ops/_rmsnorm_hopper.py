@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from gpt2block.operations._hopper_gemm import (
+from gpt2block.ops._gemm_hopper import (
     BUFFERS,
     SLICE,
     Tile,
@@ -13,7 +13,7 @@ from gpt2block.operations._hopper_gemm import (
     launched,
     shared_bytes,
 )
-from gpt2block.operations._types import Geometry
+from gpt2block.ops.operation import Geometry
 
 FILE = "llama/rmsnorm_matmul_hopper.cu"
 

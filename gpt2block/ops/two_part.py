@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
 from gpt2block.errors import InputError
-from gpt2block.operations.gemm import ROWS_FILE, rows_geometry
+from gpt2block.ops.operation import Geometry
 from gpt2block.weights.two_part import SplitMatrix
 
+ROWS_FILE = "matmul/two_part.cu"
+WARPS = 4  # of a block of split_rows, a row each
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
 ALIGNED = 16  # bytes
 SPLIT = "split"  # in place of a dtype: a SplitMatrix
+
+
+def rows_geometry(rows: int, width: int) -> Geometry:
+    """The launch of split_rows, `width` elements a load."""
+    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", WARPS))
+    return Geometry("split_rows", (ceil(rows / WARPS),), (32 * WARPS,), defines=defines)
 
 
 def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:

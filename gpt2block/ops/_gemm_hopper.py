@@ -7,7 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines
-from gpt2block.operations._types import Geometry
+from gpt2block.ops.operation import Geometry
 
 FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"

@@ -9,51 +9,49 @@ import re
 from collections.abc import Mapping
 
 from gpt2block.errors import InputError
-from gpt2block.operations import (
-    attention,
-    attention_cached,
-    block,
-    encoder,
-    encoder_rows,
-    fp8,
-    gemm,
-    layernorm,
-    layernorm_gelu,
-    linear,
-    log_likelihood,
-    matmul,
-    rmsnorm,
-    rmsnorm_matmul,
-    rope,
-    sample,
-    softmax,
-    trimat,
-)
-from gpt2block.operations._types import Inputs, Operation, Variant
+from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
+from gpt2block.ops.elementwise import ADD, GELU
+from gpt2block.ops.encoder import OPERATION as ENCODER
+from gpt2block.ops.encoder_rows import OPERATION as ENCODER_ROWS
+from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.layernorm import OPERATION as LAYERNORM
+from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
+from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
+from gpt2block.ops.operation import Inputs, Operation, Variant
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
+from gpt2block.ops.rope import OPERATION as ROPE
+from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
+from gpt2block.ops.softmax import OPERATION as SOFTMAX
+from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
+from gpt2block.ops.trimat import OPERATION as TRIMAT
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.name: operation
     for operation in (
-        layernorm.OPERATION,
-        trimat.OPERATION,
-        layernorm_gelu.OPERATION,
-        encoder.OPERATION,
-        encoder_rows.OPERATION,
-        softmax.OPERATION,
-        matmul.OPERATION,
-        attention.OPERATION,
-        attention_cached.OPERATION,
-        block.ADD,
-        block.GELU,
-        rmsnorm.OPERATION,
-        rope.OPERATION,
-        rmsnorm_matmul.RMSNORM_MATMUL,
-        rmsnorm_matmul.RMSNORM_FFN,
-        fp8.OPERATION,
-        linear.OPERATION,
-        gemm.OPERATION,
-        sample.OPERATION,
-        log_likelihood.OPERATION,
+        LAYERNORM,
+        TRIMAT,
+        LAYERNORM_GELU,
+        ENCODER,
+        ENCODER_ROWS,
+        SOFTMAX,
+        MATMUL_BIAS,
+        ATTENTION,
+        ATTENTION_CACHED,
+        ADD,
+        GELU,
+        RMSNORM,
+        ROPE,
+        RMSNORM_MATMUL,
+        RMSNORM_FFN,
+        TO_FP8,
+        LINEAR,
+        GEMM,
+        SAMPLE_TOKEN,
+        LOG_LIKELIHOOD,
     )
 }
 

@@ -1,12 +1,13 @@
-"""RMSNorm with the product behind it, on CUDA.
-
-llama/rmsnorm_matmul.cu, llama/rmsnorm_matmul_mma.cu and llama/rmsnorm_matmul_hopper.cu.
-"""
+"""RMSNorm with the product behind it, as in Llama: projections, and the feed-forward."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import ceil
 from numbers import Integral
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
 
 from gpt2block.checks import check_flag
 from gpt2block.config import check_eps
@@ -29,21 +30,190 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
-from gpt2block.operations import _hopper_gemm, _hopper_rmsnorm, _mma
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.operations._types import Geometry, Operation
-from gpt2block.operations.rmsnorm_matmul import (
-    FILE,
-    RMSNORM_FFN,
-    RMSNORM_MATMUL,
-    Pairing,
-    matvec,
-)
-from gpt2block.operations.rope import exponent_step
-from gpt2block.ops import _rmsnorm, _rope
-from gpt2block.ops._rope import check_turn
-from gpt2block.ops._warm import call
+from gpt2block.ops._gemm_hopper import SLICE
+from gpt2block.ops._rmsnorm_hopper import FILE as RMSNORM_HOPPER_FILE
+from gpt2block.ops._rmsnorm_hopper import geometry as rmsnorm_hopper_geometry
+from gpt2block.ops._rmsnorm_hopper import rows_loaded, weight_box
+from gpt2block.ops._rmsnorm_mma import FILE as RMSNORM_MMA_FILE
+from gpt2block.ops._rmsnorm_mma import fits as rmsnorm_mma_fits
+from gpt2block.ops._rmsnorm_mma import geometry as rmsnorm_mma_geometry
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
+from gpt2block.ops.rope import bind as bind_rope
+from gpt2block.ops.rope import check_turn, exponent_step
+from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
+
+FILE = "llama/rmsnorm_matmul.cu"
+TILES = "llama/rmsnorm_matmul_mma.cu"
+DTYPES = ("float16", "bfloat16", "float32", *FP8)
+WARP = 32
+MOST_ROWS = 4  # of x that a block of the matvec kernels takes
+MOST_SUMS = 64  # that a thread of them keeps in registers
+Pairing = Literal["neighbours", "halves", "two matrices"]
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _make_matmul(s: Sizes, rng: np.random.Generator) -> Inputs:
+    x, gamma = _normal(rng, s["M"], s["K"]), 1 + _normal(rng, s["K"]) / 10
+    return x, gamma, _normal(rng, s["K"], s["N"]) / np.float32(s["K"] ** 0.5)
+
+
+def _make_ffn(s: Sizes, rng: np.random.Generator) -> Inputs:
+    return *_make_matmul(s, rng), _normal(rng, s["K"], s["N"]) / np.float32(s["K"] ** 0.5)
+
+
+def _random_matrix(s: Sizes) -> int:
+    return s["weight"] * s["K"] * s["N"]
+
+
+def _activations(s: Sizes) -> int:
+    return s["itemsize"] * s["M"] * (s["K"] + s["N"])
+
+
+def _variants(matvec: str, mma: str, hopper: str, after: str, beside: str) -> tuple[Variant, ...]:
+    return (
+        Variant(
+            "matvec",
+            FILE,
+            (matvec,),
+            "few rows: every weight read once, asked for before x; the norm's factor at the end",
+        ),
+        Variant(
+            "mma",
+            TILES,
+            (mma,),
+            "many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K",
+        ),
+        Variant(
+            "unfused",
+            TILES,
+            (mma,),
+            f"rmsnorm by itself first, then the product{after}: x is normalised once",
+        ),
+        Variant(
+            "hopper",
+            RMSNORM_HOPPER_FILE,
+            (hopper,),
+            f"the product by TMA and wgmma, which fetches weights while rmsnorm runs; {beside}",
+            dtypes=("float16", "bfloat16"),
+        ),
+    )
+
+
+RMSNORM_MATMUL = Operation(
+    name="rmsnorm_matmul",
+    document="Llama operations",
+    idea="(x · rms · γ) W, with RoPE on heads of head_dim columns if asked for",
+    sizes={"M": 16, "K": 4096, "N": 4096},
+    variants=_variants(
+        "rmsnorm_matvec",
+        "rmsnorm_matmul_mma",
+        "rmsnorm_matmul_hopper",
+        ", then rope",
+        "rope in its epilogue",
+    ),
+    make=_make_matmul,
+    traffic=lambda s: _random_matrix(s) + _activations(s),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={"head_dim": 128},
+    dtypes=DTYPES,
+    matrices=(2,),
+    series=("M", 512),
+)
+
+RMSNORM_FFN = Operation(
+    name="rmsnorm_ffn",
+    document="Llama operations",
+    idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
+    sizes={"M": 16, "K": 4096, "N": 11008},
+    variants=_variants(
+        "rmsnorm_ffn_matvec",
+        "rmsnorm_ffn_mma",
+        "rmsnorm_ffn_hopper",
+        "s",
+        "columns of W1 and W3 beside each other",
+    ),
+    make=_make_ffn,
+    traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
+    flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    dtypes=DTYPES,
+    matrices=(2, 3),
+    layout="NK",
+    series=("M", 512),
+)
+
+
+@lru_cache(maxsize=1024)
+def matvec(
+    M: int,
+    N: int,
+    K: int,
+    x_width: int,
+    weight: int,
+    layout: str,
+    pairing: Pairing,
+    head_dim: int,
+    alignment: int,
+    most_shared: int,
+) -> Geometry | None:
+    """The launch of a matvec kernel; None when a row does not fit in `most_shared` bytes.
+
+    x_width: values of x in a load. weight: bytes of one. pairing: how columns go together,
+    neighbours, those half a head apart, or those of two matrices. alignment: of the weights, in
+    bytes. Threads, strips and unrolling are the best ones measured on an H200 at one row.
+    """
+    two = pairing == "two matrices"
+    halves = pairing == "halves"
+    rows = min(MOST_ROWS, 1 << (M - 1).bit_length())
+    strips = 2 if layout == "NK" or pairing != "neighbours" else 1
+    unit = K if layout == "NK" else head_dim // 2 if halves else N  # vectors do not cross its end
+    width = 16 // weight
+    if layout == "KN":
+        width = min(width, MOST_SUMS // (strips * rows))
+    while unit % width or alignment % (width * weight):
+        width //= 2
+    if layout == "NK":
+        threads, lanes = 256, WARP
+        step, pairs = WARP * width, threads // WARP
+        unroll = 8 if weight > 1 else 2 if two else 4
+        parts = 0
+    else:
+        threads = 256 if two else 512
+        lanes = min(WARP, max(1, (64 if two else 32 // strips) // width))
+        while halves and unit % (lanes * width):
+            lanes //= 2
+        step, pairs = threads // lanes, lanes * width * strips // 2
+        unroll = 8 if weight > 1 and strips == 1 else 4
+        parts = 4 * threads // WARP * strips * lanes * width
+    row = 4 * step * ceil(K / step) + parts
+    while rows > 1 and rows * row > most_shared:
+        rows //= 2
+    if row > most_shared:
+        return None
+    defines = (
+        ("MV_NK", int(layout == "NK")),
+        ("MV_ROWS", rows),
+        ("MV_X", x_width),
+        ("MV_WIDTH", width),
+        ("MV_UNROLL", min(unroll, ceil(K / step))),
+        ("MV_THREADS", threads),
+        ("MV_LANES", lanes),
+        ("MV_STRIPS", strips),
+        ("MV_HALF_SPLIT", int(halves)),
+    )
+    columns = N if two else ceil(N / 2)
+    kernel = "rmsnorm_ffn_matvec" if two else "rmsnorm_matvec"
+    grid = (ceil(columns / pairs), ceil(M / rows))
+    return Geometry(kernel, grid, (threads,), rows * row, defines)
+
 
 MOST_BLOCKS = 65535  # along the grid's second axis
 LONGEST_FOR_FEW = 24_000  # values of a row that fit in any GPU's shared memory
@@ -167,8 +337,8 @@ def bind_matmul(
     dim = 0 if apart else head_dim or 0
     if chosen == "mma":
         args = product(job.x, job.gamma, job.stride, dim)
-        return Bound(job.out, (_launch(job, _mma.FILE, _tiles(job), args), *rope))
-    norm = _rmsnorm.bind((job.x, job.gamma), eps=job.eps)
+        return Bound(job.out, (_launch(job, RMSNORM_MMA_FILE, _tiles(job), args), *rope))
+    norm = bind_rmsnorm((job.x, job.gamma), eps=job.eps)
     if chosen == "hopper":
         by_wgmma = _hopper(job, norm.out, dim > 0, (seq_len, dim, *turn))
         return Bound(job.out, (*norm.launches, by_wgmma, *rope), (norm.out,))
@@ -181,7 +351,7 @@ def _turn(
     job: Job, head_dim: int, start: int, theta: float, half_split: bool
 ) -> tuple[Launch, ...]:
     heads = job.out.reshape(-1, job.out.shape[-2], job.matrices[0].N // head_dim, head_dim)
-    bound = _rope.bind((heads,), heads, start=start, theta=theta, half_split=half_split)
+    bound = bind_rope((heads,), heads, start=start, theta=theta, half_split=half_split)
     return bound.launches
 
 
@@ -203,7 +373,7 @@ def bind_ffn(
     first, second = job.matrices
     both = (first.data, first.scale, second.data, second.scale)
     if chosen in ("unfused", "hopper"):
-        norm = _rmsnorm.bind((job.x, job.gamma, residual), eps=job.eps)
+        norm = bind_rmsnorm((job.x, job.gamma, residual), eps=job.eps)
         kept = (*norm.extra, norm.out)
         if chosen == "hopper":
             by_wgmma = _hopper(job, norm.out, False, ())
@@ -212,7 +382,9 @@ def bind_ffn(
         args = (norm.out, None, None, None, *both, job.out, job.eps, K, M, N, K)
         return Bound(job.out, (*norm.launches, _launch(job, file, where, args)), kept)
     file, where = (
-        (FILE, _matvec(job, "two matrices")) if chosen == "matvec" else (_mma.FILE, _tiles(job))
+        (FILE, _matvec(job, "two matrices"))
+        if chosen == "matvec"
+        else (RMSNORM_MMA_FILE, _tiles(job))
     )
     h = None if residual is None else cupy.empty(job.x.shape, job.storage)
     args = (job.x, residual, h, job.gamma, *both, job.out, job.eps, job.stride, M, N, K)
@@ -267,7 +439,7 @@ def _not_for_tiles(job: Job) -> str | None:
     arrays = [job.x, job.gamma, job.out, *(w.data for w in job.matrices)]
     arrays += [] if job.residual is None else [job.residual]
     aligned = all(array.data.ptr % 16 == 0 for array in arrays)
-    if not (aligned and _mma.fits(N, K, job.stride, first.data.itemsize, first.layout)):
+    if not (aligned and rmsnorm_mma_fits(N, K, job.stride, first.data.itemsize, first.layout)):
         return (
             "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
             f"arrays on 16 bytes, got K {K}, N {N}, stride {job.stride}"
@@ -280,24 +452,24 @@ def _hopper(job: Job, normed: CudaArray, turns: bool, rest: tuple[Any, ...]) -> 
     M, N, K = job.sizes
     layout, matrices = job.matrices[0].layout, len(job.matrices)
     sms = device_attribute("MultiProcessorCount")
-    where, tile = _hopper_rmsnorm.geometry(matrices, M, N, K, layout=layout, turns=turns, sms=sms)
-    box = _hopper_rmsnorm.weight_box(tile, matrices, layout)
+    where, tile = rmsnorm_hopper_geometry(matrices, M, N, K, layout=layout, turns=turns, sms=sms)
+    box = weight_box(tile, matrices, layout)
     maps = (
         tensor_map(
             normed.reshape(1, M, K),
-            (1, _hopper_rmsnorm.rows_loaded(tile, M), _hopper_gemm.SLICE),
+            (1, rows_loaded(tile, M), SLICE),
         ),
         *(tensor_map(w.data.reshape(1, *w.data.shape), box) for w in job.matrices),
         tensor_map(job.out.reshape(1, M, N), (1, 64, tile.chunk)),
     )
-    launch = _launch(job, _hopper_rmsnorm.FILE, where, (*maps, M, N, K, *rest))
+    launch = _launch(job, RMSNORM_HOPPER_FILE, where, (*maps, M, N, K, *rest))
     return overlapping.early(launch)
 
 
 def _tiles(job: Job, norm: bool = True) -> Geometry:
     M, N, K = job.sizes
     first = job.matrices[0]
-    return _mma.geometry(
+    return rmsnorm_mma_geometry(
         len(job.matrices),
         M,
         N,
@@ -316,7 +488,7 @@ def _without_norm(job: Job) -> tuple[str, Geometry]:
     if _not_for_tiles(job):
         pairing: Pairing = "neighbours" if len(job.matrices) == 1 else "two matrices"
         return FILE, _matvec(job, pairing)
-    return _mma.FILE, _tiles(job, norm=False)
+    return RMSNORM_MMA_FILE, _tiles(job, norm=False)
 
 
 def _matvec(job: Job, pairing: Pairing, head_dim: int = 0) -> Geometry:

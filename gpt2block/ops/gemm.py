@@ -1,13 +1,13 @@
-"""The product of the tensor-core tier on CUDA.
-
-16 bits: matmul/mma.cu and matmul/hopper.cu. float32 as split matrices: matmul/mma_two_part.cu and
-matmul/hopper_two_part.cu.
-"""
+"""The product of the tensor-core tier: its variants, and the launches of matmul/mma*.cu."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import ceil
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from gpt2block.checks import check_flag
 from gpt2block.cuda.arrays import (
@@ -23,29 +23,238 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.kernels import Defines, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
-from gpt2block.operations import _hopper_gemm
-from gpt2block.operations._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.operations.gemm import (
-    FILE,
-    OPERATION,
-    SPLIT_FILE,
-    geometry,
-    split_geometry,
-)
-from gpt2block.ops import _split
-from gpt2block.ops._split import (
+from gpt2block.ops._gemm_hopper import FILE as GEMM_HOPPER_FILE
+from gpt2block.ops._gemm_hopper import KERNEL as GEMM_HOPPER_KERNEL
+from gpt2block.ops._gemm_hopper import SLICE, SPLIT_KERNEL, epilogue
+from gpt2block.ops._gemm_hopper import SPLIT_FILE as GEMM_HOPPER_SPLIT_FILE
+from gpt2block.ops._gemm_hopper import geometry as gemm_hopper_geometry
+from gpt2block.ops._gemm_hopper import split_geometry as gemm_hopper_split_geometry
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE, room
+from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.two_part import (
     ALIGNED,
     LARGEST,
+    ROWS_FILE,
     SPLIT,
     check_one_scale,
     check_split,
 )
-from gpt2block.ops._warm import call
+from gpt2block.ops.two_part import bind as bind_two_part
+from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
+
+FILE = "matmul/mma.cu"
+SPLIT_FILE = "matmul/mma_two_part.cu"
+
+# What an SM does in a clock, about: multiply-adds, bytes from the L2 cache, of shared memory, and
+# to memory. And the clocks of a step of 16 of K, however small the tile.
+MULTIPLY_ADDS = 1050
+L2_BYTES = 28
+SHARED_BYTES = 112
+STORED_BYTES = 32
+STEP = 40
+FEWEST_STAGES = 3
+
+
+def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
+    a = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
+    w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
+    return a, w
+
+
+OPERATION = Operation(
+    name="gemm",
+    document="GPT-2",
+    idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
+    sizes={"M": 1024, "K": 768, "N": 3072},
+    variants=(
+        Variant(
+            "mma",
+            FILE,
+            ("gemm_mma",),
+            "tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
+        ),
+        Variant(
+            "hopper",
+            GEMM_HOPPER_FILE,
+            (GEMM_HOPPER_KERNEL,),
+            "TMA and wgmma: one warpgroup loads, two multiply in turn, so that epilogues are free",
+        ),
+    ),
+    beside=(
+        Variant(
+            "split",
+            SPLIT_FILE,
+            ("gemm_split_mma",),
+            "float accuracy: three products of float16 parts, sums promoted every 128 of K",
+        ),
+        Variant(
+            "split hopper",
+            GEMM_HOPPER_SPLIT_FILE,
+            (SPLIT_KERNEL,),
+            "the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
+        ),
+        Variant(
+            "split rows",
+            ROWS_FILE,
+            ("split_rows",),
+            "a warp a row: its largest magnitude makes the scale, then both parts",
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    dtypes=("bfloat16", "float16"),
+    matrices=(1,),
+    layout="NK",
+)
+
+
+class Tile(NamedTuple):
+    """A block's tile, and how its warps share it: the constants of kernels_cu/matmul/mma.cuh."""
+
+    rows: int
+    columns: int
+    warps: tuple[int, int]  # along rows and columns
+    slice: int  # of K
+    stages: int  # at most
+    early: int  # slices of the weights asked for before the kernel before has ended
+    blocks: int = 1  # on an SM
+
+
+# Few rows: many bytes on their way. 64x96, 128x144 and 128x192 give 1,024 rows of GPT-2's products
+# 128 tiles each, one for nearly every SM of 132. Many rows: warps of 64x64 or near it, for shared
+# memory's sake, and tiles as large as the registers hold, for the L2 cache's.
+TILES = (
+    Tile(16, 32, (1, 4), 128, 8, 6),
+    Tile(32, 32, (2, 2), 128, 8, 4),
+    Tile(64, 48, (2, 2), 128, 6, 3),
+    Tile(64, 96, (2, 2), 64, 8, 3),
+    Tile(128, 128, (2, 2), 64, 3, 1, blocks=2),
+    Tile(128, 144, (4, 2), 64, 6, 2),
+    Tile(128, 192, (2, 4), 64, 5, 1),
+    Tile(128, 256, (2, 4), 64, 4, 1),
+)
+
+# With two parts of each matrix and three sums for each output.
+SPLIT_TILES = (
+    Tile(16, 32, (1, 4), 64, 8, 6),
+    Tile(32, 32, (2, 2), 64, 8, 4),
+    Tile(64, 48, (2, 2), 64, 6, 3),
+    Tile(64, 96, (2, 4), 64, 5, 2),
+    Tile(128, 64, (4, 2), 64, 4, 1),
+    Tile(128, 96, (4, 2), 64, 4, 1),
+)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    gelu: bool = False,
+    residual: bool = False,
+    float_out: bool = False,
+    sms: int,
+    most_shared: int,
+    tile: Tile | None = None,
+) -> Geometry:
+    """The launch of gemm_mma for a (M, K) and w (N, K).
+
+    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block of it
+    may ask for. tile: instead of the best of `TILES`. The results are the same bits for any.
+    """
+    choice = (tile,) if tile else TILES
+    chosen = _chosen(choice, M, N, K, sms, most_shared, 1)
+    ends = epilogue(gelu, residual, "GEMM_FLOAT_OUT", float_out)
+    return _launched("gemm_mma", chosen, M, N, sms, 1, ends)
+
+
+@lru_cache(maxsize=1024)
+def split_geometry(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    gelu: bool = False,
+    residual: bool = False,
+    split_out: bool = False,
+    sms: int,
+    most_shared: int,
+    tile: Tile | None = None,
+) -> Geometry:
+    """The launch of gemm_split_mma; as `geometry`, with the tiles `SPLIT_TILES`."""
+    choice = (tile,) if tile else SPLIT_TILES
+    chosen = _chosen(choice, M, N, K, sms, most_shared, 2)
+    ends = epilogue(gelu, residual, "GEMM_SPLIT_OUT", split_out)
+    return _launched("gemm_split_mma", chosen, M, N, sms, 2, ends)
+
+
+def _chosen(
+    choice: tuple[Tile, ...], M: int, N: int, K: int, sms: int, most_shared: int, parts: int
+) -> Tile:
+    fitting = [fit for each in choice if (fit := _fit(each, most_shared, parts))]
+    return min(fitting, key=lambda each: _clocks(each, M, N, K, sms, parts))
+
+
+def _launched(
+    kernel: str, tile: Tile, M: int, N: int, sms: int, parts: int, ends: Defines
+) -> Geometry:
+    warps_m, warps_n = tile.warps
+    defines = (
+        ("GEMM_M", tile.rows),
+        ("GEMM_N", tile.columns),
+        ("GEMM_WARPS_M", warps_m),
+        ("GEMM_WARPS_N", warps_n),
+        ("GEMM_SLICE", tile.slice),
+        ("GEMM_STAGES", tile.stages),
+        ("GEMM_EARLY", tile.early),
+        ("GEMM_BLOCKS", tile.blocks),
+        *ends,
+    )
+    grid = min(_tiles(tile, M, N), sms * tile.blocks)
+    shared = tile.stages * parts * _slice(tile)
+    return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
+
+
+def _tiles(tile: Tile, M: int, N: int) -> int:
+    return ceil(M / tile.rows) * ceil(N / tile.columns)
+
+
+def _slice(tile: Tile) -> int:
+    """Bytes of one part of a slice in shared memory."""
+    return 2 * tile.slice * (tile.rows + tile.columns)
+
+
+def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
+    """Of the SM that has most tiles, about. Of two parts there are three products."""
+    sides, size = tile.rows + tile.columns, tile.rows * tile.columns
+    warps_m, warps_n = tile.warps
+    read = tile.rows * warps_n + tile.columns * warps_m  # rows of shared memory
+    step = max(
+        STEP * parts,
+        16 * size * (2 * parts - 1) / MULTIPLY_ADDS,
+        32 * sides * parts / L2_BYTES,
+        32 * (read + sides) * parts / SHARED_BYTES,
+    )
+    store = 2 * parts * size / STORED_BYTES / tile.blocks  # while other blocks multiply
+    return ceil(_tiles(tile, M, N) / sms) * (ceil(K / 16) * step + store)
+
+
+def _fit(tile: Tile, most_shared: int, parts: int) -> Tile | None:
+    """The tile with as many blocks and stages as shared memory holds; None where it has no room."""
+    for blocks in range(tile.blocks, 0, -1):
+        stages = min(tile.stages, room(most_shared, blocks) // (parts * _slice(tile)))
+        if stages >= FEWEST_STAGES:
+            return tile._replace(stages=stages, blocks=blocks, early=min(tile.early, stages - 1))
+    return None
 
 
 class Job(NamedTuple):
@@ -175,7 +384,7 @@ def _bind_split(
     before: tuple[Launch, ...] = ()
     extra: tuple[CudaArray, ...] = ()
     if not isinstance(a, SplitMatrix):
-        first = _split.bind((a,))
+        first = bind_two_part((a,))
         a, before = first.out, first.launches
         extra = a.parts, a.scale
     job = Job(a, w, bias, residual, out, gelu)
@@ -309,7 +518,7 @@ def _hopper_problem() -> str | None:
 
 def _hopper(job: Job) -> Launch:
     M, N, K = job.sizes
-    where, tile = _hopper_gemm.geometry(
+    where, tile = gemm_hopper_geometry(
         M,
         N,
         K,
@@ -319,9 +528,9 @@ def _hopper(job: Job) -> Launch:
         split_k=job.split_k,
         sms=device_attribute("MultiProcessorCount"),
     )
-    a = tensor_map(job.a.reshape(1, M, K), (1, tile.rows, _hopper_gemm.SLICE))
+    a = tensor_map(job.a.reshape(1, M, K), (1, tile.rows, SLICE))
     rows = tile.columns // tile.shares  # of w, that a block loads
-    w = tensor_map(job.w.data.reshape(1, N, K), (1, rows, _hopper_gemm.SLICE))
+    w = tensor_map(job.w.data.reshape(1, N, K), (1, rows, SLICE))
     outputs = (job.residual, job.out)
     if job.float_out:
         args: tuple[Any, ...] = (a, w, NO_MAP, NO_MAP, job.bias, *outputs)
@@ -329,24 +538,24 @@ def _hopper(job: Job) -> Launch:
         boxes = (1, 64, tile.chunk)
         maps = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), boxes) for x in outputs)
         args = (a, w, *maps, job.bias, None, None)
-    return launch_at(_hopper_gemm.FILE, where, (*args, M, N, K), storage=job.storage)
+    return launch_at(GEMM_HOPPER_FILE, where, (*args, M, N, K), storage=job.storage)
 
 
 def _hopper_split(job: Job) -> Launch:
-    where, tile = _hopper_gemm.split_geometry(
+    where, tile = gemm_hopper_split_geometry(
         *job.sizes,
         gelu=job.gelu,
         residual=job.residual is not None,
         split_out=isinstance(job.out, SplitMatrix),
         sms=device_attribute("MultiProcessorCount"),
     )
-    a = tensor_map(job.a.parts, (1, tile.rows, _hopper_gemm.SLICE))
-    w = tensor_map(job.w.parts, (1, tile.columns // tile.shares, _hopper_gemm.SLICE))
+    a = tensor_map(job.a.parts, (1, tile.rows, SLICE))
+    w = tensor_map(job.w.parts, (1, tile.columns // tile.shares, SLICE))
     out, parts, per_scale = _split_outputs(job)
     to = NO_MAP if parts is None else tensor_map(parts, (1, 64, tile.chunk))
     rest = (job.a.scale, job.w.scale, job.bias, job.residual, out, per_scale)
     args = (a, w, to, *rest, *job.sizes)
-    return launch_at(_hopper_gemm.SPLIT_FILE, where, args, storage="float16")
+    return launch_at(GEMM_HOPPER_SPLIT_FILE, where, args, storage="float16")
 
 
 WAYS: Mapping[str, Way] = {  # the fastest first; the last one takes whatever any takes
