@@ -15,6 +15,7 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops.registry import largest
 from gpt2block.plan import fused_plan, ten_step_plan
 from gpt2block.run import Engine, host_array
 from gpt2block.run.numpy_block import NumpyEngine
@@ -269,7 +270,7 @@ def split_problem(weights: BlockWeights) -> str | None:
         if not np.isfinite(w).all():
             return f"{name}: expected finite weights, found infinity or NaN"
     plan = fused_plan(weights.n_head, True, weights.eps, tensors)
-    for name, bound in plan.bounds(tensors).items():
+    for name, bound in largest(plan, tensors).items():
         if bound > LARGEST_BOUND:
             return f"{name}: with these weights it may be as large as {bound:.1e}, beyond 2^127"
     return None

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from gpt2block import reference
 from gpt2block.errors import InputError
 
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
-
-# Op → shape of its output from the shapes of its inputs; leading axes are rows.
-OUTPUT_SHAPES: Mapping[str, Callable[..., Shape]] = {
-    "layernorm": lambda x, gamma, beta: x,
-    "matmul_bias": lambda a, w, bias: (*a[:-1], w[1]),
-    "gemm": lambda a, w, bias=None, residual=None: (*a[:-1], w[1]),
-    "attention": lambda qkv: (*qkv[:-1], qkv[-1] // 3),
-    "add": lambda a, b: a,
-    "gelu": lambda x: x,
-}
-
-
-def layernorm_bound(gamma: Any, beta: Any) -> float:
-    """The largest magnitude of LayerNorm's result: C values of variance 1 are sqrt(C) at most."""
-    return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
-
-
-def _product_bound(a: float | None, weights: Mapping[str, Any], names: Names) -> float | None:
-    """Of a product without a residual: GELU makes no magnitude larger."""
-    _, w, bias, residual = (*names, "", "")[:4]
-    if a is None or residual:
-        return None
-    sums = np.abs(weights[w]).sum(axis=0, dtype=np.float64)
-    return a * float(sums.max()) + (float(np.abs(weights[bias]).max()) if bias else 0.0)
-
-
-# Op → what its result never passes, from the bound on its first input, the weights and the inputs'
-# names; None where nothing is known.
-BOUNDS: Mapping[str, Callable[[float | None, Mapping[str, Any], Names], float | None]] = {
-    "layernorm": lambda _, weights, names: layernorm_bound(weights[names[1]], weights[names[2]]),
-    "matmul_bias": _product_bound,
-    "gemm": _product_bound,
-    "attention": lambda qkv, *_: qkv,  # a weighted mean of some of them
-    "add": lambda *_: None,
-    "gelu": lambda x, *_: x,
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +44,7 @@ class Plan:
         alive = {self.input, *self.weights}
         seen = set(alive)
         for step in self.steps:
-            if step.op not in OUTPUT_SHAPES:
+            if not callable(getattr(reference, step.op, None)):
                 raise InputError(f"step {step.name}: unknown op {step.op!r}")
             for name in step.inputs:
                 if name not in alive:
@@ -116,25 +78,6 @@ class Plan:
         """Steps whose tensor a product or attention on tensor cores reads, in that place alone."""
         reading = (step for step in self.steps if step.op in ("gemm", "attention"))
         return frozenset(step.inputs[0] for step in reading) if self.matrices else frozenset()
-
-    def bounds(self, weights: Mapping[str, Any]) -> dict[str, float]:
-        """Step → a magnitude that its tensor never passes, whatever x is; for those that have one.
-
-        weights: NumPy arrays, matrices (K, N). NaN or infinity among them gives no number.
-        """
-        known: dict[str, float] = {}
-        for step in self.steps:
-            found = BOUNDS[step.op](known.get(step.inputs[0]), weights, step.inputs)
-            if found is not None:
-                known[step.name] = found
-        return known
-
-    def shapes(self, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Tensor name → shape, for an input of shape `x`."""
-        known = {self.input: x, **weights}
-        for step in self.steps:
-            known[step.name] = OUTPUT_SHAPES[step.op](*(known[name] for name in step.inputs))
-        return {name: known[name] for name in self.names}
 
 
 def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.emulator import loader
+from gpt2block.ops.registry import OPERATIONS
 
 Array = NDArray[Any]
 
@@ -94,15 +95,12 @@ class OnGpu:
     def _run(self, op: str, inputs: tuple[Array | None, ...], **attrs: Any) -> Array:
         import cupy  # noqa: PLC0415
 
-        from gpt2block import ops  # noqa: PLC0415
-        from gpt2block.plan import OUTPUT_SHAPES  # noqa: PLC0415
-
-        shape = OUTPUT_SHAPES[op](*(None if a is None else a.shape for a in inputs))
+        shape = OPERATIONS[op].shape(*(None if a is None else a.shape for a in inputs))
         results: list[Array] = []
         for _ in range(2):
             arrays = tuple(None if a is None else cupy.asarray(a) for a in inputs)
             out = arrays[0] if op == "gelu" else cupy.asarray(poisoned(*shape))
-            results.append(ops.BINDERS[op](arrays, out, **attrs).run().get())
+            results.append(OPERATIONS[op].bind(arrays, out, **attrs).run().get())
         np.testing.assert_array_equal(results[0], results[1])
         return results[0]
 

@@ -339,8 +339,8 @@ def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -
         launch = SimpleNamespace(name=f"gemm_{variant or 'hopper'}")
         return SimpleNamespace(out=out or object(), launches=(launch,))
 
-    monkeypatch.setattr(ours, "OPERATIONS", {"gemm": SimpleNamespace(variants=variants)})
-    monkeypatch.setattr(ours, "BINDERS", {"gemm": bind})
+    operation = SimpleNamespace(variants=variants, bind=bind)
+    monkeypatch.setattr(ours, "OPERATIONS", {"gemm": operation})
     captured: list[list[Any]] = []
     monkeypatch.setattr(timing, "captured", captured.append)
     monkeypatch.setattr("gpt2block.cuda.overlap.possible", lambda: False)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
+from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.to_fp8 import FILE, OPERATION, absmax_geometry
 from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
 from gpt2block.ops.to_fp8 import geometry as to_fp8_geometry
@@ -115,15 +116,13 @@ def evaluate(
 def on_gpu(x: Array, format: str, *options: Any, variant: str | None, block: int | None) -> Bytes:
     import cupy  # noqa: PLC0415
 
-    from gpt2block import ops  # noqa: PLC0415
-
     saturate, scale, layout = options
     results: list[Bytes] = []
     for _ in range(2):
         out = cupy.full(x.shape, 0xCD, "uint8")
         scales = None if scale is None else cupy.asarray(scale)
         how = {"variant": variant, "block": block, "scale": scales, "layout": layout}
-        bound = ops.BINDERS["to_fp8"](
+        bound = OPERATIONS["to_fp8"].bind(
             (cupy.asarray(x),), out, format=format, saturate=saturate, **how
         )
         results.append(bound.run().get())

@@ -40,6 +40,7 @@ from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
+from gpt2block.ops.registry import OPERATIONS, largest
 from gpt2block.plan import Plan
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from tests import test_warm
@@ -340,7 +341,6 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
     """With the launches and buffers of a GPU of compute capability 8.0."""
     if problem := loader.missing():
         pytest.skip(problem)
-    from gpt2block import ops  # noqa: PLC0415
     from gpt2block.run.cuda_block import allocate  # noqa: PLC0415
 
     attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
@@ -356,11 +356,11 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
     x, plan = inputs(1, shape, dtype), block.plan
     tensors = tensors_of(gpu.put, block.weights, plan, dtype)
     tensors |= {"x": gpu.put(x), "output": gpu.array(shape, dtype)}
-    tensors |= allocate(plan, shape, tensors, dtype, plan.bounds(weights.tensors()))
+    tensors |= allocate(plan, shape, tensors, dtype, largest(plan, weights.tensors()))
     row = []
     for step in plan.steps:
         arrays = tuple(tensors[name] for name in step.inputs)
-        row.append(ops.BINDERS[step.op](arrays, tensors[step.name], **step.attrs))
+        row.append(OPERATIONS[step.op].bind(arrays, tensors[step.name], **step.attrs))
     for step, bound in zip(plan.steps, row, strict=True):
         assert bound.run() is tensors[step.name]
     got = gpu.get(tensors["output"])

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.gemm import SPLIT_FILE, SPLIT_TILES, Tile, split_geometry
-from gpt2block.ops.operation import Geometry
 from gpt2block.reference import split
 from tests import plain
 from tests.compiling import assert_clean

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.layernorm import HELD, NARROW, OPERATION, narrow_geometry
 from gpt2block.ops.layernorm import bind as bind_layernorm
-from gpt2block.ops.operation import Geometry
 from tests import plain
 from tests.compiling import assert_clean
 

@@ -466,4 +466,4 @@ def test_wrong_caches_are_refused() -> None:
 
 def test_the_registry_names_the_kernels() -> None:
     assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
-    assert [kernel for v in OPERATION.beside for kernel in v.kernels] == ["qkv_matvec"]
+    assert [kernel for v in OPERATION.auxiliary for kernel in v.kernels] == ["qkv_matvec"]

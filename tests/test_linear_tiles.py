@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
-from gpt2block.cuda.kernels import FP8, STORAGE
+from gpt2block.cuda.kernels import FP8, STORAGE, Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops._linear_tiles import FILE, TILES, Tile, choose_tile, geometry
-from gpt2block.ops.operation import Geometry
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.plain import normal

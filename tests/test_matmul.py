@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.matmul_bias import (
     OPERATION,
@@ -25,7 +26,6 @@ from gpt2block.ops.matmul_bias import (
     registers_geometry,
 )
 from gpt2block.ops.matmul_bias import bind as bind_matmul_bias
-from gpt2block.ops.operation import Geometry
 from tests import plain
 from tests.plain import normal
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops._rmsnorm_mma import FILE, TILES, Tile, fits, geometry
-from gpt2block.ops.operation import Geometry
 from gpt2block.ops.rope import exponent_step
 from tests import plain
 from tests.compiling import Job, assert_clean

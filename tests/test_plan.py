@@ -9,7 +9,8 @@ import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError
 from gpt2block.config import block_shapes
-from gpt2block.plan import BOUNDS, OUTPUT_SHAPES, Plan, Step, fused_plan, ten_step_plan
+from gpt2block.ops.registry import OPERATIONS, largest, shapes
+from gpt2block.plan import Plan, Step, fused_plan, ten_step_plan
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 SEVEN = ("ln1", "qkv", "attn", "x1", "ln2", "gelu", "output")
@@ -19,11 +20,11 @@ def test_ten_steps_and_their_shapes() -> None:
     plan = ten_step_plan(12, False, 1e-5, block_shapes(768))
     assert plan.names == TEN
     assert plan.output == "output"
-    shapes = plan.shapes((2, 30, 768), block_shapes(768))
-    assert tuple(shapes) == TEN
-    assert shapes["qkv"] == (2, 30, 2304)
-    assert shapes["gelu"] == shapes["ff1"] == (2, 30, 3072)
-    assert all(shapes[name] == (2, 30, 768) for name in TEN if name not in ("qkv", "ff1", "gelu"))
+    found = shapes(plan, (2, 30, 768), block_shapes(768))
+    assert tuple(found) == TEN
+    assert found["qkv"] == (2, 30, 2304)
+    assert found["gelu"] == found["ff1"] == (2, 30, 3072)
+    assert all(found[name] == (2, 30, 768) for name in TEN if name not in ("qkv", "ff1", "gelu"))
 
 
 def test_seven_steps_of_the_same_names_and_shapes() -> None:
@@ -31,8 +32,8 @@ def test_seven_steps_of_the_same_names_and_shapes() -> None:
     ten, seven = (plan(12, True, 1e-5, weights) for plan in (ten_step_plan, fused_plan))
     assert seven.names == SEVEN
     assert seven.output == "output"
-    shapes = ten.shapes((2, 30, 768), weights)
-    assert seven.shapes((2, 30, 768), weights) == {name: shapes[name] for name in SEVEN}
+    found = shapes(ten, (2, 30, 768), weights)
+    assert shapes(seven, (2, 30, 768), weights) == {name: found[name] for name in SEVEN}
     assert seven.matrices == {"w_qkv", "w_attn", "w_fc", "w_proj"}
     assert not ten.matrices
     assert seven.overlapping
@@ -45,7 +46,7 @@ def test_no_x_passes_the_bounds(kernels: str) -> None:
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=48))
     weights = replace(weights, gamma1=-3 * weights.gamma1, beta2=100 * weights.beta2)
     block = Block(weights, causal=True, device="cpu", kernels=kernels)
-    bounds = block.plan.bounds(weights.tensors())
+    bounds = largest(block.plan, weights.tensors())
     rows = [np.eye(48) * 1e6, np.eye(48) * -1e-3, np.random.default_rng(0).normal(size=(48, 48))]
     trace = block.trace(np.concatenate(rows).astype(np.float32))
     products = {"skeleton": {"proj", "ff1", "ff2"}, "fused": set()}[kernels]
@@ -60,22 +61,23 @@ def test_the_bounds_by_hand() -> None:
     plan = fused_plan(2, True, 1e-5, weights.tensors())
     assert plan.operands == {"ln1", "qkv", "attn", "ln2", "gelu"}
     assert not ten_step_plan(2, True, 1e-5, weights.tensors()).operands
-    bounds = plan.bounds(weights.tensors())
+    bounds = largest(plan, weights.tensors())
     ln1 = 48**0.5 * float(np.abs(weights.gamma1).max()) + float(np.abs(weights.beta1).max())
     sums = [sum(abs(float(v)) for v in column) for column in weights.w_qkv.T]
     qkv = ln1 * max(sums) + max(abs(float(v)) for v in weights.b_qkv)
     assert bounds["ln1"] == ln1
     assert bounds["qkv"] == bounds["attn"] == pytest.approx(qkv, rel=1e-12)
     nan = replace(weights, w_fc=weights.w_fc * np.float32(np.nan))
-    assert np.isnan(plan.bounds(nan.tensors())["gelu"])
+    assert np.isnan(largest(plan, nan.tensors())["gelu"])
 
 
 def test_every_op_has_all_its_meanings() -> None:
     from gpt2block import reference  # noqa: PLC0415
 
-    assert BOUNDS.keys() == OUTPUT_SHAPES.keys()
-    for op in OUTPUT_SHAPES:
-        assert callable(getattr(reference, op))
+    for plan in (ten_step_plan, fused_plan):
+        for step in plan(2, True, 1e-5, block_shapes(128)).steps:
+            assert callable(getattr(reference, step.op))
+            assert OPERATIONS[step.op].name == step.op
 
 
 @pytest.mark.parametrize(

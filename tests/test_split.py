@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, SplitMatrix, reference
 from gpt2block.emulator import loader
-from gpt2block.ops.layernorm import NARROW, OPERATION, narrow_geometry
+from gpt2block.ops.layernorm import NARROW, OPERATION, layernorm_bound, narrow_geometry
+from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.two_part import ROWS_FILE, rows_geometry
-from gpt2block.plan import layernorm_bound
 from gpt2block.weights.two_part import scale_for
 from tests import plain
 from tests.gpus import cupy_with
@@ -382,11 +382,10 @@ def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message:
 
 @pytest.mark.gpu
 def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
-    from gpt2block.ops import BINDERS  # noqa: PLC0415
 
     ones = cp.ones((64, 64), "float32")
     a, w = SplitMatrix.split(ones), SplitMatrix.split(ones)
-    gemm, norm, attention = (BINDERS[name] for name in ("gemm", "layernorm", "attention"))
+    gemm, norm, attention = (OPERATIONS[name].bind for name in ("gemm", "layernorm", "attention"))
     for out, message in (
         (a, r"out: expected one scale for all rows and no bound: SplitMatrix\.empty"),
         (SplitMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.cuda.kernels import signatures
+from gpt2block.cuda.kernels import Geometry, signatures
 from gpt2block.emulator import loader
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
-from gpt2block.ops.operation import Geometry, check_block
+from gpt2block.ops.operation import check_block
 from gpt2block.ops.trimat import (
     FILE,
     MMA,

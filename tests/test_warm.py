@@ -16,6 +16,7 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.cuda import kernels
+from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.warm import _recipes
 
 
@@ -171,7 +172,7 @@ def test_a_warm_call_gives_the_bits_of_a_cold_one(warm: ModuleType, cp: ModuleTy
 
     for seed in range(3):
         x, gamma = random(cp, seed, 40, 96), random(cp, seed + 9, 96)
-        cold = ops.BINDERS["layernorm_gelu"]((x, gamma, None)).run()
+        cold = OPERATIONS["layernorm_gelu"].bind((x, gamma, None)).run()
         cp.testing.assert_array_equal(ops.layernorm_gelu(x, gamma), cold)
     assert len(warm._recipes) == 1
 
@@ -224,7 +225,7 @@ def test_weights_in_another_format_are_another_recipe(warm: ModuleType, cp: Modu
     for dtype in ("float16", "float8_e5m2", "float8_e4m3fn"):
         for layout in ("KN", "NK"):
             matrix = WeightMatrix.quantize(w, dtype, layout)
-            cold = ops.BINDERS["rmsnorm_matmul"]((x, gamma, matrix)).run()
+            cold = OPERATIONS["rmsnorm_matmul"].bind((x, gamma, matrix)).run()
             for _ in range(2):
                 cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, matrix), cold)
 
@@ -268,6 +269,6 @@ def test_memory_of_a_copy_lives_until_the_kernel_has_read_it(
 
     x, gamma, w = random(cp, 0, 64, 6).T, cp.ones(64, "float32"), random(cp, 1, 64, 32)
     with pytest.raises(InputError, match="x: expected contiguous rows at one distance"):
-        ops.BINDERS["rmsnorm_matmul"]((x, gamma, w))
+        OPERATIONS["rmsnorm_matmul"].bind((x, gamma, w))
     expected = ops.rmsnorm_matmul(cp.ascontiguousarray(x), gamma, w)
     cp.testing.assert_array_equal(ops.rmsnorm_matmul(x, gamma, w), expected)

@@ -25,7 +25,6 @@ from gpt2block import (
     InputError,
     Sampling,
     emulator,
-    ops,
     random_input,
 )
 from gpt2block.bench import measure
@@ -110,7 +109,7 @@ def operation(found: Operation, sizes: dict[str, int]) -> Made:
                 chosen = options | measure.chosen(found, variant, None)
                 name = f"{found.name} {variant.name} {dtype} {layout} {sizes}"
                 with contextlib.suppress(InputError):
-                    bound = ops.BINDERS[found.name](arrays, **chosen)
+                    bound = found.bind(arrays, **chosen)
                     yield name, bound.run().get()
                     yield from ((f"{name} extra", array.get()) for array in bound.extra)
 

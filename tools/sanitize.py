@@ -89,7 +89,7 @@ def operation(found: Operation) -> None:
             for variant in found.variants:
                 chosen = options | measure.chosen(found, variant, None)
                 try:
-                    bound = ops.BINDERS[found.name](arrays, **chosen)
+                    bound = found.bind(arrays, **chosen)
                 except InputError as error:
                     print(f"not for {found.name} {variant.name} {dtype} {layout}: {error}")
                     continue
@@ -117,7 +117,7 @@ def gemm() -> None:
                 out = cupy.empty((70, 72), kind) if residual is None else residual
                 inputs = (a, matrix, cupy.asarray(wide[2]), residual)
                 try:
-                    bound = ops.BINDERS["gemm"](inputs, out, gelu=gelu, variant=variant.name)
+                    bound = OPERATIONS["gemm"].bind(inputs, out, gelu=gelu, variant=variant.name)
                 except InputError as error:
                     print(f"not for gemm {variant.name} {dtype}: {error}")
                     break
@@ -141,7 +141,7 @@ def split_matrices() -> None:
             inputs = (a, matrix, bias, residual if added else None)
             options: dict[str, Any] = {"dtype": "split", "bound": 100.0} if parts else {}
             try:
-                bound = ops.BINDERS["gemm"](inputs, gelu=gelu, variant=variant.name, **options)
+                bound = OPERATIONS["gemm"].bind(inputs, gelu=gelu, variant=variant.name, **options)
             except InputError as error:
                 print(f"not for split {variant.name}: {error}")
                 break

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor, reference
+from gpt2block import doctor, ops, reference
 from gpt2block.bench.peers import torch_replays
 from gpt2block.block import errors
 from gpt2block.cuda import cupy, timing
@@ -109,8 +109,6 @@ def measure(
     fit; DeviceError without a GPU.
     """
     doctor.require_cuda("kernels")
-    from gpt2block import ops  # noqa: PLC0415
-
     dtype, layout = stored
     host, truth = _inputs_and_truth(operation, sizes, dtype, layout)
     counted = counted_sizes(sizes, dtype)
@@ -124,9 +122,11 @@ def measure(
     for variant in variants:
         for block in (variant.blocks or (None,)) if sweep else (None,):
             options = {**operation.attrs, **chosen(operation, variant, block)}
-            bind = partial(ops.BINDERS[operation.name], **options)
             try:
-                bound = [bind(arrays, out) for arrays, out in zip(sets, outs, strict=True)]
+                bound = [
+                    operation.bind(arrays, out, **options)
+                    for arrays, out in zip(sets, outs, strict=True)
+                ]
             except InputError as error:
                 at = f", block {block or variant.block}" if variant.blocks else ""
                 skipped.append(f"{variant.name}{at}: {error}")

@@ -10,9 +10,9 @@ from gpt2block.bench.race import REFUSALS, Contender, DeviceArray, Run
 from gpt2block.bench.works import NH, AttentionWork, BlockWork, GemmWork, Host, Work
 from gpt2block.block import Block
 from gpt2block.cuda import cupy, overlap, timing
+from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
-from gpt2block.ops import BINDERS, Bound
-from gpt2block.ops.registry import OPERATIONS, Operation
+from gpt2block.ops.registry import OPERATIONS, Operation, largest
 from gpt2block.plan import Plan
 from gpt2block.run.cuda_block import allocate, split_steps
 from gpt2block.weights.two_part import SplitMatrix
@@ -59,15 +59,15 @@ def _older(plan: Plan, sets: Sequence[Host], rounds: int) -> Run:
 def _variants(
     name: str, inputs: list[tuple[Any, ...]], options: Mapping[str, Any], dtype: str
 ) -> Iterator[Contender]:
-    operation, bind = OPERATIONS.get(name), BINDERS.get(name)
-    if operation is None or bind is None:
+    operation = OPERATIONS.get(name)
+    if operation is None:
         yield Contender(name, False, partial(_refuse, f"there is no operation {name}"), dtype)
         return
     outs: list[DeviceArray] = [None] * len(inputs)  # shared by all variants
-    unasked = _chosen_unasked(operation, partial(bind, inputs[0], **options))
+    unasked = _chosen_unasked(operation, partial(operation.bind, inputs[0], **options))
     names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
     for variant in sorted(names, key=lambda each: each != unasked):
-        bound = partial(bind, **options, variant=variant)
+        bound = partial(operation.bind, **options, variant=variant)
         waits = dtype != "float32"  # the documents' kernels, which float32 has, do not
         yield Contender(variant, False, partial(_capture, bound, inputs, outs, waits), dtype)
 
@@ -122,7 +122,7 @@ class _Steps:
         x = sets[0][plan.input]
         bounds: Mapping[str, float] = {}
         if split_steps(plan, x.dtype.name):
-            bounds = plan.bounds({name: cupy.asnumpy(array) for name, array in sets[0].items()})
+            bounds = largest(plan, {name: cupy.asnumpy(array) for name, array in sets[0].items()})
             sets = [_split(plan, each) for each in sets]
         weights = {name: array for name, array in sets[0].items() if name != plan.input}
         buffers = allocate(plan, x.shape, weights, x.dtype.name, bounds)
@@ -135,7 +135,7 @@ class _Steps:
                 if variant and step.op in ("gemm", "attention"):
                     options["variant"] = variant
                 inputs = tuple(tensors[name] for name in step.inputs)
-                bound.append(BINDERS[step.op](inputs, tensors[step.name], **options))
+                bound.append(OPERATIONS[step.op].bind(inputs, tensors[step.name], **options))
         self.launches = [launch for each in bound for launch in each.launches]
         if plan.overlapping:
             self.launches = [overlap.early(launch) for launch in self.launches]

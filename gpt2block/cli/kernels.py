@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def list_operations(out: Console) -> None:
     for operation in OPERATIONS.values():
         out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
         table = Table(box=None, padding=(0, 1), show_header=False)
-        for variant in (*operation.variants, *operation.beside):
+        for variant in (*operation.variants, *operation.auxiliary):
             table.add_row("", variant.name, ", ".join(variant.kernels), escape(variant.idea))
         out.print(table)
 
@@ -36,8 +35,8 @@ def operations_json() -> str:
                 "idea": operation.idea,
                 "sizes": dict(operation.sizes),
                 "dtypes": operation.dtypes,
-                "variants": [asdict(variant) for variant in operation.variants],
-                "beside": [asdict(variant) for variant in operation.beside],
+                "variants": [variant.described() for variant in operation.variants],
+                "auxiliary": [variant.described() for variant in operation.auxiliary],
             }
             for operation in OPERATIONS.values()
         ]

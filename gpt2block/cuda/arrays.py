@@ -11,11 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import STORAGE, Launch, launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 Shape = tuple[int, ...]
@@ -122,11 +119,11 @@ def output(
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
     """The arrays that a named argument has, by their names."""
-    if isinstance(value, SplitMatrix):
-        return {f"{name}.parts": value.parts, f"{name}.scale": value.scale}
-    if isinstance(value, WeightMatrix):
-        return {name: value.data} | arrays_of(f"{name}.scale", value.scale)
-    return {} if value is None else {name: value}
+    if value is None:
+        return {}
+    if hasattr(value, "arrays"):  # a matrix of gpt2block.weights
+        return {name + part: array for part, array in value.arrays().items()}
+    return {name: value}
 
 
 def check_apart(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,16 @@ class Launch:
 
     def run(self) -> None:
         self.function(self.grid, self.block, self.args, shared_mem=self.shared)
+
+
+class Geometry(NamedTuple):
+    """How a kernel is launched."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int = 0  # bytes of dynamic shared memory
+    defines: Defines = ()
 
 
 def sources() -> list[str]:

@@ -7,11 +7,21 @@ CuPy runs here instead. g++ is needed once a kernel is launched.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from gpt2block.cuda import replaced_by
 from gpt2block.emulator.loader import ORDERS, ShimError, Source, compile_kernel_file, missing, run
 
-__all__ = ["ORDERS", "ShimError", "Source", "compile_kernel_file", "emulated", "missing", "run"]
+__all__ = [
+    "ORDERS",
+    "ShimError",
+    "Source",
+    "adopted",
+    "compile_kernel_file",
+    "emulated",
+    "missing",
+    "run",
+]
 
 
 def emulated() -> AbstractContextManager[None]:
@@ -19,3 +29,10 @@ def emulated() -> AbstractContextManager[None]:
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
 
     return replaced_by(stand_in)
+
+
+def adopted(array: Any) -> Any:
+    """A NumPy array as memory of the emulated device: the same memory, where it is C-contiguous."""
+    from gpt2block.emulator import stand_in  # noqa: PLC0415
+
+    return stand_in.adopt(array)

@@ -6,8 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines
-from gpt2block.ops.operation import Geometry
+from gpt2block.cuda.kernels import Defines, Geometry
 
 FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"

@@ -15,9 +15,8 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/tiles.cu"

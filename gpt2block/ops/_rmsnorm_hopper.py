@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._gemm_hopper import (
     BUFFERS,
     SLICE,
@@ -13,7 +14,6 @@ from gpt2block.ops._gemm_hopper import (
     launched,
     shared_bytes,
 )
-from gpt2block.ops.operation import Geometry
 
 FILE = "llama/rmsnorm_matmul_hopper.cu"
 

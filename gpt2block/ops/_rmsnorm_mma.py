@@ -6,8 +6,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._tensor_cores import room
-from gpt2block.ops.operation import Geometry
 
 FILE = "llama/rmsnorm_matmul_mma.cu"
 

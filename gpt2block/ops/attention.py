@@ -25,11 +25,11 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Launch, load
+from gpt2block.cuda.kernels import Geometry, Launch, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, room
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.two_part import check_split
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import SplitMatrix
@@ -62,82 +62,6 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache holds on to
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     shape = (sizes["B"], sizes["T"], 3 * sizes["C"])
     return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
-
-
-OPERATION = Operation(
-    name="attention",
-    document="ten-step block",
-    idea="softmax(Q Kᵀ / sqrt(HS)) V",
-    sizes={"B": 8, "T": 1024, "C": 768},
-    variants=(
-        Variant(
-            "mha",
-            FILE,
-            ("mha_causal_kernel", "mha_nocausal_kernel"),
-            "a block a query and head: scores, exp and sum, weighted sum of V",
-            dtypes=("float32",),
-        ),
-        Variant(
-            "naive",
-            NAIVE,
-            (
-                "attention_query_key_kernel1",
-                "attention_softmax_kernel1",
-                "attention_value_kernel1",
-            ),
-            "a thread a score, then a row, then an output: three kernels, T×T scores in memory",
-            BLOCKS,
-            source="named with the LayerNorm kernels",
-            dtypes=("float32",),
-        ),
-        Variant(
-            "online",
-            ONLINE,
-            ("attention_forward_online",),
-            "tiles of K and V in shared memory, online softmax, 8×8 a thread: no T×T scores, any T",
-            tuple(32 * warps for warps in (1, 2, 4, 8)),
-            128,
-            source="beyond the documents",
-            dtypes=("float32",),
-        ),
-        Variant(
-            "mma",
-            MMA,
-            ("attention_mma",),
-            "tensor cores (mma.sync), 16 or 32 queries a warp: scores stay in registers, a ring of "
-            "tiles of K and V by cp.async; ragged batches",
-            block=MMA_THREADS,
-            source="beyond the documents",
-            dtypes=SIXTEEN_BITS,
-        ),
-        Variant(
-            "hopper",
-            HOPPER,
-            ("attention_hopper",),
-            "tensor cores (wgmma), 64 queries a warpgroup: a warp has K and V copied (TMA), scores "
-            "and P V are multiplied beside the softmax, a block has many tiles; ragged batches",
-            block=HOPPER_THREADS,
-            source="beyond the documents",
-            dtypes=SIXTEEN_BITS,
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: 4 * s["itemsize"] * s["B"] * s["T"] * s["C"],
-    flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
-    bound="compute",
-    attrs={"n_head": 12, "causal": True},
-    dtypes=("float32", *SIXTEEN_BITS),
-    beside=(
-        Variant(
-            "mma_fp32",
-            MMA_FP32,
-            ("attention_fp32_mma",),
-            "the accuracy of float32 from tensor cores: matrices split into two of fp16, three "
-            "products for one",
-            source="Ootomo and Yokota (2022), for the split",
-        ),
-    ),
-)
 
 
 @lru_cache(maxsize=1024)
@@ -618,6 +542,86 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
             f"T {T:,}: a row of scores takes {only.shared:,} bytes of shared memory, this GPU has "
             f"{limit:,} for it: T can be at most {limit // 4:,}"
         )
+
+
+OPERATION = Operation(
+    name="attention",
+    document="ten-step block",
+    idea="softmax(Q Kᵀ / sqrt(HS)) V",
+    sizes={"B": 8, "T": 1024, "C": 768},
+    variants=(
+        Variant(
+            "mha",
+            FILE,
+            ("mha_causal_kernel", "mha_nocausal_kernel"),
+            "a block a query and head: scores, exp and sum, weighted sum of V",
+            dtypes=("float32",),
+        ),
+        Variant(
+            "naive",
+            NAIVE,
+            (
+                "attention_query_key_kernel1",
+                "attention_softmax_kernel1",
+                "attention_value_kernel1",
+            ),
+            "a thread a score, then a row, then an output: three kernels, T×T scores in memory",
+            BLOCKS,
+            source="named with the LayerNorm kernels",
+            dtypes=("float32",),
+        ),
+        Variant(
+            "online",
+            ONLINE,
+            ("attention_forward_online",),
+            "tiles of K and V in shared memory, online softmax, 8×8 a thread: no T×T scores, any T",
+            tuple(32 * warps for warps in (1, 2, 4, 8)),
+            128,
+            source="beyond the documents",
+            dtypes=("float32",),
+        ),
+        Variant(
+            "mma",
+            MMA,
+            ("attention_mma",),
+            "tensor cores (mma.sync), 16 or 32 queries a warp: scores stay in registers, a ring of "
+            "tiles of K and V by cp.async; ragged batches",
+            block=MMA_THREADS,
+            source="beyond the documents",
+            dtypes=SIXTEEN_BITS,
+        ),
+        Variant(
+            "hopper",
+            HOPPER,
+            ("attention_hopper",),
+            "tensor cores (wgmma), 64 queries a warpgroup: a warp has K and V copied (TMA), scores "
+            "and P V are multiplied beside the softmax, a block has many tiles; ragged batches",
+            block=HOPPER_THREADS,
+            source="beyond the documents",
+            dtypes=SIXTEEN_BITS,
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: 4 * s["itemsize"] * s["B"] * s["T"] * s["C"],
+    flops=lambda s: 2 * s["B"] * s["T"] * (s["T"] + 1) * s["C"],
+    bound="compute",
+    attrs={"n_head": 12, "causal": True},
+    dtypes=("float32", *SIXTEEN_BITS),
+    auxiliary=(
+        Variant(
+            "mma_fp32",
+            MMA_FP32,
+            ("attention_fp32_mma",),
+            "the accuracy of float32 from tensor cores: matrices split into two of fp16, three "
+            "products for one",
+            source="Ootomo and Yokota (2022), for the split",
+        ),
+    ),
+    shape=lambda qkv: (*qkv[:-1], qkv[-1] // 3),
+    largest=lambda qkv, *_: qkv,  # a weighted mean of some of them
+    check_limits=check_limits,
+    binder=bind,
+)
 
 
 def attention(

@@ -26,6 +26,7 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import (
     LARGEST_HEAD,
@@ -33,7 +34,7 @@ from gpt2block.ops.attention import (
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 
 SPLIT_KEYS = 128  # of a block of `split`: what its parts and statistics are about
@@ -58,43 +59,6 @@ def _pairs(sizes: Sizes) -> int:
     """Of a query and a key that it sees."""
     T = sizes["T"]
     return T * START + T * (T + 1) // 2
-
-
-OPERATION = Operation(
-    name="attention_cached",
-    document="beyond the documents",
-    idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
-    sizes={"T": 128, "C": 768},
-    variants=(
-        Variant(
-            "tiles",
-            "attention/cached.cu",
-            ("attention_cached", "attention_cached_narrow"),
-            "the walk of attention's `online` over packed rows of several sequences; a query's "
-            "bits depend on its own sequence alone; q in float32, or in 16 bits",
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
-    flops=lambda s: 4 * _pairs(s) * s["C"],
-    bound="compute",
-    attrs={"start": START, "n_head": 12},
-    beside=(
-        Variant(
-            "split",
-            "attention/decode.cu",
-            ("attention_split",),
-            "decoding: a block 128 keys of a head, all loads on their way at once; the last block "
-            "puts the splits together",
-        ),
-        Variant(
-            "append",
-            "attention/kv_cache.cu",
-            ("kv_append", "kv_append_narrow"),
-            "K and V of packed rows into the kv_cache, narrowed to its dtype, or in it already",
-        ),
-    ),
-)
 
 
 def vector_width(itemsize: int, *counts: int) -> int:
@@ -189,11 +153,8 @@ def append_geometry(
     while min(16, own * width) > of_rows or itemsize * width > of_cache:
         width //= 2
     threads = min(32 * ceil(2 * C / (32 * width)), APPEND_MOST_THREADS)
-    kernel = OPERATION.beside[1].kernels[narrow]
+    kernel = OPERATION.auxiliary[1].kernels[narrow]
     return Geometry(kernel, (N,), (threads,), defines=(("KV_WIDTH", width),))
-
-
-SPLIT, APPEND = OPERATION.beside
 
 
 def bind(
@@ -361,6 +322,45 @@ def _heads(n_head: Any, C: int) -> None:
 def _aligned(name: str, array: CudaArray, to: int) -> None:
     if array.data.ptr % to:
         raise InputError(f"{name}: expected data aligned to {to} bytes: pass a copy, {name}.copy()")
+
+
+OPERATION = Operation(
+    name="attention_cached",
+    document="beyond the documents",
+    idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
+    sizes={"T": 128, "C": 768},
+    variants=(
+        Variant(
+            "tiles",
+            "attention/cached.cu",
+            ("attention_cached", "attention_cached_narrow"),
+            "the walk of attention's `online` over packed rows of several sequences; a query's "
+            "bits depend on its own sequence alone; q in float32, or in 16 bits",
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
+    flops=lambda s: 4 * _pairs(s) * s["C"],
+    bound="compute",
+    attrs={"start": START, "n_head": 12},
+    auxiliary=(
+        Variant(
+            "split",
+            "attention/decode.cu",
+            ("attention_split",),
+            "decoding: a block 128 keys of a head, all loads on their way at once; the last block "
+            "puts the splits together",
+        ),
+        Variant(
+            "append",
+            "attention/kv_cache.cu",
+            ("kv_append", "kv_append_narrow"),
+            "K and V of packed rows into the kv_cache, narrowed to its dtype, or in it already",
+        ),
+    ),
+    binder=bind_sequence,
+)
+SPLIT, APPEND = OPERATION.auxiliary
 
 
 def attention_cached(

@@ -27,33 +27,6 @@ def _elements(s: Sizes) -> int:
     return s["N"] * s["C"]
 
 
-ADD = Operation(
-    name="add",
-    document=TEN_STEPS,
-    idea="a + b, the residual connection",
-    sizes={"N": 8192, "C": 768},
-    variants=(Variant("add", "elementwise/residual.cu", ("add_kernel",), "a thread an element"),),
-    make=lambda s, rng: (_normal(rng, s["N"], s["C"]), _normal(rng, s["N"], s["C"])),
-    traffic=lambda s: 12 * _elements(s),
-    flops=_elements,
-    bound="memory",
-    attrs={},
-)
-
-GELU = Operation(
-    name="gelu",
-    document=TEN_STEPS,
-    idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
-    sizes={"N": 8192, "C": 3072},
-    variants=(Variant("gelu", "elementwise/gelu.cu", ("gelu_kernel",), "a thread an element"),),
-    make=lambda s, rng: (_normal(rng, s["N"], s["C"]),),
-    traffic=lambda s: 8 * _elements(s),
-    flops=lambda s: 8 * _elements(s),
-    bound="memory",
-    attrs={},
-)
-
-
 BLOCK = 256
 
 
@@ -79,9 +52,40 @@ def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     return Bound(x, (launch("elementwise/gelu.cu", "gelu_kernel", grid, (BLOCK,), (x, x.size)),))
 
 
+ADD = Operation(
+    name="add",
+    document=TEN_STEPS,
+    idea="a + b, the residual connection",
+    sizes={"N": 8192, "C": 768},
+    variants=(Variant("add", "elementwise/residual.cu", ("add_kernel",), "a thread an element"),),
+    make=lambda s, rng: (_normal(rng, s["N"], s["C"]), _normal(rng, s["N"], s["C"])),
+    traffic=lambda s: 12 * _elements(s),
+    flops=_elements,
+    bound="memory",
+    attrs={},
+    binder=bind_add,
+)
+
+
 def add(a: CudaArray, b: CudaArray) -> CudaArray:
     """`reference.add` on float32 CuPy arrays of one shape; raises InputError."""
     return call(bind_add, contiguous(a, b)).out
+
+
+GELU = Operation(
+    name="gelu",
+    document=TEN_STEPS,
+    idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
+    sizes={"N": 8192, "C": 3072},
+    variants=(Variant("gelu", "elementwise/gelu.cu", ("gelu_kernel",), "a thread an element"),),
+    make=lambda s, rng: (_normal(rng, s["N"], s["C"]),),
+    traffic=lambda s: 8 * _elements(s),
+    flops=lambda s: 8 * _elements(s),
+    bound="memory",
+    attrs={},
+    largest=lambda x, *_: x,
+    binder=bind_gelu,
+)
 
 
 def gelu(x: CudaArray) -> CudaArray:

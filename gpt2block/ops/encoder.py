@@ -33,30 +33,6 @@ def _traffic(sizes: Sizes) -> int:
     return 4 * (rows + 2 * rows * C + sizes["T"] * C)
 
 
-OPERATION = Operation(
-    name="encoder",
-    document="named with the LayerNorm kernels",
-    idea="out = wte[ids] + wpe[position]",
-    sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
-    variants=(
-        Variant("1", FILE, ("encoder_forward_kernel1",), "a thread an element", BLOCKS),
-        Variant("2", FILE, ("encoder_forward_kernel2",), "a thread 4 channels", BLOCKS),
-        Variant(
-            "3",
-            FILE,
-            ("encoder_forward_kernel3",),
-            "a warp a row, several 16-byte loads on their way",
-            BLOCKS,
-        ),
-    ),
-    make=_make,
-    traffic=_traffic,
-    flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
-    bound="memory",
-    attrs={},
-)
-
-
 def grid(variant: Variant, rows: int, C: int, block: int) -> tuple[int, ...]:
     """Blocks for `rows` tokens of C channels."""
     if variant.name == "3":
@@ -119,6 +95,31 @@ def on_device(ids: Any, V: int) -> CudaArray:
         place = at[0] if len(at) == 1 else at
         raise InputError(f"ids: id {int(host[at])} at {place}: expected 0 to {V - 1}")
     return cupy.asarray(host, dtype=cupy.int32)
+
+
+OPERATION = Operation(
+    name="encoder",
+    document="named with the LayerNorm kernels",
+    idea="out = wte[ids] + wpe[position]",
+    sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
+    variants=(
+        Variant("1", FILE, ("encoder_forward_kernel1",), "a thread an element", BLOCKS),
+        Variant("2", FILE, ("encoder_forward_kernel2",), "a thread 4 channels", BLOCKS),
+        Variant(
+            "3",
+            FILE,
+            ("encoder_forward_kernel3",),
+            "a warp a row, several 16-byte loads on their way",
+            BLOCKS,
+        ),
+    ),
+    make=_make,
+    traffic=_traffic,
+    flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
+    bound="memory",
+    attrs={},
+    binder=bind,
+)
 
 
 def encoder(

@@ -16,9 +16,9 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -33,28 +33,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
         for rows in ("V", "T")
     )
     return ids, positions, wte, wpe
-
-
-OPERATION = Operation(
-    name="encoder_rows",
-    document="beyond the documents",
-    idea="out = wte[ids] + wpe[positions], a position a row",
-    sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
-    variants=(
-        Variant(
-            "rows",
-            "embedding/encoder_rows.cu",
-            ("encoder_rows",),
-            "a block a row, a thread 4 channels; ids and positions in device memory, wte in any "
-            "weight dtype",
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
-    flops=lambda s: s["N"] * s["C"],
-    bound="memory",
-    attrs={},
-)
 
 
 def geometry(N: int, C: int, itemsize: int, alignment: int) -> Geometry:
@@ -109,6 +87,29 @@ def _as_weights(wte: Any) -> WeightMatrix:
     if wte.ndim != 2:
         raise InputError(f"wte: expected two axes, got shape {wte.shape}")
     return WeightMatrix(wte, "float32", layout="NK")
+
+
+OPERATION = Operation(
+    name="encoder_rows",
+    document="beyond the documents",
+    idea="out = wte[ids] + wpe[positions], a position a row",
+    sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
+    variants=(
+        Variant(
+            "rows",
+            "embedding/encoder_rows.cu",
+            ("encoder_rows",),
+            "a block a row, a thread 4 channels; ids and positions in device memory, wte in any "
+            "weight dtype",
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
+    flops=lambda s: s["N"] * s["C"],
+    bound="memory",
+    attrs={},
+    binder=bind,
+)
 
 
 def encoder_rows(

@@ -23,7 +23,7 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Defines, Launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._gemm_hopper import FILE as GEMM_HOPPER_FILE
@@ -33,7 +33,7 @@ from gpt2block.ops._gemm_hopper import SPLIT_FILE as GEMM_HOPPER_SPLIT_FILE
 from gpt2block.ops._gemm_hopper import geometry as gemm_hopper_geometry
 from gpt2block.ops._gemm_hopper import split_geometry as gemm_hopper_split_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE, room
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
 from gpt2block.ops.two_part import (
     ALIGNED,
     LARGEST,
@@ -64,56 +64,6 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
     a = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
     w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
     return a, w
-
-
-OPERATION = Operation(
-    name="gemm",
-    document="GPT-2",
-    idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
-    sizes={"M": 1024, "K": 768, "N": 3072},
-    variants=(
-        Variant(
-            "mma",
-            FILE,
-            ("gemm_mma",),
-            "tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
-        ),
-        Variant(
-            "hopper",
-            GEMM_HOPPER_FILE,
-            (GEMM_HOPPER_KERNEL,),
-            "TMA and wgmma: one warpgroup loads, two multiply in turn, so that epilogues are free",
-        ),
-    ),
-    beside=(
-        Variant(
-            "split",
-            SPLIT_FILE,
-            ("gemm_split_mma",),
-            "float accuracy: three products of float16 parts, sums promoted every 128 of K",
-        ),
-        Variant(
-            "split hopper",
-            GEMM_HOPPER_SPLIT_FILE,
-            (SPLIT_KERNEL,),
-            "the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
-        ),
-        Variant(
-            "split rows",
-            ROWS_FILE,
-            ("split_rows",),
-            "a warp a row: its largest magnitude makes the scale, then both parts",
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={},
-    dtypes=("bfloat16", "float16"),
-    matrices=(1,),
-    layout="NK",
-)
 
 
 class Tile(NamedTuple):
@@ -563,6 +513,59 @@ WAYS: Mapping[str, Way] = {  # the fastest first; the last one takes whatever an
     "mma": Way(_mma_problem, _mma, _mma_split),
 }
 LAST = "mma"
+
+
+OPERATION = Operation(
+    name="gemm",
+    document="GPT-2",
+    idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
+    sizes={"M": 1024, "K": 768, "N": 3072},
+    variants=(
+        Variant(
+            "mma",
+            FILE,
+            ("gemm_mma",),
+            "tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
+        ),
+        Variant(
+            "hopper",
+            GEMM_HOPPER_FILE,
+            (GEMM_HOPPER_KERNEL,),
+            "TMA and wgmma: one warpgroup loads, two multiply in turn, so that epilogues are free",
+        ),
+    ),
+    auxiliary=(
+        Variant(
+            "split",
+            SPLIT_FILE,
+            ("gemm_split_mma",),
+            "float accuracy: three products of float16 parts, sums promoted every 128 of K",
+        ),
+        Variant(
+            "split hopper",
+            GEMM_HOPPER_SPLIT_FILE,
+            (SPLIT_KERNEL,),
+            "the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
+        ),
+        Variant(
+            "split rows",
+            ROWS_FILE,
+            ("split_rows",),
+            "a warp a row: its largest magnitude makes the scale, then both parts",
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    dtypes=("bfloat16", "float16"),
+    matrices=(1,),
+    layout="NK",
+    shape=lambda a, w, bias=None, residual=None: (*a[:-1], w[1]),
+    largest=largest_product,
+    binder=bind,
+)
 
 
 def gemm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, NamedTuple, overload
@@ -23,13 +24,12 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Defines, Launch, launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import share
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.two_part import SPLIT, check_one_scale
 from gpt2block.ops.warm import call
-from gpt2block.plan import layernorm_bound
 from gpt2block.weights.two_part import SplitMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -107,91 +107,15 @@ def make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return tuple(array.astype(np.float32) for array in normal)
 
 
-OPERATION = Operation(
-    name="layernorm",
-    document="the LayerNorm kernels",
-    idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
-    sizes={"B": 8, "T": 1024, "C": 768},
-    variants=(
-        Variant(
-            "1",
-            "layernorm/ladder.cu",
-            ("layernorm_forward_kernel1",),
-            "a thread a row, loops over C",
-            BLOCKS,
-            block=64,
-        ),
-        Variant(
-            "2",
-            "layernorm/ladder.cu",
-            ("mean_kernel", "rstd_kernel", "normalization_kernel"),
-            "three kernels: a block a row with a tree in shared memory, then a thread an element",
-            BLOCKS,
-        ),
-        Variant(
-            "3",
-            "layernorm/warp.cu",
-            ("layernorm_forward_kernel3",),
-            "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
-            BLOCKS,
-            block=512,
-        ),
-        Variant(
-            "4",
-            "layernorm/warp.cu",
-            ("layernorm_forward_kernel4",),
-            "as 3 with var = E[x²] - E[x]²: one pass over x less",
-            BLOCKS,
-            block=512,
-        ),
-        Variant(
-            "5",
-            "layernorm/ladder.cu",
-            ("layernorm_forward_kernel5",),
-            "a block a row, reduced in two stages: warps, then the first warp",
-            BLOCKS,
-            block=128,
-        ),
-        Variant(
-            "6",
-            "layernorm/rows.cu",
-            ("layernorm_forward_kernel6",),
-            "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
-            BLOCKS,
-            block=64,
-            source="beyond the documents",
-        ),
-        Variant(
-            NARROW,
-            "layernorm/narrow.cu",
-            ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
-            "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
-            "team, overlapping launches",
-            source="beyond the documents",
-        ),
-    ),
-    make=make,
-    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
-    flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
-    bound="memory",
-    attrs={"eps": 1e-5},
-    dtypes=("float32", "float16", "bfloat16"),
-    beside=(
-        Variant(
-            "none",
-            "layernorm/skeleton.cu",
-            ("layernorm768_kernel", "layernorm_kernel"),
-            "what the ten-step block runs: a block a row, without mean and rstd",
-            source="ten-step block",
-        ),
-    ),
-)
-
-
 BLOCK = 256  # of the ten-step kernels
 MAX_ROWS = 2**31 - 1
 MAX_C = 2**30
 STATS_VARIANT = 6  # where none is asked for, but something that the ten-step kernels do not do
+
+
+def layernorm_bound(gamma: Any, beta: Any) -> float:
+    """The largest magnitude of LayerNorm's result: C values of variance 1 are sqrt(C) at most."""
+    return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
 def bind(
@@ -382,6 +306,89 @@ def _rows(
     args, grid = (*arrays, eps, N, C), (ceil(N / rows),)
     file, kernel = "layernorm/rows.cu", "layernorm_forward_kernel6"
     return launch(file, kernel, grid, (block,), args, defines=defines, storage=x.dtype.name)
+
+
+OPERATION = Operation(
+    name="layernorm",
+    document="the LayerNorm kernels",
+    idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
+    sizes={"B": 8, "T": 1024, "C": 768},
+    variants=(
+        Variant(
+            "1",
+            "layernorm/ladder.cu",
+            ("layernorm_forward_kernel1",),
+            "a thread a row, loops over C",
+            BLOCKS,
+            block=64,
+        ),
+        Variant(
+            "2",
+            "layernorm/ladder.cu",
+            ("mean_kernel", "rstd_kernel", "normalization_kernel"),
+            "three kernels: a block a row with a tree in shared memory, then a thread an element",
+            BLOCKS,
+        ),
+        Variant(
+            "3",
+            "layernorm/warp.cu",
+            ("layernorm_forward_kernel3",),
+            "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
+            BLOCKS,
+            block=512,
+        ),
+        Variant(
+            "4",
+            "layernorm/warp.cu",
+            ("layernorm_forward_kernel4",),
+            "as 3 with var = E[x²] - E[x]²: one pass over x less",
+            BLOCKS,
+            block=512,
+        ),
+        Variant(
+            "5",
+            "layernorm/ladder.cu",
+            ("layernorm_forward_kernel5",),
+            "a block a row, reduced in two stages: warps, then the first warp",
+            BLOCKS,
+            block=128,
+        ),
+        Variant(
+            "6",
+            "layernorm/rows.cu",
+            ("layernorm_forward_kernel6",),
+            "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
+            BLOCKS,
+            block=64,
+            source="beyond the documents",
+        ),
+        Variant(
+            NARROW,
+            "layernorm/narrow.cu",
+            ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
+            "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
+            "team, overlapping launches",
+            source="beyond the documents",
+        ),
+    ),
+    make=make,
+    traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
+    flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
+    bound="memory",
+    attrs={"eps": 1e-5},
+    dtypes=("float32", "float16", "bfloat16"),
+    auxiliary=(
+        Variant(
+            "none",
+            "layernorm/skeleton.cu",
+            ("layernorm768_kernel", "layernorm_kernel"),
+            "what the ten-step block runs: a block a row, without mean and rstd",
+            source="ten-step block",
+        ),
+    ),
+    largest=lambda _, weights, names: layernorm_bound(weights[names[1]], weights[names[2]]),
+    binder=bind,
+)
 
 
 @overload

@@ -18,9 +18,10 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import THREADS, share
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
@@ -30,43 +31,6 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     x = rng.standard_normal((sizes["N"], sizes["C"]), dtype=np.float32)
     return (x + np.float32(0.5),)
-
-
-OPERATION = Operation(
-    name="layernorm_gelu",
-    document="fused LayerNorm and GELU",
-    idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
-    sizes={"N": 1024, "C": 1024},
-    variants=(
-        Variant(
-            "baseline",
-            FILE,
-            ("layernorm_gelu_baseline",),
-            "a thread an element, each adds up its whole row",
-            BLOCKS,
-        ),
-        Variant(
-            "optimized",
-            FILE,
-            ("layernorm_gelu_optimized",),
-            "a block a row, sum and sum of squares in one pass, tree over shared memory",
-            BLOCKS,
-        ),
-        Variant(
-            "rows",
-            FILE,
-            ("layernorm_gelu_rows",),
-            "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
-            tuple(block for block in BLOCKS if block <= THREADS),
-            source="beyond the documents",
-        ),
-    ),
-    make=_make,
-    traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
-    flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
-    bound="memory",
-    attrs={"eps": 1e-5},
-)
 
 
 @lru_cache(maxsize=1024)
@@ -136,6 +100,44 @@ def bind(
     if chosen.name == "rows":
         args = (x, out, gamma, beta, rows, float(eps))
     return Bound(out, (launch_at(FILE, where, args),))
+
+
+OPERATION = Operation(
+    name="layernorm_gelu",
+    document="fused LayerNorm and GELU",
+    idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
+    sizes={"N": 1024, "C": 1024},
+    variants=(
+        Variant(
+            "baseline",
+            FILE,
+            ("layernorm_gelu_baseline",),
+            "a thread an element, each adds up its whole row",
+            BLOCKS,
+        ),
+        Variant(
+            "optimized",
+            FILE,
+            ("layernorm_gelu_optimized",),
+            "a block a row, sum and sum of squares in one pass, tree over shared memory",
+            BLOCKS,
+        ),
+        Variant(
+            "rows",
+            FILE,
+            ("layernorm_gelu_rows",),
+            "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
+            tuple(block for block in BLOCKS if block <= THREADS),
+            source="beyond the documents",
+        ),
+    ),
+    make=_make,
+    traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
+    flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
+    bound="memory",
+    attrs={"eps": 1e-5},
+    binder=bind,
+)
 
 
 def layernorm_gelu(

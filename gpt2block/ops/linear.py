@@ -20,9 +20,9 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -49,36 +49,6 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
     x = rng.standard_normal((s["M"], s["K"]), dtype=np.float32)
     w = rng.standard_normal((s["K"], s["N"]), dtype=np.float32) / np.float32(s["K"] ** 0.5)
     return x, w, rng.standard_normal(s["N"], dtype=np.float32)
-
-
-OPERATION = Operation(
-    name="linear",
-    document="GPT-2",
-    idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
-    sizes={"M": 1, "K": 768, "N": 2304},
-    variants=(
-        Variant(
-            "matvec",
-            FILE,
-            ("linear_matvec",),
-            "few rows: all weights asked for before x; LayerNorm of x in each block",
-        ),
-        Variant(
-            "tiles",
-            "matmul/tiles.cu",
-            ("linear_tiles",),
-            "many rows: registers' tiles in the order of k, narrow weights widened on their way",
-        ),
-    ),
-    beside=(Variant("qkv", FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),),
-    make=_make,
-    traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={},
-    matrices=(1,),
-    layout="NK",
-)
 
 
 class Layout(NamedTuple):
@@ -349,6 +319,37 @@ def _launch(
     if w.dtype in FP8:
         return launch_at(FILE, where, args, storage=kept or "float32", weights=w.dtype)
     return launch_at(FILE, where, args, storage=w.dtype)
+
+
+OPERATION = Operation(
+    name="linear",
+    document="GPT-2",
+    idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
+    sizes={"M": 1, "K": 768, "N": 2304},
+    variants=(
+        Variant(
+            "matvec",
+            FILE,
+            ("linear_matvec",),
+            "few rows: all weights asked for before x; LayerNorm of x in each block",
+        ),
+        Variant(
+            "tiles",
+            "matmul/tiles.cu",
+            ("linear_tiles",),
+            "many rows: registers' tiles in the order of k, narrow weights widened on their way",
+        ),
+    ),
+    auxiliary=(Variant("qkv", FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),),
+    make=_make,
+    traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    matrices=(1,),
+    layout="NK",
+    binder=bind,
+)
 
 
 def linear(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 
 FILE = "tokens/log_likelihood.cu"
@@ -20,28 +21,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     N, V = sizes["N"], sizes["V"]
     logits = np.float32(3) * rng.standard_normal((N, V), dtype=np.float32)
     return logits, rng.integers(V, size=N, dtype=np.int32)
-
-
-OPERATION = Operation(
-    name="log_likelihood",
-    document="the loss of language models",
-    idea="out = logits[target] - log Σ exp(logits) of each row",
-    sizes={"N": 1024, "V": 50257},
-    variants=(
-        Variant(
-            "block",
-            FILE,
-            ("log_likelihood_kernel",),
-            "a block a row: maximum and sum in one pass",
-            block=THREADS,
-        ),
-    ),
-    make=_make,
-    traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
-    flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
-    bound="memory",
-    attrs={},
-)
 
 
 @lru_cache(maxsize=1024)
@@ -75,6 +54,29 @@ def bind(
     OPERATION.variant(variant or OPERATION.variants[0].name)
     out = output(out, targets.shape, apart={"logits": logits, "targets": targets})
     return Bound(out, (launch_at(FILE, geometry(rows), (logits, targets, out, V)),))
+
+
+OPERATION = Operation(
+    name="log_likelihood",
+    document="the loss of language models",
+    idea="out = logits[target] - log Σ exp(logits) of each row",
+    sizes={"N": 1024, "V": 50257},
+    variants=(
+        Variant(
+            "block",
+            FILE,
+            ("log_likelihood_kernel",),
+            "a block a row: maximum and sum in one pass",
+            block=THREADS,
+        ),
+    ),
+    make=_make,
+    traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
+    flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
+    bound="memory",
+    attrs={},
+    binder=bind,
+)
 
 
 def log_likelihood(

@@ -18,8 +18,9 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
 from gpt2block.ops.warm import call
 
 FILE = "matmul/ladder.cu"
@@ -36,48 +37,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     M, K, N = sizes["M"], sizes["K"], sizes["N"]
     shapes = ((M, K), (K, N), (N,))
     return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
-
-
-OPERATION = Operation(
-    name="matmul_bias",
-    document="ten-step block",
-    idea="a · w + bias",
-    sizes=GPT2_FC,
-    variants=(
-        Variant(
-            "naive",
-            FILE,
-            ("matmul_forward_kernel1",),
-            "a thread an output, straight from global memory",
-            source=NAMED,
-        ),
-        Variant(
-            "tiled",
-            "matmul/skeleton.cu",
-            ("matmul_bias_tiled",),
-            "a thread an output, 16x16 tiles in shared memory, the next tile on its way",
-        ),
-        Variant(
-            "coarsened",
-            FILE,
-            ("matmul_forward_kernel2",),
-            "thread coarsening: a thread 8 outputs of a column, a value of w loaded once for them",
-            source=NAMED,
-        ),
-        Variant(
-            "registers",
-            REGISTERS,
-            ("matmul_forward_kernel3",),
-            "a thread 8x8 outputs in registers, 16-byte loads, cp.async, no bank conflicts",
-            source=NAMED,
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="compute",
-    attrs={},
-)
 
 
 class Tile(NamedTuple):
@@ -185,6 +144,52 @@ def check_limits(a: Shape, *_: Shape) -> None:
     rows = prod(a[:-1])
     if rows > MAX_ROWS:
         raise InputError(f"{rows:,} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}")
+
+
+OPERATION = Operation(
+    name="matmul_bias",
+    document="ten-step block",
+    idea="a · w + bias",
+    sizes=GPT2_FC,
+    variants=(
+        Variant(
+            "naive",
+            FILE,
+            ("matmul_forward_kernel1",),
+            "a thread an output, straight from global memory",
+            source=NAMED,
+        ),
+        Variant(
+            "tiled",
+            "matmul/skeleton.cu",
+            ("matmul_bias_tiled",),
+            "a thread an output, 16x16 tiles in shared memory, the next tile on its way",
+        ),
+        Variant(
+            "coarsened",
+            FILE,
+            ("matmul_forward_kernel2",),
+            "thread coarsening: a thread 8 outputs of a column, a value of w loaded once for them",
+            source=NAMED,
+        ),
+        Variant(
+            "registers",
+            REGISTERS,
+            ("matmul_forward_kernel3",),
+            "a thread 8x8 outputs in registers, 16-byte loads, cp.async, no bank conflicts",
+            source=NAMED,
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="compute",
+    attrs={},
+    shape=lambda a, w, bias=None: (*a[:-1], w[1]),
+    largest=largest_product,
+    check_limits=check_limits,
+    binder=bind,
+)
 
 
 def matmul_bias(

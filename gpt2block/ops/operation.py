@@ -1,44 +1,64 @@
-"""What an operation and its kernels are, for the command, the tests, the bench and the docs."""
+"""What an operation and its kernels are, for plans, the command, the tests, the bench and the docs.
+
+A module of `gpt2block.ops` describes one operation, with the same name and signature as its
+function in `gpt2block.reference`. Everything else finds it in `gpt2block.ops.registry`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.cuda.kernels import Defines
+from gpt2block.cuda import replaced
+from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError
+from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import SplitMatrix
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
+Shape = tuple[int, ...]
+Names = tuple[str, ...]
+
+
+def _never(job: Any) -> str | None:
+    """No problem: a variant that computes whatever its operation takes, on any device."""
+    return None
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute an operation: its kernels, in launch order, and what is new about it."""
+    """One way to compute an operation: its kernels, in launch order, and what is new about it.
+
+    `launch` makes the launches for a job, which is what the operation's `bind` has checked and
+    gathered. `problem` says why the variant cannot compute a job on the current device: a dtype, a
+    size, an alignment, a compute capability; None where it can.
+    """
 
     name: str
     file: str  # in kernels_cu
     kernels: tuple[str, ...]
     idea: str  # one line
     blocks: tuple[int, ...] = ()  # block sizes it can be run with; () when there is one only
-    block: int = 256  # the one it takes when none is asked for
+    block: int = 256  # the default of these
     source: str = ""  # where it comes from, if not from the operation's document
     dtypes: tuple[str, ...] = ()  # of the operation's, those it takes; () for all
+    launch: Callable[..., Any] | None = None
+    problem: Callable[[Any], str | None] = _never
+
+    def described(self) -> dict[str, Any]:
+        """Everything but the functions, for a report."""
+        return {name: value for name, value in vars(self).items() if not callable(value)}
 
 
-class Geometry(NamedTuple):
-    """How a kernel is launched."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    shared: int = 0  # bytes of dynamic shared memory
-    defines: Defines = ()
+def like_first(first: Shape, *_: Shape | None) -> Shape:
+    """The shape of a result that has the shape of its first input."""
+    return first
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,11 @@ class Operation:
     `traffic` counts the bytes that have to move through device memory, `flops` the arithmetic.
     `traffic` finds among its sizes "itemsize" and "weight" too, the bytes of an element of an
     activation and of a weight.
+
+    For plans: `shape` is the shape of the result, from those of the inputs. `largest` is a
+    magnitude that the result never exceeds, from that of the first input (None: unknown), the
+    weights by name and the inputs' names; None where nothing is known. `check_limits` raises
+    InputError for shapes of inputs that the kernels of float32 cannot take.
     """
 
     name: str
@@ -61,11 +86,34 @@ class Operation:
     flops: Count
     bound: str  # "memory" or "compute": what a figure is compared with; "either" by the sizes
     attrs: Mapping[str, Any]
-    beside: tuple[Variant, ...] = ()  # kernels of the operation that are no rung of the ladder
+    binder: Callable[..., Bound]
+    shape: Callable[..., Shape] = like_first
+    largest: Callable[[float | None, Mapping[str, Any], Names], float | None] | None = None
+    check_limits: Callable[..., None] | None = None
+    auxiliary: tuple[Variant, ...] = ()  # kernels of the operation that are no variant of it
     dtypes: tuple[str, ...] = ("float32",)  # that the arrays can have; the first by default
     matrices: tuple[int, ...] = ()  # inputs that are weights (K, N), which alone can be FP8
     layout: str = "KN"  # of those in memory, as documented
     series: tuple[str, int] | None = None  # a size that is run from 1 to this power of two
+
+    def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+        """Check the arrays and options once; the result's `run` launches, again and again.
+
+        inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
+        `gpt2block.emulator`); matrices as WeightMatrix or SplitMatrix where the operation takes
+        them. Raises InputError.
+        """
+        if replaced() or not any(isinstance(each, np.ndarray) for each in map(_data, inputs)):
+            return self.binder(inputs, out, **options)
+        from gpt2block import emulator  # noqa: PLC0415  (needed for host arrays alone)
+
+        def adopted(value: Any) -> Any:
+            return emulator.adopted(value) if isinstance(value, np.ndarray) else value
+
+        with emulator.emulated():
+            arrays = tuple(_mapped(value, adopted) for value in inputs)
+            options = {name: adopted(value) for name, value in options.items()}
+            return self.binder(arrays, _mapped(out, adopted), **options)
 
     def variant(self, name: str | int) -> Variant:
         """A variant by name; InputError lists the known ones."""
@@ -74,6 +122,49 @@ class Operation:
                 return variant
         known = ", ".join(variant.name for variant in self.variants)
         raise InputError(f"{self.name}: unknown variant {name!r}: expected one of {known}")
+
+    def choose(self, job: Any, name: str | int | None, order: tuple[str, ...] = ()) -> Variant:
+        """The variant of that name, or the first one without a problem; InputError with the reason.
+
+        order: names of variants, the preferred one first, where `name` is None; by default all,
+        the last one first.
+        """
+        if name is not None:
+            variant = self.variant(name)
+            problem = variant.problem(job)
+            if problem:
+                raise InputError(f"{self.name} variant {variant.name}: {problem}")
+            return variant
+        names = order or tuple(variant.name for variant in reversed(self.variants))
+        for candidate in map(self.variant, names):
+            problem = candidate.problem(job)
+            if problem is None:
+                return candidate
+        raise InputError(f"{self.name}: {problem}")
+
+
+def _data(value: Any) -> Any:
+    """The array of an input."""
+    value = value.parts if isinstance(value, SplitMatrix) else value
+    return value.data if isinstance(value, WeightMatrix) else value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """An input with a function applied to each of its arrays."""
+    if isinstance(value, SplitMatrix):
+        return replace(value, parts=function(value.parts), scale=function(value.scale))
+    if isinstance(value, WeightMatrix):
+        return replace(value, data=function(value.data), scale=function(value.scale))
+    return function(value)
+
+
+def largest_product(a: float | None, weights: Mapping[str, Any], names: Names) -> float | None:
+    """What no element of a product without a residual exceeds: GELU makes no magnitude larger."""
+    _, w, bias, residual = (*names, "", "")[:4]
+    if a is None or residual:
+        return None
+    sums = np.abs(weights[w]).sum(axis=0, dtype=np.float64)
+    return a * float(sums.max()) + (float(np.abs(weights[bias]).max()) if bias else 0.0)
 
 
 def check_block(operation: str, variant: Variant, block: int | None) -> int:

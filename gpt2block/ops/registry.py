@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import OPERATION as ATTENTION
@@ -20,7 +21,7 @@ from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
 from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
-from gpt2block.ops.operation import Inputs, Operation, Variant
+from gpt2block.ops.operation import Inputs, Operation, Shape, Variant
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.ops.rope import OPERATION as ROPE
@@ -28,6 +29,7 @@ from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
 from gpt2block.ops.trimat import OPERATION as TRIMAT
+from gpt2block.plan import Plan
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.name: operation
@@ -62,8 +64,10 @@ __all__ = [
     "Variant",
     "all_sizes",
     "find",
+    "largest",
     "markdown",
     "parse_sizes",
+    "shapes",
 ]
 
 
@@ -90,7 +94,7 @@ def markdown() -> str:
     """The table of kernels for kernels_cu/README.md, a row a variant."""
     rows = ["| operation | variant | file | kernels | source | idea |", "|---|---|---|---|---|---|"]
     for operation in OPERATIONS.values():
-        for variant in (*operation.variants, *operation.beside):
+        for variant in (*operation.variants, *operation.auxiliary):
             names = ", ".join(f"`{name}`" for name in variant.kernels)
             rows.append(
                 f"| {operation.name} | {variant.name} | `{variant.file}` | {names} "
@@ -105,3 +109,25 @@ def all_sizes(operation: Operation) -> list[dict[str, int]]:
         return [dict(operation.sizes)]
     name, last = operation.series
     return [{**operation.sizes, name: 1 << i} for i in range(last.bit_length())]
+
+
+def shapes(plan: Plan, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Step → shape of its tensor, for an input of shape `x`; matrices are (K, N)."""
+    known = {plan.input: x, **weights}
+    for step in plan.steps:
+        known[step.name] = find(step.op).shape(*(known[name] for name in step.inputs))
+    return {name: known[name] for name in plan.names}
+
+
+def largest(plan: Plan, weights: Mapping[str, Any]) -> dict[str, float]:
+    """Step → a magnitude that its tensor never exceeds, whatever x is; for those that have one.
+
+    weights: NumPy arrays, matrices (K, N). NaN or infinity among them gives no number.
+    """
+    known: dict[str, float] = {}
+    for step in plan.steps:
+        bound = find(step.op).largest
+        found = bound and bound(known.get(step.inputs[0]), weights, step.inputs)
+        if found is not None:
+            known[step.name] = found
+    return known

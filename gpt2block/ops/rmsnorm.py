@@ -23,9 +23,10 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import THREADS, VALUES, share
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "llama/rmsnorm.cu"
@@ -38,29 +39,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     M, C = sizes["M"], sizes["C"]
     normal = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, C), C))
     return tuple(array + np.float32(0.5) for array in normal)
-
-
-OPERATION = Operation(
-    name="rmsnorm",
-    document="Llama operations",
-    idea="x / sqrt(mean(x²) + eps) · weight over each row",
-    sizes={"M": 16, "C": 4096},
-    variants=(
-        Variant(
-            "rows",
-            FILE,
-            ("rmsnorm_rows",),
-            "rows in registers, x read once, the weight asked for with it; at most one barrier",
-            BLOCKS,
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
-    flops=lambda s: 4 * s["M"] * s["C"],
-    bound="memory",
-    attrs={"eps": 1e-6},
-    dtypes=("float16", "bfloat16", "float32"),
-)
 
 
 @lru_cache(maxsize=1024)
@@ -141,6 +119,30 @@ def bind(
     args = (x, residual, weight, total, out, stride, float(eps), rows)
     launch = launch_at(chosen.file, where, args, storage=dtype)
     return Bound(out, (launch,), () if total is None else (total,))
+
+
+OPERATION = Operation(
+    name="rmsnorm",
+    document="Llama operations",
+    idea="x / sqrt(mean(x²) + eps) · weight over each row",
+    sizes={"M": 16, "C": 4096},
+    variants=(
+        Variant(
+            "rows",
+            FILE,
+            ("rmsnorm_rows",),
+            "rows in registers, x read once, the weight asked for with it; at most one barrier",
+            BLOCKS,
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
+    flops=lambda s: 4 * s["M"] * s["C"],
+    bound="memory",
+    attrs={"eps": 1e-6},
+    dtypes=("float16", "bfloat16", "float32"),
+    binder=bind,
+)
 
 
 def rmsnorm(

@@ -27,7 +27,7 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import FP8, Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._gemm_hopper import SLICE
@@ -38,7 +38,7 @@ from gpt2block.ops._rmsnorm_mma import FILE as RMSNORM_MMA_FILE
 from gpt2block.ops._rmsnorm_mma import fits as rmsnorm_mma_fits
 from gpt2block.ops._rmsnorm_mma import geometry as rmsnorm_mma_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
 from gpt2block.ops.rope import bind as bind_rope
 from gpt2block.ops.rope import check_turn, exponent_step
@@ -103,52 +103,6 @@ def _variants(matvec: str, mma: str, hopper: str, after: str, beside: str) -> tu
             dtypes=("float16", "bfloat16"),
         ),
     )
-
-
-RMSNORM_MATMUL = Operation(
-    name="rmsnorm_matmul",
-    document="Llama operations",
-    idea="(x · rms · γ) W, with RoPE on heads of head_dim columns if asked for",
-    sizes={"M": 16, "K": 4096, "N": 4096},
-    variants=_variants(
-        "rmsnorm_matvec",
-        "rmsnorm_matmul_mma",
-        "rmsnorm_matmul_hopper",
-        ", then rope",
-        "rope in its epilogue",
-    ),
-    make=_make_matmul,
-    traffic=lambda s: _random_matrix(s) + _activations(s),
-    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={"head_dim": 128},
-    dtypes=DTYPES,
-    matrices=(2,),
-    series=("M", 512),
-)
-
-RMSNORM_FFN = Operation(
-    name="rmsnorm_ffn",
-    document="Llama operations",
-    idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
-    sizes={"M": 16, "K": 4096, "N": 11008},
-    variants=_variants(
-        "rmsnorm_ffn_matvec",
-        "rmsnorm_ffn_mma",
-        "rmsnorm_ffn_hopper",
-        "s",
-        "columns of W1 and W3 beside each other",
-    ),
-    make=_make_ffn,
-    traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
-    flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
-    bound="either",
-    attrs={},
-    dtypes=DTYPES,
-    matrices=(2, 3),
-    layout="NK",
-    series=("M", 512),
-)
 
 
 @lru_cache(maxsize=1024)
@@ -527,6 +481,30 @@ def _launch(job: Job, file: str, where: Geometry, args: tuple[Any, ...]) -> Laun
     return launch_at(file, where, args, storage=job.storage, weights=job.weights)
 
 
+RMSNORM_MATMUL = Operation(
+    name="rmsnorm_matmul",
+    document="Llama operations",
+    idea="(x · rms · γ) W, with RoPE on heads of head_dim columns if asked for",
+    sizes={"M": 16, "K": 4096, "N": 4096},
+    variants=_variants(
+        "rmsnorm_matvec",
+        "rmsnorm_matmul_mma",
+        "rmsnorm_matmul_hopper",
+        ", then rope",
+        "rope in its epilogue",
+    ),
+    make=_make_matmul,
+    traffic=lambda s: _random_matrix(s) + _activations(s),
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={"head_dim": 128},
+    dtypes=DTYPES,
+    matrices=(2,),
+    series=("M", 512),
+    binder=bind_matmul,
+)
+
+
 def rmsnorm_matmul(
     x: CudaArray,
     gamma: CudaArray,
@@ -556,6 +534,31 @@ def rmsnorm_matmul(
         half_split=half_split,
         variant=variant,
     ).out
+
+
+RMSNORM_FFN = Operation(
+    name="rmsnorm_ffn",
+    document="Llama operations",
+    idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
+    sizes={"M": 16, "K": 4096, "N": 11008},
+    variants=_variants(
+        "rmsnorm_ffn_matvec",
+        "rmsnorm_ffn_mma",
+        "rmsnorm_ffn_hopper",
+        "s",
+        "columns of W1 and W3 beside each other",
+    ),
+    make=_make_ffn,
+    traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
+    flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
+    bound="either",
+    attrs={},
+    dtypes=DTYPES,
+    matrices=(2, 3),
+    layout="NK",
+    series=("M", 512),
+    binder=bind_ffn,
+)
 
 
 @overload

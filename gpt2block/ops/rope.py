@@ -24,8 +24,9 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "llama/rope.cu"
@@ -41,30 +42,6 @@ _LAST_AXIS = 64  # threads of a block along its third axis: CUDA's limit
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     shape = sizes["T"], sizes["H"], sizes["D"]
     return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
-
-
-OPERATION = Operation(
-    name="rope",
-    document="Llama operations",
-    idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
-    sizes={"T": 16, "H": 32, "D": 128},
-    variants=(
-        Variant(
-            "pairs",
-            FILE,
-            ("rope_pairs",),
-            "a thread the same pairs of several heads: sines and cosines are taken once for all",
-            BLOCKS,
-            block=256,
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
-    flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
-    bound="memory",
-    attrs={},
-    dtypes=("float16", "bfloat16", "float32"),
-)
 
 
 def exponent_step(theta: float, D: int) -> tuple[float, float]:
@@ -223,6 +200,31 @@ def _distinct(x: CudaArray) -> bool:
             return False
         reach = stride * n
     return True
+
+
+OPERATION = Operation(
+    name="rope",
+    document="Llama operations",
+    idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
+    sizes={"T": 16, "H": 32, "D": 128},
+    variants=(
+        Variant(
+            "pairs",
+            FILE,
+            ("rope_pairs",),
+            "a thread the same pairs of several heads: sines and cosines are taken once for all",
+            BLOCKS,
+            block=256,
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
+    flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
+    bound="memory",
+    attrs={},
+    dtypes=("float16", "bfloat16", "float32"),
+    binder=bind,
+)
 
 
 def rope(

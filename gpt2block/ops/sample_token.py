@@ -11,9 +11,9 @@ import numpy as np
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
-from gpt2block.cuda.kernels import Defines, launch
+from gpt2block.cuda.kernels import Defines, Geometry, launch
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.text.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
@@ -25,31 +25,6 @@ MAX_V = 2**23  # so that all masses together are less than 2^64
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     shape = (sizes["B"], sizes["V"])
     return (np.float32(3) * rng.standard_normal(shape, dtype=np.float32),)
-
-
-OPERATION = Operation(
-    name="sample_token",
-    document="Salmon et al. (2011), for the random numbers",
-    idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
-    sizes={"B": 1, "V": 50257},
-    variants=(
-        Variant(
-            "block",
-            FILE,
-            ("sample_token",),
-            "a block a row; after exp all is integers: the same bits in any batch",
-            block=THREADS,
-        ),
-    ),
-    beside=(
-        Variant("seen", FILE, ("mark_seen",), "tokens of prompts, for the repetition penalty"),
-    ),
-    make=_make,
-    traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
-    flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
-    bound="memory",
-    attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
-)
 
 
 @lru_cache(maxsize=1024)
@@ -165,6 +140,32 @@ def bind(
     return bind_state(logits, state)
 
 
+OPERATION = Operation(
+    name="sample_token",
+    document="Salmon et al. (2011), for the random numbers",
+    idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
+    sizes={"B": 1, "V": 50257},
+    variants=(
+        Variant(
+            "block",
+            FILE,
+            ("sample_token",),
+            "a block a row; after exp all is integers: the same bits in any batch",
+            block=THREADS,
+        ),
+    ),
+    auxiliary=(
+        Variant("seen", FILE, ("mark_seen",), "tokens of prompts, for the repetition penalty"),
+    ),
+    make=_make,
+    traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
+    flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
+    bound="memory",
+    attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
+    binder=bind,
+)
+
+
 def sample_token(
     logits: CudaArray,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -192,7 +193,7 @@ def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
         raise InputError(
             f"expected up to {MAX_ROWS:,} tokens and seen (B, V), got {tokens.shape}, {seen.shape}"
         )
-    (kernel,) = OPERATION.beside[0].kernels
+    (kernel,) = OPERATION.auxiliary[0].kernels
     args = (tokens, rows, seen, tokens.size, *seen.shape)
     grid = (ceil(tokens.size / MARK_BLOCK),)
     return Bound(seen, (launch(FILE, kernel, grid, (MARK_BLOCK,), args),))

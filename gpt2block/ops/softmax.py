@@ -18,9 +18,10 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import THREADS, VALUES, share
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
@@ -35,49 +36,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 def _scores(sizes: Sizes) -> int:
     return sizes["B"] * sizes["NH"] * sizes["T"] ** 2
-
-
-OPERATION = Operation(
-    name="softmax",
-    document="named with the LayerNorm kernels",
-    idea="y = exp(x - max) / Σ exp(x - max) over each row",
-    sizes={"B": 2, "NH": 12, "T": 1024},
-    variants=(
-        Variant(
-            "three_pass",
-            FILE,
-            ("softmax_forward_kernel1",),
-            "a block a row: maximum, sum, quotient, each a pass over x",
-            BLOCKS,
-        ),
-        Variant(
-            "online_warp",
-            FILE,
-            ("softmax_forward_kernel2",),
-            "a warp a row: maximum and sum in one pass",
-            BLOCKS,
-        ),
-        Variant(
-            "online_block",
-            FILE,
-            ("softmax_forward_kernel3",),
-            "a block a row, 16-byte loads: rows of any length",
-            BLOCKS,
-        ),
-        Variant(
-            "rows",
-            FILE,
-            ("softmax_forward_kernel4",),
-            "rows in registers: x is read once",
-            tuple(block for block in BLOCKS if block <= THREADS),
-        ),
-    ),
-    make=_make,
-    traffic=lambda sizes: 8 * _scores(sizes),
-    flops=lambda sizes: 5 * _scores(sizes),
-    bound="memory",
-    attrs={},
-)
 
 
 @lru_cache(maxsize=1024)
@@ -148,6 +106,50 @@ def bind(
     where = geometry(chosen, rows, n, width, sms, block, causal)
     args = (scores, out, rows, n)
     return Bound(out, (launch_at(FILE, where, args),))
+
+
+OPERATION = Operation(
+    name="softmax",
+    document="named with the LayerNorm kernels",
+    idea="y = exp(x - max) / Σ exp(x - max) over each row",
+    sizes={"B": 2, "NH": 12, "T": 1024},
+    variants=(
+        Variant(
+            "three_pass",
+            FILE,
+            ("softmax_forward_kernel1",),
+            "a block a row: maximum, sum, quotient, each a pass over x",
+            BLOCKS,
+        ),
+        Variant(
+            "online_warp",
+            FILE,
+            ("softmax_forward_kernel2",),
+            "a warp a row: maximum and sum in one pass",
+            BLOCKS,
+        ),
+        Variant(
+            "online_block",
+            FILE,
+            ("softmax_forward_kernel3",),
+            "a block a row, 16-byte loads: rows of any length",
+            BLOCKS,
+        ),
+        Variant(
+            "rows",
+            FILE,
+            ("softmax_forward_kernel4",),
+            "rows in registers: x is read once",
+            tuple(block for block in BLOCKS if block <= THREADS),
+        ),
+    ),
+    make=_make,
+    traffic=lambda sizes: 8 * _scores(sizes),
+    flops=lambda sizes: 5 * _scores(sizes),
+    bound="memory",
+    attrs={},
+    binder=bind,
+)
 
 
 def softmax(

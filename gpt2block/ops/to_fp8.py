@@ -11,9 +11,9 @@ import numpy as np
 from gpt2block.checks import check_flag
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.weights.matrix import LAYOUTS, check_layout
 
 FILE = "fp8/convert.cu"
@@ -25,38 +25,6 @@ ABSMAX_BLOCK = 512
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return (rng.standard_normal((sizes["K"], sizes["N"]), dtype=np.float32) + np.float32(0.5),)
-
-
-OPERATION = Operation(
-    name="to_fp8",
-    document="Llama operations",
-    idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
-    sizes={"K": 4096, "N": 11008},
-    variants=(
-        Variant("element", FILE, ("to_fp8_kernel",), "a thread an element", BLOCKS),
-        Variant(
-            "vectors",
-            FILE,
-            ("to_fp8_kernel",),
-            "a thread 16 elements, 16-byte loads, all of them on their way first",
-            BLOCKS,
-        ),
-    ),
-    make=_make,
-    traffic=lambda s: (s["itemsize"] + 1) * s["K"] * s["N"],
-    flops=lambda s: s["K"] * s["N"],
-    bound="memory",
-    attrs={"format": "float8_e5m2"},
-    beside=(
-        Variant(
-            "absmax",
-            FILE,
-            ("absmax_kn_kernel", "absmax_nk_kernel"),
-            "the largest magnitude of each output channel, for scales; finds infinity and NaN",
-        ),
-    ),
-    dtypes=("float32", "float16", "bfloat16"),
-)
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
@@ -144,6 +112,39 @@ def bind(
     where = geometry(chosen, x.size, x.itemsize, _alignment(arrays), row, layout, saturate, block)
     args = (x, scale, out, x.size, row or x.size)
     return Bound(out, (launch_at(FILE, where, args, storage=dtype, weights=format),))
+
+
+OPERATION = Operation(
+    name="to_fp8",
+    document="Llama operations",
+    idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
+    sizes={"K": 4096, "N": 11008},
+    variants=(
+        Variant("element", FILE, ("to_fp8_kernel",), "a thread an element", BLOCKS),
+        Variant(
+            "vectors",
+            FILE,
+            ("to_fp8_kernel",),
+            "a thread 16 elements, 16-byte loads, all of them on their way first",
+            BLOCKS,
+        ),
+    ),
+    make=_make,
+    traffic=lambda s: (s["itemsize"] + 1) * s["K"] * s["N"],
+    flops=lambda s: s["K"] * s["N"],
+    bound="memory",
+    attrs={"format": "float8_e5m2"},
+    auxiliary=(
+        Variant(
+            "absmax",
+            FILE,
+            ("absmax_kn_kernel", "absmax_nk_kernel"),
+            "the largest magnitude of each output channel, for scales; finds infinity and NaN",
+        ),
+    ),
+    dtypes=("float32", "float16", "bfloat16"),
+    binder=bind,
+)
 
 
 def to_fp8(

@@ -19,9 +19,10 @@ from gpt2block.cuda.arrays import (
     on_16_bytes,
     output,
 )
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
-from gpt2block.ops.operation import Geometry, Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
@@ -50,70 +51,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 def _outputs(sizes: Sizes) -> int:
     """Elements on and below the diagonal."""
     return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
-
-
-OPERATION = Operation(
-    name="trimat",
-    document="attention's causal scores",
-    idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
-    sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
-    variants=(
-        Variant(
-            "naive",
-            FILE,
-            ("matmul_tri_naive",),
-            "a thread an 8×8 tile, straight from global memory; tiles above the diagonal skipped",
-            BLOCKS,
-        ),
-        Variant(
-            "registers",
-            FILE,
-            ("matmul_tri_registers",),
-            "8 values of Q and 8 of K in registers, 64 outer-product sums a step",
-            BLOCKS,
-        ),
-        Variant(
-            "tri3",
-            FILE,
-            ("matmul_tri3",),
-            "the same with float4 loads and stores",
-            BLOCKS,
-        ),
-        Variant(
-            "tri4",
-            FILE,
-            ("matmul_tri4",),
-            "16×16 threads a 128×128 tile, slices of 32 through shared memory",
-        ),
-        Variant(
-            "tri5",
-            PIPELINED,
-            ("matmul_tri5",),
-            "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
-            source="beyond the documents",
-        ),
-        Variant(
-            "tri6",
-            MMA,
-            ("matmul_tri6",),
-            "tensor cores at float accuracy: rows split in two of float16 as they arrive",
-            block=MMA_THREADS,
-            source="beyond the documents",
-        ),
-    ),
-    make=_make,
-    traffic=lambda sizes: (
-        4 * (2 * sizes["B"] * sizes["T"] * sizes["NH"] * sizes["HS"] + _outputs(sizes))
-    ),
-    flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
-    bound="compute",
-    attrs={"fill": None},
-    beside=(
-        Variant(
-            "any", FILE, (FILL,), "writes what stands above the diagonal, where it is asked for"
-        ),
-    ),
-)
 
 
 def geometry(variant: Variant, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
@@ -252,6 +189,71 @@ def _checked_fill(fill: Any) -> float | None:
             f"fill: expected None or a float32 number such as 0.0, -inf or nan, got {fill!r}"
         )
     return float(fill)
+
+
+OPERATION = Operation(
+    name="trimat",
+    document="attention's causal scores",
+    idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
+    sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
+    variants=(
+        Variant(
+            "naive",
+            FILE,
+            ("matmul_tri_naive",),
+            "a thread an 8×8 tile, straight from global memory; tiles above the diagonal skipped",
+            BLOCKS,
+        ),
+        Variant(
+            "registers",
+            FILE,
+            ("matmul_tri_registers",),
+            "8 values of Q and 8 of K in registers, 64 outer-product sums a step",
+            BLOCKS,
+        ),
+        Variant(
+            "tri3",
+            FILE,
+            ("matmul_tri3",),
+            "the same with float4 loads and stores",
+            BLOCKS,
+        ),
+        Variant(
+            "tri4",
+            FILE,
+            ("matmul_tri4",),
+            "16×16 threads a 128×128 tile, slices of 32 through shared memory",
+        ),
+        Variant(
+            "tri5",
+            PIPELINED,
+            ("matmul_tri5",),
+            "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
+            source="beyond the documents",
+        ),
+        Variant(
+            "tri6",
+            MMA,
+            ("matmul_tri6",),
+            "tensor cores at float accuracy: rows split in two of float16 as they arrive",
+            block=MMA_THREADS,
+            source="beyond the documents",
+        ),
+    ),
+    make=_make,
+    traffic=lambda sizes: (
+        4 * (2 * sizes["B"] * sizes["T"] * sizes["NH"] * sizes["HS"] + _outputs(sizes))
+    ),
+    flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
+    bound="compute",
+    attrs={"fill": None},
+    auxiliary=(
+        Variant(
+            "any", FILE, (FILL,), "writes what stands above the diagonal, where it is asked for"
+        ),
+    ),
+    binder=bind,
+)
 
 
 def trimat(

@@ -6,8 +6,8 @@ from math import ceil
 from typing import Any
 
 from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Geometry
 from gpt2block.weights.two_part import SplitMatrix
 
 ROWS_FILE = "matmul/two_part.cu"

@@ -20,8 +20,8 @@ from gpt2block.cuda.arrays import contiguous, on_16_bytes
 from gpt2block.cuda.foreign import as_cupy
 from gpt2block.cuda.kernels import Launch
 from gpt2block.errors import InputError
-from gpt2block.ops import BINDERS, LIMITS
-from gpt2block.plan import OUTPUT_SHAPES, Plan, Shape, Step
+from gpt2block.ops.registry import OPERATIONS, largest, shapes
+from gpt2block.plan import Plan, Shape, Step
 from gpt2block.run import StepResult, check_array, check_out, host_array
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
@@ -79,7 +79,7 @@ class CudaEngine:
         self.device = device
         self._use_graph = graph
         self._split = split_steps(plan, dtype)
-        self._bounds = plan.bounds(weights) if self._split else {}
+        self._bounds = largest(plan, weights) if self._split else {}
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
@@ -140,10 +140,11 @@ class CudaEngine:
             known |= {n: SplitMatrix.split(known[n]) for n in self._split & tensors.keys()}
             out = None
             if step.name in self._split:
-                shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
-                shape = OUTPUT_SHAPES[step.op](*shapes)
+                known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
+                shape = OPERATIONS[step.op].shape(*known_shapes)
                 out = SplitMatrix.empty(shape, _scale_bound(step, self._bounds))
-            bound = BINDERS[step.op](tuple(known[n] for n in step.inputs), out, **step.attrs)
+            inputs = tuple(known[n] for n in step.inputs)
+            bound = OPERATIONS[step.op].bind(inputs, out, **step.attrs)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in bound.launches)
             return StepResult(out, names, timing.gpu_ms(bound.launches))
@@ -227,7 +228,7 @@ class CudaEngine:
 
     def _bind(self, step: Step, tensors: Mapping[str, Any]) -> _Launches:
         inputs = tuple(tensors[name] for name in step.inputs)
-        bound = BINDERS[step.op](inputs, tensors[step.name], **step.attrs)
+        bound = OPERATIONS[step.op].bind(inputs, tensors[step.name], **step.attrs)
         return _Launches(bound.launches, bound.extra)
 
     def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, Any]:
@@ -287,22 +288,23 @@ def allocate(
     bounds: those of the plan with these weights, where steps are split. InputError, and nothing is
     allocated, when an op cannot run at these sizes.
     """
-    shapes = {name: _shape(w, True) for name, w in weights.items()}
-    shapes |= {plan.input: x, **plan.shapes(x, shapes)}
+    known = {name: _shape(w, True) for name, w in weights.items()}
+    known |= {plan.input: x, **shapes(plan, x, known)}
     split = split_steps(plan, dtype)
     for step in plan.steps:
         # Those of the documents' kernels.
-        if step.op in LIMITS and dtype == "float32" and not split:
-            LIMITS[step.op](*(shapes[name] for name in step.inputs), **step.attrs)
+        check_limits = OPERATIONS[step.op].check_limits
+        if check_limits and dtype == "float32" and not split:
+            check_limits(*(known[name] for name in step.inputs), **step.attrs)
     buffers: dict[str, Any] = {}
     for step in plan.steps[:-1]:
         name, target = step.name, plan.in_place.get(step.name)
         if name in split:
             parts = buffers[target].parts if target else None
             bound = _scale_bound(step, bounds or {})
-            buffers[name] = SplitMatrix.empty(shapes[name], bound, parts)
+            buffers[name] = SplitMatrix.empty(known[name], bound, parts)
         else:
-            buffers[name] = buffers[target] if target else cupy.empty(shapes[name], dtype=dtype)
+            buffers[name] = buffers[target] if target else cupy.empty(known[name], dtype=dtype)
     return buffers
 
 
@@ -312,4 +314,4 @@ def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: Cu
     tensors = {**weights, **buffers, plan.input: x, plan.output: out}
     for step in plan.steps:
         inputs = tuple(tensors[name] for name in step.inputs)
-        BINDERS[step.op](inputs, tensors[step.name], **step.attrs).run()
+        OPERATIONS[step.op].bind(inputs, tensors[step.name], **step.attrs).run()

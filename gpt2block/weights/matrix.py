@@ -123,6 +123,10 @@ class WeightMatrix:
         scale = None if scale is None else cupy.asarray(scale)
         return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
 
+    def arrays(self) -> dict[str, Any]:
+        """What it consists of, by the end of the name for messages."""
+        return {"": self.data} | ({} if self.scale is None else {".scale": self.scale})
+
     @property
     def K(self) -> int:  # noqa: N802
         """Inputs."""

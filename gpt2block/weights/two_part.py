@@ -107,6 +107,10 @@ class SplitMatrix:
     def __repr__(self) -> str:
         return f"SplitMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
 
+    def arrays(self) -> dict[str, Any]:
+        """What it consists of, by the end of the name for messages."""
+        return {".parts": self.parts, ".scale": self.scale}
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -23,6 +23,7 @@ from fuzzing import Area, Difference, Outcome, refused_or
 from gpt2block import ops, reference
 from gpt2block.bench.measure import tolerance
 from gpt2block.errors import InputError
+from gpt2block.ops.registry import OPERATIONS
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
@@ -84,7 +85,7 @@ def case(rng: Rng, folder: Path) -> Outcome:
         result = [arrays[name] for name in IN_PLACE[given.op]]
     _check_inputs(arrays, before, options.get("out"), IN_PLACE.get(given.op, ()))
     _compare(given, result, before, options)
-    if isinstance(result, cp.ndarray) and "out" not in options and given.op in ops.BINDERS:
+    if isinstance(result, cp.ndarray) and "out" not in options and given.op in OPERATIONS:
         _bind_into(rng, given, arrays, options, result)
     return "right"
 
@@ -102,8 +103,8 @@ def _change(rng: Rng, given: Call, arrays: Arrays, options: dict[str, Any]) -> N
 
 
 def _bind_into(rng: Rng, given: Call, arrays: Arrays, options: dict[str, Any], result: Any) -> None:
-    """The same through `ops.BINDERS`, into memory that may overlap an input."""
-    bind = ops.BINDERS[given.op]
+    """The same through `bind`, into memory that may overlap an input."""
+    bind = OPERATIONS[given.op].binder
     known = inspect.signature(bind).parameters
     inputs = [value for value in arrays.values() if isinstance(value, cp.ndarray)]
     shared = [a for a in inputs if a.dtype == result.dtype and a.flags.c_contiguous
