@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -142,6 +143,82 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     return np.ascontiguousarray(out).reshape(T, C)
 
 
+@takes(qkv="N W", k="B P C", v="B P C", row="int N", position="int N")
+def kv_append(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+) -> Array:
+    """K and V of packed rows into a kv_cache, which is changed in place; returns k.
+
+    qkv (N, 3C); k, v (B, n_ctx, C); row n belongs to sequence row[n], at position[n].
+    """
+    C = k.shape[-1]
+    new = qkv[:, C:].astype(k.dtype, copy=False)
+    k[row, position], v[row, position] = new[:, :C], new[:, C:]
+    return k
+
+
+@takes(qkv="N W", k="B P C", v="B P C", cu_seqlens="int S", start="int B")
+def attention_packed(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    start: NDArray[np.integer[Any]],
+    n_head: int,
+    longest: int | None = None,
+) -> Array:
+    """`attention_cached` of several sequences, whose rows of qkv follow each other.
+
+    qkv (N, 3C); k, v (B, n_ctx, C), which hold the new keys and values already; rows cu_seqlens[b]
+    to cu_seqlens[b + 1] - 1 are sequence b's, at positions from start[b] on → (N, C). `longest` is
+    the number of rows of the longest sequence, which only a GPU needs to know.
+    """
+    C = k.shape[-1]
+    out = np.empty((len(qkv), C), qkv.dtype)
+    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        at = int(start[b])
+        keys = at + end - first
+        if end > first:
+            q = qkv[first:end, :C]
+            out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head)
+    return out
+
+
+@takes(qkv="N W", cu_seqlens="int S")
+def attention_varlen(
+    qkv: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    n_head: int,
+    causal: bool = False,
+    max_seqlen: int | None = None,
+) -> Array:
+    """`attention` of several sequences, each over itself; rows as in `attention_packed`."""
+    out = np.empty((len(qkv), qkv.shape[1] // 3), qkv.dtype)
+    for first, end in pairwise(cu_seqlens.tolist()):
+        if end > first:
+            out[first:end] = attention(qkv[first:end], n_head, causal)
+    return out
+
+
+@takes(q="B C", k="B P C", v="B P C", position="int B")
+def attention_split(
+    q: Array, k: Array, v: Array, position: NDArray[np.integer[Any]], n_head: int
+) -> Array:
+    """Attention of one query a sequence over a kv_cache: row b sees keys 0 to position[b].
+
+    q (B, C); k, v (B, n_ctx, C) → (B, C). A row at a position below 0 is zero here.
+    """
+    out = np.zeros_like(q)
+    for b, at in enumerate(position.tolist()):
+        if at >= 0:
+            out[b] = attention_cached(q[b : b + 1], k[b], v[b], at, n_head)[0]
+    return out
+
+
 @takes(scores="... T")
 def softmax(scores: Array, causal: bool = False) -> Array:
     """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing.
@@ -215,6 +292,26 @@ def linear(
     return product if residual is None else residual + product
 
 
+def linear_qkv(
+    x: Array,
+    w: Array | WeightMatrix,
+    bias: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    k: Array,
+    v: Array,
+    position: NDArray[np.integer[Any]],
+    eps: float = 1e-5,
+) -> Array:
+    """`linear` to q, k and v of one token a sequence: returns q, and appends the others to a cache.
+
+    x (B, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), position (B,) → (B, C).
+    """
+    qkv = linear(x, w, bias, gamma, beta, eps=eps)
+    kv_append(qkv, k, v, np.arange(len(x)), position)
+    return qkv[:, : k.shape[-1]]
+
+
 @takes(a="... K", w="matrix K N", bias="N", residual="... N")
 def gemm(
     a: Array,
@@ -271,6 +368,19 @@ def joined(parts: Array, scale: Array) -> Array:
     hi, lo = parts[0].astype("float32"), parts[1].astype("float32")
     result: Array = (hi + lo * np.float32(2**-11)) * scale[:, None]
     return result
+
+
+@takes(x="N C", indices="int B")
+def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
+    """Some rows of x: (N, C), indices (B,) → (B, C)."""
+    _check_places("indices", indices, len(x))
+    taken: Array = x[indices]
+    return taken
+
+
+def rows(x: Array, first: int, end: int) -> Array:
+    """A view of rows `first` to `end` - 1 of x."""
+    return x[first:end]
 
 
 @takes(a="...", b="...")
