@@ -55,7 +55,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         f"import sys; sys.path += {present!r}\n"
         "import gpt2block, kernels_cu\n"
         "from importlib.resources import files\n"
-        "from gpt2block import kernels\n"
+        "from gpt2block.cuda import kernels\n"
         "from hashlib import sha256\n"
         "def hash_of(text): return sha256(text.encode()).hexdigest()\n"
         f"assert gpt2block.__file__.startswith({str(site)!r}), gpt2block.__file__\n"

@@ -82,7 +82,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> No
 
 
 def on_board() -> dict[str, Any]:
-    folder = Path(tokenizer.__file__).parent / "models" / "shakespeare"
+    folder = Path(tokenizer.__file__).parents[1] / "models" / "shakespeare"
     spec: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     return spec
 

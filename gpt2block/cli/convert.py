@@ -1,4 +1,4 @@
-"""`gpt2block convert`: any checkpoint that opens, as a Hugging Face directory."""
+"""`gpt2block convert`: write any readable checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2block.errors import InputError, printable
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command to the application."""
     app.command(epilog="Example: gpt2block convert out/ckpt.pt my-model --dtype bfloat16")(convert)
 
 
@@ -30,22 +30,22 @@ def convert(
     output: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     dtype: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its own."),
+        typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into OUT where it is already there.")
+        bool, typer.Option("--overwrite", help="Write into OUT although it exists.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: config.json and model.safetensors.
 
-    PyTorch files are read without PyTorch, and no code in them is run.
+    PyTorch files are read without PyTorch, and no code in them is executed.
     """
     if not output:
         raise InputError("OUT: expected a directory, got an empty string")
     if dtype not in (None, *SAVED_DTYPES):
         raise InputError(f"--dtype: expected one of {', '.join(SAVED_DTYPES)}, got {dtype!r}")
     if os.path.lexists(os.path.expanduser(output)) and not overwrite:
-        raise InputError(f"{output}: already there: give another directory or --overwrite")
+        raise InputError(f"{output}: already exists: give another directory or --overwrite")
     source = Checkpoint.open(checkpoint)
     if os.path.realpath(os.path.expanduser(output)) == os.path.realpath(source.directory):
         raise InputError(f"{output}: the checkpoint is in this directory: give another one as OUT")

@@ -1,4 +1,4 @@
-"""`gpt2block map score|generate|embed`: a command over many records, on Dask."""
+"""`gpt2block map score|generate|embed`: process many records, on Dask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.cli import INTERRUPTED
+from gpt2block.cli import FAILED, INTERRUPTED
 from gpt2block.cli.model import Device, Dtype, Model, Revision, Tokenizer
 from gpt2block.errors import InputError, printable
 from gpt2block.text.sampling import DEFAULT_TEMPERATURE
@@ -22,58 +22,58 @@ from gpt2block.text.sampling import DEFAULT_TEMPERATURE
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
 
-FAILED, ERRORS = 1, "errors"  # the exit code; the folder in the output
-SECONDS_BETWEEN_LINES = 10  # where stderr is no terminal
+ERRORS = "errors"  # folder in the output
+SECONDS_BETWEEN_LINES = 10  # of progress, if stderr is no terminal
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Score, continue or embed many records on all GPUs; killed, the same command goes on. "
-    "Exit code: 0 when the input is done and some or all records have results; 1 when no record "
-    "has one, when shards failed, or when the job stopped; 2 when it was refused; 130 when it was "
-    "interrupted.",
+    help="Score, continue or embed many records on all GPUs. After an interruption, the same "
+    "command resumes the job. Exit code: 0 if the input is finished and at least one record has a "
+    "result; 1 if none has, a shard failed or the job stopped; 2 for invalid options or input; "
+    "130 after Ctrl-C.",
 )
 
 Input = Annotated[
     list[str],
-    typer.Argument(help=".jsonl, .ndjson, .parquet, .txt (a record a line), or folders."),
+    typer.Argument(help=".jsonl, .ndjson, .parquet or .txt (one record per line), or folders."),
 ]
 Output = Annotated[
-    str,  # not Path, for which an empty text is the working directory
+    str,  # not Path, which turns an empty string into the working directory
     typer.Option(
-        metavar="FOLDER", help="The folder of the results: a new or empty one, or this job's."
+        metavar="FOLDER", help="Folder of the results: new, empty, or one of the same job."
     ),
 ]
 Workers = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(
         min=1,
-        help="Processes; by default one for each visible GPU or, without one, for each CPU core "
-        "this process may use, as far as the memory holds the models.",
+        help="Processes; by default one for each visible GPU or, without a GPU, one for each "
+        "usable CPU core, limited by the memory for the models.",
     ),
 ]
 SchedulerAt = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="A Dask cluster that is running, tcp://host:8786; a local one by default."),
+    typer.Option(help="A running Dask cluster, tcp://host:8786; by default a local one."),
 ]
-ShardSize = Annotated[int, typer.Option(min=1, help="Lines of input in a file of output.")]
-BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed together at most.")]
+ShardSize = Annotated[int, typer.Option(min=1, help="Input lines per output file.")]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Most tokens computed together.")]
 Column = Annotated[
-    str, typer.Option("--field", help="Of a record: its text, or a list of token ids.")
+    str, typer.Option("--field", help="Field with the text, or the list of token ids.")
 ]
 Keep = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(
-        help="A field to carry into the results; may be given several times. A .txt file has one: "
-        "its text."
+        help="Field to copy into the results; may be given several times. Records of a .txt file "
+        "have one field, text."
     ),
 ]
-Format = Annotated[str, typer.Option("--format", help="Of the results: jsonl or parquet.")]
-LogProbs = Annotated[bool, typer.Option("--logprobs", help="And every token's log-probability.")]
+Format = Annotated[str, typer.Option("--format", help="Format of the results: jsonl or parquet.")]
+LogProbs = Annotated[bool, typer.Option("--logprobs", help="Add every token's log-probability.")]
 
 
 @dataclass(frozen=True)
 class _Common:
-    """What the three commands share."""
+    """The options that the three commands share."""
 
     inputs: list[str]
     output: str
@@ -92,7 +92,7 @@ class _Common:
 
 
 def register(to: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands to the application."""
     to.add_typer(app, name="map")
 
 
@@ -118,7 +118,7 @@ def score(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """Log-likelihood and perplexity of every record."""
+    """Compute the log-likelihood and perplexity of every record."""
     common = _Common(
         inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
@@ -135,22 +135,22 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.")
+        float, typer.Option(help="0: the most likely token.")
     ] = DEFAULT_TEMPERATURE,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0: off.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="From the fewest of this probability; 1: off.")
+        float, typer.Option(help="Keep the fewest tokens with this total probability; 1: off.")
     ] = 1.0,
-    min_p: Annotated[float, typer.Option(help="From those this likely beside the first.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Of tokens that were there.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With a record's place it makes the record's own.")] = 0,
+    min_p: Annotated[float, typer.Option(help="As in generate; 0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="As in generate; 1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Base of each record's own seed.")] = 0,
     stop: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="End before this text; may be given several times."),
+        typer.Option(help="Stop before this text; may be given several times."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Continuations of a record.")] = 1,
+    samples: Annotated[int, typer.Option(help="Continuations per record.")] = 1,
     overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
     rows_at_once: Annotated[int, typer.Option(help="Continuations computed together.")] = 64,
     logprobs: LogProbs = False,
@@ -162,7 +162,7 @@ def generate(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """Continue every record. The same seed gives the same texts, whoever writes them."""
+    """Continue every record. The same seed gives the same texts with any number of workers."""
     common = _Common(
         inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
@@ -193,12 +193,11 @@ def embed(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    pooling: Annotated[str, typer.Option(help="mean or last, of the final states.")] = "mean",
+    pooling: Annotated[str, typer.Option(help="mean or last of the final hidden states.")] = "mean",
     overflow: Annotated[
         str,
         typer.Option(
-            help="For records longer than the context: error, or truncate, which keeps the last "
-            "tokens."
+            help="For records longer than the context: error, or truncate to the last tokens."
         ),
     ] = "error",
     workers: Workers = None,
@@ -209,7 +208,7 @@ def embed(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """A vector of every record."""
+    """Compute an embedding vector of every record."""
     common = _Common(
         inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
         batch_tokens, column, keep, form,
@@ -221,14 +220,14 @@ def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
     try:
         code = _run(task, common, options)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: the same command continues from here", file=sys.stderr)
         code = INTERRUPTED
     if code:
         raise typer.Exit(code)
 
 
 def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
-    """Do the job and print what came of it; the exit code."""
+    """Run the job, print its results and return the exit code."""
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415
     except ImportError as error:
@@ -236,7 +235,7 @@ def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
     from gpt2block.bulk.job import Job  # noqa: PLC0415
     from gpt2block.run.model import check_dtype  # noqa: PLC0415
 
-    check_dtype(common.dtype)  # before any worker is started for it
+    check_dtype(common.dtype)  # before a worker is started
     job = Job(
         task=task,
         output=common.output,
@@ -289,7 +288,7 @@ def _summary(output: Path, outcome: Outcome) -> list[str]:
 
 
 class _Watcher:
-    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+    """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -305,7 +304,7 @@ class _Watcher:
         )
         self._console = console
         self._lines = self._done = self._now = self._records = self._tokens = 0
-        self._begun = self._said = monotonic()
+        self._begun = self._printed = monotonic()
         self._task: Any = None
 
     def say(self, line: str) -> None:
@@ -313,7 +312,7 @@ class _Watcher:
 
     def begin(self, lines: int, finished: int) -> None:
         self._lines, self._done = lines, finished
-        self._begun = self._said = monotonic()
+        self._begun = self._printed = monotonic()
         if finished:
             self.say(f"{finished:,} of {lines:,} lines are done already")
         self._task = self.bar.add_task("", total=lines, completed=finished)
@@ -329,13 +328,13 @@ class _Watcher:
         self._show(records)
 
     def _show(self, inside: int) -> None:
-        """inside: records computed of unfinished shards."""
+        """inside: records of unfinished shards that are computed."""
         done, rates = self._done + inside, self._rates(inside)
         self.bar.update(self._task, completed=done, description=rates)
-        if self._terminal or monotonic() - self._said < SECONDS_BETWEEN_LINES:
+        if self._terminal or monotonic() - self._printed < SECONDS_BETWEEN_LINES:
             return
-        self._said = monotonic()
-        now, seconds = self._now + inside, self._said - self._begun
+        self._printed = monotonic()
+        now, seconds = self._now + inside, self._printed - self._begun
         ends = f", {(self._lines - done) * seconds / now:,.0f} s left" if now else ""
         self.say(f"{done:,} of {self._lines:,} lines, {rates}{ends}")
 
