@@ -29,9 +29,9 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 SAMPLING = [
     (["--temperature", "-1"], "--temperature: expected 0 (greedy), or"),
     (["--temperature", "nan"], "--temperature: expected 0 (greedy), or"),
-    (["--top-k", "-1"], "--top-k: expected how many tokens to keep"),
+    (["--top-k", "-1"], "--top-k: expected the number of tokens to keep"),
     (["--top-p", "2"], "--top-p: expected a probability"),
-    (["--min-p", "-1"], "--min-p: expected a part of 1"),
+    (["--min-p", "-1"], "--min-p: expected a fraction from 0 to 1"),
     (["--repetition-penalty", "0"], "--repetition-penalty: expected "),
     (["--seed", "-1"], "--seed: expected an unsigned integer"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected a positive integer"),

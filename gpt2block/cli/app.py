@@ -35,7 +35,7 @@ from gpt2block.cli.kernels import (
     print_measurements,
     print_series,
 )
-from gpt2block.cli.model import Device, Json, Revision, path_of
+from gpt2block.cli.model import Device, Json, OptionalInt, OptionalStr, Revision, path_of
 from gpt2block.cli.terms import in_terms_of_options
 from gpt2block.errors import CheckpointError, DeviceError, InputError
 from gpt2block.operations import Operation, all_sizes, find, parse_sizes
@@ -54,7 +54,9 @@ app = typer.Typer(
 cli_map.register(app)
 cli_convert.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
-# Typer reads the annotations below at run time, also on Python 3.10: hence Optional.
+Peer = Annotated[
+    OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,17 +84,15 @@ def block(
     ] = ON_BOARD,
     revision: Revision = None,
     size: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
     ] = None,
     layer: Annotated[int, typer.Option(help="Index of the block whose steps are shown.")] = 0,
     text: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Input text; by default a passage of Shakespeare."),
+        OptionalStr, typer.Option(help="Input text; by default a passage of Shakespeare.")
     ] = None,
     seq_len: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens per row; by default the whole text."),
+        OptionalInt, typer.Option(help="Tokens per row; by default the whole text.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
     causal: Annotated[bool, typer.Option(help="Attend only to earlier tokens.")] = True,
@@ -106,18 +106,9 @@ def block(
     """Run a GPT-2 block and compare every step with float64 NumPy."""
     if size is None:
         result = walkthrough.with_trained_weights(
-            weights,
-            layer,
-            text,
-            seq_len,
-            batch,
-            causal,
-            device,
-            _progress,
-            dtype,
-            kernels,
+            weights, layer, text, seq_len, batch, causal, device, _progress, dtype, kernels,
             revision,
-        )
+        )  # fmt: skip
     elif text is not None or weights != ON_BOARD or revision is not None or layer != 0:
         raise InputError(
             "--size uses random weights: leave out --weights, --revision, --layer and --text"
@@ -217,21 +208,15 @@ def bench(
         bool, typer.Option("--decode", help="Time the decoding of GPT-2 instead.")
     ] = False,
     what: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="block, gemm, attention or all: compare these with the ceilings."),
     ] = None,
-    dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Only bfloat16, float16 or float32."),
-    ] = None,
+    dtype: Annotated[OptionalStr, typer.Option(help="Only bfloat16, float16 or float32.")] = None,
     only: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="Only work with this text in its name, such as 8x1024 or M=128."),
     ] = None,
-    peer: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="torch: also time PyTorch, on the same buffers and in turn."),
-    ] = None,
+    peer: Peer = None,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Plot the roofline to this PNG file.", parser=path_of, metavar="PATH"),
@@ -317,15 +302,13 @@ def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
 @app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")
 def kernels(
     operation: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(help="An operation; without it, all operations are listed."),
+        OptionalStr, typer.Argument(help="An operation; without it, all operations are listed.")
     ] = None,
     variant: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="One variant; by default all variants."),
+        OptionalStr, typer.Option(help="One variant; by default all variants.")
     ] = None,
     shape: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="Sizes that differ from the default ones, such as B=1,T=128."),
     ] = None,
     sweep: Annotated[bool, typer.Option(help="Time every block size of a variant.")] = False,
@@ -337,17 +320,13 @@ def kernels(
             metavar="PATH",
         ),
     ] = None,
-    peer: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="torch: also time PyTorch, on the same buffers and in turn."),
-    ] = None,
+    peer: Peer = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
     ] = None,
     layout: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Memory layout of the weights: KN or NK."),
+        OptionalStr, typer.Option(help="Memory layout of the weights: KN or NK.")
     ] = None,
     as_json: Json = False,
 ) -> None:

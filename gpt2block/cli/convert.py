@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.hugging_face import WEIGHTS
 from gpt2block.checkpoints.saving import SAVED_DTYPES
+from gpt2block.cli.model import OptionalStr
 from gpt2block.errors import InputError, printable
 
 
@@ -29,7 +30,7 @@ def convert(
     ],
     output: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype."),
     ] = None,
     overwrite: Annotated[

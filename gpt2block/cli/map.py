@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -15,7 +15,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli import FAILED, INTERRUPTED
-from gpt2block.cli.model import Device, Dtype, Model, Revision, Tokenizer
+from gpt2block.cli.model import (
+    Device,
+    Dtype,
+    MaxNewTokens,
+    MinP,
+    Model,
+    OptionalInt,
+    OptionalStr,
+    RepetitionPenalty,
+    Revision,
+    Stop,
+    Stride,
+    Temperature,
+    Tokenizer,
+    TopK,
+    TopP,
+)
 from gpt2block.errors import InputError, printable
 from gpt2block.text.sampling import DEFAULT_TEMPERATURE
 
@@ -28,9 +44,9 @@ SECONDS_BETWEEN_LINES = 10  # of progress, if stderr is no terminal
 app = typer.Typer(
     no_args_is_help=True,
     help="Score, continue or embed many records on all GPUs. After an interruption, the same "
-    "command resumes the job. Exit code: 0 if the input is finished and at least one record has a "
-    "result; 1 if none has, a shard failed or the job stopped; 2 for invalid options or input; "
-    "130 after Ctrl-C.",
+    "command continues the job. Exit code: 0 when the input is done and at least one record has a "
+    "result; 1 when no record has one, when a shard failed or when the job stopped; 2 for invalid "
+    "options or input; 130 after Ctrl-C.",
 )
 
 Input = Annotated[
@@ -44,7 +60,7 @@ Output = Annotated[
     ),
 ]
 Workers = Annotated[
-    Optional[int],  # noqa: UP045
+    OptionalInt,
     typer.Option(
         min=1,
         help="Processes; by default one for each visible GPU or, without a GPU, one for each "
@@ -52,7 +68,7 @@ Workers = Annotated[
     ),
 ]
 SchedulerAt = Annotated[
-    Optional[str],  # noqa: UP045
+    OptionalStr,
     typer.Option(help="A running Dask cluster, tcp://host:8786; by default a local one."),
 ]
 ShardSize = Annotated[int, typer.Option(min=1, help="Input lines per output file.")]
@@ -71,26 +87,6 @@ Format = Annotated[str, typer.Option("--format", help="Format of the results: js
 LogProbs = Annotated[bool, typer.Option("--logprobs", help="Add every token's log-probability.")]
 
 
-@dataclass(frozen=True)
-class _Common:
-    """The options that the three commands share."""
-
-    inputs: list[str]
-    output: str
-    model: str
-    revision: str | None
-    dtype: str
-    device: str | None
-    tokenizer: Path | None
-    workers: int | None
-    scheduler: str | None
-    shard_size: int
-    batch_tokens: int
-    column: str
-    keep: list[str] | None
-    form: str
-
-
 def register(to: typer.Typer) -> None:
     """Add the commands to the application."""
     to.add_typer(app, name="map")
@@ -105,10 +101,7 @@ def score(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    stride: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens between windows; half of the context by default."),
-    ] = None,
+    stride: Stride = None,
     logprobs: LogProbs = False,
     workers: Workers = None,
     scheduler: SchedulerAt = None,
@@ -119,11 +112,7 @@ def score(
     form: Format = "jsonl",
 ) -> None:
     """Compute the log-likelihood and perplexity of every record."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
-    )  # fmt: skip
-    _map("score", common, {"stride": stride, "logprobs": logprobs})
+    _map("score", locals(), "stride", "logprobs")
 
 
 @app.command(epilog="Example: gpt2block map generate prompts.jsonl --output texts --seed 7")
@@ -135,21 +124,14 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0: the most likely token.")
-    ] = DEFAULT_TEMPERATURE,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the fewest tokens with this total probability; 1: off.")
-    ] = 1.0,
-    min_p: Annotated[float, typer.Option(help="As in generate; 0: off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="As in generate; 1: off.")] = 1.0,
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int, typer.Option(help="Base of each record's own seed.")] = 0,
-    stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Stop before this text; may be given several times."),
-    ] = None,
+    stop: Stop = None,
     samples: Annotated[int, typer.Option(help="Continuations per record.")] = 1,
     overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
     rows_at_once: Annotated[int, typer.Option(help="Continuations computed together.")] = 64,
@@ -163,25 +145,11 @@ def generate(
     form: Format = "jsonl",
 ) -> None:
     """Continue every record. The same seed gives the same texts with any number of workers."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
+    stop = stop or []
+    _map(
+        "generate", locals(), "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+        "repetition_penalty", "seed", "stop", "samples", "overflow", "rows_at_once", "logprobs",
     )  # fmt: skip
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or [],
-        "samples": samples,
-        "overflow": overflow,
-        "rows_at_once": rows_at_once,
-        "logprobs": logprobs,
-    }
-    _map("generate", common, options)
 
 
 @app.command(epilog="Example: gpt2block map embed texts.parquet --output vectors --format parquet")
@@ -209,16 +177,14 @@ def embed(
     form: Format = "jsonl",
 ) -> None:
     """Compute an embedding vector of every record."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
-    )  # fmt: skip
-    _map("embed", common, {"pooling": pooling, "overflow": overflow})
+    _map("embed", locals(), "pooling", "overflow")
 
 
-def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
+def _map(task: Any, arguments: dict[str, Any], *names: str) -> None:
+    """Run the job of a command with these arguments; `names`: those of the task itself."""
+    options = {name: arguments[name] for name in names}
     try:
-        code = _run(task, common, options)
+        code = _run(task, SimpleNamespace(**arguments), options)
     except KeyboardInterrupt:
         print("interrupted: the same command continues from here", file=sys.stderr)
         code = INTERRUPTED
@@ -226,7 +192,7 @@ def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
         raise typer.Exit(code)
 
 
-def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
+def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
     """Run the job, print its results and return the exit code."""
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415

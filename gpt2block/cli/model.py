@@ -40,10 +40,12 @@ DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled model
 MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes: 256 and 16 MiB
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
-# Typer reads these annotations at run time, also on Python 3.10: hence Optional.
+# Typer reads annotations at run time, also on Python 3.10: hence Optional.
+OptionalStr = Optional[str]  # noqa: UP045
+OptionalInt = Optional[int]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[
-    Optional[str],  # noqa: UP045
+    OptionalStr,
     typer.Option(help="cuda, cuda:N or cpu; by default the GPU if there is one."),
 ]
 Model = Annotated[
@@ -54,7 +56,7 @@ Model = Annotated[
     ),
 ]
 Revision = Annotated[
-    Optional[str],  # noqa: UP045
+    OptionalStr,
     typer.Option(help="Branch, tag or commit of a hub id; by default its main branch."),
 ]
 Dtype = Annotated[
@@ -87,6 +89,28 @@ Special = Annotated[
     bool,
     typer.Option("--special", help="Read names such as <|endoftext|> as special tokens."),
 ]
+MaxNewTokens = Annotated[int, typer.Option(help="Largest number of new tokens.")]
+Temperature = Annotated[
+    float, typer.Option(help="0: the most likely token; 1: the model's own distribution.")
+]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")]
+TopP = Annotated[
+    float, typer.Option(help="Keep the fewest tokens with this total probability; 1: off.")
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Keep tokens at least this fraction as likely as the most likely; 0: off."),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1: tokens already in the text become less likely.")
+]
+Stop = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(help="Stop before this text; may be given several times."),
+]
+Stride = Annotated[
+    OptionalInt, typer.Option(help="Tokens between windows; half of the context by default.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -98,7 +122,7 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     prompt: Annotated[
-        Optional[str],  # noqa: UP045
+        OptionalStr,
         typer.Argument(help="Text to continue; - or none: stdin without its last newline."),
     ] = None,
     ids: Annotated[
@@ -115,28 +139,14 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0: the most likely token; 1: the model's own distribution.")
-    ] = DEFAULT_TEMPERATURE,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the fewest tokens with this total probability; 1: off.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Keep tokens at least this fraction as likely as the most likely one; 0: off."
-        ),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens already in the text become less likely.")
-    ] = 1.0,
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Stop before this text; may be given several times."),
-    ] = None,
+    stop: Stop = None,
     stop_id: Annotated[
         Optional[list[int]],  # noqa: UP045
         typer.Option(
@@ -391,10 +401,7 @@ def score(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    stride: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens between windows; half of the context by default."),
-    ] = None,
+    stride: Stride = None,
     tokens: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(
