@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gpt2block.block import resolve_device
+from gpt2block.block import Comparison, resolve_device
 from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
+from gpt2block.compare import compare
 from gpt2block.config import GPT2Config, check_count
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.run.model import (
     Floats,
     Ids,
     KVCache,
-    ModelEngine,
     Tensors,
+    TracedEngine,
     check_dtype,
 )
 from gpt2block.text.encoding import Encoding, as_array
@@ -183,6 +184,34 @@ class GPT2:
         if shape is None:
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
+
+    def trace(self, ids: Any, cached: bool = False) -> dict[str, Any]:
+        """Step name → its tensor, (T, channels), for every step of the forward pass of ids (T,).
+
+        Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
+        cached: of the last token alone, after the others are in a kv_cache.
+        """
+        return self.engine.trace(self._one(ids, cached), cached)
+
+    def compare(self, ids: Any, cached: bool = False) -> list[Comparison]:
+        """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
+
+        cached: for the last token alone, as decoding computes it after the others. The float64 pass
+        takes the weights as they are stored. A row's name is the step's, such as "h.3.gelu".
+        """
+        return compare(self.engine, self._one(ids, cached), cached)
+
+    def _one(self, ids: Any, cached: bool) -> Ids:
+        """One sequence of ids, checked."""
+        check_flag("cached", cached)
+        sequences, _ = self._sequences(ids, None)
+        least = 2 if cached else 1
+        if len(sequences) != 1 or len(sequences[0]) < least:
+            raise InputError(
+                f"ids: expected one sequence of at least {least} tokens, got "
+                f"{[len(sequence) for sequence in sequences]}"
+            )
+        return sequences[0]
 
     @named_options()
     def generate(
@@ -393,7 +422,7 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
 
 def _engine(
     config: GPT2Config, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
-) -> ModelEngine:
+) -> TracedEngine:
     index = resolve_device(device)
     if index is None:
         from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415

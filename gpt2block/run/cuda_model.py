@@ -7,15 +7,17 @@ it is the same graph each time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, decode_plan, head_plan
@@ -30,6 +32,7 @@ from gpt2block.run.model import (
     CacheKind,
     Floats,
     Ids,
+    StepResult,
     Tensors,
     Want,
     cache_kind,
@@ -281,6 +284,32 @@ class CudaModel:
                 found += [row[:-1] for row in found_here]
         return found
 
+    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+        V = self.config.vocab_size
+        with self.running():
+            program = self._pass(ids, cached)
+            aside = ("kv_append", "rows", "take")
+            names = [step.name for step in program.plan.steps if step.op not in aside]
+            copies = {name: copy.get() for name, copy in program.trace(names).items()}
+        return {n: a[:, :V] if n.startswith("logits") else a for n, a in copies.items()}
+
+    def alone(
+        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[StepResult]:
+        with self.running():
+            yield from itertools.starmap(StepResult, self._pass(ids, cached).alone(exact))
+
+    def _pass(self, ids: Ids, cached: bool) -> Program:
+        """The program of a forward pass of one sequence, with its tokens in place."""
+        if not cached:
+            prefill = self.prefill([ids], self._scratch([ids]), "log_likelihood")
+            return prefill.program("log_likelihood")
+        cache = self.new_cache(1, len(ids))
+        self.prefill([ids[:-1]], cache)
+        step = self.step(cache)
+        step.place([int(ids[-1])], [len(ids) - 1])
+        return step.program
+
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
         with self.running():
             cache = self._kept_cache(len(prompts)) or self.new_cache(
@@ -402,10 +431,14 @@ class _Step:
         """A token of each row from `logits`; its position moves on by one."""
         self._sample.run()
 
-    def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
-        """A given token for each row through the model: logits (B, V); at position -1 no row."""
+    def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """The token of each row, and its position, for the next step."""
         self.state.token.set(np.array(tokens, np.int32))
         self.state.position.set(np.array(positions, np.int32))
+
+    def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
+        """A given token for each row through the model: logits (B, V); at position -1 no row."""
+        self.place(tokens, positions)
         self.program.run_steps()
         logits: Floats = self.logits.get()
         return logits

@@ -55,7 +55,13 @@ class PrefillPrograms:
         self._programs: dict[Want | None, Program] = {}
         self._shared: dict[str, Bound] = {}  # steps as far as the last attention
 
-    def _program(self, want: Want | None) -> Program:
+    def program(self, want: Want | None) -> Program:
+        """Bound on first use."""
+        if want not in self._programs:
+            self._programs[want] = self._bind(want)
+        return self._programs[want]
+
+    def _bind(self, want: Want | None) -> Program:
         config, (N, B) = self.model.config, (self.shape.rows, self.shape.batch)
         plan = self.shape.plan(config, want)
         storage: dict[str, CudaArray] = {"h.0.gelu": self._ff}
@@ -82,10 +88,7 @@ class PrefillPrograms:
     def run(self, sequences: Sequence[Ids], starts: list[int], want: Requested | None) -> None:
         """The sequences through the model; `want` None: for the keys and values alone."""
         self._send(self._numbers_of(sequences, starts))
-        plan = "hidden" if want == "states" else want
-        program = self._programs.get(plan)
-        if program is None:
-            program = self._programs[plan] = self._program(plan)
+        program = self.program("hidden" if want == "states" else want)
         if want == "states":
             names = ["embedding", *(f"h.{n}.output" for n in range(self.model.config.n_layer))]
             self.states = [copy.get() for copy in program.trace(names).values()]

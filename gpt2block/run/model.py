@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,3 +224,29 @@ class ModelEngine(Protocol):
 
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> Decoding:
         """Rows that start with these prompts, each of at least one token."""
+
+
+class StepResult(NamedTuple):
+    """The result of one step of a forward pass."""
+
+    name: str
+    kernel: str  # or the function
+    out: NDArray[Any]  # (rows, channels)
+
+
+class TracedEngine(ModelEngine, Protocol):
+    """A GPT-2 whose steps can be looked at, for a forward pass of one sequence of ids (T,).
+
+    cached: of its last token, after the others are in a kv_cache.
+    """
+
+    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+        """Step name → its tensor, (rows, channels), in order."""
+
+    def alone(
+        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[StepResult]:
+        """Every step by itself, on exact inputs, rounded to what they are stored in.
+
+        exact: the tensors of the pass by name, and K and V of the sequence as "h.0.k" (1, T, C).
+        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.architectures.gpt2 import model_plan
 from gpt2block.config import GPT2Config
-from gpt2block.plan import Step
+from gpt2block.plan import Plan, Step
 from gpt2block.run.model import (
     CacheKind,
     Floats,
     Ids,
+    StepResult,
     Tensors,
     Want,
     cache_kind,
@@ -117,21 +118,11 @@ class NumpyModel:
             cache = NumpyCache(config, len(sequences), longest, kv_cache_dtype(self.dtype))
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
-        ends = np.cumsum(lengths)
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        batch = {
-            "tokens": np.concatenate(sequences),
-            "positions": np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
-            "row": rows,
-            "cu_seqlens": np.array([0, *ends]),
-            "start": np.array(starts),
-            "last": ends[np.array(lengths) > 0] - 1,
-        }
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
         plan = model_plan(self.config, "hidden" if want == "states" else want, max(lengths))
-        kept = cache.tensors(self.config.n_layer)
-        tensors = walk(plan, {**self._given, **kept, **batch}, keep, self._apply)
+        tensors = walk(plan, self._tensors(sequences, cache), keep, self._apply)
+        ends = np.cumsum(lengths)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
         found: Floats = tensors[plan.output]
         if want == "last":
@@ -140,6 +131,43 @@ class NumpyModel:
         if want == "states":
             found = np.stack([*(tensors[name] for name in streams), found])
         return np.split(found, ends[:-1], axis=-2)
+
+    def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
+        """What a plan for these new tokens is given."""
+        lengths = np.array([len(ids) for ids in sequences])
+        ends = np.cumsum(lengths)
+        batch = {
+            "tokens": np.concatenate(sequences),
+            "positions": np.arange(ends[-1]) - np.repeat(ends - lengths - cache.lengths, lengths),
+            "row": np.repeat(np.arange(len(lengths)), lengths),
+            "cu_seqlens": np.array([0, *ends]),
+            "start": np.array(cache.lengths),
+            "last": ends[lengths > 0] - 1,
+        }
+        return {**self._given, **cache.tensors(self.config.n_layer), **batch}
+
+    def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+        plan, given = self._pass(ids, cached)
+        names = [step.name for step in plan.steps if step.op != "kv_append"]
+        return walk(plan, given, names, self._apply)
+
+    def alone(
+        self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[StepResult]:
+        plan, given = self._pass(ids, cached)
+        known = given | {name: tensor.astype(np.float32) for name, tensor in exact.items()}
+        for step in plan.steps:
+            out = self._apply(step, tuple(known[name] for name in step.inputs))
+            if step.op != "kv_append":
+                yield StepResult(step.name, f"reference.{step.op}", out)
+
+    def _pass(self, ids: Ids, cached: bool) -> tuple[Plan, dict[str, NDArray[Any]]]:
+        """The plan of a forward pass of one sequence, and what it is given."""
+        cache = self.new_cache(1, len(ids))
+        if cached:
+            self.forward([ids[:-1]], "last", cache)
+            ids = ids[-1:]
+        return model_plan(self.config, "logits", len(ids)), self._tensors([ids], cache)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []

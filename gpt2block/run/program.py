@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Bound, CudaArray
@@ -153,6 +156,27 @@ class Program:
                 made = self.tensors[name]
                 copies[name] = made.joined() if isinstance(made, SplitMatrix) else made.copy()
         return copies
+
+    def alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, str, NDArray[Any]]]:
+        """Each step run on exact inputs, rounded to what they are stored in.
+
+        exact: tensors by name; those of the plan's steps, and K and V of a kv_cache, (B, T, C).
+        Yields the step's name, its kernels' and its result; nothing for steps without an exact one.
+        """
+        for step in self.plan.steps:
+            for name in step.inputs:
+                if name in exact:
+                    _fill(self.tensors[name], exact[name])
+            self.run_step(step.name)
+            if step.name in exact:
+                kernels = ", ".join(launch.name for launch in self.bounds[step.name].launches)
+                yield step.name, kernels, self.tensors[step.name].get()
+
+
+def _fill(array: CudaArray, exact: NDArray[Any]) -> None:
+    """Set the part of an array that starts at its origin."""
+    part = array[tuple(slice(n) for n in exact.shape)]
+    part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
 
 
 def capture(launches: Iterable[Runnable], stream: Any, overlapping: bool) -> Any:

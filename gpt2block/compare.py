@@ -1,0 +1,72 @@
+"""Every step of every layer of a model, compared with float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, model_plan
+from gpt2block.block import Comparison, errors
+from gpt2block.run.model import Ids, TracedEngine
+from gpt2block.run.numpy_walk import walk
+
+Exact = NDArray[np.float64]
+
+
+def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
+    """The tensors of a forward pass of ids (T,) in float64, on the weights as they are stored.
+
+    By the names of `architectures.gpt2.model_plan`, (T, channels) each; K and V of the sequence as
+    "h.0.k" (1, T, C), and the log-likelihoods of the next tokens as "scores" (T,), of which the
+    last is for the first token.
+    """
+    config = engine.config
+    weights = {
+        name: np.asarray(array.T if layout == "NK" else array, np.float64)
+        for name, array, layout in engine.tensors()
+    }
+    weights.setdefault("lm_head", weights["wte"])
+    weights["wte"] = weights["wte"].T
+    T = len(ids)
+    caches = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
+    kept = {name: np.zeros((1, T, config.n_embd)) for name in caches}
+    rows = np.arange(T)
+    batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
+    batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
+    plan = model_plan(config, "logits", T)
+    found: dict[str, Exact] = walk(plan, {**weights, **kept, **batch}, plan.names)
+    scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)
+    return {**found, **kept, "scores": scores}
+
+
+def compare(engine: TracedEngine, ids: Ids, cached: bool) -> list[Comparison]:
+    """A row for every step, in order; cached: of the last token of ids, after the others.
+
+    The errors of a row are as in `Block.compare`; `ms` is NaN, as steps are not timed here.
+    """
+    exact = _by_engine_names(exact_tensors(engine, ids), engine.config.n_embd, len(ids), cached)
+    traced = engine.trace(ids, cached)
+    compared = []
+    for name, kernel, out in engine.alone(ids, cached, exact):
+        if name not in traced:
+            continue
+        truth = exact[name]
+        own = errors(out[..., : truth.shape[-1]], truth)  # a GPU may pad lm_head with columns
+        total = errors(traced[name], truth)
+        compared.append(Comparison(name, kernel, truth.shape, np.nan, *own, *total))
+    return compared
+
+
+def _by_engine_names(exact: dict[str, Exact], C: int, T: int, cached: bool) -> dict[str, Exact]:
+    """With the names of every plan: q of a decoding step, logits and scores of some rows."""
+    found = dict(exact)
+    for name, tensor in exact.items():
+        if name.endswith(".qkv"):
+            found[name.removesuffix("kv")] = tensor[:, :C]
+        elif name in ("logits", "scores"):
+            spans = range(0, T, ROWS_AT_ONCE)
+            found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
+    if cached:
+        found = {n: t if n.endswith((".k", ".v")) else t[-1:] for n, t in found.items()}
+    return found
