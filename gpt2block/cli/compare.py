@@ -1,0 +1,114 @@
+"""`gpt2block compare`: every step of every layer of a model, compared with float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from gpt2block.block import Comparison
+from gpt2block.checkpoints import ON_BOARD
+from gpt2block.cli.display import console, new_table, print_table, shown
+from gpt2block.cli.model import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    OptionalInt,
+    OptionalStr,
+    Revision,
+    Tokenizer,
+    load_model,
+)
+from gpt2block.errors import InputError
+
+MOST_TOKENS = 1024  # every tensor is kept in float64
+DEFAULT_TEXT = "To be, or not to be, that is the question"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(epilog="Example: gpt2block compare 'To be, or not to be' --dtype bfloat16")(compare)
+
+
+def compare(
+    text: Annotated[OptionalStr, typer.Argument(help="Input text; by default a short one.")] = None,
+    model: Model = ON_BOARD,
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    layer: Annotated[
+        OptionalInt, typer.Option(help="Show the steps of this layer, counted from 0.")
+    ] = None,
+    cached: Annotated[
+        bool, typer.Option("--cached", help="Compare a decoding step: the last token alone.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every step of every layer of a model with float64 NumPy.
+
+    A row shows the step with the largest error of a layer. The float64 pass uses the weights as
+    they are stored.
+    """
+    hint = "--ids of generate reads token ids"
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
+    n_layer = loaded.config.n_layer
+    if layer is not None and not 0 <= layer < n_layer:
+        raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
+    assert encoding is not None  # load_model has raised otherwise
+    given = DEFAULT_TEXT if text is None else text
+    ids = encoding.encode(given)
+    most = min(MOST_TOKENS, loaded.config.n_ctx)
+    if len(ids) > most:
+        raise InputError(f"TEXT: expected at most {most:,} tokens, got {len(ids):,}: shorten it")
+    steps = loaded.compare(ids, cached)
+    if as_json:
+        report = {"model": loaded.name, "device": loaded.device, "dtype": dtype, "cached": cached}
+        print(json.dumps({**report, "tokens": len(ids), "steps": [_entry(row) for row in steps]}))
+        return
+    out = console()
+    what = "the last of " if cached else ""
+    out.print(f"device  {shown(loaded.device)}")
+    out.print(f"model   {shown(loaded.name)}, {dtype}")
+    out.print(f"input   {what}{len(ids)} tokens of {shown(repr(given[:40]))}")
+    if layer is None:
+        _print_steps(out, "layer", [(name, _worst(rows)) for name, rows in _parts(steps, n_layer)])
+    else:
+        rows = dict(_parts(steps, n_layer))[str(layer)]
+        _print_steps(out, "layer", [(str(layer), row) for row in rows])
+    out.print("own: the step alone on exact inputs; total: accumulated from the tokens on.")
+    out.print("Errors against float64, relative to the tensor's largest value.")
+
+
+def _entry(row: Comparison) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "ms"}
+
+
+def _parts(steps: Sequence[Comparison], n_layer: int) -> list[tuple[str, list[Comparison]]]:
+    """The steps before, in and after each layer, with a name for each part."""
+    parts: dict[str, list[Comparison]] = {}
+    for row in steps:
+        h, _, rest = row.name.partition(".")
+        name = rest.partition(".")[0] if h == "h" else "input" if h == "embedding" else "output"
+        parts.setdefault(name, []).append(row)
+    return list(parts.items())
+
+
+def _worst(rows: Sequence[Comparison]) -> Comparison:
+    """The step with the largest error of its own; NaN is the largest."""
+    return max(rows, key=lambda row: (row.max_rel != row.max_rel, row.max_rel))
+
+
+def _print_steps(out: Console, first: str, rows: Sequence[tuple[str, Comparison]]) -> None:
+    table = new_table((first, "step", "kernel", "shape"), ("own abs", "own rel", "total rel"))
+    for name, row in rows:
+        shape = "x".join(map(str, row.shape))
+        errors = (row.max_abs, row.max_rel, row.total_rel)
+        step = row.name.rpartition(".")[2] if row.name.startswith("h.") else row.name
+        table.add_row(name, step, row.kernel, shape, *(f"{error:.1e}" for error in errors))
+    print_table(out, table)
