@@ -1,8 +1,8 @@
-"""A forward pass as data: a list of steps, each with a meaning in NumPy and one in CUDA."""
+"""A forward pass as data: a list of steps, each of which runs in NumPy and in CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,10 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One operation: `name` is its tensor's name in a trace, `op` its function on every backend."""
+    """One operation: `name` is its tensor's name in a trace, `op` its function in the reference.
+
+    inputs: names of tensors, in the order of that function's arguments; "" for one left out.
+    """
 
     name: str
     op: str
@@ -27,11 +30,12 @@ class Step:
 class Plan:
     """Steps in order, from `input` to the last step's tensor.
 
-    `in_place` maps a step to the tensor whose storage it overwrites: one it reads itself, where its
-    kernel works in place, or one that no later step needs. `overlapping`: every kernel of
-    the CUDA meaning waits for the one before it (kernels_cu/lib/overlap.cuh), so that launches may
-    overlap. Raises InputError when a step reads what was never made or is already overwritten, or
-    when a name is made twice.
+    `weights` are the other tensors given from outside: weights, a kv_cache, descriptions of a
+    batch. `in_place` maps a step to the tensor whose storage it overwrites: one it reads itself,
+    where its kernel works in place, or one that no later step needs. `overlapping`: every CUDA
+    kernel waits for the one before it (kernels_cu/lib/overlap.cuh), so that launches may overlap.
+    Raises InputError when a step reads what was never made or is already overwritten, or when a
+    name is made twice.
     """
 
     steps: tuple[Step, ...]
@@ -47,7 +51,7 @@ class Plan:
             if not callable(getattr(reference, step.op, None)):
                 raise InputError(f"step {step.name}: unknown op {step.op!r}")
             for name in step.inputs:
-                if name not in alive:
+                if name and name not in alive:
                     why = "already overwritten" if name in seen else "not made yet"
                     raise InputError(f"step {step.name}: reads {name!r}, which is {why}")
             if step.name in seen:
@@ -68,6 +72,12 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         return tuple(step.name for step in self.steps)
 
+    def buffer(self, name: str) -> str:
+        """The first tensor in the storage of this one: itself, unless its step works in place."""
+        while name in self.in_place:
+            name = self.in_place[name]
+        return name
+
     @property
     def matrices(self) -> frozenset[str]:
         """Weights of `gemm`, which takes them as a WeightMatrix."""
@@ -78,47 +88,3 @@ class Plan:
         """Steps whose tensor a product or attention on tensor cores reads, in that place alone."""
         reading = (step for step in self.steps if step.op in ("gemm", "attention"))
         return frozenset(step.inputs[0] for step in reading) if self.matrices else frozenset()
-
-
-def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
-    """The Pre-LN GPT-2 block as ten steps; gelu overwrites ff1."""
-    norm, heads = {"eps": eps}, {"n_head": n_head, "causal": causal}
-    return Plan(
-        steps=(
-            Step("ln1", "layernorm", ("x", "gamma1", "beta1"), norm),
-            Step("qkv", "matmul_bias", ("ln1", "w_qkv", "b_qkv")),
-            Step("attn", "attention", ("qkv",), heads),
-            Step("proj", "matmul_bias", ("attn", "w_attn", "b_attn")),
-            Step("x1", "add", ("x", "proj")),
-            Step("ln2", "layernorm", ("x1", "gamma2", "beta2"), norm),
-            Step("ff1", "matmul_bias", ("ln2", "w_fc", "b_fc")),
-            Step("gelu", "gelu", ("ff1",)),
-            Step("ff2", "matmul_bias", ("gelu", "w_proj", "b_proj")),
-            Step("output", "add", ("x1", "ff2")),
-        ),
-        weights=tuple(weights),
-        in_place={"gelu": "ff1"},
-    )
-
-
-def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
-    """The same block in seven steps: a product takes its bias, GELU and residual along.
-
-    A name that is also one of the ten steps' is the same tensor. Projections may add up K in parts.
-    """
-    norm, heads = {"eps": eps}, {"n_head": n_head, "causal": causal}
-    parts = {"split_k": True}
-    return Plan(
-        steps=(
-            Step("ln1", "layernorm", ("x", "gamma1", "beta1"), norm),
-            Step("qkv", "gemm", ("ln1", "w_qkv", "b_qkv")),
-            Step("attn", "attention", ("qkv",), heads),
-            Step("x1", "gemm", ("attn", "w_attn", "b_attn", "x"), parts),
-            Step("ln2", "layernorm", ("x1", "gamma2", "beta2"), norm),
-            Step("gelu", "gemm", ("ln2", "w_fc", "b_fc"), {"gelu": True}),
-            Step("output", "gemm", ("gelu", "w_proj", "b_proj", "x1"), parts),
-        ),
-        weights=tuple(weights),
-        in_place={"attn": "ln1", "ln2": "attn"},  # less to hold in the L2 cache
-        overlapping=True,
-    )

@@ -1,15 +1,16 @@
-"""The NumPy meaning of every operation: what a kernel must compute, readable against the formula.
+"""The NumPy reference of every operation, written to be compared with its formula.
 
-float32 in, float32 out; float64 in, float64 out. float64 is the truth that everything else is held
-against. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head), HS = C / NH.
-Every function takes (T, C) as well as (B, T, C), and raises InputError for arrays or numbers that
-do not fit: `takes` checks them, the shapes as they are written there.
+A function computes and returns the dtype of its input, float32 or float64. Everything else is
+compared with float64. Shapes: B batch, T sequence length, C channels (n_embd), NH heads (n_head),
+HS = C / NH. Every function takes (T, C) as well as (B, T, C). `takes` checks the arguments against
+the shapes that it lists, and raises InputError if they do not match.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.floating[Any]]
 
-# Looked at together in attention_cached: keys that all of them lie before are not touched, and the
-# products of so few (16 x 256 x 64) are too small for BLAS to wake threads for, which on a busy
+# Queries that attention_cached processes together. It skips the keys after all of them, and the
+# products of so few queries (16 x 256 x 64) are too small for BLAS to wake threads, which on a busy
 # machine may take longer than the product.
 QUERIES = 16
-SMALLEST_SCALE = 2.0**-126  # of a split row: its inverse is a number of float32, too
+SMALLEST_SCALE = 2.0**-126  # of a two-part row: float32 represents its inverse, too
 
 
 @takes(ids="int ... T", wte="V C", wpe="P C")
@@ -49,9 +50,9 @@ def encoder_rows(
     wte: Array | WeightMatrix,
     wpe: Array,
 ) -> Array:
-    """`encoder` where each token has a position of its own.
+    """`encoder` with a separate position for each token.
 
-    ids (N,), positions (N,), wte (V, C), also as a WeightMatrix, wpe (n_ctx, C) → (N, C).
+    ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C).
     """
     table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
     _check_places("ids", ids, len(table))
@@ -74,7 +75,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
 
 @takes(x="... C")
 def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
-    """What LayerNorm keeps of each row for a backward pass: mean and 1 / sqrt(var + eps).
+    """The statistics that LayerNorm stores for a backward pass: mean and 1 / sqrt(var + eps).
 
     x (..., C) → (...), (...).
     """
@@ -94,8 +95,8 @@ def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
 def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
-    qkv (..., T, 3C): a row is [Q | K | V] with the heads packed side by side inside each.
-    → (..., T, C). With `causal`, row i sees keys 0…i; what lies beyond is skipped, NaN or not.
+    qkv (..., T, 3C): a row is [Q | K | V], each with its heads packed next to each other.
+    → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
     Source: Vaswani et al., "Attention Is All You Need" (2017).
     """
     *batch, T, three_c = qkv.shape
@@ -116,8 +117,8 @@ def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
 def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
-    q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), whose further rows
-    are not looked at → (T, C), in the dtype of q. The query at position p sees keys 0…p.
+    q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
+    ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p.
     """
     T, C = q.shape
     if C % n_head or start + T > len(k):
@@ -142,12 +143,88 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     return np.ascontiguousarray(out).reshape(T, C)
 
 
+@takes(qkv="N W", k="B P C", v="B P C", row="int N", position="int N")
+def kv_append(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+) -> Array:
+    """K and V of packed rows into a kv_cache, which is changed in place; returns k.
+
+    qkv (N, 3C); k, v (B, n_ctx, C); row n belongs to sequence row[n], at position[n].
+    """
+    C = k.shape[-1]
+    new = qkv[:, C:].astype(k.dtype, copy=False)
+    k[row, position], v[row, position] = new[:, :C], new[:, C:]
+    return k
+
+
+@takes(qkv="N W", k="B P C", v="B P C", cu_seqlens="int S", start="int B")
+def attention_packed(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    start: NDArray[np.integer[Any]],
+    n_head: int,
+    longest: int | None = None,
+) -> Array:
+    """`attention_cached` of several sequences, whose rows of qkv follow each other.
+
+    qkv (N, 3C); k, v (B, n_ctx, C), which hold the new keys and values already; rows cu_seqlens[b]
+    to cu_seqlens[b + 1] - 1 are sequence b's, at positions from start[b] on → (N, C). `longest` is
+    the number of rows of the longest sequence, which only a GPU needs to know.
+    """
+    C = k.shape[-1]
+    out = np.empty((len(qkv), C), qkv.dtype)
+    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        at = int(start[b])
+        keys = at + end - first
+        if end > first:
+            q = qkv[first:end, :C]
+            out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head)
+    return out
+
+
+@takes(qkv="N W", cu_seqlens="int S")
+def attention_varlen(
+    qkv: Array,
+    cu_seqlens: NDArray[np.integer[Any]],
+    n_head: int,
+    causal: bool = False,
+    max_seqlen: int | None = None,
+) -> Array:
+    """`attention` of several sequences, each over itself; rows as in `attention_packed`."""
+    out = np.empty((len(qkv), qkv.shape[1] // 3), qkv.dtype)
+    for first, end in pairwise(cu_seqlens.tolist()):
+        if end > first:
+            out[first:end] = attention(qkv[first:end], n_head, causal)
+    return out
+
+
+@takes(q="B C", k="B P C", v="B P C", position="int B")
+def attention_split(
+    q: Array, k: Array, v: Array, position: NDArray[np.integer[Any]], n_head: int
+) -> Array:
+    """Attention of one query a sequence over a kv_cache: row b sees keys 0 to position[b].
+
+    q (B, C); k, v (B, n_ctx, C) → (B, C). A row at a position below 0 is zero here.
+    """
+    out = np.zeros_like(q)
+    for b, at in enumerate(position.tolist()):
+        if at >= 0:
+            out[b] = attention_cached(q[b : b + 1], k[b], v[b], at, n_head)[0]
+    return out
+
+
 @takes(scores="... T")
 def softmax(scores: Array, causal: bool = False) -> Array:
-    """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf weighs exactly nothing.
+    """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf has weight 0.
 
-    With `causal`, scores are (..., T, T) and row t sees columns 0…t: the others are 0, and what
-    stood there is skipped, NaN or not. What a row of -inf alone sees becomes NaN.
+    With `causal`, scores are (..., T, T) and row t sees columns 0…t. The other weights are 0, and
+    their scores have no effect, even if NaN. If a row sees only -inf, its weights are NaN.
     """
     if causal:
         if scores.ndim < 2 or scores.shape[-2] != scores.shape[-1]:
@@ -161,7 +238,7 @@ def softmax(scores: Array, causal: bool = False) -> Array:
 
 
 def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
-    """p · v, where a masked row of v is skipped even when it is NaN (0 · NaN would be NaN).
+    """p · v, where a masked row of v has no effect even if it is NaN (0 · NaN would be NaN).
 
     p (..., T, T), v (..., T, HS) → (..., T, HS).
     """
@@ -177,10 +254,10 @@ def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
 
 @takes(qkv="B T 3 NH HS")
 def trimat(qkv: Array, fill: float | None = None) -> Array:
-    """The causal half of Q Kᵀ / sqrt(HS) for each head: what a query may see.
+    """The causal half of Q Kᵀ / sqrt(HS) for each head.
 
-    qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Above the diagonal stands
-    `fill`; None leaves that half unspecified, and NaN stands there so that nobody relies on it.
+    qkv (B, T, 3, NH, HS), of which Q and K are used → (B, NH, T, T). Values above the diagonal are
+    `fill`. With None that half is unspecified; here it is NaN, so that no caller relies on it.
     """
     if fill is not None:
         check_real("fill", fill)
@@ -215,6 +292,26 @@ def linear(
     return product if residual is None else residual + product
 
 
+def linear_qkv(
+    x: Array,
+    w: Array | WeightMatrix,
+    bias: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    k: Array,
+    v: Array,
+    position: NDArray[np.integer[Any]],
+    eps: float = 1e-5,
+) -> Array:
+    """`linear` to q, k and v of one token a sequence: returns q, and appends the others to a cache.
+
+    x (B, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), position (B,) → (B, C).
+    """
+    qkv = linear(x, w, bias, gamma, beta, eps=eps)
+    kv_append(qkv, k, v, np.arange(len(x)), position)
+    return qkv[:, : k.shape[-1]]
+
+
 @takes(a="... K", w="matrix K N", bias="N", residual="... N")
 def gemm(
     a: Array,
@@ -227,19 +324,19 @@ def gemm(
     """[residual +] [GELU](a · w [+ bias]), the product of the tensor-core tier.
 
     a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add
-    up K in parts; the meaning is the same.
+    up K in parts; it does not change this reference.
     """
     return linear(a, w, bias, residual=residual, gelu=gelu)
 
 
 @takes(x="float32 ... K")
 def split(x: Array) -> tuple[Array, Array]:
-    """Each row of float32 as two parts of float16 and a scale: (hi + lo 2^-11) scale.
+    """The two-part form of each row of float32: x = (hi + lo 2^-11) scale, hi and lo float16.
 
     x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, rounded to
-    float16; scale (rows,), the power of two that brings the largest finite magnitude of the row to
-    2^14 … 2^15, at least 2^-126. A row of zeros has the scale 1; subnormal numbers count as zero,
-    as on the GPU. lo is 0 where hi is not finite.
+    float16; scale (rows,), float32, the power of two, at least 2^-126, that brings the row's
+    largest finite magnitude to 2^14 … 2^15. A row of zeros has the scale 1. Subnormal numbers count
+    as zero, as on the GPU. lo is 0 where hi is not finite.
     Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
     surpassing the FP32 theoretical peak performance" (2022).
     """
@@ -257,7 +354,7 @@ def split(x: Array) -> tuple[Array, Array]:
 
 
 def joined(parts: Array, scale: Array) -> Array:
-    """What `split` has made of x, (rows, K) in float32: exactly the parts' number."""
+    """The inverse of `split`: the numbers (rows, K), float32, that the parts represent exactly."""
     for name, array, dtype, ndim in (
         ("parts", parts, "float16", 3),
         ("scale", scale, "float32", 1),
@@ -273,9 +370,22 @@ def joined(parts: Array, scale: Array) -> Array:
     return result
 
 
+@takes(x="N C", indices="int B")
+def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
+    """Some rows of x: (N, C), indices (B,) → (B, C)."""
+    _check_places("indices", indices, len(x))
+    taken: Array = x[indices]
+    return taken
+
+
+def rows(x: Array, first: int, end: int) -> Array:
+    """A view of rows `first` to `end` - 1 of x."""
+    return x[first:end]
+
+
 @takes(a="...", b="...")
 def add(a: Array, b: Array) -> Array:
-    """a + b, the residual connection. Same shapes."""
+    """a + b, the residual connection, for arrays of the same shape."""
     return a + b
 
 
@@ -290,14 +400,14 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + tanh)
 
 
-_gelu = gelu  # where an argument has the name
+_gelu = gelu  # for functions with an argument of that name
 
 
 @takes(x="... C", gamma="C", beta="C")
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
 ) -> Array:
-    """GELU of LayerNorm over the last axis; gamma and beta (C,) may each be missing. → as x."""
+    """GELU of LayerNorm over the last axis; gamma and beta (C,) are optional. → shape of x."""
     C = x.shape[-1]
     gamma = np.ones(C, x.dtype) if gamma is None else gamma
     beta = np.zeros(C, x.dtype) if beta is None else beta
@@ -347,7 +457,7 @@ def rmsnorm_matmul(
     theta: float = 10000.0,
     half_split: bool = False,
 ) -> Array:
-    """RMSNorm, the product with w, and with `head_dim` RoPE on the columns as heads of that size.
+    """RMSNorm, the product with w and, with `head_dim`, RoPE on the columns as heads of that size.
 
     x (..., T, K), gamma (K,), w (K, N) → (..., T, N); row t has position start + t.
     """
@@ -372,10 +482,10 @@ def rmsnorm_ffn(
     eps: float = 1e-6,
     residual: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """The gated feed-forward up to its second product: silu(n w1) · (n w3), n = rmsnorm(h).
+    """The gated feed-forward before its last product: silu(n w1) · (n w3), n = rmsnorm(h).
 
-    x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual h = x + residual,
-    and the result is a pair, (..., N) and h; without one h = x.
+    x, residual (..., K), gamma (K,), w1, w3 (K, N) → (..., N). With a residual, h = x + residual
+    and the result is a pair: (..., N) and h. Without one, h = x.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     h = x if residual is None else x + residual
@@ -386,7 +496,7 @@ def rmsnorm_ffn(
 
 
 def _check_places(name: str, indices: NDArray[np.integer[Any]], count: int) -> None:
-    """InputError for an index outside 0…count - 1: NumPy takes negative ones from the end."""
+    """Raise InputError for an index outside 0…count - 1; NumPy would accept negative ones."""
     least, most = int(indices.min()), int(indices.max())
     if least < 0 or most >= count:
         raise InputError(f"{name}: expected 0 to {count - 1}, got {least if least < 0 else most}")
@@ -399,17 +509,17 @@ def _matrix(w: Array | WeightMatrix, like: Array) -> Array:
 
 
 class _Fp8(NamedTuple):
-    """A byte of FP8: the sign, the exponent, `fraction` bits of fraction."""
+    """An FP8 format: a byte has the sign, the exponent and `fraction` fraction bits."""
 
     fraction: int
     bias: int
-    largest: int  # the byte of the largest number; the next one stands for what lies beyond
+    largest: int  # the byte of the largest number; the next byte represents larger ones
     nan: int
 
 
 FP8_FORMATS: Mapping[str, _Fp8] = {
     "float8_e5m2": _Fp8(2, 15, 0x7B, 0x7E),  # 57344; 0x7c is infinity
-    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, what lies beyond, is its only NaN
+    "float8_e4m3fn": _Fp8(3, 7, 0x7E, 0x7F),  # 448; 0x7f, for larger numbers, is its only NaN
 }
 
 
@@ -427,12 +537,12 @@ def to_fp8(
     scale: Array | None = None,
     layout: str = "KN",
 ) -> NDArray[np.uint8]:
-    """x as bytes of FP8, rounded to nearest even, once, whatever float dtype x has. → as x, uint8.
+    """x as FP8 bytes, rounded once to nearest even, for any float dtype. → shape of x, uint8.
 
-    With `saturate` what lies beyond the largest number, ±57344 (E5M2) or ±448 (E4M3FN), becomes
-    that number, infinity too; else infinity (E5M2) or NaN (E4M3FN). A NaN stays one, with its sign.
-    With `scale` (N,) float32, one for each output channel of a matrix (K, N) or, with layout "NK",
-    (N, K), it is x / scale, rounded to float32, that is converted.
+    With `saturate`, numbers beyond the largest one, ±57344 (E5M2) or ±448 (E4M3FN), including
+    infinity, become that number; else infinity (E5M2) or NaN (E4M3FN). NaN stays NaN, with its
+    sign. scale (N,), float32: one number for each output channel of a matrix (K, N) or, with layout
+    "NK", (N, K); then x / scale, rounded to float32, is converted.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
     """
     fp8 = _fp8_format(format)
@@ -447,12 +557,12 @@ def to_fp8(
                 f"got {scale.shape} for {x.shape}"
             )
         wide = wide / (scale if layout == "KN" else scale[:, None])
-    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps stay as wide
+    lowest = 1 - fp8.bias  # exponent of the smallest normal number; below it steps are constant
     beyond = 2 * _fp8_magnitudes(format)[fp8.largest]
     magnitude = np.fmin(np.abs(wide), beyond)
     e = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # 2^e <= magnitude < 2^(e+1)
-    # FP8 numbers are steps of 2^(e-F) there: a division by a power of two is exact, and rint takes
-    # a tie to even. The leading bit, 2^F steps, adds one to e's place in the byte; so does a carry.
+    # FP8 numbers are multiples of 2^(e-F) there. A division by a power of two is exact, and rint
+    # rounds ties to even. The leading bit, 2^F steps, adds one to e in the byte; so does a carry.
     steps = np.rint(np.ldexp(magnitude, fp8.fraction - e)).astype(np.int32)
     code = (e - lowest << fp8.fraction) + steps
     code = np.minimum(code, fp8.largest if saturate else fp8.largest + 1)
@@ -462,14 +572,14 @@ def to_fp8(
 
 @takes(x="byte ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
-    """The numbers that bytes of FP8 stand for, exactly. → as x, float32."""
+    """The numbers that FP8 bytes represent, exactly. → shape of x, float32."""
     magnitudes = _fp8_magnitudes(format)
     values: NDArray[np.float32] = np.concatenate([magnitudes, -magnitudes])[x]
     return values
 
 
 def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
-    """What the bytes 0x00 … 0x7f stand for."""
+    """The numbers that the bytes 0x00 … 0x7f represent."""
     fp8 = _fp8_format(format)
     code = np.arange(128)
     exponent, fraction = code >> fp8.fraction, code & (1 << fp8.fraction) - 1
@@ -488,7 +598,7 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
 def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
     """logits[target] - log Σ exp(logits) of each row. logits (..., V), targets (...) → (...).
 
-    NaN for a target outside 0…V-1, and for a row with NaN or +inf, or of -inf alone.
+    NaN for a target outside 0…V-1, and for a row with NaN or +inf, or with only -inf.
     """
     V = logits.shape[-1]
     known = (targets >= 0) & (targets < V)
@@ -509,8 +619,9 @@ def sample_token(
 ) -> NDArray[np.int32]:
     """The next token of each row, as `sampling.choose` draws it. logits (B, V) → (B,).
 
-    sampling: what all rows ask for, or each. step: how many tokens were drawn so far. seen (B, V):
-    not 0 for tokens that were there. -1 where a row has NaN, or -inf alone.
+    sampling: the settings of all rows, or one per row. step: the number of tokens drawn so far.
+    seen (B, V): nonzero for tokens that have occurred. The token is -1 if a row has NaN or only
+    -inf.
     """
     rows = rows_of(sampling, len(logits))
     tokens = [

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError
+from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.config import block_shapes
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
-from gpt2block.plan import Plan, Step, fused_plan, ten_step_plan
+from gpt2block.plan import Plan, Step
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 SEVEN = ("ln1", "qkv", "attn", "x1", "ln2", "gelu", "output")

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures.gpt2 import ten_step_plan
 from gpt2block.errors import InputError
-from gpt2block.plan import ten_step_plan
 from gpt2block.weights.gpt2 import BlockWeights
 from gpt2block.weights.matrix import WeightMatrix
 

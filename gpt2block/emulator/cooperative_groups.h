@@ -1,5 +1,5 @@
-// Cooperative groups as far as the kernels use them: a block, and its tiles of at most a warp. The loader puts the
-// kernel file and what it includes into a namespace without a name, so this header includes nothing itself.
+// The part of cooperative groups that the kernels use: a block, and its tiles of at most a warp. The loader puts the
+// kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
 #pragma once
 
 namespace cooperative_groups {
@@ -29,7 +29,7 @@ public:
     static constexpr unsigned size() { return SIZE; }
     static constexpr unsigned num_threads() { return SIZE; }
 
-    unsigned mask() const {  // of its warp's lanes
+    unsigned mask() const {  // lanes of its warp
         return (0xffffffffu >> (32 - SIZE)) << (cuda_on_cpu::lane() / SIZE * SIZE);
     }
 

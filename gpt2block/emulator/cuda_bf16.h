@@ -1,5 +1,5 @@
-// __nv_bfloat16 as far as the kernels use it: storage, and conversions that round to nearest even. The loader puts
-// the kernel file and what it includes into a namespace without a name, so this header includes nothing itself.
+// The part of __nv_bfloat16 that the kernels use: storage, and conversions that round to nearest even. The loader puts
+// the kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
 #pragma once
 
 struct alignas(2) __nv_bfloat16 {

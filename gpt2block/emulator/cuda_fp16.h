@@ -1,5 +1,5 @@
-// __half as far as the kernels use it: storage, and conversions that round to nearest even. The loader puts the
-// kernel file and what it includes into a namespace without a name, so this header includes nothing itself.
+// The part of __half that the kernels use: storage, and conversions that round to nearest even. The loader puts the
+// kernel file and its includes into an unnamed namespace, so this header includes nothing itself.
 #pragma once
 
 struct alignas(2) __half {
@@ -25,9 +25,9 @@ inline __half __float2half_rn(float f) {
     const float value = std::fabs(f);
     if (std::isnan(f)) return {0x7fff};
     std::uint32_t half;
-    if (value >= 65520.0f) {  // half way from the largest number to what would come next
+    if (value >= 65520.0f) {  // halfway between the largest finite number and the next step
         half = 0x7c00;
-    } else if (value < 0x1p-14f) {  // a multiple of 2^-24; nearbyint rounds half to even
+    } else if (value < 0x1p-14f) {  // a multiple of 2^-24; nearbyint rounds ties to even
         half = (std::uint32_t)std::nearbyint(std::ldexp(value, 24));
     } else {
         const std::uint32_t magnitude = bits & 0x7fffffffu;

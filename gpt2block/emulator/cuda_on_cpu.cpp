@@ -1,9 +1,9 @@
-// Runs one kernel: a process a launch. The launch comes as command-line words, the arguments on standard
-// input; the arrays go back on standard output. Any failure is told on standard error.
+// Runs one kernel launch per process. Command-line words describe the launch, standard input holds the arguments, and
+// the arrays are written to standard output. Failures are reported on standard error.
 //
-// Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier
-// or returns, then the next one in the order. When all have stopped, the barrier opens: a phase is over.
-// This file is compiled without AddressSanitizer, and the kernels with it.
+// Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier or returns,
+// then the next one in the order runs. When all have stopped, the barrier opens and the next phase begins. This file is
+// compiled without AddressSanitizer, the kernels with it.
 #include "cuda_on_cpu.h"
 
 #include <algorithm>
@@ -20,11 +20,11 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// The shared variables of the kernels' translation unit; the linker names the ends of their section.
+// The shared variables in the kernels' translation unit; the linker defines the bounds of their section.
 extern "C" {
 extern char __start_cuda_shared[] __attribute__((weak));
 extern char __stop_cuda_shared[] __attribute__((weak));
-// abort_on_error: SIGABRT is the one way in which both sanitizers end the process.
+// abort_on_error: both sanitizers then end the process in the same way, with SIGABRT.
 const char* __asan_default_options() {
     return "abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
 }
@@ -33,7 +33,7 @@ const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrac
 
 namespace {
 
-constexpr std::size_t STACK = 256 << 10;  // reports of AddressSanitizer are written on a fiber's stack, too
+constexpr std::size_t STACK = 256 << 10;  // AddressSanitizer also writes its reports on a fiber's stack
 constexpr int WARP = 32;
 
 enum class State { ready, at_barrier, at_exchange, returned };
@@ -41,9 +41,9 @@ enum class State { ready, at_barrier, at_exchange, returned };
 struct Thread {
     uint3 index;
     State state;
-    const char* file;  // the barrier or exchange where it waits
+    const char* file;  // of the barrier or exchange at which it waits
     int line;
-    int passed;  // barriers and exchanges
+    int passed;  // barriers and exchanges so far
     unsigned mask;  // of the exchange
     int source;
     std::uint64_t value;
@@ -53,10 +53,10 @@ struct Thread {
     void* fake_stack;
 };
 
-struct Array {  // an argument; without data for numbers, null pointers and the same array again
+struct Array {  // an argument; data is null for numbers, null pointers and repeated arrays
     const char* name;
     char* data;
-    std::size_t bytes, margin;  // poisoned bytes on both sides
+    std::size_t bytes, margin;  // poisoned bytes on each side
 };
 
 const cuda_on_cpu::Entry* kernel;
@@ -94,7 +94,7 @@ std::string describe(const Thread& thread) {
          ", " + describe(b));
 }
 
-// After a sanitizer's report: which thread it was, and which argument the address belongs to or is next to.
+// After a sanitizer's report: prints the thread, and the argument that the address belongs to or is next to.
 void on_abort(int) {
     if (!current) _exit(4);
     const char* address = __asan_report_present() ? (const char*)__asan_get_report_address() : nullptr;
@@ -110,16 +110,16 @@ void on_abort(int) {
     _exit(4);
 }
 
-// GCC's own setjmp: it saves no signal mask, which would cost two system calls a switch, and is not
-// intercepted by AddressSanitizer, which would take the jump for the end of all frames. The two halves are
-// functions of their own, never inlined: GCC does not support both in one.
+// GCC's own setjmp. It saves no signal mask, which would cost two system calls per switch. AddressSanitizer does not
+// intercept it; with libc's longjmp, it would assume that all frames have ended. The two halves are separate functions
+// that are never inlined, because GCC does not support both in one function.
 [[noreturn]] __attribute__((noipa)) void jump_to(void** point) { __builtin_longjmp(point, 1); }
 
 __attribute__((noipa)) void jump(void** from, void** to) {
     if (__builtin_setjmp(from) == 0) jump_to(to);
 }
 
-void stop_in(State state) {  // on the fiber: back to the scheduler, until it resumes this thread
+void stop_in(State state) {  // called on the fiber: returns to the scheduler until it resumes this thread
     Thread& self = *current;
     self.state = state;
     __sanitizer_start_switch_fiber(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
@@ -129,13 +129,13 @@ void stop_in(State state) {  // on the fiber: back to the scheduler, until it re
 
 void fiber() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
-    for (;;) {  // a turn a block
+    for (;;) {  // one iteration per block
         kernel->call(slots.data());
         stop_in(State::returned);
     }
 }
 
-__attribute__((noipa)) void start(Thread& thread) {  // ucontext makes the new stack, and is not used again
+__attribute__((noipa)) void start(Thread& thread) {  // ucontext sets up the new stack and is not used afterwards
     thread.started = true;
     ucontext_t context;
     getcontext(&context);
@@ -168,8 +168,8 @@ void open(Thread& thread) {
     ++thread.passed;
 }
 
-// Lets the lanes of `first`'s mask exchange values once all of them wait; lanes that have returned are not
-// waited for. False while one is elsewhere.
+// Lets the lanes of `first`'s mask exchange values once all of them wait; lanes that have returned are not waited for.
+// Returns false while a lane is still elsewhere.
 bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     const unsigned mask = first.mask;
     for (int i = 0; i < lanes; ++i) {
@@ -190,7 +190,7 @@ bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     return true;
 }
 
-// All threads have stopped: makes those ready that may go on. False when all have returned.
+// Called when all threads have stopped: makes those ready that may continue. Returns false when all have returned.
 bool open_barriers() {
     bool any = false;
     for (std::size_t w = 0; w < threads.size(); w += WARP) {
@@ -225,7 +225,7 @@ struct Order {
 };
 
 void run_block(Order& order) {
-    // Byte by byte through volatile: memset is intercepted, and would stumble over the redzones.
+    // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
     for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)0xFF;
     dynamic = std::memset(std::malloc(dynamic_bytes), 0xFF, dynamic_bytes);
     for (Thread& thread : threads) {
@@ -246,7 +246,7 @@ void make_threads() {
     for (std::size_t i = 0; i < threads.size(); ++i) {
         const unsigned n = i;
         threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
-        // Pages are used when touched; the first one, never accessible, ends a stack that grows too far.
+        // Pages are allocated when touched. The first page is never accessible, so that a stack overflow is caught.
         constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
         void* stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
         if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) fail("no memory for the stacks");
@@ -261,7 +261,7 @@ T read_value() {
     return value;
 }
 
-// The margins are as large as the array: the usual step too far is a row or a tile, not an element.
+// The margins are as large as the array, because a typical overrun is a row or a tile, not an element.
 Array read_array(const char* name, std::size_t bytes) {
     const std::size_t margin = std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256;
     char* data = static_cast<char*>(std::malloc(bytes + 2 * margin)) + margin;
@@ -317,12 +317,13 @@ void* cuda_on_cpu::dynamic_shared() {
     return dynamic;
 }
 
-// name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
+// Whether the launch requested immediate copies; see mma_ptx.h.
 bool cuda_on_cpu::copies_at_once() {
     static const bool asked_for = std::getenv("COPIES_AT_ONCE") != nullptr;
     return asked_for;
 }
 
+// argv: name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
 int main(int argc, char** argv) {
     if (argc < 11) fail("expected at least 10 words");
     auto number = [&](int i) { return static_cast<unsigned>(std::strtoul(argv[i], nullptr, 10)); };

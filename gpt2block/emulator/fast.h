@@ -1,4 +1,4 @@
-// kernels_cu/lib/fast.cuh on the CPU, without its PTX. For a Source's `headers`.
+// kernels_cu/lib/fast.cuh for the CPU, without PTX. Used through `headers` of a Source.
 #pragma once
 
 inline float exp2_fast(float x) { return exp2f(x); }

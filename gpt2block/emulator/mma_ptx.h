@@ -1,7 +1,7 @@
-// kernels_cu/lib/sm80.cuh on the CPU: the lanes of a warp show each other their registers. A copy to shared memory
-// happens as late as the kernel may rely on it, when its group is waited for, and until then NaN stands there; or at
-// once where `run` is told so. Every other warp lags behind the rest, up to a barrier. So a missing wait or barrier shows,
-// and a stage that is overwritten too early. For a Source's `headers`.
+// kernels_cu/lib/sm80.cuh for the CPU: the lanes of a warp exchange their registers. A copy to shared memory happens as
+// late as the kernel may rely on, when its group is waited for, and the destination contains NaN until then; or
+// immediately, if `run` requests it. Every other warp is delayed relative to the rest until a barrier. This reveals a
+// missing wait or barrier, and a stage that is overwritten too early. Used through `headers` of a Source.
 #pragma once
 
 struct Copy16 {
@@ -9,7 +9,7 @@ struct Copy16 {
     const uint4* from;  // null: zeros
 };
 
-constexpr int MOST_COPIES = 512;  // of a thread, on their way
+constexpr int MOST_COPIES = 512;  // of a thread, in flight
 static Copy16 copies_of[1024][MOST_COPIES];
 static int asked[1024], groups_of[1024], group_ends[1024][64];
 
@@ -76,7 +76,7 @@ inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
 
 inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    for (int l = 0; l < 4; ++l) {  // lanes that hold a part of K: a pair of it in a[0], a[1] and b[0], one in the others
+    for (int l = 0; l < 4; ++l) {  // lanes with a part of K: one pair in a[0], a[1] and b[0], one in the others
         const uint2 columns[2] = {of_lane(uint2{b[0], b[1]}, 8 * t + l), of_lane(uint2{b[0], b[1]}, 8 * t + 4 + l)};
         for (int i = 0; i < 2; ++i) {
             const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);

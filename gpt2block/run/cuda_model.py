@@ -1,16 +1,8 @@
 """GPT-2 on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Prefill is in model_cuda_prefill.py. Decoding is a plan of its own, five kernels a layer for a row
-each:
-
-    qkv         LayerNorm, product; q, and the new key and value into the kv_cache
-    attention   split over the keys; the last block of a head puts its splits together
-    attn        product, residual
-    fc          LayerNorm, product, GELU
-    proj        product, residual
-
-with the encoder before, and the final LayerNorm with lm_head and the sampler behind. Tokens and
-positions are in device memory, so a step is the same graph each time.
+Every forward pass is a plan of `architectures.gpt2`, bound to arrays as a Program. A decoding step
+reads its tokens and positions from device memory, where the sampler writes the next ones, so that
+it is the same graph each time.
 """
 
 from __future__ import annotations
@@ -20,27 +12,20 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gpt2block import doctor
+from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, decode_plan, head_plan
 from gpt2block.config import GPT2Config
-from gpt2block.cuda import cupy, overlap
-from gpt2block.cuda.arrays import Bound, CudaArray, compute_capability, pinned
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, compute_capability, pinned
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.ops.attention_cached import bind_split
-from gpt2block.ops.encoder_rows import bind as bind_encoder_rows
-from gpt2block.ops.gemm import bind as bind_gemm
-from gpt2block.ops.layernorm import bind as bind_layernorm
-from gpt2block.ops.linear import bind as bind_linear_
-from gpt2block.ops.linear import bind_qkv
-from gpt2block.ops.log_likelihood import bind as bind_log_likelihood_
 from gpt2block.ops.sample_token import SampleState, bind_state, mark_seen
-from gpt2block.run.cuda_prefill import Asked, Plain, Prefill, Shape, TensorCores
+from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.model import (
     CacheKind,
     Floats,
@@ -58,10 +43,10 @@ from gpt2block.run.model import (
     stored_tensors,
     vector_magnitude,
 )
+from gpt2block.run.program import Program
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 
-ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
 KEPT_SHAPES = 4  # of a prefill, with its launches, its results and what it has for a cache
 KEPT_COUNTS = 32  # of sequences that were filled up,
@@ -84,12 +69,17 @@ class CudaCache:
             tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
             for _ in range(config.n_layer if layers is None else layers)
         ]
-        self.prefills: OrderedDict[Shape, Prefill] = OrderedDict()
+        self.prefills: OrderedDict[Prefill, PrefillPrograms] = OrderedDict()
         self.step: _Step | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
+
+    def tensors(self) -> dict[str, CudaArray]:
+        """Keys and values by their names in a plan."""
+        halves = (zip("kv", layer, strict=True) for layer in self.layers)
+        return {f"h.{n}.{kv}": array for n, layer in enumerate(halves) for kv, array in layer}
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -316,59 +306,48 @@ class CudaModel:
         return cache.step
 
     def prefill(
-        self, sequences: Sequence[Ids], cache: CudaCache, want: Asked | None = None
-    ) -> Prefill:
-        """The sequences through all blocks, behind what the cache's rows hold."""
+        self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
+    ) -> PrefillPrograms:
+        """The sequences through all blocks, after what the cache's rows hold."""
         lengths = [len(ids) for ids in sequences]
-        shape = Shape(sum(lengths), max(lengths))
-        make: type[Plain | TensorCores] = Plain
+        rows, longest = sum(lengths), max(lengths)
+        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, len(cache.layers))
         if self.on_tensor_cores:
-            make = TensorCores
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
-            longest = min(rounded_up(shape.longest, 4), shape.rows)
-            shape = Shape(shape.rows, longest, fresh=0 in before, going_on=any(before))
+            longest = min(rounded_up(longest, 4), rows)
+            shape = replace(shape, longest=longest, fresh=0 in before, continued=any(before))
         prefill = cache.prefills.get(shape)
         if prefill is None:
-            prefill = cache.prefills[shape] = make(self, cache, shape)
+            prefill = cache.prefills[shape] = PrefillPrograms(self, cache, shape)
             self._forget_oldest(cache.prefills, cache.kept_shapes)
         cache.prefills.move_to_end(shape)
         prefill.run(sequences, cache.lengths, want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
-    def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Of all rows, some at a time; there may be more columns than tokens, of -inf."""
-        for _, bound in self._bind_logits(hidden):
-            yield bound.run()
-
-    def _bind_logits(self, hidden: CudaArray) -> Iterator[tuple[int, Bound]]:
-        """The first of some rows, and their logits: in the same memory for all."""
+    def given(self) -> dict[str, Any]:
+        """Weights by their names in a plan, and lm_head as many rows take it, with its bias."""
         head, bias = self._head or (self._matrices["lm_head"], None)
-        out = self._room_for_logits(min(len(hidden), ROWS_AT_ONCE), head.N)
+        return {**self._vectors, **self._matrices, "head": head, "head_bias": bias}
+
+    def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
+        """Of all rows, some at a time, in the same memory; columns added to lm_head hold -inf."""
+        tensors = {**self.given(), "ln_f": hidden}
         for first in range(0, len(hidden), ROWS_AT_ONCE):
-            rows = hidden[first : first + ROWS_AT_ONCE]
-            here = out[: len(rows)]
-            if self.on_tensor_cores:
-                yield first, bind_gemm((rows, head, bias), here)
-            else:
-                yield first, bind_linear_((rows, head), here, variant="tiles")
+            plan = head_plan(self.config, len(hidden), first, self.on_tensor_cores)
+            count = min(len(hidden) - first, ROWS_AT_ONCE)
+            logits = self.room_for_logits(len(hidden))[:count]
+            program = Program(plan, {**tensors, plan.output: logits})
+            program.run()
+            yield program.out
 
-    def _room_for_logits(self, rows: int, columns: int) -> CudaArray:
-        """The same memory each time, until more is asked for."""
+    def room_for_logits(self, rows: int) -> CudaArray:
+        """Logits of as many of the rows as are computed at once: the same memory until it grows."""
+        rows = min(rows, ROWS_AT_ONCE)
+        head, _ = self._head or (self._matrices["lm_head"], None)
         if self._some_logits is None or len(self._some_logits) < rows:
-            self._some_logits = cupy.empty((rounded_up(rows, 1), columns), "float32")
+            self._some_logits = cupy.empty((rounded_up(rows, 1), head.N), "float32")
         return self._some_logits[:rows]
-
-    def bind_log_likelihood(
-        self, hidden: CudaArray, targets: CudaArray
-    ) -> tuple[list[Bound], CudaArray]:
-        """Of the targets (N,), some rows after the others, and where the results will be, (N,)."""
-        out = cupy.empty(len(hidden), "float32")
-        bounds: list[Bound] = []
-        for first, logits in self._bind_logits(hidden):
-            rows = slice(first, first + len(logits.out))
-            bounds += logits, bind_log_likelihood_((logits.out, targets[rows]), out[rows])
-        return bounds, out
 
     def activations(self, rows: int, dtype: str) -> list[CudaArray]:
         """Of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C) and ff (rows, 4C).
@@ -383,48 +362,6 @@ class CudaModel:
             self._activations = [cupy.empty((room, n * C), kind) for n, kind in sizes]
         return [array[:rows] for array in self._activations]
 
-    def bind_encoder(self, ids: CudaArray, positions: CudaArray, x: CudaArray) -> Bound:
-        inputs = (ids, positions, self._matrices["wte"], self._vectors["wpe"])
-        return bind_encoder_rows(inputs, x)
-
-    def bind_norm(self, x: CudaArray, which: str, out: CudaArray) -> Bound:
-        """`which`: how the names of its γ and β go on, such as "_f", or begin, such as "h.0.1"."""
-        inputs = (x, *self.norm(which))
-        return bind_layernorm(inputs, out, eps=self.config.eps, variant=6, stats=False)
-
-    def bind_lm_head(self, x: CudaArray, out: CudaArray | None) -> Bound:
-        inputs = (x, self._matrices["lm_head"], None, *self.norm("_f"), None)
-        return bind_linear_(inputs, out, eps=self.config.eps, variant="matvec")
-
-    def norm(self, which: str) -> tuple[CudaArray, CudaArray]:
-        """Its γ and β."""
-        block, dot, end = which.rpartition(".")
-        gamma, beta = (self._vectors[f"{block}{dot}{kind}{end}"] for kind in ("gamma", "beta"))
-        return gamma, beta
-
-    def bind_linear(
-        self,
-        layer: int,
-        variant: str,
-        name: str,
-        x: CudaArray,
-        out: CudaArray,
-        norm: str | None = None,
-        residual: CudaArray | None = None,
-        gelu: bool = False,
-    ) -> Bound:
-        """out = [residual +] [gelu]([norm](x) · w + b) with w_`name` and b_`name` of a layer."""
-        w, bias, (gamma, beta) = self.weights(f"h.{layer}.", name, norm)
-        inputs = (x, w, bias, gamma, beta, residual)
-        return bind_linear_(inputs, out, gelu=gelu, eps=self.config.eps, variant=variant)
-
-    def weights(
-        self, h: str, name: str, norm: str | None = None
-    ) -> tuple[WeightMatrix, CudaArray, tuple[CudaArray | None, CudaArray | None]]:
-        """w_`name` and b_`name` of the layer whose tensors begin with `h`, γ and β of a norm."""
-        gamma_beta = self.norm(h + norm) if norm else (None, None)
-        return self._matrices[f"{h}w_{name}"], self._vectors[f"{h}b_{name}"], gamma_beta
-
 
 class _Step:
     """One token for each row of a cache: buffers, launches, and the graph of them."""
@@ -433,35 +370,19 @@ class _Step:
         c, B = model.config, cache.batch
         C, V = c.n_embd, c.vocab_size
         self._stream = model.stream
-        self.x, self._q, self._attn = (cupy.zeros((B, C), "float32") for _ in range(3))
-        self._arrived = cupy.zeros((B, c.n_head), "int32")  # blocks of attention, counted
-        self._ff = cupy.empty((B, 4 * C), "float32")
         self.logits = cupy.empty((B, V), "float32")
         self.state = SampleState.allocate(B, V)
-        bounds = list(self._bind(model, cache))
-        self._arrays = [array for bound in bounds for array in (bound.out, *bound.extra)]  # alive
-        self.launches = tuple(launch for bound in bounds for launch in bound.launches)
         self.sampled, report = _on_host((2, 2, B))  # of steps in turn, token and logprob
         self._sample = bind_state(self.logits, self.state, cache.n_ctx, report)
-        self._graph: Any = None
-        self._runs = 0
-
-    def _bind(self, model: CudaModel, cache: CudaCache) -> Iterator[Bound]:
-        """Of a step, without the sampler."""
-        c, position = model.config, self.state.position
-        x, q, attn, ff = self.x, self._q, self._attn, self._ff
-        yield model.bind_encoder(self.state.token, position, x)
-        for layer, (k, v) in enumerate(cache.layers):
-            h = f"h.{layer}."
-            linear = partial(model.bind_linear, layer, "matvec")
-            w, bias, norm = model.weights(h, "qkv", "1")
-            yield bind_qkv(x, w, bias, *norm, k, v, position, q, c.eps)
-            inputs = (q, k, v, position, self._arrived)
-            yield bind_split(inputs, attn, n_head=c.n_head)
-            yield linear("attn", attn, x, residual=x)
-            yield linear("fc", x, ff, norm="2", gelu=True)
-            yield linear("proj", ff, x, residual=x)
-        yield model.bind_lm_head(x, self.logits)
+        given = {"tokens": self.state.token, "positions": self.state.position}
+        storage = {
+            "embedding": cupy.zeros((B, C), "float32"),
+            "h.0.q": cupy.zeros((B, C), "float32"),
+            "h.0.attn": cupy.zeros((B, C), "float32"),
+            "logits": self.logits,
+        }
+        tensors = {**model.given(), **cache.tensors(), **given, **storage}
+        self.program = Program(decode_plan(c), tensors, after=(self._sample,))
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
         """Rows whose prompts are in the cache, and how they are sampled from now on."""
@@ -482,33 +403,13 @@ class _Step:
         """A given token for each row through the model: logits (B, V); at position -1 no row."""
         self.state.token.set(np.array(tokens, np.int32))
         self.state.position.set(np.array(positions, np.int32))
-        for launch in self.launches:
-            launch.run()
+        self.program.run_steps()
         logits: Floats = self.logits.get()
         return logits
 
     def run(self) -> None:
         """A step with the sampler: as a graph from the second one on."""
-        if self._runs == 0:
-            self._run_all()
-        else:
-            if self._graph is None:
-                self._graph = self._capture()
-            self._graph.launch(self._stream)
-        self._runs += 1
-
-    def _run_all(self) -> None:
-        run = overlap.run if overlap.possible() else Launch.run
-        for launch in (*self.launches, *self._sample.launches):
-            run(launch)
-
-    def _capture(self) -> Any:
-        self._stream.begin_capture()
-        try:
-            self._run_all()
-        finally:
-            graph = self._stream.end_capture()
-        return graph
+        self.program.repeat(self._stream)
 
 
 class CudaDecoding:

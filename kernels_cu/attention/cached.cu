@@ -1,24 +1,24 @@
-// Causal attention of several tokens a sequence over a kv_cache that already holds their own keys and values.
+// Causal attention of several tokens per sequence over a kv_cache that already contains their own keys and values.
 //
-//   out = softmax(Q K^T / sqrt(HS)) V, head by head: the query at position p of sequence b sees keys 0..p of it
+//   out = softmax(Q K^T / sqrt(HS)) V for each head: the query at position p of sequence b sees keys 0..p of it
 //
-//   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence behind the other
+//   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence after the other
 //   out (N, C)
 //   k, v (B, n_ctx, C) of T
 //
 //   attention_cached          q and out are float, whatever T is
-//   attention_cached_narrow   q and out are of T, beside tensor cores: widened here, arithmetic is float all the same
+//   attention_cached_narrow   q and out are of T, for use with tensor-core products; arithmetic is float all the same
 //
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
 //
-// The walk of attention_forward_online (attention/online.cuh), with another place to find a row. A query's bits follow
-// from its own sequence alone, up to its position: not from the batch, nor from how its sequence was cut into calls.
+// The algorithm is that of attention_forward_online (attention/online.cuh) with different row addresses. A query's bits
+// depend only on its own sequence up to its position, not on the batch or on how its sequence was divided into calls.
 //
-// Sequences and starts that reach beyond N or n_ctx are cut there: nothing outside the arrays is read or written.
+// Sequences and starts that reach beyond N or n_ctx are truncated: nothing outside the arrays is read or written.
 //
-// Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays where `attend` begins.
-// Where HS is a multiple of 4 (T float) or 8 (16 bits), q, k, v and out start on 16 bytes, and q_distance is a
-// multiple of as many as move at once: 4 floats, 8 of 16 bits.
+// Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays at the start of
+// `attend`. If HS is a multiple of 4 (T float) or 8 (16 bits), q, k, v and out are aligned to 16 bytes, and q_distance
+// is a multiple of the elements that move together: 4 floats, or 8 of 16 bits.
 #include "attention/online.cuh"
 #include "lib/overlap.cuh"
 

@@ -1,34 +1,35 @@
-// Attention of one query a sequence, as decoding has it, over a kv_cache that already holds the query's own key.
+// Attention of one query per sequence, as in decoding, over a kv_cache that already contains the query's own key.
 //
 //   q (B, C), C = NH HS     k, v (B, n_ctx, C) of T    position (B): sequence b sees keys 0..position[b]    out (B, C)
 //
-// The keys are split: a block takes AS_KEYS neighbouring keys of a head of a sequence, and gives
+// The keys are split: a block takes AS_KEYS neighbouring keys of a head of a sequence and computes
 //
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
 //
-// With M the largest m of a head, its output is sum w part, w = 2^(m - M) * (1 / sum 2^(m - M) l), over the splits. The
-// last block of a head to come puts them together: each counts itself in `arrived` once its part can be seen, and the
-// one that makes the count complete sets it back to 0, reads the others' parts and writes the head to `out`. (Left to
-// the kernel that multiplies by w_attn, whose blocks would each do it for all rows, it took 13 us a layer with 8 rows.)
-// The additions are in the order of the splits, whoever is last. Where a position is below 0, nothing is written.
+// With M the largest m of a head, its output is sum w part over the splits, w = 2^(m - M) * (1 / sum 2^(m - M) l). The
+// last block of a head to finish combines the splits: each block increments `arrived` once its part is visible, and the
+// block that completes the count resets it to 0, reads the parts of the others and writes the head to `out`. (Leaving
+// this to the kernel that multiplies by w_attn, where every block would do it for all rows, took 13 us per layer with 8
+// rows.) The splits are added in order, whichever block is last. If a position is below 0, nothing is written.
 //
-//   a key's row of the head   [ lane 0 | lane 1 | ... ]   LANES lanes side by side, 16 bytes each, PIECES times
+//   a key's row of the head   [ lane 0 | lane 1 | ... ]   LANES neighbouring lanes, 16 bytes each, PIECES times
 //   a warp's keys             32 / LANES at a time, neighbours in memory
 //   a thread                  every GROUPS-th key of the split
 //
-// It is a matter of waiting: little data, and nothing to do until it is there. So all loads of a thread, of K and V,
-// are on their way before the first is used (AS_VECTORS of each; where a split does not fit, in several rounds), and
-// one barrier separates the warps' sums from the result. The grid is the same at any position, for a CUDA graph.
+// The kernel is latency-bound: there is little data, and nothing to do until it arrives. Therefore all loads of a
+// thread, of K and V, are in flight before the first value is used (AS_VECTORS of each; a split that does not fit takes
+// several rounds), and only one barrier separates the warps' sums from the result. The grid is the same for all
+// positions, so that it can be captured in a CUDA graph.
 //
-// What the position was before the kernel in front has ended is read as a hint: it chooses the rows that are fetched
-// into the L2 cache meanwhile, and those loaded first afterwards. If the position then turns out to be another one,
-// the loads are done again.
+// Before the previous kernel has ended, the value of position is only a hint. It selects the rows that are prefetched
+// into the L2 cache meanwhile, and the rows loaded first after the wait. If the final position differs from the hint,
+// the loads are repeated.
 //
-// The order of additions depends on HS and T alone. Grid (S, NH, B), block (AS_THREADS). A position beyond the cache
+// The order of additions depends only on HS and T. Grid (S, NH, B), block (AS_THREADS). A position beyond the cache
 // counts as its last row.
 //
-// Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
+// Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -39,16 +40,16 @@
 #ifndef HS
 #define HS 64
 #endif
-#ifndef AS_KEYS  // of a block
+#ifndef AS_KEYS  // keys per block
 #define AS_KEYS 128
 #endif
-#ifndef AS_WIDTH  // elements a load of K and V: a power of two that divides HS, 16 bytes at most; k, v aligned to them
+#ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
 #define AS_WIDTH 4
 #endif
 #ifndef AS_THREADS
 #define AS_THREADS 256
 #endif
-#ifndef AS_VECTORS  // of K, and of V, that a thread has on their way
+#ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
 #endif
 __device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
@@ -61,9 +62,9 @@ constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a la
 constexpr int GROUPS = AS_THREADS / LANES;                    // keys at a time
 constexpr int WARPS = AS_THREADS / 32;
 constexpr int SHARE = AS_KEYS / GROUPS;                       // keys of a thread
-constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // of them at once
+constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // of these at a time
 constexpr int ROUNDS = SHARE / HELD;
-constexpr int AT_ONCE = 8;                                    // splits whose parts a thread asks for together
+constexpr int AT_ONCE = 8;                                    // splits whose parts a thread loads together
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(AS_THREADS % 32 == 0 && AS_THREADS <= 1024, "a block is whole warps");
@@ -72,13 +73,13 @@ static_assert(HS <= AS_THREADS, "a thread puts together no more than one channel
 
 typedef Vec<T, AS_WIDTH> Vector;
 
-__device__ __forceinline__ void fetch(const T* from) {  // into the L2 cache
+__device__ __forceinline__ void fetch(const T* from) {  // prefetches into the L2 cache
 #if defined(__CUDA_ARCH__)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 #endif
 }
 
-// The value is worked out here: else the compiler does so once more at every place that needs it, all behind the wait.
+// Forces the value to be computed here. Otherwise the compiler recomputes it at every use, always after the wait.
 template <typename Pointer>
 __device__ __forceinline__ void keep(Pointer& value) {
 #if defined(__CUDA_ARCH__)
@@ -86,7 +87,7 @@ __device__ __forceinline__ void keep(Pointer& value) {
 #endif
 }
 
-// Likewise a load stands where it is written, and not where its value is needed, a trip to memory later.
+// Forces a load to be issued here, and not where its value is used, which would add a memory latency.
 __device__ __forceinline__ void keep_loaded(float& value) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+f"(value));
@@ -94,7 +95,7 @@ __device__ __forceinline__ void keep_loaded(float& value) {
 }
 
 template <typename Op>
-__device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different things
+__device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different values
 #pragma unroll
     for (int distance = 16; distance >= LANES; distance /= 2) {
         value = Op::combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -102,8 +103,8 @@ __device__ __forceinline__ float across_groups(float value) {  // of a warp; a g
     return value;
 }
 
-// Calls use(i, p, n, offset) for the vectors of a thread in a round: piece p of the key n behind the thread's first
-// one, which lies `offset` elements on.
+// Calls use(i, p, n, offset) for a thread's vectors of a round: piece p of the key that is n keys after the thread's
+// first one and `offset` elements further.
 template <typename Use>
 __device__ __forceinline__ void each(int round, int vector, Use use) {
 #pragma unroll
@@ -117,7 +118,7 @@ __device__ __forceinline__ void each(int round, int vector, Use use) {
     }
 }
 
-// Whether this block is the last one of a head's `count` to come here: what all of them wrote before can be read then.
+// Whether this block is the last of a head's `count` blocks to arrive. If so, all writes of the others are visible.
 __device__ __forceinline__ bool last_to_arrive(int* arrived, int count) {
     __shared__ bool last;
     __threadfence();
@@ -130,8 +131,8 @@ __device__ __forceinline__ bool last_to_arrive(int* arrived, int count) {
     return last;
 }
 
-// Calls put(s, w) with the weight of each of the first `count` splits; stat(s) is {m, l}. MOST: of all splits. With
-// UNROLL as large as MOST, what stat and put touch can stay in registers.
+// Calls put(s, w) with the weight of each of the first `count` splits of at most `most`; stat(s) returns {m, l}. If
+// UNROLL is as large as `most`, the values that stat and put access can stay in registers.
 template <int UNROLL, typename Stat, typename Put>
 __device__ __forceinline__ void weigh(int count, int most, Stat stat, Put put) {
     float largest = -INFINITY, total = 0.0f;
@@ -143,15 +144,15 @@ __device__ __forceinline__ void weigh(int count, int most, Stat stat, Put put) {
     for (int s = 0; s < most; ++s) {
         if (s < count) total = fmaf(exp2f(stat(s).x - largest), stat(s).y, total);
     }
-    const float whole = 1.0f / total;  // once: a division is some dozens of instructions
+    const float whole = 1.0f / total;  // computed once: a division takes dozens of instructions
 #pragma unroll UNROLL
     for (int s = 0; s < most; ++s) {
         if (s < count) put(s, exp2f(stat(s).x - largest) * whole);
     }
 }
 
-// Channel threadIdx.x of a head, from its first `count` splits: ROW floats from a part to the next one, NH stats.
-// Past the L1 cache, which may not have what other blocks wrote. shared: a place for each split.
+// Computes channel threadIdx.x of a head from its first `count` splits. Consecutive parts are ROW floats apart,
+// consecutive stats NH. Loads bypass the L1 cache, which may be stale. shared: one element per split.
 __device__ __forceinline__ float put_together(const float* part, const float2* stat, int count, float2* shared) {
     const int channel = min((int)threadIdx.x, HS - 1);
     float o[AT_ONCE], sum = 0.0f;
@@ -161,7 +162,7 @@ __device__ __forceinline__ float put_together(const float* part, const float2* s
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) keep_loaded(o[i]);
     };
-    if (count <= AT_ONCE) {  // one trip to memory, no barrier
+    if (count <= AT_ONCE) {  // one memory latency, no barrier
         float2 found[AT_ONCE];
 #pragma unroll
         for (int s = 0; s < AT_ONCE; ++s) found[s] = __ldcg(stat + (long long)min(s, count - 1) * NH);
@@ -175,7 +176,7 @@ __device__ __forceinline__ float put_together(const float* part, const float2* s
 #pragma unroll 1
     for (int s = threadIdx.x; s < count; s += AS_THREADS) shared[s] = __ldcg(stat + (long long)s * NH);
     __syncthreads();
-    if (threadIdx.x == 0) {  // nobody else needs m now
+    if (threadIdx.x == 0) {  // no other thread needs m now
         weigh<AT_ONCE>(
             count, count, [&](int s) { return shared[s]; }, [&](int s, float weight) { shared[s].x = weight; });
     }
@@ -200,12 +201,12 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
     float* stats,         // (B, S, NH, 2)
     int n_ctx,
     float* out,      // (B, C)
-    int* arrived) {  // (B, NH)
+    int* arrived) {  // (B, NH): zeros, before and after
     __shared__ float sums[WARPS][HS], maxima[WARPS], totals[WARPS];
     const int split = blockIdx.x, h = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long b = blockIdx.z;
     const int group = threadIdx.x / LANES, vector = threadIdx.x % LANES;
-    const int channel = vector * AS_WIDTH, own = split * AS_KEYS + group;  // the first of each that is this thread's
+    const int channel = vector * AS_WIDTH, own = split * AS_KEYS + group;  // the thread's first channel and key
     const long long from = (b * n_ctx + own) * ROW + h * HS + channel;
     const T *own_k = k + from, *own_v = v + from;
     const float* own_q = q + b * ROW + h * HS + channel;
@@ -241,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
         load_fresh_floats<AS_WIDTH>(own_q + p * LANES * AS_WIDTH, x[p]);
     }
     float s[HELD];
-    const auto multiply = [&]() {  // q with the keys held: a lane's share of each
+    const auto multiply = [&]() {  // q times the keys held: a lane's share of each product
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             s[i] = 0.0f;
@@ -259,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
         load_keys(0, last);
         multiply();
         if (last == now) break;
-        last = now;  // the hint was wrong: once more
+        last = now;  // the hint was wrong: repeat the loads
         clear();
     }
     if (split * AS_KEYS > last) return;
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
             max = fmaxf(max, s[i]);
         }
         max = fmaxf(m, across_groups<Max>(max));
-        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) NaN
+        const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
         if (ROUNDS > 1) {
             const float scale = exp2f(m - point);
             l *= scale;

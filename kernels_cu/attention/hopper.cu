@@ -2,32 +2,32 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
 //
-//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, the heads packed side by side inside each
-//   out (rows, C)    rows are those of all sequences, one after the other
+//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, with the heads packed next to each other in each
+//   out (rows, C)    the rows of all sequences, one sequence after the other
 //
-// A tile is 128 queries of a head. One warp asks the copy engine for its queries and, from the last keys that are seen
-// to the first, 128 keys or values at a time, into a ring in shared memory. Two warpgroups have 64 queries each:
+// A tile is 128 queries of a head. One warp has the copy engine load its queries and then keys and values, 128 at a
+// time from the last keys seen to the first, into a ring in shared memory. Two warpgroups have 64 queries each:
 //
-//   wgmma     S = Q K^T                       (64, 128) in registers: scores never leave them
-//   softmax   P = exp2(S UNIT - reference)    attention/scores.cuh; the sum of a row's P is put together at the end
-//   wgmma     O = O + P V                     the registers of S are, as they lie, the operand P
+//   wgmma     S = Q K^T                       (64, 128) in registers: scores are never stored in memory
+//   softmax   P = exp2(S UNIT - reference)    attention/scores.cuh; the sum of a row's P is combined at the end
+//   wgmma     O = O + P V                     the registers of S have the layout of operand P
 //
 //   tensor cores   S0            S1 P0 V0      S2 P1 V1     ...   P V of the last keys, S0 of the next tile
 //   threads           softmax0      softmax1      softmax2  ...                        out
 //
-// What a row becomes depends on its sequence alone, to the bit: keys are counted from where it starts, 128 at a time.
-// Only the 128 that are taken first can be in part later than a query, or past the end: values that are not finite are
-// taken out of these V, and added at the end to the rows that do see them.
+// The bits of a row depend only on its sequence: keys are counted from its start, 128 at a time. Only the 128 keys that
+// are processed first can include keys after a query or past the end. Values of these V that are not finite are
+// removed, and added at the end to the rows that see them.
 //
-// attention_work.cuh says which tiles a block has.
+// attention/hopper_work.cuh describes which tiles a block takes.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 61.8 us, causal 42.2 (cuDNN 63.1 and 47.3).
 //
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
-// map: qkv as (B, T, 3C), or (1, rows, 3C), boxes (1, 128, 64). Block (THREADS), grid: as many as there are
-// multiprocessors, or tiles, dynamic shared memory sizeof(Shared) + 1024. qkv and out start on 16 bytes.
+// map: qkv as (B, T, 3C), or (1, rows, 3C), boxes (1, 128, 64). Block (THREADS), grid: one block per multiprocessor, or
+// per tile if that is fewer, dynamic shared memory sizeof(Shared) + 1024. qkv and out are aligned to 16 bytes.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -46,7 +46,7 @@
 #ifndef ATT_SLOTS  // of the ring
 #define ATT_SLOTS 8
 #endif
-#ifndef ATT_TURNS  // the warpgroups ask for their products in turn
+#ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
 #define ATT_TURNS 1
 #endif
 
@@ -63,10 +63,10 @@ struct Shared {
     char queries[2][SLOT];
     char out[CONSUMERS / 32][16 * ROW_BYTES];
     Barrier full[ATT_SLOTS], empty[ATT_SLOTS];
-    Barrier asked[2], answered[2];  // queries: there, done with
+    Barrier asked[2], answered[2];  // asked: the queries have arrived; answered: they are no longer needed
 };
 
-// 128 keys at a time that a tile's queries see.
+// The number of steps of 128 keys that a tile's queries see.
 __device__ __forceinline__ int steps_of(const Work& work) {
     return ((ATT_CAUSAL ? min(work.length, work.first + QUERIES) : work.length) - 1) / KEYS + 1;
 }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
         };
         const auto load_slot = [&](int part, int step) {
             const int slot = count % ATT_SLOTS;
-            wait(shared.empty[slot], count / ATT_SLOTS + 1 & 1, "empty");  // at once where it never held anything
+            wait(shared.empty[slot], count / ATT_SLOTS + 1 & 1, "empty");  // returns at once for a new slot
             load(shared.slots[slot], shared.full[slot], part, step * KEYS);
             ++count;
         };
@@ -99,12 +99,12 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
 struct Consumer {
     Shared& shared;
     const int group, warp, lane;           // of the group, of the block's consumers, of the warp
-    const Matrix first_slot, first_query;  // the group's
+    const Matrix first_slot, first_query;  // of the group
     unsigned count = 0;                    // slots so far
 
     float out[SIZE / 2];
     unsigned p[KEYS / 16][4];
-    float sum[2], reference[2];  // of rows g and g + 8; the sum: of this lane's keys
+    float sum[2], reference[2];  // of rows g and g + 8; the sum covers this lane's keys
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), warp(uniform(threadIdx.x / 32)), lane(threadIdx.x % 32),
@@ -127,8 +127,8 @@ struct Consumer {
         if (lane == 0) arrive(barrier);
     }
 
-    // A store that never happens, but that the compiler keeps between the softmax and what follows: it would wait for
-    // P V first, beside which the softmax shall run.
+    // A store that never happens but that the compiler keeps between the softmax and what follows. Otherwise it would
+    // wait for P V first, and the softmax would not overlap it.
     __device__ __forceinline__ void hold() const {
         asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(
                          sum[0] + sum[1]),
@@ -149,8 +149,8 @@ struct Consumer {
         end_products();
     }
 
-    // Of scores FROM to TO, those of keys after `seen`; `later` more are seen by row g + 8. Counted from the first of
-    // these keys that the lane has.
+    // Masks scores FROM to TO whose keys come after `seen`; row g + 8 sees `later` more keys. Keys are counted from the
+    // lane's first one in this range.
     template <int FROM, int TO>
     __device__ __forceinline__ static void mask(float (&s)[KEYS / 2], int seen, int later) {
 #pragma unroll
@@ -159,8 +159,8 @@ struct Consumer {
         }
     }
 
-    // The first COUNT scores become P, as floats; the others are not seen. Whether some of the warp's rows have a new
-    // reference: what was before has that factor.
+    // Replaces the first COUNT scores by P, as floats; the others are not seen. Returns whether some of the warp's rows
+    // have a new reference; the caller must then multiply `out` by `factor`.
     template <int COUNT>
     __device__ __forceinline__ bool soften(float (&s)[KEYS / 2], float (&factor)[2]) {
         float base[2];
@@ -174,7 +174,7 @@ struct Consumer {
             }
             const float old = reference[r];
             const float next = fmaf(lanes_max<4>(fmaxf(largest[0], largest[1])), UNIT, -BELOW);
-            const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
+            const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];  // -inf + inf would be NaN
@@ -196,7 +196,7 @@ struct Consumer {
         for (int i = 0; i < KEYS / 4; ++i) p[i / 4][i % 4] = 2 * i < COUNT ? pack2(s[2 * i], s[2 * i + 1]) : 0;
     }
 
-    // Of 128 rows of V. Both groups look before one of them changes these.
+    // Whether 128 rows of V are finite. Both groups check before one of them changes the values.
     __device__ __forceinline__ bool all_finite(const char* values) const {
         unsigned found = 0;
         const uint4* units = reinterpret_cast<const uint4*>(values) + (32 * warp + lane) % GROUP;
@@ -216,7 +216,7 @@ struct Consumer {
         sync_threads(3, CONSUMERS);
     }
 
-    // What make_finite() has taken out of keys `from` to `to`, for rows that see it.
+    // Adds the values that make_finite() has removed from keys `from` to `to`, for rows that see them.
     __device__ __forceinline__ void add_not_finite(const T* values, long long stride, int from, int to, int row) {
 #pragma unroll 1
         for (int key = from; key < to; ++key) {
@@ -232,13 +232,13 @@ struct Consumer {
         }
     }
 
-    // 16 rows of the warp, of which `left` are there, from `to` on.
+    // Stores 16 rows of the warp, of which `left` exist, at `to`.
     __device__ __forceinline__ void store(T* to, long long stride, int left) {
         const int place = shared_address(shared.out[warp]);
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) factor[r] = __fdividef(1.0f, lanes_sum<4>(sum[r]));
-        __syncwarp();  // what was stored from there has been read
+        __syncwarp();  // the previous rows have been read from there
 #pragma unroll
         for (int i = 0; i < SIZE / 2; i += 8) {  // 16 columns
             unsigned y[4];                       // j % 2: the lower rows; j / 2: the right columns
@@ -261,12 +261,12 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const __grid_constant__ TensorMap map,  // of qkv
     const T* qkv,                           // (rows, 3C)
-    const int* cu_seqlens,                  // (B + 1), not falling; null: B sequences of seq_len rows
+    const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                                 // (rows, C)
     int B,
     int seq_len,     // of the longest sequence
     int n_head,
-    int together) {  // heads of a band
+    int together) {  // heads per band
     extern __shared__ char unaligned[];
     Shared& shared = *reinterpret_cast<Shared*>(unaligned + (1024 - shared_address(unaligned) % 1024) % 1024);
     let_next_start();
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const int C = SIZE * n_head;
     bool more = true;
     float s[KEYS / 2], factor[2];
-    const auto ask_for_first = [&](int tile) {  // of its scores; without a tile for some that nobody looks at
+    const auto ask_for_first = [&](int tile) {  // its first scores; unused ones if there is no next tile
         if (more) wait(shared.asked[tile % 2], tile / 2 & 1, "asked");
         own.ask_for_scores(s, tile, more ? own.arrived(own.count) : own.first_slot);
     };
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     own.pass_turn();
 #pragma unroll 1
     for (int tile = 0; more; ++tile) {
-        const int last = steps_of(work) - 1, left = work.length - last * KEYS;  // its last keys come first
+        const int last = steps_of(work) - 1, left = work.length - last * KEYS;  // the last keys come first
         const int warp_row = work.first + 16 * own.warp, row = warp_row + own.lane / 4;
         bool finite = true;
         if (ATT_CAUSAL || (cu_seqlens && left < KEYS)) {

@@ -1,10 +1,10 @@
-// Which tiles of 128 queries a block of attention/hopper.cu takes, one after the other.
+// The tiles of 128 queries that a block of attention/hopper.cu processes, one after the other.
 //
-// Sequences are packed rows: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows
-// b seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
+// Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
+// seq_len .. (b + 1) seq_len - 1. Block i of n takes tiles i, 2n - 1 - i, 2n + i, .. in this order:
 //
-//   the tiles of `together` heads come one after the other   their keys and values fit in the L2 cache
-//   among these the last tile of every head comes first      with a causal mask it has most to do
+//   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
+//   within these, the last tile of every head comes first    with a causal mask it has the most work
 #pragma once
 
 constexpr int QUERIES = 128;
@@ -13,7 +13,7 @@ struct Work {
     const int* cu_seqlens;
     const int B, seq_len, n_head, together;
     int round = 0;
-    // Of the tile: where its sequence starts in out, and in the map; the length of that; the first query in it.
+    // Of the tile: the first row of its sequence in out and in the map; the length of the sequence; its first query.
     long long row;
     int map_row, map_z, length, first, head;
 

@@ -1,20 +1,20 @@
-// New keys and values into a kv_cache: row n of qkv belongs to sequence row[n], at position[n].
+// Appends new keys and values to a kv_cache: row n of qkv belongs to sequence row[n], at position[n].
 //
 //   k[row, position] = columns C..2C-1 of qkv, v[row, position] = columns 2C..3C-1   qkv (N, 3C), k, v (B, n_ctx, C)
 //
-//   kv_append          qkv of float, narrowed to T
-//   kv_append_narrow   qkv of T, as tensor cores leave it
+//   kv_append          qkv of float, converted to T
+//   kv_append_narrow   qkv of T, as tensor-core products produce it
 //
-// A thread a vector of KV_WIDTH channels: loads of at most 16 bytes each, one store. A row or position outside the
-// cache is left out. Grid (N), block (any).
+// One thread per vector of KV_WIDTH channels: loads of at most 16 bytes each, one store. Rows and positions outside the
+// cache are skipped. Grid (N), block (any).
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef KV_WIDTH  // a power of two that divides C, 16 bytes of T at most; all arrays are aligned to so many elements
+#ifndef KV_WIDTH  // a power of two that divides C, at most 16 bytes of T; all arrays are aligned to a vector
 #define KV_WIDTH 4
 #endif
 
-// move(from, to) for each vector of a row
+// Calls move(from, to) for each vector of a row.
 template <typename E, typename Move>
 __device__ __forceinline__ void append(
     const E* qkv, const int* row, const int* position, T* k, T* v, int C, int B, int n_ctx, Move move) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void append(
     const long long n = blockIdx.x;
     const int b = __ldcg(row + n), at = __ldcg(position + n);
     if (b < 0 || b >= B || at < 0 || at >= n_ctx) return;
-    const E* const from = qkv + (3 * n + 1) * C;  // K, and V behind it
+    const E* const from = qkv + (3 * n + 1) * C;  // K, followed by V
     const long long to = ((long long)b * n_ctx + at) * C;
     for (int i = threadIdx.x * KV_WIDTH; i < 2 * C; i += blockDim.x * KV_WIDTH) {
         move(from + i, i < C ? k + to + i : v + to + (i - C));

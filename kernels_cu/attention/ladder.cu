@@ -1,13 +1,15 @@
-// Attention step by step, as the formula is read: out = softmax(Q K^T / sqrt(HS)) V, head by head.
+// Attention step by step, as in the formula: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv    (B, T, 3C)       a row is [Q | K | V], C = NH HS, the heads packed side by side inside each
-//   scores (B, NH, T, T)    what one kernel hands on to the next: T / HS times as large as out. The other rungs do
-//                           without: attention/skeleton.cu holds a row of it at a time, attention/online.cu a tile
+//   qkv    (B, T, 3C)       a row is [Q | K | V], C = NH HS, with the heads packed next to each other in each
+//   scores (B, NH, T, T)    passed from one kernel to the next, T / HS times as large as out. The other variants do
+//                           without it: attention/skeleton.cu holds one row of scores, attention/online.cu one tile
 //   out    (B, T, C)
 //
-//   attention_query_key_kernel1   scores[b,h,t,t2] = Q_t . K_t2 / sqrt(HS), a thread a score
-//   attention_softmax_kernel1     exp(score - max) / sum, each row in place, a thread a row
-//   attention_value_kernel1       out[b,t,h,d] = sum over t2 of scores[b,h,t,t2] V[t2,d], a thread an output
+// The names are those of llm.c's attention kernels:
+//
+//   attention_query_key_kernel1   scores[b,h,t,t2] = Q_t . K_t2 / sqrt(HS), one thread per score
+//   attention_softmax_kernel1     exp(score - max) / sum of each row in place, one thread per row
+//   attention_value_kernel1       out[b,t,h,d] = sum over t2 of scores[b,h,t,t2] V[t2,d], one thread per output
 //
 //            t2 ->
 //         [ s . . . ]
@@ -15,8 +17,8 @@
 //     |   [ s s s . ]
 //     v   [ s s s s ]
 //
-// Where the time goes: threads side by side read K 3C apart in the first kernel and scores T apart in the second, so
-// that each load of a warp touches 32 lines. The third reads V side by side, but needs two loads for a multiply-add.
+// The bottlenecks: neighbouring threads read K 3C apart in the first kernel and scores T apart in the second, so that
+// each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per multiply-add.
 #include "lib/common.cuh"
 
 #ifndef NH
@@ -29,7 +31,7 @@ static_assert(NH > 0 && HS > 0, "a head has at least one channel");
 
 constexpr int C = NH * HS;
 
-// Block (any), grid (B NH T ceil(T / blockDim.x)): all blocks of a row, then the next row.
+// Block (any), grid (B NH T ceil(T / blockDim.x)): the blocks of one row, then those of the next row.
 extern "C" __global__ void attention_query_key_kernel1(
     const float* __restrict__ qkv,  // (B, T, 3C)
     float* __restrict__ scores,     // (B, NH, T, T)

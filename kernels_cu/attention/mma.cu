@@ -2,27 +2,26 @@
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
 //
-//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, the heads packed side by side inside each
-//   out (rows, C)    rows are those of all sequences, one after the other: attention_job.cuh
+//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, with the heads packed next to each other in each
+//   out (rows, C)    the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //
-// A warp has 16 ATT_FRAGS queries in registers, and walks over tiles of 64 keys, which the block's warps share:
+// A warp holds 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
 //
-//   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier a tile
-//   mma        S = Q K^T                      (queries, 64) in registers: scores never leave them
-//   softmax    P = exp2(S UNIT - reference)   attention/scores.cuh; the sum of a row's P is put together at the end
-//   mma        O = O + P V                    an accumulator of S is, as it lies, the operand P of the next product
+//   cp.async   [K V of tile j+1, j+2 ...]     a ring of ATT_STAGES tiles in shared memory; one barrier per tile
+//   mma        S = Q K^T                      (queries, 64) in registers: scores are never stored in memory
+//   softmax    P = exp2(S UNIT - reference)   attention/scores.cuh; the sum of a row's P is combined at the end
+//   mma        O = O + P V                    an accumulator of S has the layout of operand P of the next product
 //
-// What a row becomes depends on its sequence alone, to the bit: tiles start where the sequence starts, and no tile is
-// split. 16 queries skip each step of 16 keys that they cannot see at all. Of the one step that they see in part,
-// values that are not finite are multiplied key by key, for the queries that do see them. Keys past the end of a
-// sequence are zeros, and not read.
+// The bits of a row depend only on its sequence: tiles start where the sequence starts, and no tile is divided. 16
+// queries skip each step of 16 keys that none of them sees. In the one step that they see in part, values that are not
+// finite are multiplied key by key, for the queries that see them. Keys past the end of a sequence are zeros, not read.
 //
 // On an NVIDIA H200, B = 8, T = 1024, 12 heads, bfloat16: 88.0 us, causal 62.5 (attention/hopper.cu: 61.8 and 42.2).
 //
 // Source of the idea: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. qkv and out
-// start on 16 bytes.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. qkv and out are
+// aligned to 16 bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -39,13 +38,13 @@
 #ifndef ATT_WARPS
 #define ATT_WARPS 4
 #endif
-#ifndef ATT_FRAGS  // of 16 queries, that a warp has
+#ifndef ATT_FRAGS  // fragments of 16 queries per warp
 #define ATT_FRAGS 2
 #endif
 #ifndef ATT_STAGES
 #define ATT_STAGES 3
 #endif
-#ifndef ATT_BLOCKS  // that an SM must hold
+#ifndef ATT_BLOCKS  // that an SM must be able to hold
 #define ATT_BLOCKS 2
 #endif
 
@@ -56,11 +55,11 @@ constexpr int STAGE = 2 * TILE;  // K, then V
 static_assert(QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
-// What a warp holds of its queries; lane 4 g + t, in fragment f, of rows g and g + 8.
+// A warp's state for its queries. Lane 4 g + t has rows g and g + 8 of fragment f.
 struct Queries {
     unsigned q[FRAGS][4][4];
     float out[FRAGS][8][4];
-    float sum[FRAGS][2], reference[FRAGS][2];  // the sum: of this lane's keys
+    float sum[FRAGS][2], reference[FRAGS][2];  // the sum covers this lane's keys
 
     __device__ __forceinline__ Queries() {
 #pragma unroll
@@ -85,8 +84,8 @@ struct Queries {
         }
     }
 
-    // A tile of keys. With MASKED some are not seen by all queries: causal, row i of the warp sees keys 0 .. seen + i
-    // of the tile; else all see 0 .. seen.
+    // Processes a tile of keys. With MASKED, not all queries see all keys: if causal, row i of the warp sees keys 0 ..
+    // seen + i of the tile; else all rows see 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* keys, const char* values, int seen) {
         const int lane = threadIdx.x % 32;
@@ -110,7 +109,7 @@ struct Queries {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float old = reference[f][r], next = fmaf(lanes_max<4>(largest[r]), UNIT, -BELOW);
-                const bool passes = next > old + (AT_MOST - BELOW);  // not where all is -inf
+                const bool passes = next > old + (AT_MOST - BELOW);  // false if all scores are -inf
                 factor[f][r] = passes ? exp2_fast(old - next) : 1.0f;
                 reference[f][r] = passes ? next : old;
                 base[f][r] = reference[f][r] == -INFINITY ? 0.0f : -reference[f][r];  // -inf + inf would be NaN
@@ -121,7 +120,7 @@ struct Queries {
         multiply_values<MASKED>(s, base, values, seen);
     }
 
-    // Whether keys 8 n, 8 n + 1 .. of a tile are seen by no query of fragment f; for the whole warp.
+    // Whether no query of fragment f sees keys 8 n, 8 n + 1 .. of a tile; the same for the whole warp.
     template <bool MASKED>
     static __device__ __forceinline__ bool hidden(int f, int n, int seen) {
         return MASKED && 8 * n > (ATT_CAUSAL ? seen + 16 * f + 15 : seen);
@@ -216,8 +215,8 @@ struct Queries {
         return __any_sync(0xffffffffu, found != 0);
     }
 
-    // 16 queries and as many keys, where query i sees keys 0 .. i, and not all values are finite. Those that are
-    // leave b.
+    // Multiplies 16 queries by as many keys, where query i sees keys 0 .. i and not all values are finite. Removes the
+    // finite values from b.
     static __device__ __forceinline__ void multiply_apart(float (&out)[8][4], const unsigned (&p)[4],
                                                           unsigned (&b)[8][2]) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -249,7 +248,7 @@ struct Queries {
         }
     }
 
-    // Rows below `left` of the warp's, from `to` on, 16 bytes a lane and time.
+    // Stores those rows of the warp that are below `left` at `to`, 16 bytes per lane at a time.
     __device__ __forceinline__ void store(T* to, long long stride, int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -277,12 +276,12 @@ struct Queries {
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     const T* qkv,           // (rows, 3C)
-    const int* cu_seqlens,  // (B + 1), not falling; null: B sequences of seq_len rows
+    const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                 // (rows, C)
     int B,
     int seq_len,            // of the longest sequence
     int n_head,
-    int together) {         // heads whose blocks run side by side
+    int together) {         // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char ring[];
     let_next_start();
@@ -290,11 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
     const int C = SIZE * n_head, left = job.length - job.first;
-    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // from 0 on, that are seen
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
     const long long stride = 3LL * C;
     const T* head = qkv + job.row * stride + SIZE * job.head;
     copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, head + job.first * stride, stride, left);
-    int arriving = 0;  // the first key of the next tile that is asked for
+    int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             const T* from = head + arriving * stride + C;
@@ -307,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
 #pragma unroll 1
     for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
 
-    const int warp = threadIdx.x / 32 * WARP_QUERIES;  // its first query in the block's tile
+    const int warp = threadIdx.x / 32 * WARP_QUERIES;  // the warp's first query in the block's tile
     const int first = job.first + warp;
     Queries queries;
     wait_for_groups<ATT_STAGES - 2>();
@@ -317,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
 #pragma unroll 1
     for (int key = 0; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
-        __syncthreads();  // the tile is there for all, and none still needs the one before, or the queries
+        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
         ask(empty);
         const int seen = (ATT_CAUSAL ? first : job.length - 1) - key;
         const int rows = ATT_CAUSAL ? WARP_QUERIES - 1 : 0;

@@ -1,20 +1,20 @@
-// Which queries a block of a tensor-core attention kernel takes, of which head of which sequence.
+// The queries of a block of the mma.sync attention kernels: which rows, of which head of which sequence.
 //
-// Sequences are packed rows: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows
-// b seq_len .. (b + 1) seq_len - 1. Blocks run in about the order of their index, so
+// Sequences are packed rows: sequence b has rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, or without cu_seqlens rows b
+// seq_len .. (b + 1) seq_len - 1. Blocks run roughly in the order of their index, so
 //
-//   the tiles of `together` heads come one after the other   their keys and values fit in the L2 cache
-//   among these the last tile of every head comes first      with a causal mask it has most to do
+//   the tiles of `together` heads are consecutive            their keys and values fit in the L2 cache
+//   within these, the last tile of every head comes first    with a causal mask it has the most work
 #pragma once
 
 struct Job {
-    long long row;  // where the sequence starts
+    long long row;  // first row of the sequence
     int length;     // of the sequence
-    int first;      // of the block's queries, counted from there; not below length: there is nothing to do
+    int first;      // first query of the block, relative to `row`; if not below length, the block has nothing to do
     int head;
 };
 
-// seq_len: of the longest sequence. Block ceil(seq_len / queries) n_head B.
+// seq_len: of the longest sequence. The grid has ceil(seq_len / queries) n_head B blocks.
 __device__ __forceinline__ Job choose_job(const int* cu_seqlens, int B, int seq_len, int n_head, int together,
                                           int queries) {
     const int tiles = (seq_len - 1) / queries + 1;

@@ -1,7 +1,7 @@
-// A tile of rows of a head in shared memory, and how a warp turns its outputs for the store: what both attention
-// kernels of this folder share. The file that includes it has chosen THREADS.
+// A tile of rows of a head in shared memory, and the transposition of a warp's outputs before the store. Shared by
+// attention/mma.cu and attention/mma_two_part.cu; the including file defines THREADS.
 //
-// A pitch of 9 chunks of 16 bytes: ldmatrix meets no bank conflict, and all its offsets are constants.
+// The pitch is 9 chunks of 16 bytes: ldmatrix has no bank conflicts, and all its offsets are constants.
 #pragma once
 
 #include "attention/scores.cuh"
@@ -10,7 +10,7 @@ constexpr int KEYS = 64;                                     // of a tile
 constexpr int CHUNKS = SIZE / 8, PITCH = 16 * (CHUNKS + 1);  // of a row in shared memory
 constexpr int TILE = KEYS * PITCH;
 
-// ROWS rows of a head into shared memory: zeros for those from `there` on, which are not read.
+// Copies ROWS rows of a head to shared memory. Rows from `there` on are not read and become zeros.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(char* to, const T* from, long long stride, int there) {
     constexpr int STEP = THREADS / CHUNKS;
@@ -22,8 +22,8 @@ __device__ __forceinline__ void copy_rows(char* to, const T* from, long long str
     for (int i = 0; i < ROWS; i += STEP) copy16(to + i * PITCH, from + i * stride, row + i < there);
 }
 
-// Of four neighbouring lanes: what lane t had as v[n], lane n gets as v[t]. So pairs of columns that lie 8 apart become
-// 8 columns side by side, which a lane stores at once.
+// Transposes over four neighbouring lanes: v[n] of lane t becomes v[t] of lane n. Pairs of columns that are 8 apart
+// thus become 8 contiguous columns, which a lane stores at once.
 __device__ __forceinline__ void turn(unsigned (&v)[4], int t) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {

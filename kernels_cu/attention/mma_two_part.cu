@@ -1,29 +1,27 @@
-// Attention of the accuracy of float32 on tensor cores (mma.sync of fp16; sm_80 and newer), for heads of 64 channels:
+// Attention with the accuracy of float32 on tensor cores (mma.sync of fp16; sm_80 and newer), for heads of 64 channels:
 //
 //   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
 //
-// Matrices are split (lib/two_part.cuh): x = (hi + lo / 2048) scale[row], where scale is a power of two. A product is three:
-// hi hi + (hi lo + lo hi) / 2048, the last two in an accumulator of their own.
+// Matrices have two parts (lib/two_part.cuh): x = (hi + lo / 2048) scale[row], where scale is a power of two. A product
+// becomes three: hi hi + (hi lo + lo hi) / 2048, the last two in a separate accumulator.
 //
-//   parts (2, rows, 3C)      hi, then lo; a row is [Q | K | V], C = 64 n_head; scale (rows) is that of all three
-//   out_parts (2, rows, C)   rows are those of all sequences, one after the other: attention_job.cuh
-//   out_scale (rows)         the largest scale of the rows that row i sees: what a row is an average of has this size
+//   parts (2, rows, 3C)      hi, then lo; a row is [Q | K | V], C = 64 n_head; scale (rows) applies to all three
+//   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: attention/mma_job.cuh
+//   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
 //
-// A warp has 16 queries. As in attention/skeleton.cu, whose notes hold here too, with these differences:
+// A warp has 16 queries. The notes of attention/mma.cu apply here too, with these differences:
 //
-//   scores    scale of query and key apart: (hi hi + ...) scale[j], then in exp2's argument scale[i] UNIT
-//   weights   P[i, j] scale[j] / top[i], which is at most P, is split for the second product; top[i] is the largest
-//             scale so far, and O counts in its units. Sums of P alone are the denominator
-//   sums      tensor cores cut off what they add to: O gets the product of each tile by a float32 addition
+//   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
+//             argument of exp2
+//   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
+//             is the largest scale so far, and O is in its units. The denominator sums P alone
+//   sums      tensor cores truncate their sums: the product of each tile is added to O by a float32 addition
 //
-// Where hi is not finite, lo is 0. Such a value makes all that it reaches not finite, but not always what it would make
-// of it in float32: infinity can become NaN.
+// If hi is not finite, lo is 0. Such a value makes every result that it reaches not finite, but not always the same as
+// in float32: infinity can become NaN.
 //
-// Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
-// FP32 theoretical peak performance" (2022).
-//
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. Arrays start
-// on 16 bytes; then the second parts do, too, as C is a multiple of 64.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. Arrays are
+// aligned to 16 bytes; the second parts are then aligned too, as C is a multiple of 64.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
@@ -43,7 +41,7 @@
 #ifndef ATT_STAGES
 #define ATT_STAGES 3
 #endif
-#ifndef ATT_BLOCKS  // that an SM must hold
+#ifndef ATT_BLOCKS  // that an SM must be able to hold
 #define ATT_BLOCKS 2
 #endif
 
@@ -65,18 +63,18 @@ struct Split {
     }
 };
 
-// What a warp holds of its queries; lane 4 g + t, of rows g and g + 8.
+// A warp's state for its queries. Lane 4 g + t has rows g and g + 8.
 struct Queries {
     static constexpr float CROSS = 1.0f / 2048;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    static constexpr bool ALL_MASKED = true;  // from here on the compiler fits only one of the two ways into registers
+    static constexpr bool ALL_MASKED = true;  // there the compiler fits only one of the two variants into registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
     unsigned hi[4][4], lo[4][4];
     float out[8][4];
-    float unit[2];                       // the row's scale, in exp2's units
-    float sum[2], reference[2], top[2];  // the sum: of this lane's keys; top: the largest scale so far
+    float unit[2];                       // the row's scale, in units of exp2's argument
+    float sum[2], reference[2], top[2];  // the sum covers this lane's keys; top: the largest scale so far
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -100,7 +98,7 @@ struct Queries {
         }
     }
 
-    static __device__ __forceinline__ float inverse(float power) {  // of two
+    static __device__ __forceinline__ float inverse(float power) {  // of a power of two
         return __int_as_float(0x7f000000 - __float_as_int(power));
     }
 
@@ -109,8 +107,8 @@ struct Queries {
         return MASKED && 8 * n > (ATT_CAUSAL ? seen + 15 : seen);
     }
 
-    // A tile of keys, of which `there` exist. With MASKED some are not seen by all queries: causal, row i of the warp
-    // sees keys 0 .. seen + i of the tile; else all see 0 .. seen.
+    // Processes a tile of keys, of which `there` exist. With MASKED, not all queries see all keys: if causal, row i of
+    // the warp sees keys 0 .. seen + i of the tile; else all rows see 0 .. seen.
     template <bool MASKED>
     __device__ __forceinline__ void take(const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
@@ -147,7 +145,7 @@ struct Queries {
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];
             down[r] = inverse(higher);
-            shrink[r] = top[r] * down[r];  // 1 most of the time
+            shrink[r] = top[r] * down[r];  // 1 in most cases
             moves |= passes || higher > top[r];
             top[r] = higher;
         }
@@ -238,8 +236,8 @@ struct Queries {
         }
     }
 
-    // 16 keys of which query i sees 0 .. i: values that are not finite leave b and c, and go to the queries that see
-    // them, one key after the other.
+    // For 16 keys of which query i sees 0 .. i: removes values that are not finite from b and c, and adds them, key by
+    // key, to the queries that see them.
     static __device__ __forceinline__ void take_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[2][2],
                                                       unsigned (&c)[2][2]) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -277,7 +275,7 @@ struct Queries {
         }
     }
 
-    // Rows below `left` of the warp's, from `to` on; lo is `part` further. Scales where they are asked for.
+    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null.
     __device__ __forceinline__ void store(T* to, float* scale, long long part, long long stride, int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -310,14 +308,14 @@ struct Queries {
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32_mma(
     const T* parts,         // (2, rows, 3C)
     const float* scale,     // (rows), powers of two from 2^-126 to 2^126
-    const int* cu_seqlens,  // (B + 1), not falling; null: B sequences of seq_len rows
+    const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out_parts,           // (2, rows, C)
     float* out_scale,       // (rows)
     long long rows,
     int B,
     int seq_len,            // of the longest sequence
     int n_head,
-    int together) {         // heads whose blocks run side by side
+    int together) {         // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char ring[];
     let_next_start();
@@ -325,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
     const int C = SIZE * n_head, left = job.length - job.first;
-    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // from 0 on, that are seen
+    const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
     const long long stride = 3LL * C, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
@@ -333,11 +331,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
         char* to = ring + (ATT_STAGES - 1) * STAGE + i * QUERIES * PITCH;
         copy_rows<QUERIES>(to, head + i * part + job.first * stride, stride, left);
     }
-    int arriving = 0;  // the first key of the next tile that is asked for
+    int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
             const T* from = head + arriving * stride + C;
-#pragma unroll 1  // 16 addresses at a time would be too many registers
+#pragma unroll 1  // 16 addresses at a time would need too many registers
             for (int i = 0; i < 4; ++i) {
                 copy_rows<KEYS>(stage + i * TILE, from + i % 2 * part + i / 2 * C, stride, job.length - arriving);
             }
@@ -348,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
 #pragma unroll 1
     for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
 
-    const int warp = threadIdx.x / 32 * 16;  // its first query in the block's tile
+    const int warp = threadIdx.x / 32 * 16;  // the warp's first query in the block's tile
     const int first = job.first + warp;
     Queries queries(scale + first, job.length - first);
     wait_for_groups<ATT_STAGES - 2>();
@@ -358,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
 #pragma unroll 1
     for (int key = 0; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
-        __syncthreads();  // the tile is there for all, and none still needs the one before, or the queries
+        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
         ask(empty);
         const int seen = (ATT_CAUSAL ? first : job.length - 1) - key;
         if (first < job.length && seen >= 0) {

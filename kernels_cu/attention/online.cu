@@ -1,21 +1,21 @@
-// Attention that never stores the T x T matrix: out = softmax(Q K^T / sqrt(HS)) V, head by head.
+// Attention without the T x T score matrix: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv (B, T, 3C)   a row is [Q | K | V], C = NH HS, the heads packed side by side inside each
+//   qkv (B, T, 3C)   a row is [Q | K | V], C = NH HS, with the heads packed next to each other in each
 //   out (B, T, C)
 //
 //   attention_..._kernel1      in attention/ladder.cu: three kernels, all scores in device memory
-//   mha_causal_kernel          in attention/skeleton.cu: a block a query, its row of scores in shared memory
-//   attention_forward_online   here: a block many queries, a tile of scores at a time, in registers
+//   mha_causal_kernel          in attention/skeleton.cu: one block per query, with its row of scores in shared memory
+//   attention_forward_online   here: one block for many queries, one tile of scores at a time, in registers
 //
-// Any T. The walk, the tiles and what a thread holds: attention/online.cuh. Where HS is a multiple of 4, qkv and out
-// start on 16 bytes.
+// Any T. attention/online.cuh describes the algorithm, the tiles and what a thread holds. If HS is a multiple of 4, qkv
+// and out are aligned to 16 bytes.
 //
-// Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays where `attend` begins.
+// Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays at the start of `attend`.
 #include "attention/online.cuh"
 
-constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 
-// The bound of 1 block: else the compiler spills some registers in order that more small blocks fit.
+// With a bound of 1 block: otherwise the compiler spills registers so that more small blocks fit.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_online(
     const float* __restrict__ qkv,  // (B, T, 3C), a row is [Q | K | V]
     float* __restrict__ out,        // (B, T, C)

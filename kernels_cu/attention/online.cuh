@@ -1,17 +1,17 @@
-// The tile-by-tile attention that attention/online.cu and attention/cached.cu share.
+// Tile-by-tile attention, shared by attention/online.cu and attention/cached.cu.
 //
-// A block walks along K and V, KEYS rows at a time. Of the keys behind it, it keeps for each query the largest score
-// m, the sum l of exp(score - m) and the sum o of exp(score - m) V. A tile that brings a larger m has both sums
+// A block walks along K and V, KEYS rows at a time. Of the keys processed so far, it keeps for each query the largest
+// score m, the sum l of exp(score - m) and the sum o of exp(score - m) V. If a tile has a larger m, both sums are
 // scaled by exp(m - new m); the result is o / l.
 //
 //                 K, V ->
 //             [ m m . . . . ]   x  a tile seen whole
-//        Q    [ x x m m . . ]   m  a tile that the causal mask crosses: each product with V asks if its key is seen
+//        Q    [ x x m m . . ]   m  a tile that the causal mask crosses: each product with V is masked
 //        |    [ x x x x m m ]   .  neither read nor computed
-//        v                      a row is a block's QUERIES queries; the longest first, so that short ones fill the end
+//        v                      a row is a block's QUERIES queries; the longest start first, short ones fill the end
 //
-// A tile is two matrix products, whose arithmetic is what bounds the kernel. Each is done as such: a thread holds 8x8
-// of the scores of its warp's 32 queries and KEYS keys, and 8x8 of o, in registers all the way.
+// A tile is two matrix products, whose arithmetic bounds the kernel. In each, a thread holds 8x8 results in registers:
+// of the scores of its warp's 32 queries and KEYS keys, and of o.
 //
 //     K (KEYS, HS) in shared memory        V (KEYS, HS) in shared memory
 //             |                                    |
@@ -19,20 +19,20 @@
 //             |                           |        |       multiply-adds in both products
 //     Q (QUERIES, HS) in shared    o = o exp(m - new m) + P V
 //
-// P goes through shared memory, 32 keys at a time. A warp reads what it wrote itself: that takes no barrier of the
-// block. V travels (cp.async) while S is computed, the next K while o is: one buffer each, two barriers a tile.
+// P passes through shared memory, 32 keys at a time. A warp reads only what it wrote itself, so no block barrier is
+// needed. V is loaded (cp.async) while S is computed, the next K while o is: one buffer each, two barriers per tile.
 //
 //   a thread's queries     4 r + ty          (r = 0..ROWS-1, ty = 0..3)
 //   its keys               32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
 //   its channels of o      the same, in o[r][g][e]
 //
-// K and V of 16 bits travel as they are to a buffer of their own; each thread widens the pieces it has asked for, into
-// the tile, before the barrier that shows them to the others. In a query's sums the order follows from KEYS alone: not
-// from the other queries, nor from where in a block it stands.
+// K and V of 16 bits are copied unconverted to a separate buffer. Each thread widens the pieces that it has copied into
+// the tile, before the barrier that makes them visible to the others. The order of a query's sums depends only on KEYS:
+// not on the other queries, nor on its position in a block.
 //
-// Any number of queries and keys. Any HS up to 256: a larger head means fewer queries a warp, so that o stays in
-// registers. Where HS is a multiple of 4 (of 8 for K and V of 16 bits), rows start on 16 bytes, and move in such
-// pieces. GPUs before sm_80 have no cp.async: there tiles pass through registers and are waited for.
+// Any number of queries and keys. Any HS up to 256: a larger head means fewer queries per warp, so that o stays in
+// registers. If HS is a multiple of 4 (8 for K and V of 16 bits), rows are aligned to 16 bytes and move in 16-byte
+// pieces. GPUs before sm_80 have no cp.async: there copies are synchronous and go through registers.
 //
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
@@ -53,10 +53,10 @@
 #ifndef AO_KEYS  // of a tile
 #define AO_KEYS 64
 #endif
-#ifndef AO_ROWS  // a thread's queries
+#ifndef AO_ROWS  // queries of a thread
 #define AO_ROWS (HS <= 64 ? 8 : HS <= 128 ? 4 : 2)
 #endif
-#ifndef AO_UNROLL  // steps of 4 terms of a sum that are written out one after the other
+#ifndef AO_UNROLL  // unrolled steps of 4 terms of a sum
 #define AO_UNROLL 1
 #endif
 static_assert(NH > 0 && HS > 0 && HS <= 256, "o must fit in registers: HS <= 256");
@@ -64,26 +64,26 @@ static_assert(AO_WARPS > 0 && AO_WARPS <= 8, "a thread needs up to 255 registers
 static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys at a time");
 
 constexpr int ROWS = AO_ROWS;
-constexpr int COLUMNS = AO_KEYS / 8;    // a thread's keys
-constexpr int GROUPS = (HS + 31) / 32;  // of 32 channels, 4 of them a thread's
+constexpr int COLUMNS = AO_KEYS / 8;    // keys of a thread
+constexpr int GROUPS = (HS + 31) / 32;  // of 32 channels, 4 of which belong to a thread
 constexpr int THREADS = 32 * AO_WARPS;
 constexpr int WARP_QUERIES = 4 * ROWS;
 constexpr int QUERIES = WARP_QUERIES * AO_WARPS;
 constexpr int KEYS = AO_KEYS;
-constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS in whole float4, filled up with zeros
-constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 rows in a row then start in 8 different groups of 4 banks
+constexpr int DEPTH = (HS + 3) / 4 * 4;      // HS rounded up to whole float4, padded with zeros
+constexpr int STRIDE = 4 * (DEPTH / 4 | 1);  // 8 consecutive rows then start in 8 different groups of 4 banks
 constexpr int V_STRIDE = 32 * GROUPS;
-constexpr int P_STRIDE = 32 + 16;  // the 4 float4 that a quarter of a warp stores in each of two rows: 8 groups again
+constexpr int P_STRIDE = 32 + 16;  // a quarter of a warp stores 4 float4 in each of two rows: again 8 groups
 
-// Calls copy(row, more, d) for all WIDTH elements of COUNT rows of a head: of row + more, from element d on. A warp's
-// lie side by side. Where a thread can keep to one d, row is its first row and more a constant to the compiler. With
-// WIDTH 1, also for the elements that only fill up the last four.
+// Calls copy(row, more, d) for all pieces of WIDTH elements of COUNT rows of a head: of row + more, from element d on.
+// The pieces of a warp are contiguous. If a thread can keep to one d, `row` is its first row and `more` is a constant
+// to the compiler. With WIDTH 1, the padding elements are included.
 template <int COUNT, int WIDTH, typename Copy>
 __device__ __forceinline__ void for_each_piece(Copy copy) {
     constexpr int PIECES = DEPTH / WIDTH, STEP = PIECES <= THREADS ? THREADS / PIECES : 1;
     constexpr bool KEEPS_TO_D = STEP * PIECES == THREADS && (STEP & (STEP - 1)) == 0 && COUNT % STEP == 0;
     if constexpr (WIDTH > 1 && KEEPS_TO_D) {
-#pragma unroll 8  // more of them at once would take the registers of o
+#pragma unroll 8  // more at once would take the registers of o
         for (int more = 0; more < COUNT; more += STEP) copy(threadIdx.x / PIECES, more, threadIdx.x % PIECES * WIDTH);
     } else {
 #pragma unroll 1
@@ -91,8 +91,8 @@ __device__ __forceinline__ void for_each_piece(Copy copy) {
     }
 }
 
-// Where a key stands in a tile of K: key 4 i + e of each 32 in row 8 e + i, so that threads side by side, whose keys
-// are 4 apart, read rows side by side. It moves bits only: place(a + b) is place(a) + place(b) when no bit carries.
+// The position of a key in a tile of K: key 4 i + e of each 32 is in row 8 e + i, so that neighbouring threads, whose
+// keys are 4 apart, read neighbouring rows. It permutes bits: place(a + b) = place(a) + place(b) if no bit carries.
 __device__ __forceinline__ int place(int key) { return key / 32 * 32 + key % 4 * 8 + key % 32 / 4; }
 
 template <typename E>
@@ -105,12 +105,12 @@ __device__ __forceinline__ float as_float(E value) {
     if constexpr (sizeof(E) < 4) {
         return widen(value);
     } else {
-        return value;  // T may be another type than float
+        return value;  // T may be a type other than float
     }
 }
 
-// Sends COUNT rows of a head, `distance` apart, to shared memory: floats to their place in the tile, elements of
-// 16 bits to `staged`. Past the end of the sequence its last row stands in, seen by no query.
+// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, 16-bit
+// elements to `staged`. Past the end of the sequence its last row is copied, which no query sees.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, i
     });
 }
 
-// Widens what this thread has sent to `staged`, when it is there.
+// Widens the pieces that this thread has copied to `staged`, after they have arrived.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     if constexpr (STAGED<E>) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void widen_rows(float* to, const E* staged) {
     }
 }
 
-// As copy_rows, for queries of 16 bits, which come once: each thread widens what it loads.
+// Like copy_rows, for 16-bit queries, which are loaded only once: each thread widens what it loads.
 template <int COUNT, int TO_STRIDE, typename E>
 __device__ __forceinline__ void copy_rows_widened(float* to, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void add_product(float (&sum)[4], float a, float4 b) 
     sum[3] += a * b.w;
 }
 
-// s = Q K^T of the thread's queries and keys; q and k point to its first rows, the others follow every 4 and every 8.
+// s = Q K^T for the thread's queries and keys. q and k point to its first rows; the others follow every 4 and 8 rows.
 __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const float* q, const float* k) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -196,8 +196,8 @@ __device__ __forceinline__ void compute_scores(float (&s)[ROWS][COLUMNS], const 
     }
 }
 
-// o += P V for 32 keys, the first of them number `key`. MASKED: query r sees keys up to last + r * step. A product
-// with any other is left out, not multiplied by 0: what stands there may be NaN.
+// o += P V for 32 keys, the first of which has index `key`. MASKED: query r sees keys up to last + r * step. Products
+// with other keys are skipped, not multiplied by 0: their values may be NaN.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(
     float (&o)[ROWS][GROUPS][4], const float* p, const float* v, int key, int last, int step) {
@@ -229,17 +229,17 @@ __device__ __forceinline__ float combine_row(float value) {  // over the 8 threa
     return Op::combine(value, __shfl_xor_sync(0xffffffffu, value, 8));
 }
 
-// The work of a block: some queries of a head of a sequence. K and V hold E, queries and output Q: float, or as E.
+// The work of a block: some queries of a head of a sequence. K and V have type E; queries and output Q: float or E.
 template <typename E, typename Q = float>
 struct Task {
     const Q* q;                // (queries, HS), rows q_distance apart
     const E *k, *v;            // (rows, HS), rows kv_distance apart
     int q_distance, kv_distance;
-    int queries, start, rows;  // query i stands at position start + i
-    long long out_row;         // that query 0 writes to
+    int queries, start, rows;  // query i has position start + i
+    long long out_row;         // output row of query 0
 };
 
-// find(b, h) gives the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH, ceil(queries / QUERIES)).
+// find(b, h) returns the Task of head h of sequence b. Block (32 AO_WARPS), grid (B NH, ceil(queries / QUERIES)).
 // tiles: dynamic shared memory for the arrays that follow.
 template <typename E, typename Q, typename Find>
 __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find find) {
@@ -247,9 +247,9 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE apart
     float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE apart
     float* const p_s = v_s + KEYS * V_STRIDE;   // (QUERIES, 32), rows P_STRIDE apart
-    E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), where K and V have 16 bits
+    E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V have 16 bits
 
-    // The bits of the lane are mixed so that each half of a warp reads 8 rows of K and 2 of Q at a time.
+    // The lane's bits are permuted so that each half of a warp reads 8 rows of K and 2 of Q at a time.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row = WARP_QUERIES * warp + ty;  // of q_s and p_s
@@ -263,15 +263,15 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     const int queries = task.queries, start = task.start, rows = task.rows;
     const int tile = causal ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     const int block_query = tile * QUERIES, warp_query = block_query + WARP_QUERIES * warp, query = block_query + row;
-    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // that some query of the block sees
-    const int some_see = warp_query >= queries ? 0  // of the warp's queries
+    const int n_keys = causal ? min(rows, start + block_query + QUERIES) : rows;  // seen by some query of the block
+    const int some_see = warp_query >= queries ? 0  // keys that some query of the warp sees
                          : causal              ? min(rows, start + warp_query + WARP_QUERIES)
                                                : rows;
-    const int all_see = causal ? start + warp_query + 1 : rows;  // of the warp's queries: no mask before
+    const int all_see = causal ? start + warp_query + 1 : rows;  // keys that all queries of the warp see: no mask
     const int last = causal ? start + query : rows - 1, step = causal ? 4 : 0;  // query r sees keys 0..last + r * step
 
     const float unit = 1.4426950408889634f / sqrtf((float)HS);  // exp(x / sqrt(HS)) is exp2(x unit); a constant
-    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: of the thread's keys alone, until the end
+    float o[ROWS][GROUPS][4], m[ROWS], l[ROWS];  // l: sum of the thread's own keys, until the end
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
@@ -293,7 +293,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     for (int key = 0; key < n_keys; key += KEYS) {
         wait_for_copies();
         widen_rows<KEYS, STRIDE, true>(k_s, staged);
-        __syncthreads();  // K is there, and the V before has been read
+        __syncthreads();  // K is there, and the previous V has been read
         copy_rows<KEYS, V_STRIDE, false>(v_s, staged, task.v, task.kv_distance, key, rows);
         float s[ROWS][COLUMNS];
         if (key < some_see) compute_scores(s, q, k);
@@ -321,7 +321,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
 #pragma unroll
             for (int c = 1; c < COLUMNS; ++c) max = fmaxf(max, s[r][c]);
             max = fmaxf(m[r], combine_row<Max>(max));
-            const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) NaN
+            const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
             const float scale = exp2f((m[r] - point) * unit);
             m[r] = max;
             l[r] *= scale;
@@ -340,7 +340,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
         for (int g = 0; g < KEYS / 32; ++g) {
             const int first = key + 32 * g;
             if (first >= some_see) break;
-            __syncwarp();  // the weights before have been read
+            __syncwarp();  // the previous weights have been read
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const float* w = s[r] + 4 * g;

@@ -1,15 +1,15 @@
-// Attention, one block a query and head: out = softmax(q K^T / sqrt(HS)) V.
+// Attention with one block per query and head: out = softmax(q K^T / sqrt(HS)) V.
 //
-//   mha_nocausal_kernel   every query sees all seq_len keys (the challenge's block)
-//   mha_causal_kernel     query t sees keys 0..t (GPT-2); keys beyond are never read
+//   mha_nocausal_kernel   every query sees all seq_len keys, as in LeetGPU's GPT-2 block challenge
+//   mha_causal_kernel     query t sees keys 0..t, as in GPT-2; keys beyond are never read
 //
-// grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, the score row, which makes the
-// opt-in shared memory of the GPU the limit of seq_len (about 57,000 on an H200).
+// grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, one row of scores. The opt-in shared
+// memory of the GPU therefore limits seq_len (about 57,000 on an H200).
 //
-//   pass 1   scores[j] = q . k_j / sqrt(HS), a thread a key, and their maximum
+//   pass 1   scores[j] = q . k_j / sqrt(HS), one thread per key, and their maximum
 //   pass 2   scores[j] = exp(scores[j] - max), and their sum
-//   pass 3   out[d] = sum_j scores[j] v_j[d] / sum: HS neighbouring threads read a row of V together, the
-//            256 / HS groups of them share the keys and add their parts in shared memory at the end
+//   pass 3   out[d] = sum_j scores[j] v_j[d] / sum: HS neighbouring threads read a row of V together; the 256 / HS
+//            groups of such threads share the keys and add their parts in shared memory at the end
 #include "lib/common.cuh"
 
 #ifndef NH
@@ -24,8 +24,8 @@ static_assert(HS <= MHA_BLOCK, "pass 3 needs a thread for every channel of a hea
 
 __device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory, (HS) each
     float sum = 0.0f;
-#if HS % 4 == 0  // rows of K then start on 16 bytes, as qkv itself does
-#pragma unroll 4  // unrolled whole, q moves into 64 registers and fewer blocks fit on an SM: 1.29 times slower
+#if HS % 4 == 0  // rows of K are then aligned to 16 bytes, as qkv itself is
+#pragma unroll 4  // fully unrolled, q would take 64 registers and fewer blocks fit on an SM: 1.29 times slower
     for (int d = 0; d < HS; d += 4) {
         const float4 k4 = *reinterpret_cast<const float4*>(k + d);
         sum += q[d] * k4.x;

@@ -1,16 +1,18 @@
-// Positional encoder: out[b, t] = wte[ids[b, t]] + wpe[t], the embedding of a token plus that of its position.
+// Token plus position embedding: out[b, t] = wte[ids[b, t]] + wpe[t].
 //
 //   ids (B, T) of int, wte (V, C), wpe (n_ctx, C) with n_ctx >= T, out (B, T, C); rows = B * T
 //
-//   encoder_forward_kernel1   a thread an element
-//   encoder_forward_kernel2   a thread 4 channels: loads and stores of 16 bytes
-//   encoder_forward_kernel3   a warp a row: the id is read once and the place found once, and a lane has several
-//                             loads of 16 bytes on their way before it waits for one. Neighbouring warps take the
-//                             same position of different sequences, so that they share its row of wpe in the L1 cache
+// The names are those of llm.c's encoder kernels. Each variant adds one idea to the previous one:
 //
-// It is bound by memory: a row of wte read and a row of out written for each token. An id outside 0..V-1 is no
-// address: its row becomes NaN, so that it is seen.
-constexpr int ENCODER_LOADS = 4;  // of wte that a lane of kernel 3 has on their way
+//   encoder_forward_kernel1   one thread per element
+//   encoder_forward_kernel2   one thread per 4 channels: 16-byte loads and stores
+//   encoder_forward_kernel3   one warp per row: the id is read and the address computed once per row, and a lane has
+//                             several 16-byte loads in flight before it waits for the first. Neighbouring warps take
+//                             the same position of different sequences and so share its row of wpe in the L1 cache
+//
+// The kernels are memory-bound: each token reads a row of wte and writes a row of out. For an id outside 0..V-1 nothing
+// is read; its row becomes NaN.
+constexpr int ENCODER_LOADS = 4;  // loads of wte that a lane of kernel 3 has in flight
 
 __device__ bool known(int id, int V) { return 0 <= id && id < V; }
 
@@ -31,7 +33,7 @@ extern "C" __global__ void encoder_forward_kernel1(
     out[i] = known(id, V) ? wte[(long long)id * C + c] + wpe[(long long)t * C + c] : not_a_number();
 }
 
-// C a multiple of 4, rows on 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
+// C must be a multiple of 4 and rows aligned to 16 bytes. grid (ceil(rows * C / 4 / blockDim.x)), block (any)
 extern "C" __global__ void encoder_forward_kernel2(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)
@@ -51,7 +53,7 @@ extern "C" __global__ void encoder_forward_kernel2(
     reinterpret_cast<float4*>(out)[i] = sum;
 }
 
-// C a multiple of 4, rows on 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
+// C must be a multiple of 4 and rows aligned to 16 bytes. grid (ceil(rows * 32 / blockDim.x)), block (a multiple of 32)
 extern "C" __global__ void encoder_forward_kernel3(
     const int* __restrict__ ids,    // (B, T)
     const float* __restrict__ wte,  // (V, C)

@@ -1,16 +1,16 @@
-// Token plus position embedding, a row a token: out[n] = wte[ids[n]] + wpe[position[n]].
+// Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] + wpe[position[n]].
 //
-//   ids, position (N), wte (V, C) of W, with scale: times scale[id], wpe (n_ctx, C), out (N, C)
+//   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C), out (N, C)
 //
-// embedding/encoder.cu takes whole sequences from position 0 on; here tokens and positions are in device memory, each with its
-// own, so that a CUDA graph can begin with it. An id or a position outside its table is no address: its row becomes
-// NaN, so that it is seen.
+// Compared with embedding/encoder.cu, which takes whole sequences from position 0 on, each token has its own position,
+// and ids and positions are in device memory, so that a CUDA graph can begin with this kernel. For an id or a position
+// outside its table nothing is read; the row becomes NaN.
 //
-// A thread a vector of ER_WIDTH channels. Grid (N), block (any).
+// One thread per vector of ER_WIDTH channels. Grid (N), block (any).
 #include "lib/overlap.cuh"
 #include "lib/storage.cuh"
 
-#ifndef ER_WIDTH  // channels of a thread: 1, 2 or 4, dividing C; all arrays aligned to it
+#ifndef ER_WIDTH  // channels of a thread: 1, 2 or 4, a divisor of C; all arrays are aligned to a vector
 #define ER_WIDTH 4
 #endif
 

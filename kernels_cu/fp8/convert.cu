@@ -1,84 +1,86 @@
-// FP8 weights: numbers of 16 or 32 bits to one byte, and what the scales are made of.
+// Conversion of 16-bit and 32-bit numbers to FP8, and the largest magnitudes from which scales are computed.
 //
-//   to_fp8_kernel      out = fp8(x), or fp8(x / scale) with a scale for each output channel of a weight matrix
-//   absmax_kn_kernel   absmax[n] = max over k of |w[k][n]|, w (K, N): down the columns
+//   to_fp8_kernel      out = fp8(x), or fp8(x / scale) with one scale per output channel of a weight matrix
+//   absmax_kn_kernel   absmax[n] = max over k of |w[k][n]|, w (K, N): along the columns
 //   absmax_nk_kernel   absmax[n] = max over k of |w[n][k]|, w (N, K): along the rows
 //
-// The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a __half cut short) or, with WEIGHT_E4M3, E4M3FN (no
-// infinity, largest 448). Rounding is to nearest, ties to even, once:
+// The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a truncated __half) or, with WEIGHT_E4M3, E4M3FN (no
+// infinity, largest number 448). Rounding is to nearest even, once:
 //
-//   |x| lies between 2^e and 2^(e+1), where FP8 numbers are 2^(e-F) apart, F fraction bits; below the smallest
-//   normal number they are as far apart as right above it, so e stops there. So are the floats at 2^(e-F+23):
-//   adding that power to |x| lets the hardware round, and the lowest bits of the sum are |x| in steps of 2^(e-F).
+//   |x| lies between 2^e and 2^(e+1), where FP8 numbers are 2^(e-F) apart, with F fraction bits. Below the smallest
+//   normal number they have the spacing of the binade above it, so e has a minimum. Floats near 2^(e-F+23) have the
+//   same spacing: adding that power to |x| makes the hardware round |x| to an FP8 number, and the lowest bits of the
+//   sum are |x| in steps of 2^(e-F).
 //
 //      |x|                1.0110011...     * 2^e
-//      + 2^(e-F+23)  100...01.10           F = 2: the sum ends where FP8 does
-//      its last byte        110            plus e's place in the byte, less the leading bit, which counts one there
+//      + 2^(e-F+23)  100...01.10           F = 2: the sum ends at the last FP8 bit
+//      its last byte        110            plus e's position in the byte, minus the leading bit, which adds one there
 //
-// A carry out of the fraction counts e up, as it should. This float addition is the only arithmetic: the same on every
-// architecture and for every T. The numbers that -ftz=true takes for zero are zero in FP8 anyway.
+// A carry out of the fraction increments e, as it should. This float addition is the only arithmetic, so the result is
+// the same on every architecture and for every T. The numbers that -ftz=true flushes to zero are zero in FP8 as well.
 //
-// to_fp8_kernel: grid (ceil(size / (block * FP8_WIDTH * FP8_VECTORS))), any block; neighbours read neighbours, and a
-// thread has all its loads on their way before it converts the first. FP8_WIDTH 1 is the plain variant, an element a
-// thread and load; wider is for arrays that are aligned to a vector, with FP8_SCALE and for absmax also in each row.
+// to_fp8_kernel: grid (ceil(size / (block * FP8_WIDTH * FP8_VECTORS))), any block. Neighbouring threads read
+// neighbouring addresses, and a thread issues all its loads before it converts the first. FP8_WIDTH 1 is the simple
+// variant, one element per load. Wider loads need arrays aligned to a vector; with FP8_SCALE and for absmax, each row
+// as well.
 // absmax_kn_kernel: grid (ceil(N / (FP8_LANES * FP8_WIDTH))), absmax_nk_kernel: grid (N); block (FP8_BLOCK).
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 
-#ifndef FP8_WIDTH  // elements a load: a power of two, 16 bytes at most
+#ifndef FP8_WIDTH  // elements per load: a power of two, at most 16 bytes
 #define FP8_WIDTH 4
 #endif
-#ifndef FP8_VECTORS  // loads a thread
+#ifndef FP8_VECTORS  // loads per thread
 #define FP8_VECTORS 4
 #endif
-#ifndef FP8_SATURATE  // beyond the largest number: 1 that number, 0 infinity (E5M2) or NaN (E4M3)
+#ifndef FP8_SATURATE  // numbers beyond the largest one become: 1 that number, 0 infinity (E5M2) or NaN (E4M3)
 #define FP8_SATURATE 1
 #endif
-#ifndef FP8_SCALE  // 0: none; of each output channel: 1 of (K, N), 2 of (N, K)
+#ifndef FP8_SCALE  // scales: 0 none; one per output channel, 1 of (K, N), 2 of (N, K)
 #define FP8_SCALE 0
 #endif
 #ifndef FP8_BLOCK  // threads of the absmax kernels
 #define FP8_BLOCK 512
 #endif
-#ifndef FP8_LANES  // threads of absmax_kn_kernel side by side in a row
+#ifndef FP8_LANES  // neighbouring threads of absmax_kn_kernel that share a row
 #define FP8_LANES 4
 #endif
 
 #ifdef WEIGHT_E4M3
 constexpr unsigned FRACTION = 3, BIAS = 7, NOT_A_NUMBER = 0x7f;
-constexpr float BEYOND = FP8_SATURATE ? 448.0f : 480.0f;  // where all larger numbers go; 480 would be the byte 0x7f
+constexpr float BEYOND = FP8_SATURATE ? 448.0f : 480.0f;  // the upper limit; 480 would be the byte 0x7f
 #else
 constexpr unsigned FRACTION = 2, BIAS = 15, NOT_A_NUMBER = 0x7e;
 constexpr float BEYOND = FP8_SATURATE ? 57344.0f : 65536.0f;  // 65536 would be the byte 0x7c, infinity
 #endif
-constexpr unsigned CUT = 23 - FRACTION;              // fraction bits of a float that FP8 has not
-constexpr unsigned EXPONENT = 0x7f800000;            // of a float, in place
-constexpr unsigned LOWEST = (127 + 1 - BIAS) << 23;  // exponent of the smallest normal FP8 number, as a float's
-// What e >> CUT is short of e's place in the byte. Even, so that it can be added before the rounding.
+constexpr unsigned CUT = 23 - FRACTION;              // fraction bits of a float that FP8 lacks
+constexpr unsigned EXPONENT = 0x7f800000;            // mask of a float's exponent
+constexpr unsigned LOWEST = (127 + 1 - BIAS) << 23;  // exponent bits of the smallest normal FP8 number, as a float
+// The difference between e >> CUT and e's position in the byte. Even, so that it can be added before rounding.
 constexpr unsigned OFFSET = -(LOWEST >> CUT) & 0xff;
 static_assert(OFFSET % 2 == 0, "a tie is rounded to the even number of steps");
 
-// The byte without its sign, in the lowest 7 bits. For NaN the arithmetic gives anything, therefore unsigned.
+// Returns the byte without its sign, in the lowest 7 bits. Unsigned arithmetic, because NaN can give any sum.
 __device__ __forceinline__ unsigned encode(float magnitude) {
     const float x = fminf(magnitude, BEYOND);
     const unsigned e = max((unsigned)__float_as_int(x) & EXPONENT, LOWEST);
-    const unsigned power = e + ((CUT << 23) + OFFSET);  // a float: its exponent, and a few steps already
+    const unsigned power = e + ((CUT << 23) + OFFSET);  // a float: its exponent, and already a few steps
     const unsigned sum = __float_as_int(x + __int_as_float(power));
     return magnitude == magnitude ? sum + (e >> CUT) : NOT_A_NUMBER;
 }
 
-// The lower two bytes of each.
+// The lower two bytes of `first` and of `second`.
 __device__ __forceinline__ unsigned in_order(unsigned first, unsigned second) {
     return __byte_perm(first, second, 0x5410);
 }
 
-// Of four elements of T, lowest first.
+// The last bytes, which hold the signs, of four elements of T, lowest first.
 __device__ __forceinline__ unsigned last_bytes(const unsigned* words) {
     if constexpr (sizeof(T) == 2) return __byte_perm(words[0], words[1], 0x7531);
     else return in_order(__byte_perm(words[0], words[1], 0x73), __byte_perm(words[2], words[3], 0x73));
 }
 
-// x[at .. at + COUNT) to out; with a scale they lie in one row of `inner` elements.
+// Converts x[at .. at + COUNT) to out. With a scale, these elements lie in one row of `inner` elements.
 template <int COUNT>
 __device__ __forceinline__ void convert(
     const Vec<T, COUNT>& vector, const float* scale, unsigned char* out, long long at, long long inner) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void convert(
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) v[k] /= s;
 #endif
-    // The sign comes from the element itself, its last byte: a NaN may lose it when it is widened.
+    // The sign is taken from the last byte of the element itself, because widening may lose the sign of a NaN.
     typename Bits<COUNT>::type packed;
     if constexpr (COUNT % 4 == 0) {
         unsigned* words = reinterpret_cast<unsigned*>(&packed);
@@ -139,14 +141,14 @@ extern "C" __global__ void __launch_bounds__(1024, 1) to_fp8_kernel(
         const long long at = first + i * step;
         if (at + FP8_WIDTH <= size) {
             convert<FP8_WIDTH>(vector[i], scale, out, at, inner);
-        } else {  // what is left at the end, less than a vector, or nothing
+        } else {  // the remainder at the end, less than a vector, or nothing
 #pragma unroll 1
             for (long long j = at; j < size; ++j) convert<1>(Vec<T, 1>::load(x + j), scale, out, j, inner);
         }
     }
 }
 
-// Each of most[] against the magnitudes of a vector, as integers, which NaN and infinity win.
+// Updates most[] with the magnitudes of a vector, compared as integers: NaN and infinity are the largest.
 __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* from) {
     float v[FP8_WIDTH];
     Vec<T, FP8_WIDTH>::load_once(from).unpack(v);
@@ -154,12 +156,12 @@ __device__ __forceinline__ void take_larger(int (&most)[FP8_WIDTH], const T* fro
     for (int k = 0; k < FP8_WIDTH; ++k) most[k] = max(most[k], __float_as_int(v[k]) & 0x7fffffff);
 }
 
-// As a float, where NaN is infinity, too, so that the larger of two floats tells of both.
+// As a float, with NaN replaced by infinity, so that the maximum of floats reports both.
 __device__ __forceinline__ float finished(int most) { return __int_as_float(min(most, (int)EXPONENT)); }
 
 extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_kn_kernel(
     const T* __restrict__ w,     // (K, N)
-    float* __restrict__ absmax,  // (N), infinity where a channel holds infinity or NaN
+    float* __restrict__ absmax,  // (N), infinity if a channel contains infinity or NaN
     int K, int N) {
     constexpr int COLUMNS = FP8_LANES * FP8_WIDTH, GROUPS = FP8_BLOCK / FP8_LANES;
     __shared__ float scratch[GROUPS][COLUMNS];
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_kn_kernel(
 
 extern "C" __global__ void __launch_bounds__(FP8_BLOCK) absmax_nk_kernel(
     const T* __restrict__ w,     // (N, K)
-    float* __restrict__ absmax,  // (N), infinity where a channel holds infinity or NaN
+    float* __restrict__ absmax,  // (N), infinity if a channel contains infinity or NaN
     int K) {
     __shared__ float scratch[FP8_BLOCK];
     const T* row = w + (long long)blockIdx.x * K;

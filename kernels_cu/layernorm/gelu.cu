@@ -1,33 +1,33 @@
-// LayerNorm and GELU in one kernel: y = GELU((x - mean) * rsqrt(var + eps) * gamma + beta) over each row of x,
-// GELU(v) = 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
+// LayerNorm and GELU in one kernel: y = GELU((x - mean) * rsqrt(var + eps) * gamma + beta) over each row of x, GELU(v)
+// = 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
 //
-// x is read once and y written once, where two kernels would store the normalised rows and read them again.
+// x is read once and y written once. Two separate kernels would store the normalised rows and read them again.
 //
-//   layernorm_gelu_baseline    a thread an element: each of a row's threads adds up the whole row for itself
-//   layernorm_gelu_optimized   a block a row: sum and sum of squares in one pass, a tree over shared memory, then
-//                              normalise and GELU in one pass. var = E[x^2] - E[x]^2, never less than 0
-//   layernorm_gelu_rows        the row stays in registers between the passes: 16-byte loads, all of them on their
-//                              way at once; shuffles within a warp, at most one barrier; GELU by one exp2 and one
-//                              division; gamma and beta if they are there
+//   layernorm_gelu_baseline    one thread per element: each thread of a row adds up the whole row for itself
+//   layernorm_gelu_optimized   one block per row: sum and sum of squares in one pass, a tree in shared memory, then
+//                              normalisation and GELU in one pass. var = E[x^2] - E[x]^2, clamped to at least 0
+//   layernorm_gelu_rows        the row stays in registers between the passes: 16-byte loads, all in flight at once;
+//                              shuffles within a warp and at most one barrier; GELU by one exp2 and one division;
+//                              optional gamma and beta
 #include "lib/common.cuh"
 
-#ifndef LG_HIDDEN  // the constants are those of layernorm_gelu_rows: values a row,
+#ifndef LG_HIDDEN  // the constants configure layernorm_gelu_rows: values per row
 #define LG_HIDDEN 768
 #endif
-#ifndef LG_WIDTH  // values a load: 4, or 1 when a row does not start on 16 bytes,
+#ifndef LG_WIDTH  // values per load: 4, or 1 if rows are not aligned to 16 bytes
 #define LG_WIDTH 4
 #endif
-#ifndef LG_THREADS  // threads that share a row: a power of two up to 32, or a multiple of 32,
+#ifndef LG_THREADS  // threads that share a row: a power of two up to 32, or a multiple of 32
 #define LG_THREADS 192
 #endif
-#ifndef LG_ROWS  // rows a block: one, when a row has more than a warp,
+#ifndef LG_ROWS  // rows per block; must be 1 if a row has more than one warp
 #define LG_ROWS 1
 #endif
-#ifndef LG_AFFINE  // 0 when there is neither gamma nor beta
+#ifndef LG_AFFINE  // 0 if there is neither gamma nor beta
 #define LG_AFFINE 1
 #endif
 
-// --- as documented -----------------------------------------------------------------------------------------------
+// --- baseline and optimized: float32, without gamma and beta -----------------------------------------------------
 
 __device__ float gelu(float v) {
     return 0.5f * v * (1.0f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
@@ -79,17 +79,17 @@ extern "C" __global__ void layernorm_gelu_optimized(
         __syncthreads();
     }
     const float mean = sums[0] / hidden_dim;
-    // Rounding can carry the difference of two large numbers below 0, whose root would be NaN.
+    // Rounding can make the difference of two large numbers negative; its root would be NaN.
     const float rstd = rsqrtf(fmaxf(squares[0] / hidden_dim - __fmul_rn(mean, mean), 0.0f) + eps);
     for (int c = tid; c < hidden_dim; c += blockDim.x) y[c] = gelu((x[c] - mean) * rstd);
 }
 
-// --- beyond the document -----------------------------------------------------------------------------------------
+// --- rows: one pass over memory ----------------------------------------------------------------------------------
 
-constexpr int WARPS = (LG_THREADS + 31) / 32;                // that share a row
-constexpr int LANES = WARPS > 1 ? 32 : LG_THREADS;           // of a warp that share it
+constexpr int WARPS = (LG_THREADS + 31) / 32;                // warps that share a row
+constexpr int LANES = WARPS > 1 ? 32 : LG_THREADS;           // lanes of a warp that share a row
 constexpr int PACKS = LG_HIDDEN / LG_WIDTH;                  // of a row
-constexpr int HELD = (PACKS + LG_THREADS - 1) / LG_THREADS;  // packs a thread keeps in registers
+constexpr int HELD = (PACKS + LG_THREADS - 1) / LG_THREADS;  // packs that a thread keeps in registers
 static_assert(LG_HIDDEN % LG_WIDTH == 0, "a row is a whole number of loads: LG_HIDDEN % LG_WIDTH == 0");
 static_assert(LG_THREADS % 32 == 0 || 32 % LG_THREADS == 0, "a row has a part of a warp, or whole warps");
 static_assert(LG_ROWS == 1 || WARPS == 1, "rows that share a block must not need its barrier");
@@ -101,13 +101,13 @@ struct alignas(4 * LG_WIDTH) Pack {
 
 __device__ bool in_row(unsigned pack) { return PACKS % LG_THREADS == 0 || pack < PACKS; }
 
-// tanh(u) = 1 - 2 / (1 + exp(2u)) turns GELU into v / (1 + exp(-2u)): no cancellation, and two instructions of the
-// special function unit in place of tanhf's two branches. -2u log2(e) = v (-2.3022082 - 0.1029432 v^2).
+// tanh(u) = 1 - 2 / (1 + exp(2u)) turns GELU into v / (1 + exp(-2u)): no cancellation, and two special-function
+// instructions instead of the two branches of tanhf. -2u log2(e) = v (-2.3022082 - 0.1029432 v^2).
 __device__ float gelu_by_exp2(float v) {
     return __fdividef(v, 1.0f + exp2f(v * (-2.3022082f - 0.10294324f * (v * v))));
 }
 
-__device__ constexpr int values_of(unsigned warp) {  // how many values of the row this warp of its threads holds
+__device__ constexpr int values_of(unsigned warp) {  // the number of values of a row that this warp holds
     if (WARPS == 1) return LG_HIDDEN;
     if (PACKS % LG_THREADS == 0) return LG_HIDDEN / WARPS;
     int packs = 0;
@@ -118,13 +118,12 @@ __device__ constexpr int values_of(unsigned warp) {  // how many values of the r
     return packs * LG_WIDTH;
 }
 
-// Each warp finds the mean of its own values and their squared distances from it; the parts are put together by
+// Each warp computes the mean of its own values and their sum of squared deviations. The parts are combined by
 //   sum (x - mean)^2 = sum over the warps of (sum (x - mean_w)^2 + n_w (mean_w - mean)^2),
-// which needs one barrier, where a mean of the row and then a variance around it would need two. It is as safe for
-// a large mean: nothing is squared before a mean was taken off.
+// which needs one barrier. Computing the mean of the row first and then the variance around it would need two. The
+// result is as accurate for a large mean, because nothing is squared before a mean has been subtracted.
 //
-// grid (ceil(rows / LG_ROWS)), block (LG_THREADS * LG_ROWS). In place when y is x: a row is read before it is
-// written.
+// grid (ceil(rows / LG_ROWS)), block (LG_THREADS * LG_ROWS). In place if y is x: a row is read before it is written.
 extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu_rows(
     const float* x,                   // (rows, LG_HIDDEN)
     float* y,                         // (rows, LG_HIDDEN)
@@ -138,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
         thread %= LG_THREADS;
         row = row * LG_ROWS + threadIdx.x / LG_THREADS;
         inside = row < rows;
-        if (!inside) row = rows - 1;  // the last row once more: every lane must take part in the shuffles
+        if (!inside) row = rows - 1;  // recompute the last row: every lane must take part in the shuffles
     }
     const unsigned warp = thread / 32;
     const Pack* in = reinterpret_cast<const Pack*>(x) + row * PACKS;
@@ -153,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        float part = held[i].v[0];  // packs apart: shorter chains of additions
+        float part = held[i].v[0];  // sum each pack separately: shorter chains of additions
 #pragma unroll
         for (int j = 1; j < LG_WIDTH; ++j) part += held[i].v[j];
         sum += part;
@@ -171,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(LG_THREADS* LG_ROWS) layernorm_gelu
     squares = lanes_sum<LANES>(squares);
 
 #if LG_THREADS > 32
-    __shared__ float2 parts[WARPS];  // the mean of each warp, and the squared distances from it
+    __shared__ float2 parts[WARPS];  // the mean of each warp, and its sum of squared deviations
     if (thread % 32 == 0) parts[warp] = make_float2(mean, squares);
     __syncthreads();
     float total = 0.0f;

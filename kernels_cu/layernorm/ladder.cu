@@ -2,20 +2,22 @@
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-// mean and rstd, N floats each, are stored too: a backward pass needs them. N = B * T rows, any C.
+// mean and rstd, N floats each, are stored as well, for a backward pass. N = B * T rows, any C.
 //
-//   1  layernorm_forward_kernel1   a thread a row. Neighbouring threads read addresses a whole row apart, and
-//                                  N rows are only N threads: too few to keep a GPU busy.
-//   2  mean_kernel, rstd_kernel,   a block a row for the statistics: each thread adds up every LN_BLOCK-th
-//      normalization_kernel        channel (coarsening), then a tree in shared memory adds up the threads.
-//                                  The last kernel has a thread an element. Neighbours read neighbours, but x
-//                                  is fetched by three launches.
-//   5  layernorm_forward_kernel5   a block a row, all in one kernel. Sum and sum of squares in one pass, reduced
-//                                  in two stages: each warp by shuffles, then the first warp over the warps'
-//                                  sums. Two barriers instead of one for every level of a tree.
+// Kernels 1 to 5 follow llm.c's LayerNorm kernels. Each changes one thing compared with the previous one:
 //
-// 1 and 2 take the variance around the mean, in a pass of its own; 5 takes E[x^2] - E[x]^2, which reads x once
-// less and loses all digits when |mean| is large against the deviation.
+//   1  layernorm_forward_kernel1   one thread per row. Neighbouring threads read addresses a whole row apart, and N
+//                                  rows give only N threads: too few to keep a GPU busy.
+//   2  mean_kernel, rstd_kernel,   one block per row for the statistics: each thread adds up every LN_BLOCK-th channel
+//      normalization_kernel        (coarsening), then a tree in shared memory adds up the threads. The last kernel has
+//                                  one thread per element. Neighbouring threads read neighbouring addresses, but three
+//                                  launches read x.
+//   5  layernorm_forward_kernel5   one block per row, one kernel. Sum and sum of squares in one pass, reduced in two
+//                                  stages: each warp by shuffles, then the first warp over the warps' sums. Two
+//                                  barriers instead of one per level of a tree.
+//
+// Kernels 1 and 2 compute the variance around the mean, in a separate pass. Kernel 5 computes E[x^2] - E[x]^2, which
+// reads x once less but loses all digits when |mean| is large compared with the standard deviation.
 #include "lib/common.cuh"
 
 #ifndef LN_BLOCK  // blockDim.x: a power of two, 32 to 1024
@@ -36,7 +38,7 @@ extern "C" __global__ void layernorm_forward_kernel1(
     const float* x_row = x + row * C;
     float* out_row = out + row * C;
 
-    // Unrolled, 32 loads are under way at a time: the additions wait for each other, the loads do not.
+    // Unrolled, 32 loads are in flight at a time: the additions depend on each other, the loads do not.
     float m = 0.0f;
 #pragma unroll 32
     for (int c = 0; c < C; ++c) m += x_row[c];
@@ -53,9 +55,9 @@ extern "C" __global__ void layernorm_forward_kernel1(
     rstd[row] = r;
 }
 
-// Calls use(v) for a thread's share of a row: every LN_BLOCK-th channel. Eight loads are issued before the first
-// value is used. A loop unrolled by the compiler would take the rest of C / LN_BLOCK / 8 one by one, and at
-// C = 768 that is all: 3 channels a thread, each a trip to memory.
+// Calls use(v) for a thread's share of a row: every LN_BLOCK-th channel. Eight loads are issued before the first value
+// is used. If the compiler unrolled the loop, it would process the remainder of C / LN_BLOCK / 8 one by one. At C = 768
+// the remainder is everything: 3 channels per thread, each a full memory latency.
 template <typename Use>
 __device__ __forceinline__ void coarsen(const float* x_row, int C, Use use) {
     constexpr int BATCH = 8;
@@ -112,7 +114,7 @@ extern "C" __global__ void normalization_kernel(
     const int c = blockIdx.y * LN_BLOCK + threadIdx.x;
     if (c >= C) return;
     const long long row = blockIdx.x, i = row * C + c;
-    // x was read for the last time and out for the first: neither needs to stay in the cache.
+    // x is read for the last time and out is not read again soon: neither needs to stay in the cache.
     __stcs(out + i, (__ldcs(x + i) - mean[row]) * rstd[row] * gamma[c] + beta[c]);
 }
 
@@ -126,7 +128,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     float* __restrict__ rstd,         // (N)
     float eps, int C) {
     constexpr int WARPS = LN_BLOCK / 32;
-    __shared__ float sums[WARPS], squares[WARPS];  // of each warp; then, in the first place, mean and rstd
+    __shared__ float sums[WARPS], squares[WARPS];  // of each warp; later, element 0 holds mean and rstd
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
     const float* x_row = x + row * C;
@@ -146,9 +148,9 @@ extern "C" __global__ void layernorm_forward_kernel5(
     __syncthreads();
     if (warp == 0) {
         const float m = lanes_sum<32>(lane < WARPS ? sums[lane] : 0.0f) / C;
-        // Both squares rounded alike: a fused multiply-add would leave m * m exact, and a variance where there is none.
+        // Both squares are rounded alike: a fused multiply-add would keep m * m exact and give a constant row variance.
         float var = lanes_sum<32>(lane < WARPS ? squares[lane] : 0.0f) / C - __fmul_rn(m, m);
-        if (var < 0.0f) var = 0.0f;  // by rounding; fmaxf would hide a NaN
+        if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
         if (lane == 0) {
             sums[0] = mean[row] = m;
             squares[0] = rstd[row] = rsqrtf(var + eps);
@@ -156,7 +158,7 @@ extern "C" __global__ void layernorm_forward_kernel5(
     }
     __syncthreads();
     const float m = sums[0], r = squares[0];
-#pragma unroll 3  // 4 would take 40 registers, and then only three quarters of the threads fit on an SM
+#pragma unroll 3  // 4 would need 40 registers, and then only three quarters of the threads fit on an SM
     for (int c = threadIdx.x; c < C; c += LN_BLOCK) {
         __stcs(out_row + c, (__ldcs(x_row + c) - m) * r * gamma[c] + beta[c]);
     }

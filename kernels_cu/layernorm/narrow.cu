@@ -1,22 +1,22 @@
-// LayerNorm in front of a tensor-core product: out in the 16 bits of the product, gamma and beta float.
+// LayerNorm before a tensor-core product: out has the product's 16-bit type, gamma and beta are float.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
 //   layernorm_narrow         x (N, C) of T
 //   layernorm_narrow_float   x (N, C) of float, whatever T is
-//   layernorm_narrow_split   the same, out in two parts of __half (lib/two_part.cuh), with one scale for all rows
+//   layernorm_narrow_split   x (N, C) of float, out in two parts of __half (lib/two_part.cuh), one scale for all rows
 //
-// As in kernel 6 (layernorm/rows.cu) a team of LN_THREADS neighbouring threads keeps a row in registers and takes the
-// variance around the mean (lib/rows.cuh). What differs:
+// As in kernel 6 (layernorm/rows.cu), a team of LN_THREADS neighbouring threads keeps a row in registers and computes
+// the variance around the mean (lib/rows.cuh). The differences:
 //
-//   - a team takes LN_EACH rows. Those of x are all asked for before the first is used, and gamma and beta, 8 bytes a
-//     channel beside the 4 of x and out, come once for all of them;
-//   - the launch may overlap the kernel before (lib/overlap.cuh): gamma and beta are asked for before the wait;
-//   - out is stored plainly and stays in the L2 cache, where the product looks for it.
+//   - A team takes LN_EACH rows. The loads of all these rows are issued before the first value is used. gamma and beta,
+//     8 bytes per channel compared with 4 of x and out, are loaded once for all of them.
+//   - The launch may overlap the previous kernel (lib/overlap.cuh): gamma and beta are loaded before the wait.
+//   - out is stored with plain stores and stays in the L2 cache, where the product reads it.
 //
 //   block   gamma, beta -> registers | wait | rows 0 ... LN_EACH - 1 -> registers | means | deviations | out
 //
-// The order of a row's additions follows from C and LN_WIDTH alone: the same bits whatever N and LN_EACH are.
+// The order of a row's additions depends on C and LN_WIDTH alone: the same bits for any N and LN_EACH.
 //
 // On an NVIDIA H200, C = 768, bfloat16: 6.4 us for 8192 rows, 191 us for 262144, which is 4.2 TB/s.
 //
@@ -26,28 +26,28 @@
 #include "lib/rows.cuh"
 #include "lib/two_part.cuh"
 
-#ifndef LN_WIDTH  // elements of a vector, a power of two that divides C, at most 16 bytes of T; each array is aligned
-#define LN_WIDTH 4  // to its vectors, or to 16 bytes where one of floats is longer
+#ifndef LN_WIDTH  // elements of a vector, a power of two that divides C, at most 16 bytes of T; each array is
+#define LN_WIDTH 4  // aligned to its vectors, or to 16 bytes where a vector of floats is longer
 #endif
-#ifndef LN_THREADS  // of a row: a power of two up to 32, or a multiple of 32
+#ifndef LN_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define LN_THREADS 32
 #endif
-#ifndef LN_VECTORS  // of a thread: ceil(C / (LN_THREADS * LN_WIDTH))
+#ifndef LN_VECTORS  // vectors per thread: ceil(C / (LN_THREADS * LN_WIDTH))
 #define LN_VECTORS 6
 #endif
-#ifndef LN_ROWS  // side by side in a block
+#ifndef LN_ROWS  // teams per block
 #define LN_ROWS 4
 #endif
-#ifndef LN_EACH  // rows of a team, one behind the other
+#ifndef LN_EACH  // rows that a team processes one after the other
 #define LN_EACH 1
 #endif
 
 constexpr int STEP = LN_THREADS * LN_WIDTH;          // channels from a thread's vector to its next one
-constexpr int CHAINS = LN_WIDTH < 4 ? LN_WIDTH : 4;  // that a thread adds up side by side: none waits for another
+constexpr int CHAINS = LN_WIDTH < 4 ? LN_WIDTH : 4;  // independent partial sums of a thread
 
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
-// A thread's part of a row, as it is in memory: it takes the fewest registers, and is widened each time it is used.
+// A thread's part of a row in its storage type, which takes the fewest registers; it is widened each time it is used.
 template <typename E>
 struct Kept {
     static constexpr int LOAD = LN_WIDTH * sizeof(E) <= 16 ? LN_WIDTH : 16 / sizeof(E), LOADS = LN_WIDTH / LOAD;
@@ -64,7 +64,7 @@ struct Kept {
         }
     }
 
-    // From here on the compiler has not widened it before: it would keep what it has, in twice the registers.
+    // Makes the compiler forget previously widened values: it would keep them, in twice the registers.
     __device__ __forceinline__ void forget() {
 #ifdef __CUDA_ARCH__
         if constexpr (sizeof(E) < 4 && LN_WIDTH > 1) {
@@ -87,7 +87,7 @@ struct Kept {
     }
 };
 
-// Gammas or betas. Plain loads, and as assembly, stay in front of the wait; others the compilers move behind it.
+// Loads gammas or betas. Inline assembly keeps the loads before the wait; the compiler delays built-in ones.
 struct Parameter {
     typedef Vec<float, Kept<float>::LOAD> Vector;
 
@@ -106,7 +106,7 @@ struct Parameter {
     }
 };
 
-// use(i, values) for each of a thread's vectors
+// Calls use(i, values) for each of a thread's vectors.
 template <typename E, typename Use>
 __device__ __forceinline__ void each(const Kept<E>& row, int left, Use use) {
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ __forceinline__ void each(const Kept<E>& row, int left, Use use) {
     }
 }
 
-// The sum of term(v) over a thread's values
+// Returns the sum of term(v) over a thread's values.
 template <typename E, typename Term>
 __device__ __forceinline__ float part_sum(const Kept<E>& row, int left, Term term) {
     float sums[CHAINS] = {};
@@ -143,7 +143,7 @@ __device__ __forceinline__ void normalize(const E* x, const float* gamma, const 
     betas.load(beta + first, left, Parameter());
     wait_for_previous();
 
-    Kept<E> rows[LN_EACH];  // teams without a row go along with the last one, as far as the last barrier
+    Kept<E> rows[LN_EACH];  // teams without a row recompute the last one, so that all threads reach the last barrier
 #pragma unroll
     for (int e = 0; e < LN_EACH; ++e) {
         const long long mine = row + e * LN_ROWS;

@@ -2,31 +2,33 @@
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-//   6  layernorm_forward_kernel6   LN_THREADS neighbouring threads share a row. Each loads its part with 16-byte
-//                                  loads, all of them before it uses the first, and keeps it. So x crosses the
-//                                  bus once, out once, and the variance can be taken around the mean, safe for
-//                                  any mean, at the price of a few shuffles instead of a second pass.
+//   6  layernorm_forward_kernel6   LN_THREADS neighbouring threads share a row. Each thread issues all its 16-byte
+//                                  loads before it uses the first value, and keeps its part in registers. Compared
+//                                  with kernel 5, x and out cross the bus once each, and the variance is computed
+//                                  around the mean, accurate for any mean, for a few shuffles instead of a second pass.
 //
-// Storage is float, __half or __nv_bfloat16 (x, gamma, beta, out); sums, mean and rstd are float. N = B * T rows.
-// How the threads share a row stands in lib/rows.cuh. The op picks the constants from C: a row takes as many threads as
-// keep 64 bytes of it each at most. Rows that 1024 threads cannot keep are read again for each pass: LN_VECTORS = 0.
+// x, gamma, beta and out are float, __half or __nv_bfloat16; sums, mean and rstd are float. N = B * T rows.
+// lib/rows.cuh describes how the threads share a row. The Python operation chooses the constants from C: a row gets so
+// many threads that each keeps at most 64 bytes of it. Rows too long for the registers of 1024 threads are read again
+// in each pass: LN_VECTORS = 0.
 //
-// Two things keep memory busy: gamma and beta are asked for with x, before anyone waits, and out is streamed, so that
-// it leaves the L2 cache early and in order, while the next rows are read (2.5 % more bandwidth each on an H200).
+// Two things keep memory busy: gamma and beta are loaded together with x, before any thread waits, and out is written
+// with streaming stores, so that it leaves the L2 cache early and in order while the next rows are read (2.5 % more
+// bandwidth each on an H200).
 //
 // grid (ceil(N / LN_ROWS)), block (LN_THREADS * LN_ROWS).
 #include "lib/rows.cuh"
 
 #ifndef LN_WIDTH  // elements of a vector, a power of two of at most 16 bytes that divides C; x, gamma, beta, out
-#define LN_WIDTH 4  // are aligned to it
+#define LN_WIDTH 4  // are aligned to a vector
 #endif
-#ifndef LN_THREADS  // of a row: a power of two up to 32, or a multiple of 32
+#ifndef LN_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define LN_THREADS 32
 #endif
-#ifndef LN_VECTORS  // of a thread
+#ifndef LN_VECTORS  // vectors per thread
 #define LN_VECTORS 6
 #endif
-#ifndef LN_ROWS  // of a block
+#ifndef LN_ROWS  // rows per block
 #define LN_ROWS 4
 #endif
 
@@ -35,7 +37,7 @@ constexpr int STEP = LN_THREADS * LN_WIDTH;  // channels from a thread's vector 
 typedef Vec<T, LN_WIDTH> Vector;
 typedef Team<LN_THREADS, LN_ROWS> Row;
 
-// A thread's gammas or betas: asked for before they are needed where x is, else when they are.
+// A thread's gammas or betas: loaded in advance if x stays in registers, else when they are used.
 struct Channels {
     Vector held[LN_VECTORS ? LN_VECTORS : 1];
     const T* from;
@@ -47,7 +49,7 @@ struct Channels {
         }
     }
 
-    __device__ void get(int c, float (&v)[LN_WIDTH]) const {  // those of x + c
+    __device__ void get(int c, float (&v)[LN_WIDTH]) const {  // the values at channel c from the thread's first one
         (LN_VECTORS ? held[c / STEP] : Vector::load(from + c)).unpack(v);
     }
 };
@@ -63,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS * LN_ROWS) layernorm_for
     __shared__ float scratch[2][LN_ROWS * Row::WARPS];
     const long long row = (long long)blockIdx.x * LN_ROWS + threadIdx.x / LN_THREADS;
     const int first = threadIdx.x % LN_THREADS * LN_WIDTH;
-    // Threads without a row go along with the last one, as far as the last barrier.
+    // Threads without a row recompute the last one, so that all threads reach the last barrier.
     Part<LN_WIDTH, STEP, LN_VECTORS> part(x + (row < N ? row : N - 1) * C + first, C - first);
     const Channels gammas(gamma + first, C - first), betas(beta + first, C - first);
 

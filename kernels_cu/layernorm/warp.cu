@@ -1,24 +1,24 @@
-// LayerNorm forward, kernels 3 and 4: a warp a row, by cooperative groups.
+// LayerNorm forward, kernels 3 and 4: one warp per row, with cooperative groups.
 //
 //   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of C channels
 //
-// mean and rstd, N floats each, are stored too. N = B * T rows, any C.
+// mean and rstd, N floats each, are stored as well. N = B * T rows, any C. Both follow llm.c's LayerNorm kernels:
 //
-//   3  layernorm_forward_kernel3   all steps in one kernel; the 32 lanes of a warp share a row and reduce by
-//                                  shuffles, so that no row waits at a barrier for another. Two hints:
-//                                  __restrict__ says that out overlaps nothing, so that loads may move before
-//                                  stores; __ldcs and __stcs say that x is read here for the last time and out
-//                                  is not read again, so that neither pushes gamma and beta out of the cache.
-//   4  layernorm_forward_kernel4   as 3 with var = E[x^2] - E[x]^2: one pass over x less, and all digits lost
-//                                  when |mean| is large against the deviation.
+//   3  layernorm_forward_kernel3   Unlike kernel 2 (layernorm/ladder.cu), one kernel does everything. The 32 lanes of a
+//                                  warp share a row and reduce by shuffles, so that no row waits at a barrier for
+//                                  another. Two hints: __restrict__ states that out overlaps no input, so that loads
+//                                  may move before stores; __ldcs and __stcs state that x is read for the last time
+//                                  and out is not read again, so that neither evicts gamma and beta from the cache.
+//   4  layernorm_forward_kernel4   as 3, with var = E[x^2] - E[x]^2: one pass over x less, but it loses all digits when
+//                                  |mean| is large compared with the standard deviation.
 //
-// Both: grid (ceil(N / warps a block)), block any multiple of 32 up to 1024.
+// Both: grid (ceil(N / warps per block)), block any multiple of 32 up to 1024.
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
 
 namespace cg = cooperative_groups;
 
-constexpr int LANES = 32;  // not warp.size(), which is unsigned: a loop that mixes the two is not unrolled
+constexpr int LANES = 32;  // not warp.size(), which is unsigned: the compiler does not unroll a loop that mixes the two
 typedef cg::thread_block_tile<LANES> Warp;
 
 __device__ long long row_of(const Warp& warp) {
@@ -47,7 +47,7 @@ extern "C" __global__ void layernorm_forward_kernel3(
     const float* x_row = x + row * C;
 
     float sum = 0.0f;
-#pragma unroll 8  // loads under way at a time
+#pragma unroll 8  // loads in flight at a time
     for (int c = warp.thread_rank(); c < C; c += LANES) sum += x_row[c];
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
 
@@ -84,9 +84,9 @@ extern "C" __global__ void layernorm_forward_kernel4(
         square += v * v;
     }
     const float m = cg::reduce(warp, sum, cg::plus<float>()) / C;
-    // Both squares rounded alike: a fused multiply-add would leave m * m exact, and a variance where there is none.
+    // Both squares are rounded alike: a fused multiply-add would keep m * m exact and give a constant row variance.
     float var = cg::reduce(warp, square, cg::plus<float>()) / C - __fmul_rn(m, m);
-    if (var < 0.0f) var = 0.0f;  // by rounding; fmaxf would hide a NaN
+    if (var < 0.0f) var = 0.0f;  // negative by rounding; fmaxf would hide a NaN
     const float r = rsqrtf(var + eps);
 
     if (warp.thread_rank() == 0) {

@@ -1,21 +1,21 @@
-// Pieces shared by the kernels.
+// Reductions over a block and over lanes.
 //
-// block_reduce_sum, block_reduce_max: a tree over shared memory. Strides halve, a barrier follows every
-// level, of the last levels for one warp only, and every thread of the block gets the result:
+// block_reduce_sum and block_reduce_max use a tree in shared memory, with a barrier after each level; the last levels
+// involve, and synchronise, a single warp. Every thread of the block receives the result:
 //
 //   scratch   [a b c d e f g h]
 //   stride 4  [a+e b+f c+g d+h ...]
 //   stride 2  [a+e+c+g b+f+d+h ...]
 //   stride 1  [sum ...]
 //
-// BLOCK is blockDim.x and must be a power of two (with 96 threads the tree would drop elements), so any
-// other value does not compile. The order of the additions is fixed: the same input gives the same bits.
+// BLOCK is blockDim.x and must be a power of two: with 96 threads the tree would drop elements, so any other value does
+// not compile. The order of the additions is fixed: the same input gives the same bits.
 //
-// lanes_sum, lanes_max: the same over neighbouring lanes of a warp, without memory: each adds what the lane so far
-// away holds, and all end with the result. Every lane of the warp must call them.
+// lanes_sum and lanes_max reduce over neighbouring lanes by shuffles; each of them receives the result. All lanes of
+// the warp must call them.
 #pragma once
 
-#ifndef INFINITY  // NVRTC brings no <math.h>
+#ifndef INFINITY  // NVRTC provides no <math.h>
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
@@ -38,7 +38,7 @@ __device__ float block_reduce(float value, float* scratch) {  // scratch: BLOCK 
         }
         if (stride > 32) {
             __syncthreads();
-        } else if (threadIdx.x < 32) {  // from here on one warp is left
+        } else if (threadIdx.x < 32) {  // from this level on, only the first warp is active
             __syncwarp();
         }
     }
@@ -59,7 +59,7 @@ __device__ float block_reduce_max(float value, float* scratch) {
 }
 
 template <typename Op, int LANES>
-__device__ __forceinline__ float lanes_reduce(float value) {  // over each group of LANES lanes, a power of two
+__device__ __forceinline__ float lanes_reduce(float value) {  // over each group of LANES lanes
     static_assert(LANES > 0 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "a group of lanes is a power of two");
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2) {

@@ -1,12 +1,12 @@
-// Four floats at a time: loads, stores, and copies from global to shared memory that pass no register (cp.async). GPUs
-// before sm_80 have no such copies: there the values pass through registers and are waited for.
+// Loads and stores of four floats, and copies from global to shared memory that bypass the registers (cp.async). GPUs
+// before sm_80 have no cp.async: there the copy is synchronous and goes through registers.
 #pragma once
 
 __device__ __forceinline__ float4 ld_vec(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
 __device__ __forceinline__ void st_vec(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
-// 16 bytes from global to shared memory, there after wait_for_copies.
+// Copies 16 bytes from global to shared memory. The data is available after wait_for_copies().
 __device__ __forceinline__ void copy_vec(float* shared, const float* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_vec(float* shared, const float* global) {
 #endif
 }
 
-// For this thread's copies; a barrier makes those of the others visible, too.
+// Waits for this thread's copies. A barrier makes the copies of the other threads visible.
 __device__ __forceinline__ void wait_for_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -1,4 +1,4 @@
-// Vectors of what an earlier kernel has written: loads that pass by the read-only cache (lib/overlap.cuh says why).
+// Vector loads of data that an earlier kernel has written: they bypass the read-only cache (see lib/overlap.cuh).
 #pragma once
 #include "lib/storage.cuh"
 
@@ -8,7 +8,7 @@ __device__ __forceinline__ Vec<E, WIDTH> load_fresh(const E* from) {
     return {__ldcg(reinterpret_cast<const Raw*>(from))};
 }
 
-// Floats as they are, whatever T is: float4 after float4, or as many at a time as WIDTH has.
+// Loads WIDTH floats, whatever T is, in vectors of up to four.
 template <int WIDTH>
 __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
     constexpr int LOAD = WIDTH < 4 ? WIDTH : 4;

@@ -1,7 +1,7 @@
-// GELU for the ends of other kernels: 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))), as elementwise/gelu.cu has it.
+// GELU for the epilogues of other kernels: 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))), as in elementwise/gelu.cu.
 //
-// Every rounding is stated, so that it has the same bits in whatever kernel: else the compiler joins the last product
-// with an addition that follows in one kernel and not in another.
+// Every rounding is explicit, so that all kernels produce the same bits. Otherwise the compiler would fuse the last
+// product with a following addition in some kernels and not in others.
 #pragma once
 
 __device__ __forceinline__ float gelu(float v) {

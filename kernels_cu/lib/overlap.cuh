@@ -1,16 +1,17 @@
-// Two kernels in a row that overlap: programmatic dependent launch, which GPUs of sm_90 and later have.
+// Programmatic dependent launch: two consecutive kernels overlap. GPUs from sm_90 on support it.
 //
 //   kernel n     [ weights | wait | work ........... ]
 //   kernel n+1             [ weights | wait ......... | work ... ]
 //
-// A kernel launched this way starts when every block of the one before has called let_next_start(), or has ended. What
-// no kernel writes, weights above all, it can ask for at once. wait_for_previous() returns when the kernel before has
-// ended and what it wrote can be read. As that one waited too, all earlier kernels have ended then: every block of
-// every kernel in such a row must wait, but for the first one, whose launch is an ordinary one.
+// A kernel launched this way starts when every block of the previous kernel has called let_next_start() or has ended.
+// It can load data that no kernel writes, the weights above all, immediately. wait_for_previous() returns when the
+// previous kernel has ended and its results are visible. As the previous kernel waited too, all earlier kernels have
+// then ended. So every block of every kernel in the chain must wait, except for the first kernel, which is launched
+// normally.
 //
-// Values that an earlier kernel wrote must not come through the read-only cache, which nobody clears in between: they
-// are loaded with __ldcg, or plainly through a pointer that is not const __restrict__. In an ordinary launch, and on
-// older GPUs, nothing overlaps and both functions do nothing.
+// Values written by an earlier kernel must not be loaded through the read-only cache, which is not invalidated between
+// the kernels. Load them with __ldcg, or plainly through a pointer that is not const __restrict__. In a normal launch,
+// and on older GPUs, nothing overlaps and both functions do nothing.
 #pragma once
 
 __device__ __forceinline__ void let_next_start() {

@@ -1,24 +1,24 @@
-// Rows that stay in registers: THREADS neighbouring threads share a row, and load it WIDTH elements at a time.
+// Rows kept in registers: THREADS neighbouring threads share a row and load it WIDTH elements at a time.
 //
-// Vector v of a row belongs to thread v % THREADS, so neighbours read neighbours. A block has whole warps:
+// Vector v of a row belongs to thread v % THREADS, so neighbours read neighbours. A block consists of whole warps:
 //
-//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   THREADS = 32, VECTORS such groups; the last may be short
+//   row   [ 0 1 2 ... 31 | 0 1 2 ... 31 | ... ]   THREADS = 32, VECTORS such groups; the last one may be incomplete
 //
-// Rows too long for registers are read again for each pass: VECTORS = 0.
+// Rows too long for the registers are read again in each pass: VECTORS = 0.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 
 template <int THREADS, int ROWS>
-struct Team {  // the threads that share a row; ROWS teams make a block
-    static constexpr int LANES = THREADS < 32 ? THREADS : 32;  // of a warp
+struct Team {  // the threads that share a row; a block consists of ROWS teams
+    static constexpr int LANES = THREADS < 32 ? THREADS : 32;  // lanes of a warp that belong to one team
     static constexpr int WARPS = THREADS / LANES;
     static constexpr int SUMS = WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : WARPS > 2 ? 4 : 2;  // >= WARPS
     static_assert((LANES & (LANES - 1)) == 0 && THREADS % LANES == 0, "threads: 1, 2, 4, 8, 16 or a multiple of 32");
     static_assert(THREADS * ROWS % 32 == 0 && THREADS * ROWS <= 1024, "a block is whole warps, 1024 threads at most");
 
-    // The sum over the team, for all of it. scratch: a float a warp of the block, used once. Every thread of the block
-    // must call it, those without a row too.
+    // Returns the sum over the team to all its threads. scratch: one float per warp of the block, used only once. Every
+    // thread of the block must call this function, including threads without a row.
     static __device__ float sum(float value, float* scratch) {
         value = lanes_sum<LANES>(value);
         if constexpr (WARPS > 1) {
@@ -31,18 +31,17 @@ struct Team {  // the threads that share a row; ROWS teams make a block
     }
 };
 
-// A thread's part of a row, from its first element on: the vectors at 0, STEP, 2 STEP, ... below `left`.
-// each(use) calls use(offset, vector) for all of them.
-// WHOLE: no vector lies beyond the row, which then need not be asked.
+// A thread's part of a row: the vectors at offsets 0, STEP, 2 STEP, ... below `left` from the thread's first element.
+// each(use) calls use(offset, vector) for all of them. WHOLE: every vector lies inside the row: no bounds checks.
 template <int WIDTH, int STEP, int VECTORS, bool WHOLE = false>
-struct Part {  // kept in registers; all loads are issued here, before the first value is used
+struct Part {  // kept in registers; the constructor issues all loads before the first value is used
     float v[VECTORS][WIDTH];
     const int left;
 
     __device__ Part(const T* x, int left) : left(left) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // what stays in the cache is out
+            if (inside(i)) Vec<T, WIDTH>::load_once(x + i * STEP).unpack(v[i]);  // the cache is left to out
         }
     }
 
@@ -54,12 +53,12 @@ struct Part {  // kept in registers; all loads are issued here, before the first
         }
     }
 
-    // Only the last vector can lie beyond the row: VECTORS is no larger than it must be.
+    // Only the last vector can lie beyond the row, because VECTORS is chosen as small as possible.
     __device__ bool inside(int i) const { return WHOLE || i < VECTORS - 1 || i * STEP < left; }
 };
 
 template <int WIDTH, int STEP, bool WHOLE>
-struct Part<WIDTH, STEP, 0, WHOLE> {  // read again each time
+struct Part<WIDTH, STEP, 0, WHOLE> {  // read again in each pass
     const T* x;
     const int left;
 
@@ -68,7 +67,7 @@ struct Part<WIDTH, STEP, 0, WHOLE> {  // read again each time
     template <typename Use>
     __device__ void each(Use use) {
         float v[WIDTH];
-#pragma unroll 2  // more does not fit in the registers of 1024 threads
+#pragma unroll 2  // a higher factor needs more registers than 1024 threads have
         for (int c = 0; c < left; c += STEP) {
             Vec<T, WIDTH>::load(x + c).unpack(v);
             use(c, v);

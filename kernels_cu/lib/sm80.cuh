@@ -1,16 +1,17 @@
-// The PTX instructions behind a tensor-core tile, each a small function. For sm_80 and newer.
+// The PTX instructions of the tensor-core kernels, each wrapped in a small function. For sm_80 and newer.
 //
-// A warp multiplies A (16, 16) and B (16, 8) into C (16, 8). Lane 4 g + t holds, in registers of two 16-bit values,
+// A warp multiplies A (16, 16) and B (16, 8) into C (16, 8). Lane 4 g + t holds the following values, two 16-bit values
+// per register of A and B:
 //
 //   a[0] = A[g    ][2t, 2t + 1]   a[2] = A[g    ][2t + 8, 2t + 9]     b[0] = B[2t,     2t + 1][g]
 //   a[1] = A[g + 8][2t, 2t + 1]   a[3] = A[g + 8][2t + 8, 2t + 9]     b[1] = B[2t + 8, 2t + 9][g]
 //   c[0], c[1] = C[g][2t, 2t + 1]   c[2], c[3] = C[g + 8][2t, 2t + 1]
 //
-// The order of the 16 values of K is free as long as A and B agree on it.
+// The 16 values along K may be in any order, provided that A and B use the same one.
 #pragma once
 
-// 16 bytes from global to shared memory, past the L1 cache; zeros, and nothing is read, where they are not `there`. The
-// 128 bytes around them come to the L2 cache, as other threads and blocks need those next.
+// Copies 16 bytes from global to shared memory, bypassing the L1 cache. If `there` is false, writes zeros and reads
+// nothing. The surrounding 128 bytes are prefetched into the L2 cache, because other threads and blocks need them next.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
@@ -18,17 +19,17 @@ __device__ __forceinline__ void copy16(void* shared, const void* global, bool th
                  : "memory");
 }
 
-// A group is what the thread has asked for since the last one.
+// Closes a group: all copies that this thread has issued since the last call.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all but the last LATER groups of this thread have arrived.
+// Waits until all but the LATER most recent groups of this thread have arrived.
 template <int LATER>
 __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// 8x8 matrices of 16-bit values from shared memory: lane 8 i + r gives the address of row r of matrix i, on 16 bytes,
-// and lane 4 g + t gets row g, columns 2t and 2t + 1 of each; with TRANSPOSED rows 2t and 2t + 1, column g.
+// Loads 8x8 matrices of 16-bit values from shared memory. Lane 8 i + r passes the address of row r of matrix i, aligned
+// to 16 bytes. Lane 4 g + t gets row g, columns 2t and 2t + 1 of each; if TRANSPOSED, rows 2t and 2t + 1 of column g.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
     const unsigned address = (unsigned)__cvta_generic_to_shared(row);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two floats rounded to 16 bits, in one instruction.
+// Rounds two floats to 16 bits in one instruction.
 __device__ __forceinline__ unsigned pack2(float low, float high) {
     unsigned pair;
 #if defined(STORAGE_BF16)
@@ -85,11 +86,11 @@ __device__ __forceinline__ unsigned pack2(float low, float high) {
     return pair;
 }
 
-// Two 16-bit values at a time, each rounded once. bf16 has a product and a sum of its own from sm_90 on only.
+// Arithmetic on pairs of 16-bit values, rounded once. bf16 uses fma: it has product and sum only from sm_90 on.
 __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
     unsigned product;
 #if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // adds -0
 #else
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #endif
@@ -99,14 +100,14 @@ __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
 __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
     unsigned sum;
 #if defined(STORAGE_BF16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a 1 + b
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));  // a * 1 + b
 #else
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
 #endif
     return sum;
 }
 
-// Bytes LOW and HIGH of four, each the upper byte of a 16-bit value.
+// Bytes LOW and HIGH of `bytes`, each as the upper byte of a 16-bit value.
 template <int LOW, int HIGH>
 __device__ __forceinline__ unsigned spread(unsigned bytes) {
     return __byte_perm(bytes, 0u, HIGH << 12 | 4 << 8 | LOW << 4 | 4);

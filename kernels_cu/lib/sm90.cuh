@@ -1,10 +1,11 @@
-// The PTX instructions of Hopper that the kernels here are made of, each a small function. For sm_90a; the matrix
-// products are in wgmma.cuh.
+// The PTX instructions of Hopper that the kernels use, each wrapped in a small function. For sm_90a. The matrix
+// products are in lib/sm90_wgmma.cuh.
 //
-//   mbarrier   a word of shared memory on which threads and copies arrive and others wait: phase 0, 1, 0 ...
-//   TMA        the copy engine: a box of a tensor, global <-> shared memory, asked for by one thread. Tensor maps tell
-//              it shapes and layout (gpt2block/tensor_maps.py); what lies outside is read as zeros, not written
-//   cluster    blocks on neighbouring SMs, which can write into each other's shared memory
+//   mbarrier   a word in shared memory at which threads and copies arrive and others wait; its phase is 0, 1, 0 ...
+//   TMA        the copy engine: one thread requests the copy of a box of a tensor between global and shared memory.
+//              A tensor map (gpt2block/cuda/tensor_maps.py) holds shape and layout. Elements outside the tensor are
+//              read as zeros and are not written
+//   cluster    blocks on neighbouring SMs, which can write to each other's shared memory
 #pragma once
 
 #include "lib/overlap.cuh"
@@ -19,14 +20,14 @@ struct alignas(8) Barrier {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// True in one lane of a warp whose lanes are all here, the same one each time.
+// True in one lane of a fully active warp, the same lane in every call.
 __device__ __forceinline__ bool elect_one() {
     unsigned elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
     return elected;
 }
 
-// A value that all lanes of a warp have in common, so that the compiler knows it.
+// Tells the compiler that `value` is the same in all lanes of a warp.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // ---- mbarriers
@@ -35,15 +36,15 @@ __device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// After the inits, so that the copy engine sees them.
+// Makes the initialised barriers visible to the copy engine. Call it after init().
 __device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// On the same barrier of another block of the cluster. Of order among memory accesses it says nothing beyond the
-// block's own: with the cluster's scope it would wait for all that the thread ever wrote, to global memory too.
+// Arrives at the same barrier in another block of the cluster. It orders memory accesses only within the own block:
+// with cluster scope it would wait for everything the thread has written, including writes to global memory.
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
         : "memory");
 }
 
-// Arrives, and the phase ends when these bytes have been copied, too.
+// Arrives, and extends the phase until `bytes` bytes have been copied as well.
 __device__ __forceinline__ void arrive_and_expect(Barrier& barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                  "r"(bytes)
@@ -70,8 +71,8 @@ __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned pha
     return ended;
 }
 
-// Until the phase 0 or 1 that is running, or ran last, has ended. -DSPIN_LIMIT=n: after n tries the kernel says which
-// barrier never came, and stops.
+// Waits until the phase `phase` (0 or 1), which is running or has just run, has ended. With -DSPIN_LIMIT=n, the kernel
+// reports the barrier after n attempts and stops.
 __device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, const char* name) {
 #ifdef SPIN_LIMIT
     for (long long tries = 0; !phase_ended(barrier, phase); ++tries) {
@@ -92,8 +93,7 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box of an array of matrices, from column x, row y and matrix z on, into shared memory; its bytes arrive at the
-// barrier.
+// Loads a box of an array of matrices, from column x, row y and matrix z on. Its bytes arrive at the barrier.
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier& barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -102,7 +102,8 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier
         : "memory");
 }
 
-// The same place of every block of the cluster whose bit is in `blocks` gets it, and its barrier the arrival.
+// Multicast version of load_box: every block of the cluster whose bit is set in `blocks` receives the box at the same
+// address, and its own barrier receives the arrival.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
                                              int x, int y, int z) {
     asm volatile(
@@ -118,32 +119,32 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const void* from
                  : "memory");
 }
 
-// A group is what the thread has stored since the last one.
+// Closes a group: all stores that this thread has issued since the last call.
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until shared memory has been read for all but the last LATER groups of this thread.
+// Waits until shared memory has been read for all but the LATER most recent groups of this thread.
 template <int LATER>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to the copy engine and to wgmma: before the barrier behind
-// which another thread asks them for it.
+// Makes this thread's writes to shared memory visible to the copy engine and to wgmma. Call it before the barrier after
+// which another thread issues the copy or the product.
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- threads, registers, clusters
 
-// Barrier `id`, 1 to 15, of some whole warps of a block.
+// Synchronises some whole warps of a block at barrier `id`, 1 to 15.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts this warp in at such a barrier, without waiting there.
+// Arrives at such a barrier without waiting.
 __device__ __forceinline__ void pass_threads(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Whether one of the threads at such a barrier says yes.
+// Synchronises, and returns whether `yes` is true in any of the threads.
 __device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
     unsigned any;
     asm volatile(
@@ -154,7 +155,7 @@ __device__ __forceinline__ bool any_of_threads(int id, int threads, bool yes) {
     return any;
 }
 
-// Registers a thread of a warpgroup has from here on, in multiples of 8.
+// Changes the number of registers per thread of a warpgroup; a multiple of 8.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -171,8 +172,8 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-// All threads of all blocks of the cluster that are still there wait for each other, in one step or in two. It is not
-// said that one sees what another wrote.
+// A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes
+// visible to other threads.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -184,8 +185,8 @@ __device__ __forceinline__ void sync_cluster() {
     wait_for_cluster();
 }
 
-// Four floats into the shared memory of another block of the cluster, where this one has `here`. They arrive at its
-// barrier, as 16 bytes.
+// Stores four floats in the shared memory of another block of the cluster, at the address that `here` has in this
+// block. They arrive at that block's barrier as 16 bytes.
 __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b, float c, float d) {
     asm volatile(
         "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
@@ -197,23 +198,23 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
 
 // ---- shared memory
 
-// Where 16 bytes of a box lie whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), as the copy engine and wgmma have
-// them: the unit's place in its row of 128 bytes is mixed with the row's number, so that neither 8 rows of one column
-// nor a whole row share a bank. For offsets from a place on 1024 bytes.
+// The swizzled offset of a 16-byte unit in a box whose rows have 128, 64 or 32 bytes (SWIZZLE 7, 3, 1), as the copy
+// engine and wgmma use it: the unit's index in its 128-byte line is XORed with the line number, so that neither 8 rows
+// of one column nor a whole row have bank conflicts. Offsets are relative to an address aligned to 1024 bytes.
 template <int SWIZZLE = 7>
 __device__ __forceinline__ int swizzled(int offset) {
     return offset ^ ((offset >> 7 & SWIZZLE) << 4);
 }
 
-// Four 8x8 matrices of 16-bit values into shared memory: lane 8 i + r gives the address of row r of matrix i, on 16
-// bytes; lane 4 g + t holds row g, columns 2t and 2t + 1 of each.
+// Stores four 8x8 matrices of 16-bit values in shared memory. Lane 8 i + r passes the address of row r of matrix i,
+// aligned to 16 bytes; lane 4 g + t holds row g, columns 2t and 2t + 1 of each matrix.
 __device__ __forceinline__ void store_matrices(int row, unsigned m0, unsigned m1, unsigned m2, unsigned m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
                  : "memory");
 }
 
-// The same the other way.
+// The inverse of store_matrices.
 __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, int row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)

@@ -1,15 +1,15 @@
-// Products of a warpgroup, 128 threads, on the tensor cores: C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32
-// sums.
+// Tensor-core products of a warpgroup (128 threads): C (64, N) += A (64, 16) B (16, N), 16-bit inputs, fp32 sums.
 //
-// A and B lie in shared memory as the copy engine puts boxes of 64 columns there, rows of 128 bytes, swizzled, from a
-// place on 1024 bytes; a descriptor says where. B is read as (N, K), a row a column of C; with ACROSS as (K, N), boxes
-// one after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t holds
+// A and B lie in shared memory as the copy engine stores boxes of 64 columns: rows of 128 bytes, swizzled, aligned to
+// 1024 bytes. A descriptor holds the address. B is read as (N, K), one row per column of C, or with ACROSS as (K, N),
+// one box after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t
+// holds:
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
 //
-// A product is only asked for, and runs beside the threads: fence_sums() before the first that uses these registers,
-// end_products() behind some, wait_for_products<LATER>() until all but the last LATER such groups are done.
+// Products are asynchronous. Call fence_sums() before the first product that uses these registers, end_products() to
+// close a group of products, and wait_for_products<LATER>() to wait for all but the LATER most recent groups.
 #pragma once
 
 #include "lib/sm90.cuh"
@@ -20,19 +20,19 @@
 #define WGMMA_TYPES "f32.f16.f16"
 #endif
 
-typedef unsigned long long Matrix;  // descriptor of one in shared memory
+typedef unsigned long long Matrix;  // descriptor of a matrix in shared memory
 
-// columns: bytes from a box to that of the next 64 columns, read across.
+// columns: bytes from one box to the box of the next 64 columns, where B is read with ACROSS.
 __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16) {
-    const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // from 8 rows to the next
+    const unsigned swizzle_128 = 1u << 30, eight_rows = 1024 >> 4;  // bytes from 8 rows to the next 8, in units of 16
     unsigned place = shared_address(shared) >> 4;
-    if (columns != 16) place &= 0x3fff;  // in a cluster an address has the block's number in front, where columns stand
+    if (columns != 16) place &= 0x3fff;  // in a cluster, the bits of `columns` contain the block's rank
     return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
 }
 
-// The same, `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.
+// The descriptor of an address `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.
 __device__ __forceinline__ Matrix further(Matrix matrix, int bytes) {
-    unsigned low, high;  // apart: the compiler would carry from one into the other
+    unsigned low, high;  // separate: the compiler would carry from the low word into the high one
     asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(matrix));
     asm("mov.b64 %0, {%1, %2};" : "=l"(matrix) : "r"(low + (bytes >> 4)), "r"(high));
     return matrix;
@@ -46,14 +46,14 @@ __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
 
-// The compiler must not move what uses these registers across this place.
+// Keeps the compiler from moving uses of these registers across this point.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&c)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Names of the registers of c in an instruction, and the operands behind them, 8 at a time.
+// The register operands of c in an instruction, as names and as constraints, 8 at a time.
 #define NAMES8(a, b, c, d, e, f, g, h) \
     "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define NAMES16 NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " NAMES8(8, 9, 10, 11, 12, 13, 14, 15)
@@ -91,9 +91,9 @@ __device__ __forceinline__ void pin(float (&c)[COUNT]) {
 #define SUMS120 SUMS112, SUMS8(112)
 #define SUMS128 SUMS120, SUMS8(120)
 
-// multiply(c, a, b, adds): c += a b, or c = a b unless it adds. N / 2 registers of sums say what N is; behind them come
-// the operands A, B, P (adds) and X (whether B is read across). Of the multiples of 8 that N can be, those that some
-// tile has, and some to try.
+// multiply(c, a, b, adds): c += a b, or c = a b if not `adds`. Each thread holds N / 2 sums; A, B, P and X are the
+// numbers of the operands that follow them: a, b, `adds`, and whether B is read with ACROSS. N can be any multiple of
+// 8; these are the values that some tile uses, and a few for experiments.
 #define PRODUCT(N, COUNT, A, B, P, X)                                                                                \
     template <bool ACROSS = false>                                                                                   \
     __device__ __forceinline__ void multiply(float (&c)[COUNT], Matrix a, Matrix b, bool adds) {                     \
@@ -118,8 +118,8 @@ PRODUCT(192, 96, 96, 97, 98, 99)
 PRODUCT(224, 112, 112, 113, 114, 115)
 PRODUCT(256, 128, 128, 129, 130, 131)
 
-// With A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the same
-// 8 columns further. They must stay as they are until the product is done.
+// The same with A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the
+// same 8 columns further. The registers must not change until the product is complete.
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply(float (&c)[32], const unsigned (&a)[4], Matrix b, bool adds) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"

@@ -1,13 +1,14 @@
-// What the arrays of a kernel hold, and how it gets in and out of registers. Arithmetic is always float.
+// Storage types: what the arrays of a kernel hold and how it is converted. Arithmetic is always float.
 //
 //   T   activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W   weights:     T, or a byte of FP8 with WEIGHT_E5M2 or WEIGHT_E4M3
+//   W   weights:     T, or one byte of FP8 with WEIGHT_E5M2 or WEIGHT_E4M3
 //
-//   E5M2   sign, 5 bits of exponent, 2 of fraction: the upper byte of a __half
-//   E4M3   sign, 4 bits of exponent, 3 of fraction: shifted by one they are a __half 256 times too small. It has no
-//          infinity, and its two NaN, 0x7f and 0xff, which no weight may hold, would read as +-480
+//   E5M2   sign, 5 exponent bits, 2 fraction bits: the upper byte of a __half
+//   E4M3   sign, 4 exponent bits, 3 fraction bits: shifted by one bit, a __half that is 256 times too small. It has no
+//          infinity. Its two NaN codes, 0x7f and 0xff, would be read as +-480; weights must not contain them
 //
-// Vec<E, WIDTH> moves WIDTH elements of E in one instruction: a power of two, at most 16 bytes, and aligned to that.
+// Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two, a vector has at most 16
+// bytes and is aligned to its size.
 #pragma once
 
 __device__ __forceinline__ float widen(float value) { return value; }
@@ -36,7 +37,7 @@ struct Fp8 {
 };
 typedef Fp8 W;
 
-__device__ __forceinline__ float widen(Fp8 value) {  // through __half, which keeps subnormal numbers
+__device__ __forceinline__ float widen(Fp8 value) {  // through __half, which represents subnormal FP8 numbers
 #if defined(WEIGHT_E5M2)
     return widen(__ushort_as_half((unsigned short)(value.bits << 8)));
 #else
@@ -45,16 +46,16 @@ __device__ __forceinline__ float widen(Fp8 value) {  // through __half, which ke
 #endif
 }
 
-// Four bytes, lowest first: two at a time, since shifts and masks act on both halves of a register at once.
+// Converts four bytes, lowest first, in pairs: shifts and masks act on both halves of a register at once.
 __device__ __forceinline__ void widen(unsigned bytes, float* v) {
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2) {
         unsigned halves;
-#if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890  // has an instruction for it
+#if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890  // sm_89 and newer have an instruction for it
         asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(bytes >> 8 * pair)));
         const float scale = 1.0f;
 #else
-        halves = __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);  // each byte into the upper one of a half
+        halves = __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);  // each byte becomes the upper byte of a half
 #if defined(WEIGHT_E4M3)
         halves = (halves & 0x80008000u) | (halves >> 1 & 0x3f803f80u);
         const float scale = 256.0f;
@@ -87,10 +88,10 @@ struct Vec {
     typedef typename Bits<WIDTH * sizeof(E)>::type Raw;
     Raw raw;
 
-    // Through a built-in function: the compiler may split what it knows to be a plain load into its elements.
+    // Uses a built-in function, because the compiler may split a plain vector load into its elements.
     static __device__ __forceinline__ Vec load(const E* from) { return {__ldg(reinterpret_cast<const Raw*>(from))}; }
 
-    // For what is read once: its lines are the first to leave the cache.
+    // For data that is read only once: its cache lines are evicted first.
     static __device__ __forceinline__ Vec load_once(const E* from) {
         return {__ldcs(reinterpret_cast<const Raw*>(from))};
     }

@@ -1,9 +1,9 @@
-// Loads of weights, which are read once.
+// Loads of weights, which are read only once.
 #pragma once
 #include "lib/storage.cuh"
 
-// As assembly these loads stay where they stand, before activations are waited for; neighbouring threads or blocks
-// need the other sectors of the same 128 bytes soon.
+// Inline assembly keeps the loads before the wait for activations. The L2 hint fetches 128 bytes, because neighbouring
+// threads or blocks soon need the other sectors.
 template <typename Vector>
 __device__ __forceinline__ Vector stream_in(const W* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750

@@ -1,17 +1,17 @@
-// The product of few rows x with weights W, once through W: two operations a weight and row, so all that counts is that
-// weights never stop coming.
+// The product of a few rows of x with weights, which reads W once. There are two operations per weight and row, so the
+// kernel is memory-bound: weights must arrive without a pause.
 //
-// Each thread asks for x and then at once for its first MV_UNROLL vectors of weights; x goes to shared memory while
-// they travel, and a vector's registers are filled again as soon as it is used. Two columns go together, a pair: the
-// two that RoPE turns, or one of W1 and the same one of W3.
+// Each thread issues its loads of x and then immediately its first MV_UNROLL vectors of weights. While these are in
+// flight, x is written to shared memory. A weight register is refilled as soon as it has been used. Columns are
+// processed in pairs: the two columns that RoPE rotates, or one column of W1 and the same one of W3.
 //
-//   MV_NK 1   W (N, K), a column of the product is a row in memory: a warp a pair, its lanes along K
+//   MV_NK 1   W (N, K), a column of the product is a row in memory: one warp per pair, its lanes along K
 //   MV_NK 0   W (K, N): MV_LANES neighbouring threads read a strip of columns of one row of W, the other threads the
-//             strip in other rows; their sums meet in shared memory. A block takes one strip, whose pairs are
-//             neighbouring columns, or two (MV_STRIPS), whose pairs are the same place in both
+//             same strip in other rows; their sums are added in shared memory. A block takes one strip, whose pairs are
+//             neighbouring columns, or two (MV_STRIPS), whose pairs have the same position in both
 //
-// Vectors are MV_WIDTH weights, which divide K (NK) or N (KN). A block takes MV_ROWS rows: with more rows, W is read
-// again by other blocks, from the L2 cache at best.
+// A vector has MV_WIDTH weights, a divisor of K (NK) or N (KN). A block takes MV_ROWS rows. If there are more rows,
+// other blocks read W again, at best from the L2 cache.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
@@ -26,7 +26,7 @@
 #ifndef MV_WIDTH
 #define MV_WIDTH 4
 #endif
-#ifndef MV_X  // elements of a load of x, residual and gamma; divides K
+#ifndef MV_X  // elements per load of x, residual and gamma; divides K
 #define MV_X 4
 #endif
 #ifndef MV_UNROLL
@@ -46,26 +46,26 @@ constexpr int WARPS = MV_THREADS / 32;
 typedef Vec<W, MV_WIDTH> Weights;
 
 #if MV_NK
-constexpr int STREAMS = 2;              // vectors of weights that are used with the same part of x
-constexpr int STEP = 32 * MV_WIDTH;     // along K, of a warp
+constexpr int STREAMS = 2;              // vectors of weights that are multiplied with the same part of x
+constexpr int STEP = 32 * MV_WIDTH;     // of a warp, along K
 constexpr int PAIRS = WARPS;            // of a block
 #else
 constexpr int STREAMS = MV_STRIPS;
-constexpr int STEP = MV_THREADS / MV_LANES;  // along K, of a block
-constexpr int STRIP = MV_LANES * MV_WIDTH;   // columns
+constexpr int STEP = MV_THREADS / MV_LANES;  // of a block, along K
+constexpr int STRIP = MV_LANES * MV_WIDTH;   // in columns
 constexpr int PAIRS = MV_STRIPS == 2 ? STRIP : STRIP / 2;
 static_assert(MV_STRIPS == 2 || STRIP % 2 == 0, "the pairs of one strip are neighbouring columns");
 #endif
 
-// Where x[k] lies in shared memory. NK: a lane reads MV_WIDTH values in turn, as float4, and the lanes' float4 lie side
-// by side, so that no two of them meet in a bank.
+// The position of x[k] in shared memory. NK: a lane reads its MV_WIDTH consecutive values as float4. The float4 of all
+// lanes are stored side by side, so that there are no bank conflicts.
 __device__ __forceinline__ int place(int k) {
     if (!MV_NK || MV_WIDTH <= 4) return k;
     const int within = k % STEP, lane = within / MV_WIDTH, e = within % MV_WIDTH;
     return k - within + e / 4 * 128 + lane * 4 + e % 4;
 }
 
-// The MV_WIDTH values of x from a lane's first one on, x_s + place(k).
+// Reads MV_WIDTH values of x, from a lane's first one at x_s + place(k).
 __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     if constexpr (MV_WIDTH < 4) {
 #pragma unroll
@@ -79,12 +79,12 @@ __device__ __forceinline__ void read(const float* x_s, float (&x)[MV_WIDTH]) {
     }
 }
 
-// The weights of a thread, always MV_UNROLL steps ahead. k: the first row of W, or place in it, that is this thread's.
+// A thread's weights, prefetched MV_UNROLL steps ahead. k: the thread's first row of W, or first position in a row.
 struct Stream {
     Weights raw[STREAMS][MV_UNROLL];
     const W* from[STREAMS];
     const int K, k;
-    const long long row;  // from one k to the next
+    const long long row;  // distance from one k to the next
 
     __device__ Stream(const W* first, const W* second, int K, int k, long long row) : K(K), k(k), row(row) {
         from[0] = first;
@@ -116,7 +116,7 @@ struct Stream {
     }
 };
 
-// MV_X values of x from k on, a multiple of MV_X, to their places: 4 neighbours stay neighbours.
+// Writes MV_X values of x, from k on, to their positions. k is a multiple of MV_X; each group of 4 stays contiguous.
 __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s) {
     if constexpr (MV_X < 4) {
 #pragma unroll
@@ -129,17 +129,17 @@ __device__ __forceinline__ void write(const float (&v)[MV_X], int k, float* x_s)
     }
 }
 
-__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // a row in shared memory
+__device__ __forceinline__ int padded(int K) { return (K + STEP - 1) / STEP * STEP; }  // of a row in shared memory
 
-struct Rows {  // those of the block
+struct Rows {  // the rows of the block
     const T* x;         // (M, K), rows x_stride apart
     const T* residual;  // (M, K) or null
     const T* gamma;     // (K), or null: no norm
-    T* sum;             // (M, K), x + residual for whoever comes next, or null
+    T* sum;             // (M, K): x + residual, an output for later kernels, or null
     long long x_stride;
     int M, K, first;
 
-    __device__ float factor(const float* squares, float eps) const {  // of a row, from its warps' sums
+    __device__ float factor(const float* squares, float eps) const {  // 1 / rms of a row, from its warps' sums
         if (!gamma) return 1.0f;
         float total = 0.0f;
 #pragma unroll
@@ -148,7 +148,7 @@ struct Rows {  // those of the block
     }
 };
 
-// A thread's next part of a row on its way to shared memory: fetched first and put there later.
+// A thread's next part of a row: first loaded into registers, later stored in shared memory.
 struct Part {
     static constexpr int VECTORS = 2;
     static constexpr int STRIDE = MV_THREADS * MV_X;
@@ -165,7 +165,7 @@ struct Part {
         }
     }
 
-    // x * gamma into x_s; returns the sum of squares.
+    // Writes x * gamma to x_s and returns the sum of squares of x.
     __device__ float put(const Rows& rows, long long m, int k, float* x_s) const {
         float square = 0.0f;
 #pragma unroll
@@ -192,7 +192,7 @@ struct Part {
     }
 };
 
-// x * gamma of the block's rows into shared memory, and each warp's sum of squares. `part` is fetched for row 0.
+// Writes x * gamma of the block's rows and each warp's sum of squares to shared memory. `part` already holds row 0.
 __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_s, float (*squares)[WARPS]) {
 #pragma unroll 1
     for (int r = 0; r < MV_ROWS; ++r) {
@@ -208,9 +208,9 @@ __device__ __forceinline__ void put_rows(const Rows& rows, Part& part, float* x_
     __syncthreads();
 }
 
-// Both products of every pair and row of the block, without the row's factor. columns(pair) gives a pair's two columns,
-// of `first` and of `second`; prepare(columns, row) makes an End while weights travel, which is then called with the
-// two products.
+// Computes both products of every pair and row of the block, without the row's factor. columns(pair) returns a pair's
+// two columns, in `first` and in `second`. prepare(columns, row) creates an End while weights are in flight, which is
+// later called with the two products.
 template <typename End, typename Columns, typename Prepare>
 __device__ __forceinline__ void multiply(const W* first, const W* second, const Rows& rows, int N, int pairs,
                                          float4* shared, float (*squares)[WARPS], Columns columns, Prepare prepare) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void multiply(const W* first, const W* second, const 
 #if MV_NK
     const int pair = blockIdx.x * PAIRS + threadIdx.x / 32;
     const int2 n = columns(min(pair, pairs - 1));
-    const long long last = min(n.y, N - 1);  // of an odd number of columns, the last goes with itself
+    const long long last = min(n.y, N - 1);  // if the number of columns is odd, the last one is paired with itself
     Stream stream(first + (long long)n.x * K, second + last * K, K, lane * MV_WIDTH, 1);
     const End end = prepare(n, min(lane, MV_ROWS - 1));
     put_rows(rows, part, x_s, squares);
@@ -247,11 +247,11 @@ __device__ __forceinline__ void multiply(const W* first, const W* second, const 
 #else
     static_assert(PAIRS * MV_ROWS <= MV_THREADS, "a thread for every pair and row of the block");
     float* parts = x_s + MV_ROWS * padded(K);            // (WARPS, MV_ROWS, MV_STRIPS, STRIP)
-    const int slot = threadIdx.x % MV_LANES * MV_WIDTH;  // of the strip
-    const int2 start = columns(blockIdx.x * PAIRS);      // where the strips begin
+    const int slot = threadIdx.x % MV_LANES * MV_WIDTH;  // column within the strip
+    const int2 start = columns(blockIdx.x * PAIRS);      // first columns of the strips
     const bool inside = start.x + slot < N && (MV_STRIPS == 1 || start.y + slot < N);
     Stream stream(first + start.x + slot, second + start.y + slot, inside ? K : 0, threadIdx.x / MV_LANES, N);
-    const int pair = threadIdx.x % PAIRS, row = threadIdx.x / PAIRS;  // that this thread ends
+    const int pair = threadIdx.x % PAIRS, row = threadIdx.x / PAIRS;  // which this thread finishes
     const End end = prepare(columns(min((int)blockIdx.x * PAIRS + pair, pairs - 1)), min(row, MV_ROWS - 1));
     put_rows(rows, part, x_s, squares);
 

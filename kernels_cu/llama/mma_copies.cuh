@@ -1,10 +1,10 @@
-// How the operands of a tile come into shared memory: slice after slice, by cp.async. Part of tile.cuh, which says what
-// the constants are.
+// Copies the operands of a tile into shared memory with cp.async, slice by slice. Part of llama/mma_tile.cuh, which
+// describes the constants.
 #pragma once
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// What one thread takes of a matrix in shared memory: part `part` of WIDTH, of every STEP-th of ROWS rows.
+// One thread's share of a matrix in shared memory: chunk `part` of WIDTH chunks, in every STEP-th of ROWS rows.
 template <int WIDTH, int ROWS>
 struct Share {
     static constexpr int LANES = power_of_two(WIDTH), STEP = THREADS / LANES, PASSES = (ROWS + STEP - 1) / STEP;
@@ -22,17 +22,17 @@ struct Inputs {
     T* sum;             // (M, K) or null
     const T* gamma;     // (K)
     const W* w;         // (K, N) or (N, K)
-    const W* w3;        // the same, where there are two
+    const W* w3;        // as w, if there are two weight matrices
     long long x_stride;
     int M, N, K;
 };
 
-// Brings the slices of a tile's operands into shared memory, one after the other. The pointers are to what this thread
-// copies first of the next slice.
+// Copies the slices of a tile's operands into shared memory, one after the other. The pointers address the thread's
+// first element of the next slice.
 template <int MATRICES>
 struct Copies {
-    static constexpr int COLUMNS = MMA_COLUMNS / MATRICES;  // of the tile, from each matrix
-    static constexpr int WIDE = 16 / sizeof(W);             // weights in a chunk
+    static constexpr int COLUMNS = MMA_COLUMNS / MATRICES;  // columns of the tile from each matrix
+    static constexpr int WIDE = 16 / sizeof(W);             // weights per chunk
     static constexpr bool ADDS = MMA_RESIDUAL && MATRICES == 2;
     static_assert(COLUMNS % WIDE == 0 && COLUMNS % 8 == 0, "whole chunks of each matrix");
     const Inputs& in;
@@ -41,9 +41,9 @@ struct Copies {
     const Share<B_CHUNKS, B_ROWS> b;
     const T *x, *residual;
     const W* w;
-    long long to_w3;  // (N, K): from where a row would be in w to its place in w3
-    int k, rows, columns;  // where the slice starts; rows of x, and columns of w, from the thread's first on
-    int turn;              // start of the next slice whose x + residual this block stores
+    long long to_w3;  // (N, K): distance from the address of a row beyond w to the matching row of w3
+    int k, rows, columns;  // start of the slice; rows of x and columns of w left, counted from the thread's first
+    int turn;              // start of the next slice for which this block stores x + residual
 
     __device__ __forceinline__ Copies(const Inputs& in, const Tile& tile)
         : in(in), tile(tile), k(0), turn(tile.index_n * MMA_SLICE) {
@@ -63,8 +63,8 @@ struct Copies {
         }
     }
 
-    // The next slice, with zeros for what lies outside: past the end of K, too, rather than with a branch, so that the
-    // compiler can put these instructions between those of the multiplication.
+    // Issues the copies of the next slice, with zeros for elements outside the matrices. Slices past the end of K need
+    // no branch, so that the compiler can interleave the copies with the multiplication.
     __device__ __forceinline__ void next(char* stage) {
         copy_x(stage + a.row * A_PITCH + 16 * a.part);
         if (MMA_NORM && threadIdx.x < A_CHUNKS) {
@@ -91,12 +91,12 @@ struct Copies {
     }
 
     __device__ __forceinline__ void copy_w(char* to) const {
-        int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows in memory, from the thread's first on
-        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // none, of w3 neither
+        int left = MMA_W_NK ? columns : in.K - k - b.row;  // rows in memory that are left, from the thread's first on
+        if (MMA_W_NK ? k + WIDE * b.part >= in.K : columns <= 0) left = -MMA_COLUMNS;  // no rows, of w3 either
         const W* from = w;
 #pragma unroll
         for (int i = 0; i < b.PASSES; ++i) {
-            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // threads are at w3
+            const bool some = MMA_W_NK && MATRICES == 2 && (i + 1) * b.STEP > COLUMNS;  // some threads read w3
             const bool second = some && (i * b.STEP >= COLUMNS || b.row + i * b.STEP >= COLUMNS);
             if (b.has(i)) {
                 const W* at = from + (second ? to_w3 : 0);
@@ -106,8 +106,8 @@ struct Copies {
         }
     }
 
-    // x + residual into the place of x, by the thread that copied both: it need not wait for others. The tiles of a
-    // row take turns in storing the sum.
+    // Adds the residual to x in shared memory. The thread that copied both values adds them, so it need not wait for
+    // others. The tiles of a row take turns in storing the sum to global memory.
     __device__ __forceinline__ void add_residual(char* stage, int first) {
         if (!ADDS || first >= in.K) return;
         const int at = first + 8 * a.part;

@@ -1,9 +1,9 @@
-// What a warp multiplies: from shared memory into registers, FP8 into T, through the tensor cores. Part of tile.cuh,
-// which says what the constants are.
+// The operands of a warp: loads from shared memory into registers, conversion of FP8 to T, and the tensor-core
+// products. Part of llama/mma_tile.cuh, which describes the constants.
 #pragma once
 
-// Two bytes of FP8, each the upper byte of 16 bits, as values of T: exact for all that is finite. E4M3 in fp16 comes
-// out 256 times too small, which WEIGHT_FACTOR makes good.
+// Converts two FP8 bytes, each the upper byte of a 16-bit half, to values of T. The conversion of finite numbers is
+// exact. E4M3 in fp16 is 256 times too small; WEIGHT_FACTOR compensates for that.
 __device__ __forceinline__ unsigned convert_fp8(unsigned bits) {
 #if defined(STORAGE_BF16) && defined(WEIGHT_E4M3)
     return multiply2((bits & 0x80008000u) | (bits & 0x7f007f00u) >> 4, 0x7b807b80u);  // 2^120
@@ -22,16 +22,16 @@ constexpr float WEIGHT_FACTOR = 256.0f;
 constexpr float WEIGHT_FACTOR = 1.0f;
 #endif
 
-// What a warp multiplies in a step: 16 values of K of its rows and columns.
+// The operands of a warp in a step: 16 values along K of its rows and columns.
 struct Rows {
     unsigned a[FRAGS_M][4];
 };
 
 struct Columns {
-    unsigned b[FRAGS_N][2];  // with FP8 two fragments are as many bytes as one
+    unsigned b[FRAGS_N][2];  // with FP8, two fragments have as many bytes as one of 16-bit weights
     unsigned gamma[2];
 
-    // Fragment n, with FP8 from bytes.
+    // Fragment n; FP8 is converted.
     __device__ __forceinline__ void get(int n, unsigned (&to)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -48,13 +48,13 @@ struct Columns {
     }
 };
 
-struct Warp {  // its place among the warps of a block; the lane, as 4 g + t
+struct Warp {  // a warp's position among the warps of a block; the lane number is 4 g + t
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n = threadIdx.x / 32 % MMA_WARPS_N, m = threadIdx.x / 32 / MMA_WARPS_N % MMA_WARPS_M;
     const int k = threadIdx.x / 32 / (MMA_WARPS_N * MMA_WARPS_M);
 };
 
-// Where a lane reads its fragments, in bytes from the start of a stage.
+// Offsets of a lane's fragments, in bytes from the start of a stage.
 struct Places {
     int a, b, gamma;
 
@@ -104,7 +104,7 @@ struct Places {
     }
 };
 
-// 16 rows of the warp with all its columns. They are scaled on the way; their squares are added up before.
+// Multiplies 16 rows of the warp, scaled by gamma, with all its columns. Adds up the squares of the unscaled rows.
 __device__ __forceinline__ void multiply(float (&sums)[FRAGS_N][4], float (&squares)[2], const unsigned (&a)[4],
                                          const unsigned (&b)[FRAGS_N][2], const unsigned (&gamma)[2],
                                          bool add_squares) {

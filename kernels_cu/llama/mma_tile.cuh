@@ -1,21 +1,21 @@
-// A tile of (x gamma) w on tensor cores: what the kernels of this folder share. The file that includes it has chosen
-// the storage dtypes (lib/storage.cuh) and may set
+// A tile of (x gamma) w on tensor cores, shared by rmsnorm_matmul_mma and rmsnorm_ffn_mma
+// (llama/rmsnorm_matmul_mma.cu). The including file selects T and W (lib/storage.cuh) and may set:
 //
-//   MMA_ROWS, MMA_COLUMNS                     of a block's tile; with two weight matrices each has half of the columns
-//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K: a slice's K is dealt to the
-//                                             latter, and their sums are added at the end, in order
-//   MMA_SLICE, MMA_STAGES                     how much of K travels at a time, and how many slices are on their way
-//   MMA_BLOCKS                                blocks that an SM must hold
-//   MMA_W_NK, MMA_NORM, MMA_RESIDUAL          weights (N, K) instead of (K, N); 0: no norm; 1: x + residual is used
+//   MMA_ROWS, MMA_COLUMNS                     size of a block's tile; two weight matrices get half of the columns each
+//   MMA_WARPS_M, MMA_WARPS_N, MMA_WARPS_K     warps along the rows, the columns and K; those along K share a slice, and
+//                                             their sums are added at the end, in order
+//   MMA_SLICE, MMA_STAGES                     length of a slice along K, and the number of slices in flight
+//   MMA_BLOCKS                                blocks that an SM must be able to hold
+//   MMA_W_NK, MMA_NORM, MMA_RESIDUAL          1: weights are (N, K), not (K, N); 0: no norm; 1: x + residual is used
 //
-// Every matrix in shared memory has a pitch of an odd number of 16-byte chunks, so that eight rows one below the other
-// start in eight different groups of four banks: ldmatrix meets no bank conflict, and all its offsets are constants.
-// (x beside FP8 weights (N, K) has an even one: no conflict, either, for eight bytes a lane.)
+// Every matrix in shared memory has a pitch of an odd number of 16-byte chunks, so that eight consecutive rows start in
+// eight different groups of four banks: ldmatrix has no bank conflicts, and all its offsets are constants. (x has an
+// even pitch if the weights are FP8 (N, K): a lane then reads eight bytes, which has no conflicts either.)
 //
-// FP8 weights travel as bytes. Two neighbouring bytes pass through ldmatrix as one value, so a lane gets
+// FP8 weights are copied as bytes. ldmatrix handles two neighbouring bytes as one value, so a lane receives
 //
-//   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd ones the other
-//   (N, K)  k = 4t .. 4t + 3 of a column: K then runs in this order for A, too, which is read 8 bytes a lane
+//   (K, N)  k = 2t, 2t + 1 of two columns: the even columns of 16 form one operand, the odd columns the other
+//   (N, K)  k = 4t .. 4t + 3 of one column: A uses the same order of K and is therefore read 8 bytes per lane
 #pragma once
 
 #ifndef MMA_ROWS
@@ -55,32 +55,32 @@
 constexpr int THREADS = 32 * MMA_WARPS_M * MMA_WARPS_N * MMA_WARPS_K;
 constexpr int WARP_ROWS = MMA_ROWS / MMA_WARPS_M, WARP_COLUMNS = MMA_COLUMNS / MMA_WARPS_N;
 constexpr int FRAGS_M = WARP_ROWS / 16, FRAGS_N = WARP_COLUMNS / 8;
-constexpr int STEPS = MMA_SLICE / 16 / MMA_WARPS_K;  // of 16 along K, that a warp takes of a slice
+constexpr int STEPS = MMA_SLICE / 16 / MMA_WARPS_K;  // steps of 16 along K that a warp takes from a slice
 constexpr bool FP8 = sizeof(W) == 1;
 constexpr bool QUADS = FP8 && MMA_W_NK;
 static_assert(FRAGS_M * MMA_WARPS_M * 16 == MMA_ROWS && STEPS * MMA_WARPS_K * 16 == MMA_SLICE, "whole fragments");
 static_assert(FRAGS_N * MMA_WARPS_N * 8 == MMA_COLUMNS && (FRAGS_N % 2 == 0 || !FP8), "whole fragments, of FP8 pairs");
 static_assert(MMA_STAGES >= 2, "one slice travels while another is multiplied");
 
-// Chunks of 16 bytes in the rows of a slice, and bytes from one row to the next.
+// 16-byte chunks per row of a slice, and the distance from one row to the next in bytes.
 constexpr int A_CHUNKS = MMA_SLICE / 8, A_PITCH = 16 * (A_CHUNKS + (QUADS ? 2 : 1));
 constexpr int B_ROWS = MMA_W_NK ? MMA_COLUMNS : MMA_SLICE;
 constexpr int B_CHUNKS = (MMA_W_NK ? MMA_SLICE : MMA_COLUMNS) * (int)sizeof(W) / 16, B_PITCH = 16 * (B_CHUNKS | 1);
 constexpr int A_BYTES = MMA_ROWS * A_PITCH, B_BYTES = B_ROWS * B_PITCH;
 
-// A stage in shared memory: x, gamma, residual, weights.
+// The layout of a stage in shared memory: x, gamma, residual, weights.
 constexpr int GAMMA = A_BYTES, RESIDUAL = GAMMA + (MMA_NORM ? 2 * MMA_SLICE : 0);
 constexpr int WEIGHTS = RESIDUAL + (MMA_RESIDUAL ? A_BYTES : 0), STAGE = WEIGHTS + B_BYTES;
 
-// After the last slice: the sums of the warps along K, and their parts of the sums of squares. All floats.
-constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // 8: no bank conflicts
+// After the last slice: the sums of the warps along K, and their partial sums of squares. All are floats.
+constexpr int SUMS_PITCH = MMA_COLUMNS + 8;  // 8 avoids bank conflicts
 constexpr int SUMS = MMA_WARPS_K * MMA_ROWS * SUMS_PITCH, PARTS = MMA_WARPS_K * MMA_WARPS_N;
 
 struct Tile {
-    int row, column, index_n, tiles_n;  // its first row and column; its place among the tiles of its rows
+    int row, column, index_n, tiles_n;  // first row and column; index among the tiles of its rows, and their number
 };
 
-// Tiles in bands of 8 tiles of rows: those that run together then share rows of x and columns of the weights.
+// Tiles are ordered in bands of 8 rows of tiles: concurrent blocks share rows of x and columns of weights.
 __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
     constexpr int BAND = 8;
     const int tiles_m = (M - 1) / MMA_ROWS + 1, tiles_n = (N - 1) / columns + 1;
@@ -92,7 +92,7 @@ __device__ __forceinline__ Tile choose_tile(int M, int N, int columns) {
 #include "llama/mma_copies.cuh"
 #include "llama/mma_fragments.cuh"
 
-// The tile's sums over K, and a part of its rows' sums of squares. meanwhile() is called while the first slices travel.
+// Computes the tile's sums over K and its rows' partial sums of squares. Calls meanwhile() while the first slices load.
 template <int MATRICES, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile, char* shared, const Warp& warp,
                                               Meanwhile meanwhile, float (&sums)[FRAGS_M][FRAGS_N][4],
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
                 stage = stage == shared + (MMA_STAGES - 1) * STAGE ? shared : stage + STAGE;
                 wait_for_groups<MMA_STAGES - 2>();
                 copies.add_residual(stage, k + MMA_SLICE);
-                __syncthreads();  // the next slice is there
+                __syncthreads();  // the next slice is complete
             }
             places.load(next, stage, then);
             unsigned b[FRAGS_N][2];
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
             for (int m = 0; m < FRAGS_M; ++m) {
                 multiply(sums[m], squares[m], rows.a[m], b, now.gamma, add_squares);
                 places.load(rows, m, stage, then);  // into the same registers; after the last slice: zeros
-                // All of the present slice was in registers when the warps met: its stage is free.
+                // All warps hold the present slice in registers since the barrier, so its stage is free.
                 if (then == 0 && m == 0) copies.next(done);
             }
             now = next;
@@ -142,13 +142,13 @@ __device__ __forceinline__ void multiply_tile(const Inputs& in, const Tile& tile
     __syncthreads();
 }
 
-// Computes a tile and hands it out, 8 columns of a row at a time: begin(column) once, of the tile, for what depends on
-// the thread's columns alone, and then end(row, column, values, factor), with the sums of each matrix.
+// Computes a tile and passes on its results, 8 columns of a row at a time: begin(column) is called once per tile, for
+// values that depend only on the thread's columns; then end(row, column, values, factor) with the sums of each matrix.
 template <int MATRICES, typename Begin, typename End>
 __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile, char* shared, float eps, Begin begin,
                                              End end) {
     constexpr int COLUMNS = MMA_COLUMNS / MATRICES;
-    constexpr bool FEW = FRAGS_M * FRAGS_N <= 16;  // there are registers left for what begin() prepares
+    constexpr bool FEW = FRAGS_M * FRAGS_N <= 16;  // registers are left for the values that begin() prepares
     const Warp warp;
     const Share<COLUMNS / 8, MMA_ROWS> share;
     float sums[FRAGS_M][FRAGS_N][4] = {}, squares[FRAGS_M][2] = {};
@@ -174,7 +174,7 @@ __device__ __forceinline__ void compute_tile(const Inputs& in, const Tile& tile,
 #pragma unroll
             for (int n = 0; n < FRAGS_N; ++n) {
                 const float v0 = sums[m][n][2 * i], v1 = sums[m][n][2 * i + 1];
-                if (FP8 && !MMA_W_NK) {  // columns 4t and 4t + 2 of 16, or those after them
+                if (FP8 && !MMA_W_NK) {  // columns 4t and 4t + 2 of 16, or columns 4t + 1 and 4t + 3
                     float* of = to + n / 2 * 16 + 4 * warp.t + n % 2;
                     of[0] = v0, of[2] = v1;
                 } else {

@@ -1,19 +1,19 @@
-// RMSNorm: every row scaled to a root mean square of 1, then by a weight for each channel.
+// RMSNorm: scales every row to a root mean square of 1, then multiplies each channel by a weight.
 //
 //   out = x * r * weight,   r = 1 / sqrt(mean(x^2) + eps)   over each row of C channels
-//   with RMS_RESIDUAL 1 first x = x + residual, rounded to T, which is stored as sum
+//   with RMS_RESIDUAL 1: first x = x + residual, rounded to T and stored in sum
 //
 //   rmsnorm_rows   RMS_THREADS neighbouring threads share a row and keep it in registers, so that x crosses the bus
-//                  once. A row alone is a matter of waiting: all loads, those of the weight too, are on their way
-//                  before the first value is used, and one barrier separates them from the result.
+//                  once. A single row is latency-bound: all loads, including those of the weight, are in flight before
+//                  the first value is used, and there is only one barrier before the result.
 //
-// Storage is float, __half or __nv_bfloat16 (x, weight, out); the sum and r are float. Rows of x may lie apart, as the
-// columns of a wider matrix do: row m begins at m * x_stride. How the threads share a row stands in lib/rows.cuh. The op
-// picks the constants from M and C: many threads a row where there are few rows. Rows too long for registers are
-// read twice: RMS_VECTORS = 0.
+// The operation is that of kernl's Llama kernels. x, weight and out are float, __half or __nv_bfloat16; the sum and r
+// are float. Rows of x may be columns of a wider matrix: row m begins at m * x_stride. lib/rows.cuh describes how the
+// threads share a row. The Python operation chooses the constants from M and C: many threads per row if there are few
+// rows. Rows too long for the registers are read twice: RMS_VECTORS = 0.
 //
-// It lets the kernel behind it start early (lib/overlap.cuh), but does not wait for the one in front: its own launch is an
-// ordinary one.
+// The kernel lets the next kernel start early (lib/overlap.cuh) but does not wait for the previous one: it must be
+// launched normally.
 //
 // grid (ceil(M / RMS_ROWS)), block (RMS_THREADS * RMS_ROWS).
 #include "lib/overlap.cuh"
@@ -23,15 +23,15 @@
 #define RMS_C 4096
 #endif
 #ifndef RMS_WIDTH  // elements of a vector, a power of two of at most 16 bytes that divides C and x_stride; x, weight
-#define RMS_WIDTH 4  // and out are aligned to it
+#define RMS_WIDTH 4  // and out are aligned to a vector
 #endif
-#ifndef RMS_THREADS  // of a row: a power of two up to 32, or a multiple of 32
+#ifndef RMS_THREADS  // threads per row: a power of two up to 32, or a multiple of 32
 #define RMS_THREADS 256
 #endif
-#ifndef RMS_VECTORS  // of a thread
+#ifndef RMS_VECTORS  // vectors per thread
 #define RMS_VECTORS 4
 #endif
-#ifndef RMS_ROWS  // of a block
+#ifndef RMS_ROWS  // rows per block
 #define RMS_ROWS 1
 #endif
 #ifndef RMS_RESIDUAL
@@ -40,7 +40,7 @@
 
 constexpr int STEP = RMS_THREADS * RMS_WIDTH;  // channels from a thread's vector to its next one
 constexpr bool WHOLE = RMS_C == STEP * RMS_VECTORS;
-constexpr int SUMS = RMS_WIDTH < 4 ? RMS_WIDTH : 4;  // that a thread adds up side by side: none waits for another
+constexpr int SUMS = RMS_WIDTH < 4 ? RMS_WIDTH : 4;  // independent partial sums of a thread
 static_assert(RMS_C % RMS_WIDTH == 0, "a row is whole vectors");
 static_assert(RMS_VECTORS == 0 || ((RMS_VECTORS - 1) * STEP < RMS_C && RMS_C <= RMS_VECTORS * STEP),
               "a row fits in its threads' vectors, and needs all of them");
@@ -48,7 +48,7 @@ static_assert(RMS_VECTORS == 0 || ((RMS_VECTORS - 1) * STEP < RMS_C && RMS_C <= 
 typedef Vec<T, RMS_WIDTH> Vector;
 typedef Team<RMS_THREADS, RMS_ROWS> Row;
 
-// The weights for a thread's part of a row, or the residuals; they are asked for here.
+// The weights or residuals of a thread's part of a row. The constructor issues the loads.
 template <int VECTORS>
 struct Weights {
     Vector raw[VECTORS];
@@ -63,8 +63,8 @@ struct Weights {
 
     __device__ Vector at(int c) const { return raw[c / STEP]; }
 
-    // Zero, whatever the weights are, NaN too. A sum of squares that begins with it cannot begin before the weights are
-    // asked for; the compiler would rather ask for them late, when x has come, and save registers.
+    // Returns zero, even if the weights are NaN. A sum of squares that starts with this value cannot start before the
+    // weights are loaded. Otherwise the compiler would load them late, after x has arrived, to save registers.
     __device__ float zero(int sum) const {
         float total = 0.0f;
 #pragma unroll
@@ -78,7 +78,7 @@ struct Weights {
 };
 
 template <>
-struct Weights<0> {  // asked for when they are used
+struct Weights<0> {  // loaded when they are used
     const T* weight;
 
     __device__ Weights(const T* weight, int) : weight(weight) {}
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
     if (RMS_ROWS > 1) {
         row = row * RMS_ROWS + threadIdx.x / RMS_THREADS;
         inside = row < M;
-        if (!inside) row = M - 1;  // threads without a row go along with the last one, as far as the last barrier
+        if (!inside) row = M - 1;  // threads without a row recompute the last one, so that all reach the last barrier
     }
     Part<RMS_WIDTH, STEP, RMS_VECTORS, WHOLE> part(x + row * x_stride + first, RMS_C - first);
     const Weights<RMS_VECTORS> weights(weight + first, RMS_C - first);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(RMS_THREADS * RMS_ROWS) rmsnorm_row
         }
 #pragma unroll
         for (int k = 0; k < RMS_WIDTH; ++k) squares[k % SUMS] += v[k] * v[k];
-        if (RMS_VECTORS > 0) scale(c, v);  // what stays in registers is scaled before the barrier, not behind it
+        if (RMS_VECTORS > 0) scale(c, v);  // values kept in registers are scaled before the barrier, not after it
     });
     float square = squares[0];
 #pragma unroll

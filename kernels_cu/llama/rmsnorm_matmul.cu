@@ -1,18 +1,19 @@
-// RMSNorm and the product behind it in one kernel, for few rows: decoding, where every weight is read for one token.
+// RMSNorm fused with the product that follows it, for few rows: decoding, where every weight is read for one token.
 //
-//   rmsnorm_matvec       out = (x * rms * gamma) W, with RoPE on heads of head_dim columns if asked for
+//   rmsnorm_matvec       out = (x * rms * gamma) W, optionally with RoPE on heads of head_dim columns
 //   rmsnorm_ffn_matvec   h = x + residual,  n = h * rms * gamma,  out = silu(n W1) * (n W3)
 //                        rms = 1 / sqrt(mean(x^2) + eps) of each row
 //
-// The factor rms is the same for a whole row, so it waits until the end: x * gamma is multiplied with W while the
-// squares are added up, and the sum is scaled. llama/matvec.cuh has the product and the constants; what the end needs, scales
-// and RoPE's angles, is ready before the product is.
+// The operations are those of kernl's Llama kernels. The factor rms is the same for a whole row, so it is applied at
+// the end: x * gamma is multiplied with W while the squares are added up, and then the sum is scaled. llama/matvec.cuh
+// has the product and its constants. The scales and RoPE's angles, which the last step needs, are computed before the
+// product is complete.
 //
-// W is (N, K) with MV_NK 1, else (K, N). Row m has position start + m % seq_len. MV_HALF_SPLIT: RoPE turns columns half
-// a head apart, not neighbours. Any M, N, K.
+// W is (N, K) with MV_NK 1, else (K, N). Row m has position start + m % seq_len. With MV_HALF_SPLIT, RoPE rotates
+// columns half a head apart instead of neighbours. Any M, N, K.
 //
-// grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS), dynamic shared memory: MV_ROWS rows of floats, K
-// rounded up to STEP, and for (K, N) one float more for each column, row and warp of the block.
+// grid (ceil(pairs / PAIRS), ceil(M / MV_ROWS)), block (MV_THREADS). Dynamic shared memory: MV_ROWS rows of floats,
+// with K rounded up to STEP, and for (K, N) one more float for each column, row and warp of the block.
 #include "llama/matvec.cuh"
 #include "llama/rotation.cuh"
 
@@ -20,10 +21,10 @@
 #define MV_HALF_SPLIT 0
 #endif
 
-// What is left to do with a pair of products.
+// The last step for a pair of products.
 struct End {
-    T* out;        // of the first column; null where there is no such row
-    int distance;  // from there to the second; 0 where there is none
+    T* out;        // address of the first column; null if there is no such row
+    int distance;  // distance to the second column; 0 if there is none
     const Rows* rows;
     const float* squares;
     float eps, scale_a, scale_b;
@@ -50,10 +51,10 @@ struct Gated : End {
     }
 };
 
-// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT, STRIP divides head_dim / 2.
+// grid (ceil(ceil(N / 2) / PAIRS), ceil(M / MV_ROWS)). With MV_HALF_SPLIT, STRIP must divide head_dim / 2.
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
     const T* __restrict__ x,          // (M, K), rows x_stride apart
-    const T* __restrict__ gamma,      // (K), or null: no norm, the product alone
+    const T* __restrict__ gamma,      // (K), or null: no norm, only the product
     const W* __restrict__ w,          // (N, K) or (K, N)
     const float* __restrict__ scale,  // (N) or null
     T* __restrict__ out,              // (M, N)
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_matvec(
 extern "C" __global__ void __launch_bounds__(MV_THREADS) rmsnorm_ffn_matvec(
     const T* __restrict__ x,           // (M, K), rows x_stride apart
     const T* __restrict__ residual,    // (M, K) or null
-    T* __restrict__ sum,               // (M, K), x + residual, or null
+    T* __restrict__ sum,               // (M, K): x + residual, or null
     const T* __restrict__ gamma,       // (K)
     const W* __restrict__ w1,          // (N, K) or (K, N)
     const float* __restrict__ scale1,  // (N) or null

@@ -1,24 +1,26 @@
-// What follows a RMSNorm in Llama, for Hopper: n (M, K) is x normalised, by llama/rmsnorm.cu, and
+// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu:
 //
-//   rmsnorm_matmul_hopper   out = n w, then RoPE on the columns seen as heads     w (K, N), or (N, K) with NORM_W_NK 1
-//   rmsnorm_ffn_hopper      out = silu(n w1) (n w3)                               w1, w3 alike
+//   rmsnorm_matmul_hopper   out = n w, then RoPE on the columns as heads         w (K, N), or (N, K) with NORM_W_NK 1
+//   rmsnorm_ffn_hopper      out = silu(n w1) (n w3)                              w1, w3 alike
 //
-// n, w and out are __half or __nv_bfloat16, sums float. gemm.cuh and tile.cuh have the product; new here are
+// n, w and out are __half or __nv_bfloat16, sums are float. matmul/hopper.cuh and matmul/hopper_tile.cuh have the
+// product. New in this file:
 //
-//   (K, N)    w as the documents have it is read across: boxes of 64 columns, a row of 128 bytes for each k
-//   RoPE      a pair of neighbouring columns is in one thread. Their frequency is computed once for a tile's rows
-//   two w     half of a tile's columns are w1's, the same of w3 lie beside them. A thread has both sums of an output
+//   (K, N)    w in the layout of kernl's Llama kernels is read across: boxes of 64 columns, 128 bytes for each k
+//   RoPE      a pair of neighbouring columns is in one thread. Its frequency is computed once for all rows of a tile
+//   two w     half of a tile's columns are w1's, next to the same ones of w3. A thread has both sums of an output
 //
-// The weights' first slices are on their way while llama/rmsnorm.cu runs (lib/overlap.cuh). Tiles go down the rows first: what w
-// has for them is read once from memory.
+// The first slices of the weights are loaded while llama/rmsnorm.cu runs (lib/overlap.cuh). Tiles are processed down
+// the rows first, so that w is read once from memory.
 //
 // On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
 // silu(n w1) (n w3), N = 11008, w1 and w3 (N, K), 48.0 and 134 us.
 //
-// M is free, N and K are multiples of 8, all arrays start on 16 bytes. Positions are start + m % seq_len.
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. Positions are start + m % seq_len.
 //
-// Maps: n, boxes (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns are GEMM_N, or with
-// two w half of GEMM_GROUP_N; as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64, GEMM_CHUNK). grid, block: gemm.cuh.
+// Boxes of the tensor maps: n (1, GEMM_A_ROWS, 64). w as (N, K): (1, columns / GEMM_SHARES, 64), where columns is
+// GEMM_N, or half of GEMM_GROUP_N with two weight matrices; w as (K, N): (1, 64 / GEMM_SHARES, 64). out: (1, 64,
+// GEMM_CHUNK). For grid and block see matmul/hopper.cuh.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
@@ -37,20 +39,20 @@
 #ifndef NORM_W_NK
 #define NORM_W_NK 0
 #endif
-#ifndef NORM_TURNS  // whether there is RoPE
+#ifndef NORM_TURNS  // 1: with RoPE
 #define NORM_TURNS 1
 #endif
 
-struct Rest {  // of shared memory, behind the ring, the chunks and the received sums
+struct Rest {  // shared memory after the ring, the chunks and the received sums
     Pair frequencies[CONSUMERS][PART_N / 2];  // of a group's pairs of columns
     Barriers barriers;
 };
 
-// How many columns of one w lie beside each other in a slice, and whether the tile can be made of such.
+// The number of neighbouring columns of one w in a slice, and whether tiles can be built from such pieces.
 template <int MATRICES>
 struct Columns {
     static constexpr int BESIDE = MATRICES == 1 ? GEMM_N : GEMM_GROUP_N / 2;
-    static constexpr int OUT = PART_N / MATRICES;  // that a group finishes
+    static constexpr int OUT = PART_N / MATRICES;  // columns that a group finishes
     static constexpr bool POSSIBLE = BESIDE % (NORM_W_NK ? 8 * GEMM_SHARES : 64) == 0 && OUT % GEMM_CHUNK == 0 &&
                                      (MATRICES == 1 || GEMM_SPLITS == 1);
 };
@@ -59,7 +61,7 @@ template <int MATRICES>
 __device__ __forceinline__ void load_columns(const Work& at, int slice, int column, char* to, Barrier& full,
                                              const TensorMap* const (&w)[MATRICES]) {
     constexpr int BESIDE = Columns<MATRICES>::BESIDE, ROWS = NORM_W_NK ? BESIDE : SLICE;
-    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // row of a box that this block loads
+    const int first = GEMM_SHARES > 1 ? at.rank * (ROWS / GEMM_SHARES) : 0;  // first row of a box that this block loads
     column /= MATRICES;
     for (int n = 0; n < GEMM_N; n += MATRICES * BESIDE, column += BESIDE) {
 #pragma unroll
@@ -83,7 +85,7 @@ struct Turn {  // RoPE: position of a row, exponent of theta (llama/rotation.cuh
 
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 
-// The whole of both kernels.
+// The body of both kernels.
 template <int MATRICES>
 __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (&w)[MATRICES], const TensorMap& out,
                                     int M, int N, int K, const Turn& turn) {
@@ -129,7 +131,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile<!NORM_W_NK>(sums, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // the frequencies are there
+        group.sync();  // the frequencies are complete
 #if GEMM_SPLITS == 1
         const Finals& finals = sums;
 #else
@@ -154,12 +156,12 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
                 if (TURNS) {
                     const Rotation r = rotation(half_turns(positions[m][half]), by);
                     v[0] = first[0] * r.cos - first[1] * r.sin, v[1] = first[0] * r.sin + first[1] * r.cos;
-                } else {  // nothing is added: at a mere sum the compiler would look too soon, and serialise wgmma
+                } else {  // adds -0: a plain sum would be read too early, which makes the compiler serialise wgmma
                     v[0] = first[0] + by.high, v[1] = first[1] + by.low;
                 }
             },
             out, out, row, column);
-        if (MATRICES == 1) group.sync();  // and done with
+        if (MATRICES == 1) group.sync();  // the frequencies are no longer needed
     }
     if (group.thread == 0) wait_for_reads<0>();
     end_block();

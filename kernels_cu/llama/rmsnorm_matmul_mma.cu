@@ -1,19 +1,20 @@
-// RMSNorm fused with what follows it, for many rows, on tensor cores (mma.sync; sm_80 and newer):
+// RMSNorm fused with the products that follow it, for many rows, on tensor cores (mma.sync; sm_80 and newer):
 //
 //   rms[m] = 1 / sqrt(mean over k of x[m, k]^2 + eps)
 //
-//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on the columns seen as heads        w (K, N) or (N, K)
+//   rmsnorm_matmul_mma   out = rms (x gamma) w, then RoPE on the columns as heads             w (K, N) or (N, K)
 //   rmsnorm_ffn_mma      h = x + residual; n = rms(h) (h gamma); out = silu(n w1) (n w3)      w1, w3 alike
 //
-// The row's factor waits until the end: x gamma, rounded to T, is multiplied, the squares are added up in the same loop
-// over K, and the sums, which are floats, get the factor. Both weight matrices of the feed-forward pass share one loop,
-// half of a tile's columns each. tile.cuh has the loop and says which constants there are.
+// The operations are those of kernl's Llama kernels. The row's factor is applied at the end: x gamma, rounded to T, is
+// multiplied, the squares are added up in the same loop over K, and the sums, which are floats, are scaled. Both weight
+// matrices of the feed-forward pass share one loop, with half of a tile's columns each. llama/mma_tile.cuh has the loop
+// and describes the constants.
 //
-// M is free. K and x_stride must be multiples of 8, N of 8, with FP8 weights N (of (K, N)) or K (of (N, K)) of 16, and
-// all arrays start on 16 bytes. No output may overlap an input. Positions are start + m % seq_len.
+// Any M. K, x_stride and N must be multiples of 8; with FP8 weights, N of (K, N) or K of (N, K) must be a multiple of
+// 16. All arrays are aligned to 16 bytes. No output may overlap an input. Positions are start + m % seq_len.
 //
 // Block (THREADS), grid ceil(M / MMA_ROWS) * ceil(N / columns), where columns is MMA_COLUMNS, or half of it with two
-// matrices; dynamic shared memory: gpt2block/operations/_mma.py counts it.
+// weight matrices. Dynamic shared memory: MMA_STAGES stages, or the sums if those need more.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -23,7 +24,7 @@
 #include "lib/sm80.cuh"
 #include "llama/mma_tile.cuh"
 
-// The scales of 8 columns; those past the end are never stored.
+// The scales of 8 columns; results of columns past the end are never stored.
 __device__ __forceinline__ void load_scales(float (&scales)[8], const float* scale, int n, int N) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) scales[e] = scale && n + e < N ? scale[n + e] : 1.0f;

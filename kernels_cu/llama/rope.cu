@@ -1,14 +1,15 @@
-// RoPE, rotary position embedding: every pair of channels of a head is turned by an angle that grows with the position.
+// RoPE, rotary position embedding: rotates every pair of channels of a head by an angle that grows with the position.
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = (start + t) / theta^(2 k / D)   for pair k of D / 2
 //
-//   x, out (B, T, H, D), in place when out is x. Pair k is channels 2k and 2k + 1, or, with ROPE_HALF_SPLIT, channels k
-//   and k + D / 2. Any strides of B, T and H, so that x may be a part of wider rows: Q and K of a QKV matrix.
+//   x, out (B, T, H, D), in place if out is x. Pair k is channels 2k and 2k + 1 or, with ROPE_HALF_SPLIT, channels
+//   k and k + D / 2. B, T and H may have any strides, so that x can be a part of wider rows: Q and K of a QKV matrix.
 //
-//   rope_pairs   a thread takes the same pairs of ROPE_HEADS heads of a position: all loads are on their way before
-//                sines and cosines are taken, which hides most of their cost, and those serve all its heads
+//   rope_pairs   a thread takes the same pairs of ROPE_HEADS heads of a position. All loads are in flight before sines
+//                and cosines are computed, which hides most of their cost, and these are used for all heads
 //
-// Storage is float, __half or __nv_bfloat16; arithmetic is float, angles as llama/rotation.cuh has them.
+// The operation is that of kernl's Llama kernels. Storage is float, __half or __nv_bfloat16; arithmetic is float, with
+// angles from llama/rotation.cuh.
 //
 // grid (ceil(T / blockDim.z), ceil(H / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, positions).
 #include "llama/rotation.cuh"
@@ -20,26 +21,26 @@
 #ifndef ROPE_HALF_SPLIT
 #define ROPE_HALF_SPLIT 0
 #endif
-#ifndef ROPE_WIDTH  // elements a load, a power of two of at most 16 bytes that divides D, or D / 2 when pairs are
-#define ROPE_WIDTH 4  // split; x, out and their strides are aligned to it
+#ifndef ROPE_WIDTH  // elements per load, a power of two of at most 16 bytes that divides D, or D / 2 with
+#define ROPE_WIDTH 4  // ROPE_HALF_SPLIT; x, out and their strides are aligned to a load
 #endif
-#ifndef ROPE_THREADS  // that share a head
+#ifndef ROPE_THREADS  // threads that share a head
 #define ROPE_THREADS 32
 #endif
-#ifndef ROPE_HEADS  // a thread
+#ifndef ROPE_HEADS  // heads per thread
 #define ROPE_HEADS 4
 #endif
 
 constexpr bool TOGETHER = !ROPE_HALF_SPLIT && ROPE_WIDTH > 1;  // a load holds whole pairs
 constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // of a thread
 constexpr int LOADS = TOGETHER ? 1 : 2;
-constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // the two channels of a pair
+constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // distance of the two channels of a pair
 static_assert(ROPE_D % 2 == 0, "a head is whole pairs: ROPE_D must be even");
 static_assert((ROPE_HALF_SPLIT ? ROPE_D / 2 : ROPE_D) % ROPE_WIDTH == 0, "a head, or half of one, is whole loads");
 
 typedef Vec<T, ROPE_WIDTH> Vector;
 
-struct Pairs {  // of one head, as stored
+struct Pairs {  // pairs of one head, in the storage type
     Vector raw[LOADS];
 
     __device__ void load(const T* from) {
@@ -65,8 +66,8 @@ struct Pairs {  // of one head, as stored
 };
 
 extern "C" __global__ void rope_pairs(
-    const T* x,  // (B, T, H, D), distances x_batch, x_position and x_head
-    T* out,      // (B, T, H, D), distances out_batch, out_position and out_head
+    const T* x,  // (B, T, H, D), strides x_batch, x_position and x_head
+    T* out,      // (B, T, H, D), strides out_batch, out_position and out_head
     long long x_batch, long long out_batch, int x_position, int out_position, int x_head, int out_head, int start,
     float step, float step_low, int positions, int heads) {
     const int t = blockIdx.x * blockDim.z + threadIdx.z;
@@ -84,7 +85,7 @@ extern "C" __global__ void rope_pairs(
         Rotation by[PAIRS];
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) by[p] = {1.0f, 0.0f};
-        if (start + t > 0) {  // at 0 nothing turns. A branch keeps the loads before it: straight on, they would be last
+        if (start + t > 0) {  // position 0 has angle 0. The branch also keeps the compiler from delaying the loads
             const Pair turns = half_turns(start + t);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) by[p] = rotation(turns, frequency(k + p, step, step_low));

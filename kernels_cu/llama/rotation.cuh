@@ -1,17 +1,18 @@
-// How far RoPE turns pair k of a head of D channels: by the angle position / theta^(2 k / D).
+// The angle by which RoPE rotates pair k of a head of D channels: position / theta^(2 k / D).
 //
-// A float holds an angle near 100,000 to a hundredth, and its frequency theta^(-2 k / D), rounded, is off by as much
-// there. So each is carried as two floats, whose sum is meant: the angle is right to about 2^-27 of itself.
+// A float represents an angle near 100,000 only to about a hundredth, and a rounded frequency theta^(-2 k / D) has an
+// error of the same size there. So both are represented by two floats, whose sum is the value: the angle has a relative
+// error of about 2^-27.
 //
-//   frequency   2^(-k step), step = 2 log2(theta) / D: the whole part of the exponent, then a polynomial
-//   angle       position / pi * frequency, half turns, of which the whole quarter turns are taken off exactly; what is
-//               left, an eighth of a turn and the low part, goes into polynomials for sine and cosine
+//   frequency   2^(-k step), step = 2 log2(theta) / D: the integer part of the exponent, then a polynomial
+//   angle       position / pi * frequency, in half turns. The whole quarter turns are subtracted exactly; the rest, at
+//               most an eighth of a turn and the low part, goes into polynomials for sine and cosine
 //
-// Positions are whole numbers below 2^20, where the low part is at most a 128th of a turn. The polynomials are
-// least-maximum fits, off by less than half a rounding.
+// Positions are integers below 2^20, where the low part is at most a 128th of a turn. The polynomials are minimax fits
+// with an error of less than half a rounding.
 #pragma once
 
-struct Pair {  // high + low is meant, |low| <= half a unit in the last place of high
+struct Pair {  // represents high + low; |low| <= half a unit in the last place of high
     float high, low;
 };
 
@@ -19,7 +20,7 @@ struct Rotation {
     float cos, sin;
 };
 
-// __fmul_rn, because the compiler may not fuse it with what follows: the rounded product itself is needed there.
+// __fmul_rn, because the compiler must not fuse it with the following operation: the rounded product itself is needed.
 __device__ __forceinline__ Pair times(float a, Pair b) {
     const float high = __fmul_rn(a, b.high);
     return {high, fmaf(a, b.low, fmaf(a, b.high, -high))};
@@ -42,7 +43,7 @@ __device__ __forceinline__ Pair frequency(int k, float step, float step_low) {
     return {high * scale, low * scale};
 }
 
-// position / pi, which serves all pairs.
+// position / pi, which all pairs use.
 __device__ __forceinline__ Pair half_turns(int position) {
     return times((float)position, {0.31830987f, 1.2841276e-8f});
 }

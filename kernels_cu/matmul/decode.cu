@@ -1,34 +1,35 @@
 // The products of a GPT-2 layer, and lm_head, for few rows: decoding, where every weight is read for one token.
 //
-//   linear_matvec       out = [residual +] [gelu] (x W^T * scale + bias), x as it is or, with LM_NORM, its LayerNorm
-//   qkv_matvec          the same without an end of its own: q goes to an array, k and v to the KV cache
+//   linear_matvec       out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_matvec          the same product without residual and GELU: q goes to an array, k and v to the KV cache
 //
-// W is (N, K), a row an output. Once through it takes some microseconds, no more than two trips to memory, so what
-// counts is that all weights are asked for at once, and how little is left to do when they come:
+// W is (N, K), one row per output. Reading W takes only a few microseconds, about two memory latencies. Therefore all
+// loads of weights are issued at once, and as little work as possible is left for the time after they arrive:
 //
-//   all threads   [ weights asked for | wait for x | x, its LayerNorm | products | sums, end ]
+//   all threads   [ load weights | wait for x | x, its LayerNorm | products | sums, epilogue ]
 //
-//   block   COLUMNS neighbouring outputs, LM_COLUMNS of them a group
+//   block   COLUMNS neighbouring outputs, LM_COLUMNS of them per group
 //   group   LM_SPLIT warps, which share K: warp p takes p, p + LM_SPLIT, ... of the units of 32 * LM_WIDTH weights
-//   thread  a chunk of LM_STEPS vectors of each column of its group in flight; then LM_TOGETHER rows of x after each
-//           other meet them. The code is short on purpose: a kernel of a few microseconds waits for its instructions,
-//           too (8 rows at once, 1400 instructions, took 10 us where 2 at a time take 4.8)
+//   thread  a chunk of LM_STEPS vectors of each column of its group in flight, multiplied with LM_TOGETHER rows of x at
+//           a time. The code is short on purpose: a kernel of a few microseconds also waits for its instructions
+//           (8 rows at once, 1400 instructions, took 10 us where 2 at a time take 4.8)
 //
-// An output is, for each chunk of K, a sum in each lane and over the lanes; then over chunks, then over the warps: its
-// bits depend on LM_WIDTH, LM_SPLIT and LM_STEPS alone, not on how many rows or columns go together. Rows beyond
-// LM_ROWS read W again, from the L2 cache at best. With lib/overlap.cuh, weights travel while the kernel before is at work.
+// For each chunk of K, an output is summed up in each lane and then over the lanes; these sums are added over the
+// chunks, then over the warps. Its bits depend only on LM_WIDTH, LM_SPLIT and LM_STEPS, not on the number of rows or
+// columns that are computed together. Blocks for rows beyond LM_ROWS read W again, at best from the L2 cache. With
+// lib/overlap.cuh, weights are loaded while the previous kernel is still running.
 //
-// With LM_LOOP a block goes on with other columns, as many times as the grid is too small, and the next weights are
-// asked for as soon as a register is free: for products too large for one round, such as lm_head.
+// With LM_LOOP, a block continues with other columns until all are done, and prefetches the next weights as soon as a
+// register is free: for products with more columns than one grid can hold, such as lm_head.
 //
-// grid (ceil(N / COLUMNS) or fewer with LM_LOOP, ceil(M / LM_ROWS)), block (32 * LM_GROUPS * LM_SPLIT), dynamic shared
-// memory: `shared_floats` of operations/linear.py. Any M, N, K; LM_WIDTH and LM_X divide K.
+// grid (ceil(N / COLUMNS) or fewer with LM_LOOP, ceil(M / LM_ROWS)), block (32 * LM_GROUPS * LM_SPLIT). `shared_floats`
+// of the Python operation `linear` computes the dynamic shared memory. Any M, N, K; LM_WIDTH and LM_X divide K.
 #include "lib/gelu.cuh"
 #include "matmul/decode.cuh"
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-// One that stays where it stands, too: the compiler would put it behind the wait.
+// Loads a constant. Inline assembly, because the compiler would move the load after the wait.
 __device__ __forceinline__ float constant(const float* from) {
 #if defined(__CUDA_ARCH__)
     float v;
@@ -43,12 +44,12 @@ __device__ __forceinline__ float constant(const float* from) {
 struct Stream {
     Weights raw[LM_STEPS][LM_COLUMNS];
     const W* w;
-    const int N, k;  // k: of the thread's first vector
+    const int N, k;  // k: position of the thread's first vector
 
     __device__ Stream(const W* w, int N, int k) : w(w), N(N), k(k) {}
 
-    // Step s of a chunk, for the columns from n on. What lies behind N is the last column again, whose sums go nowhere;
-    // behind K, weights are zero.
+    // Loads step s of a chunk for the columns from n on. Beyond N it loads the last column again, whose sums are
+    // discarded; beyond K, weights are zero.
     __device__ __forceinline__ void fetch(int s, int n, int chunk) {
         const int at = chunk * CHUNK + s * STEP + k;
 #pragma unroll
@@ -60,7 +61,7 @@ struct Stream {
         }
     }
 
-    // sum[r][c] += step s of column c times the same part of row r.
+    // Adds step s of column c, multiplied with the same part of row r, to the sum of (r, c).
     __device__ __forceinline__ void use(int s, const float (&x)[LM_TOGETHER][LM_WIDTH], float (&sum)[VALUES]) const {
 #pragma unroll
         for (int c = 0; c < LM_COLUMNS; ++c) {
@@ -77,8 +78,8 @@ struct Stream {
     }
 };
 
-// Sums over the lanes, each lane's values halved from step to step: lanes with a bit set keep the upper half. In the
-// end a lane holds sums of `count` values from `first` on. The additions are those of lanes_sum.
+// Sums over the lanes, in which each step halves the number of values per lane: lanes with the bit set keep the upper
+// half. At the end a lane holds the sums of `count` values from `first` on. The additions are those of lanes_sum.
 struct Folded {
     int first = 0, count = VALUES;
 
@@ -109,8 +110,8 @@ struct Folded {
     }
 };
 
-// What is left to do with a product: an End says what it needs of row m and column n, asked for before the product is
-// done, and then takes the sum, scaled and with its bias.
+// The epilogue of a product. late(m, n) loads what it needs for row m and column n before the product is complete; the
+// call operator then receives the sum, scaled and with its bias.
 struct Add {
     typedef float Late;
     const float* residual;  // (M, N) or null; may be out
@@ -145,10 +146,10 @@ struct Append {
     }
 };
 
-// A sum that this thread ends: of row m and column n, or of none.
+// A sum that this thread completes: row m and column n, or none.
 template <typename Late>
 struct Last {
-    int r, column;  // of the team
+    int r, column;  // relative to the team
     bool there;
     float scale, bias;
     Late late;
@@ -157,7 +158,7 @@ struct Last {
 template <typename End>
 __device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Rows& input,
                                          const End& end, int M, int N) {
-    // Sums are met by a team: the threads of the block or, where a warp has all of K, those of a warp.
+    // A team completes sums together: the threads of a block or, if one warp has all of K, those of a warp.
     constexpr bool ALONE = LM_SPLIT == 1;
     constexpr int TEAM = ALONE ? 32 : THREADS, ACROSS = ALONE ? LM_COLUMNS : COLUMNS;  // columns of a team
     constexpr int ENDS = (LM_ROWS * ACROSS + TEAM - 1) / TEAM;
@@ -275,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     multiply(w, scale, bias, rows, Add{residual, out, N, gelu}, M, N);
 }
 
-// Row m is the next one of sequence m, at position[m] of its cache: outside 0 ... n_ctx - 1 the cache stays as it is.
+// Row m is the next one of sequence m, at position[m] of its cache. Positions outside 0 ... n_ctx - 1 are not stored.
 extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) qkv_matvec(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM

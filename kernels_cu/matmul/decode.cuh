@@ -1,8 +1,8 @@
-// What matmul/decode.cu multiplies weights with: its constants, and rows of x on their way to registers, as they are
-// or, with LM_NORM, their LayerNorm: mean, then the variance around it.
+// The constants of matmul/decode.cu, and its loads of x, or with LM_NORM of its LayerNorm: mean, then variance around
+// it.
 //
-// Rows lie in shared memory, but for one alone that is taken as it is: each thread's part of it comes straight to the
-// registers it is multiplied from.
+// Rows are kept in shared memory. Only a single row without LayerNorm is loaded directly into registers: each thread
+// loads its part.
 #pragma once
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
@@ -17,10 +17,10 @@
 #ifndef LM_ROWS
 #define LM_ROWS 1
 #endif
-#ifndef LM_TOGETHER  // rows that are multiplied at a time: code is short, and weights are widened half as often
+#ifndef LM_TOGETHER  // rows multiplied at a time: shorter code, and weights are widened half as often
 #define LM_TOGETHER (LM_ROWS > 1 ? 2 : 1)
 #endif
-#ifndef LM_WIDTH  // weights of a load
+#ifndef LM_WIDTH  // weights per load
 #define LM_WIDTH 4
 #endif
 #ifndef LM_SPLIT
@@ -38,10 +38,10 @@
 #ifndef LM_LOOP
 #define LM_LOOP 0
 #endif
-#ifndef LM_BLOCKS  // that an SM has room for, the next kernel's among them
+#ifndef LM_BLOCKS  // that an SM has room for, including those of the next kernel
 #define LM_BLOCKS 1
 #endif
-#ifndef LM_X  // values of a load of x, gamma and beta
+#ifndef LM_X  // values per load of x, gamma and beta
 #define LM_X 4
 #endif
 constexpr int WARPS = LM_GROUPS * LM_SPLIT;
@@ -50,20 +50,20 @@ constexpr int UNIT = 32 * LM_WIDTH;
 constexpr int STEP = UNIT * LM_SPLIT;
 constexpr int CHUNK = STEP * LM_STEPS;           // of K, in flight at once
 constexpr int CHUNKS = (LM_K + CHUNK - 1) / CHUNK;
-constexpr int PADDED = CHUNKS * CHUNK;           // a row in shared memory, zeros behind K
+constexpr int PADDED = CHUNKS * CHUNK;           // floats of a row in shared memory, with zeros after K
 constexpr int OWN = CHUNKS * LM_STEPS;           // vectors of a row that a thread multiplies
 constexpr int COLUMNS = LM_GROUPS * LM_COLUMNS;  // of a block
 constexpr int VALUES = LM_TOGETHER * LM_COLUMNS; // sums of a thread at a time
-constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of a row that a thread brings
-constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row, in the threads' registers
-constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // values that lie side by side for a lane
+constexpr int SHARES = (LM_K + THREADS * LM_X - 1) / (THREADS * LM_X);  // vectors of a row that a thread loads
+constexpr bool FITS = LM_ROWS == 1 && OWN * LM_WIDTH <= 32;             // the row fits in the threads' registers
+constexpr int PIECE = LM_WIDTH < 4 ? LM_WIDTH : 4;                      // contiguous values of a lane
 typedef Vec<W, LM_WIDTH> Weights;
 typedef Vec<float, LM_X> Values;
 static_assert(LM_K % LM_WIDTH == 0 && LM_K % LM_X == 0, "vectors do not cross the end of a row");
 static_assert(LM_ROWS % LM_TOGETHER == 0, "rows go together");
 
-// Where a row's k lies in shared memory: a lane reads LM_WIDTH values as float4, and the lanes' float4 lie side by
-// side, so that no two of them meet in a bank. 4 neighbours stay neighbours.
+// The position of a row's element k in shared memory. A lane reads LM_WIDTH values as float4. The float4 of all lanes
+// are stored side by side, so that there are no bank conflicts. Each group of 4 stays contiguous.
 __device__ __forceinline__ int place(int k) {
     if (LM_WIDTH <= 4) return k;
     const int within = k % UNIT, lane = within / LM_WIDTH, e = within % LM_WIDTH;
@@ -91,9 +91,9 @@ __device__ __forceinline__ void read(float (&v)[N], const float* from) {
     }
 }
 
-__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // its place in the row
+__device__ __forceinline__ int share(int i) { return (i * THREADS + threadIdx.x) * LM_X; }  // its position in the row
 
-// Where vector i of a thread's part of a row begins, in the row and in shared memory.
+// The position of vector i of a thread's part of a row: in the row, and in shared memory.
 __device__ __forceinline__ int own_at(int i) {
     return i * STEP + threadIdx.x / 32 % LM_SPLIT * UNIT + threadIdx.x % 32 * LM_WIDTH;
 }
@@ -111,7 +111,7 @@ __device__ __forceinline__ void read_own(float (&v)[LM_WIDTH], int i, const floa
     }
 }
 
-__device__ __forceinline__ void zeros_behind(float* row) {  // by any number of threads: all write the same
+__device__ __forceinline__ void zeros_behind(float* row) {  // by any number of threads: all write the same value
     if constexpr (PADDED > LM_K) {
         for (int k = LM_K + threadIdx.x; k < PADDED; k += THREADS) row[place(k)] = 0.0f;
     }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void each_of_lane(Use use) {
 struct Statistics {  // of a row
     float mean, rstd;
 
-    // By a warp, from shared memory: the same bits whichever warp it is.
+    // Computed by a warp from shared memory: every warp gets the same bits.
     __device__ __forceinline__ Statistics(const float* row, float eps) {
         const auto average = [&](float around, bool squares) {
             float sum[LM_X] = {};
@@ -154,11 +154,11 @@ struct Statistics {  // of a row
     }
 };
 
-// A block's rows of x (M, K), as they are or with LM_NORM their LayerNorm.
+// A block's rows of x (M, K), or with LM_NORM their LayerNorm.
 struct Rows {
     static constexpr bool HELD = FITS && !LM_NORM;
     static constexpr int FLOATS = HELD ? 0 : (LM_ROWS + 2 * LM_NORM) * PADDED;  // of shared memory
-    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // of gamma and beta, before the wait
+    static constexpr int EARLY = LM_NORM ? (SHARES < 2 ? SHARES : 2) : 1;  // of gamma and beta, loaded before the wait
     const float* x;
     const float* gamma;
     const float* beta;
@@ -166,7 +166,7 @@ struct Rows {
     int M, first;
     Values early[2][EARLY];
 
-    // What no kernel writes: it may take its time, so nobody waits for it here.
+    // Issues loads of data that no kernel writes; nothing waits for them here.
     __device__ __forceinline__ void prefetch() {
 #pragma unroll
         for (int i = 0; i < (LM_NORM ? EARLY : 0); ++i) {
@@ -175,7 +175,7 @@ struct Rows {
         }
     }
 
-    // gamma and beta to shared memory, behind the rows.
+    // Stores gamma and beta in shared memory, after the rows.
     __device__ __forceinline__ void put_gamma_beta(float* x_s) const {
         float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll
@@ -228,7 +228,7 @@ struct Rows {
         }
     }
 
-    // All threads bring all rows, several loads of each thread on their way.
+    // All threads load all rows, with several loads per thread in flight.
     __device__ __forceinline__ void plain(float* x_s) const {
         constexpr int LOADS = SHARES * LM_ROWS, BATCH = LOADS < 8 ? LOADS : 8;
 #pragma unroll 1
@@ -250,7 +250,7 @@ struct Rows {
         for (int r = 0; r < LM_ROWS; ++r) zeros_behind(x_s + r * PADDED);
     }
 
-    // A warp brings a row and makes its LayerNorm: a lane touches its own values alone, so that no barrier is needed.
+    // Each warp loads a row and computes its LayerNorm. A lane accesses only its own values: no barrier.
     __device__ __forceinline__ void normalised(float* x_s) const {
         const float *gamma_s = x_s + LM_ROWS * PADDED, *beta_s = gamma_s + PADDED;
 #pragma unroll 1

@@ -2,20 +2,20 @@
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are __half or __nv_bfloat16, sums float, out the same as a or float. gemm.cuh says how a block is organised.
-// The K of an output are added up in the same order whatever the tile, so a row has the same bits in any batch. The
-// exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a tile's K, tell each other
-// their sums through shared memory, and each finishes a part of the columns.
+// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. matmul/hopper.cuh describes
+// the organisation of a block. The products along K are added in the same order for every tile, so a row has the same
+// bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a
+// tile's K, exchange their sums through shared memory, and each block finishes a part of the columns.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in those runs: 60.7):
 //
 //   two warpgroups share tiles of 128x192, a ring of four slices, a persistent grid    63.4
 //   each has tiles of its own: one's epilogue runs while the other multiplies          55.3
 //   two blocks load their common rows of w together (GEMM_SHARES 2)                    54.0
-//   the place of a tile computed once for it, not for each slice that is loaded        51.7 (cuBLAS then: 65.1)
+//   the address of a tile is computed once per tile, not once per slice loaded         51.7 (cuBLAS then: 65.1)
 //
-// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out: the copy engine has read an
-// element before it is told to write it.
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: the copy engine reads an
+// element before it writes it.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16)
@@ -28,7 +28,7 @@
 #define GEMM_FLOAT_OUT 0
 #endif
 
-struct Rest {  // of shared memory, behind the ring, the chunks and the received sums
+struct Rest {  // shared memory after the ring, the chunks and the received sums
     float bias[CONSUMERS][PART_N];
     Barriers barriers;
 };
@@ -37,13 +37,13 @@ __device__ __forceinline__ float finished(float sum, float bias) {
     return GEMM_GELU ? gelu_fast(sum + bias) : sum + bias;
 }
 
-// float: pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Several residuals are asked for at once:
-// the compiler does not know that the stores in front of a load write elsewhere.
+// Stores floats: pairs of columns, 32 bytes of a row by 4 lanes, directly to memory. Several residuals are loaded at
+// once, because the compiler does not know that stores before a load write to other addresses.
 __device__ __forceinline__ void store_float(const Finals& sums, const Group& group, const float* bias,
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {
     constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
-    constexpr int AT_ONCE = BLOCKS_M > 1 ? 1 : PART_N <= 96 ? BLOCKS : 4;  // as registers are left
+    constexpr int AT_ONCE = BLOCKS_M > 1 ? 1 : PART_N <= 96 ? BLOCKS : 4;  // limited by free registers
     const int lane_column = first_column + 2 * (group.lane % 4);
     const int lane_row = first_row + group.warp * 16 + group.lane / 4;
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
             }
         }
     }
-    group.sync();  // the biases are done with
+    group.sync();  // the biases are no longer needed
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_hopper(
@@ -87,7 +87,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
     const __grid_constant__ TensorMap out,       // (1, M, N)
     const float* __restrict__ bias,              // (N) or null
-    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT these instead of the maps
+    const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
     float* out_float,                            // (M, N)
     int M, int N, int K) {
     extern __shared__ char unaligned[];
@@ -126,7 +126,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile(sums, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // the biases are there
+        group.sync();  // the biases are complete
 #if GEMM_SPLITS == 1
         const Finals& finals = sums;
 #else

@@ -1,23 +1,25 @@
-// What the products of the Hopper tier have in common: tiles, the ring in shared memory, who does what. Part of
-// gemm.cu, gemm_split.cu and llama/rmsnorm_matmul.cu, which set the constants below where others suit them better.
+// The common parts of the Hopper products: tiles, the ring in shared memory, the roles of the warpgroups. Included by
+// matmul/hopper.cu, matmul/hopper_two_part.cu and llama/rmsnorm_matmul_hopper.cu, which set the constants below if
+// other values suit them better.
 //
-// A block has three warpgroups. One thread of the first asks the copy engine for slices of 64 of K, of a tile's rows of
-// a and w, into a ring in shared memory; the other two multiply:
+// A block has three warpgroups. One thread of the first requests slices from the copy engine, 64 along K, of a tile's
+// rows of a and w, into a ring in shared memory. The other two multiply:
 //
-//   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: both have done with it
+//   ring     [a | w] [a | w] [a | w] [a | w]       full: the slice has arrived    empty: both groups are done with it
 //   group 1  tile 0 multiply | epilogue | tile 2 multiply ...
 //   group 2                    tile 1 multiply | epilogue | tile 3 multiply ...
 //
-// Each group has tiles of its own, in turn, so that one's epilogue runs while the other multiplies. Where there is no
-// more than a tile for a block, both share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. Blocks of a cluster can
-// have tiles below each other, whose rows of w are the same: each block loads a part of them for all (GEMM_SHARES),
-// which takes load off the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in gemm_split.cu).
+// The groups take alternate tiles, so that one's epilogue runs while the other multiplies. If there is at most one tile
+// per block, both groups share it: GEMM_GROUP_M x GEMM_GROUP_N is a group's part. The blocks of a cluster can have
+// tiles below each other, which use the same rows of w: each block loads a part of these rows for all (GEMM_SHARES),
+// which reduces the load on the L2 cache. Or they share the K of one tile (GEMM_SPLITS; not in
+// matmul/hopper_two_part.cu).
 //
-// a and w are arrays (GEMM_PARTS, rows, K), of two parts where numbers are split. Tensor maps have boxes
-// (1, GEMM_A_ROWS, 64), (1, GEMM_N / GEMM_SHARES, 64), and for what is stored (1, 64, GEMM_CHUNK).
-// grid: a cluster for every tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS the former.
-// block (THREADS). Dynamic shared memory, from a multiple of 1024 on: the ring, chunks on their way out, received sums,
-// the kernel's Rest; gpt2block/operations/_hopper_gemm.py counts it.
+// a and w are arrays (GEMM_PARTS, rows, K), with two parts for two-part numbers. The boxes of the tensor maps are (1,
+// GEMM_A_ROWS, 64) of a, (1, GEMM_N / GEMM_SHARES, 64) of w, and (1, 64, GEMM_CHUNK) of the output.
+// grid: one cluster per tile, or as many as fit at once, which go from tile to tile; with GEMM_SPLITS one per tile.
+// block (THREADS). Dynamic shared memory, aligned to 1024: the ring, chunks of output, received sums, the kernel's
+// Rest. The Python operation computes its size.
 #pragma once
 
 #include "lib/sm90_wgmma.cuh"
@@ -28,13 +30,13 @@
 #ifndef GEMM_M  // tile
 #define GEMM_M 128
 #endif
-#ifndef GEMM_A_ROWS  // of a tile that are loaded, where a has no more
+#ifndef GEMM_A_ROWS  // rows of a tile that are loaded, if a has fewer
 #define GEMM_A_ROWS GEMM_M
 #endif
 #ifndef GEMM_N
 #define GEMM_N 192
 #endif
-#ifndef GEMM_GROUP_M  // what one warpgroup has of a tile: all of it, or half
+#ifndef GEMM_GROUP_M  // part of a tile that one warpgroup has: all of it, or half
 #define GEMM_GROUP_M 128
 #endif
 #ifndef GEMM_GROUP_N
@@ -43,16 +45,16 @@
 #ifndef GEMM_STAGES
 #define GEMM_STAGES 4
 #endif
-#ifndef GEMM_SPLITS  // of K, each in a block of its own; at most as many as there are slices
+#ifndef GEMM_SPLITS  // of K, each in a separate block; at most the number of slices
 #define GEMM_SPLITS 1
 #endif
 #ifndef GEMM_SHARES
 #define GEMM_SHARES 1
 #endif
-#ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, dividing GEMM_GROUP_N / GEMM_SPLITS
+#ifndef GEMM_CHUNK  // columns that are stored at once: 16, 32 or 64, a divisor of GEMM_GROUP_N / GEMM_SPLITS
 #define GEMM_CHUNK 64
 #endif
-#ifndef GEMM_DOWN  // tiles below each other come one after the other, not those beside each other
+#ifndef GEMM_DOWN  // 1: consecutive tiles are below each other; 0: next to each other
 #define GEMM_DOWN 0
 #endif
 #ifndef GEMM_GELU
@@ -62,7 +64,7 @@
 #define GEMM_RESIDUAL 0
 #endif
 
-constexpr int SLICE = 64, ROW_BYTES = 128;  // of K
+constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
 constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
@@ -71,7 +73,7 @@ constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, the
 constexpr int PART_N = GEMM_GROUP_N / GEMM_SPLITS;  // columns that a group finishes
 constexpr int CHUNKS = PART_N / GEMM_CHUNK, CHUNK_BYTES = 64 * GEMM_CHUNK * 2;
 constexpr int SWIZZLE = GEMM_CHUNK / 8 - 1;
-constexpr int BUFFERS = 2;  // chunks of a group on their way out
+constexpr int BUFFERS = 2;  // chunks of a group in flight
 constexpr int RECEIVED_BYTES = (GEMM_SPLITS - 1) * GEMM_M * (GEMM_N / GEMM_SPLITS) * 4;  // sums of the other splits
 
 static_assert(GROUPS == 1 || GROUPS == CONSUMERS, "a tile is for one group or for both");
@@ -84,10 +86,10 @@ static_assert(GEMM_SPLITS == 1 || GEMM_SHARES == 1, "a cluster has one use");
 struct Barriers {
     Barrier full[GEMM_STAGES], empty[GEMM_STAGES];
     Barrier residual[CONSUMERS][BUFFERS];
-    Barrier turn[CONSUMERS];  // of a group to multiply
-    Barrier sums[CONSUMERS];  // of the other splits
+    Barrier turn[CONSUMERS];  // of a group, to multiply
+    Barrier sums[CONSUMERS];  // from the other splits
 
-    __device__ void start() {  // by one thread
+    __device__ void start() {  // called by one thread
         for (int i = 0; i < GEMM_STAGES; ++i) {
             init(full[i], 1);
             init(empty[i], GEMM_SHARES * GROUPS * (GROUP / 32));
@@ -101,9 +103,9 @@ struct Barriers {
     }
 };
 
-// Where a block is in its work: the tiles it multiplies, one after the other.
+// A block's position in its work: the tiles that it multiplies, one after the other.
 struct Work {
-    const int rank, tiles_n, tiles, first, last;  // slices of each tile from `first` to before `last`
+    const int rank, tiles_n, tiles, first, last;  // the slices of each tile are first .. last - 1
     int tile;
 
     __device__ Work(int M, int N, int K, int rank)
@@ -112,7 +114,7 @@ struct Work {
           first(GEMM_SPLITS > 1 ? slices(K, rank) : 0),
           last(GEMM_SPLITS > 1 ? slices(K, rank + 1) : slices(K, GEMM_SPLITS)), tile(blockIdx.x / CLUSTER) {}
 
-    // Those of the first `parts` splits; where numbers have two parts, an even number: beyond K there are zeros.
+    // The number of slices in the first `parts` splits. Even for two-part numbers: beyond K there are zeros.
     static __device__ int slices(int K, int parts) {
         const int all = (K + GEMM_PARTS * SLICE - 1) / (GEMM_PARTS * SLICE) * GEMM_PARTS;
         return GEMM_SPLITS > 1 ? all * parts / GEMM_SPLITS : parts ? all : 0;
@@ -127,7 +129,7 @@ struct Work {
     __device__ int column() const { return (GEMM_DOWN ? tile / (tiles / tiles_n) : tile % tiles_n) * GEMM_N; }
 };
 
-// A box of w for the block, or for all of its cluster.
+// Loads a box of w for the block, or for all blocks of its cluster.
 __device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier& full, int x, int y, int z) {
     if (GEMM_SHARES > 1) {
         load_box_for((1 << GEMM_SHARES) - 1, to, w, full, x, y, z);
@@ -136,9 +138,9 @@ __device__ __forceinline__ void load_w_box(char* to, const TensorMap& w, Barrier
     }
 }
 
-// Asks for all slices of the block's tiles, as places in the ring become free. By one thread; load_w(slice, column, to,
-// full) asks for a slice of w. Between slices this thread has no time to lose: 250 ns with a division in there, which
-// was more than small tiles take to multiply.
+// Requests all slices of the block's tiles as stages of the ring become free. Called by one thread; load_w(slice,
+// column, to, full) requests a slice of w. The loop over slices is time-critical for this thread: with a division in
+// it, a slice took 250 ns, longer than small tiles take to multiply.
 template <typename LoadW>
 __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const TensorMap& a, const Work& work,
                                         const LoadW& load_w) {
@@ -146,7 +148,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
         arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
         load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
     };
-    int stage = 0;  // weights were there before the kernel whose end is waited for
+    int stage = 0;  // weights do not depend on the previous kernel, so load_slice() is called before the wait
     for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
         const int column = at.column();
         for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) load_slice(slice, column, stage++);
@@ -179,46 +181,46 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     });
 }
 
-// Behind barriers.start().
+// Call it after barriers.start().
 __device__ __forceinline__ void start_block() {
     __syncthreads();
     if (CLUSTER > 1) arrive_in_cluster();
-    if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, when there are sums to send
+    if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, the wait follows when there are sums to send
 }
 
-// What every warp does last.
+// The last call of every warp.
 __device__ __forceinline__ void end_block() {
     __syncwarp();
-    if (GEMM_SHARES > 1) sync_cluster();  // others may still write into this block's shared memory
+    if (GEMM_SHARES > 1) sync_cluster();  // other blocks may still write to this block's shared memory
 }
 
-// The warpgroup that loads, from its beginning to its end. It leaves registers to those that multiply.
+// The body of the loading warpgroup. It leaves its registers to the warpgroups that multiply.
 template <typename Produce>
 __device__ __forceinline__ void run_producer(const Produce& produce) {
     give_registers<24>();
     if (threadIdx.x / 32 == 0 && elect_one()) produce();
     end_block();
-    if (GEMM_SPLITS > 1) wait_for_cluster();  // who has arrived does
+    if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
 }
 
-struct Group {  // of consumers
+struct Group {  // a consumer warpgroup
     const int index = uniform(threadIdx.x / GROUP) - 1, thread = threadIdx.x % GROUP;
     const int warp = thread / 32, lane = thread % 32;
-    // Of the tile, where both share it.
+    // Position within the tile, if both groups share it.
     const int row = GROUPS > 1 ? index % (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_M : 0;
     const int column = GROUPS > 1 ? index / (GEMM_M / GEMM_GROUP_M) * GEMM_GROUP_N : 0;
 
     __device__ void sync() const { sync_threads(1 + index, GROUP); }
 };
 
-// Slice `count` of all that the block takes, when it has arrived: a's place in it, where w follows.
+// Waits for slice number `count` of all slices of the block, and returns the address of a in it; w follows.
 __device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
     const int stage = count % GEMM_STAGES;
     wait(barriers.full[stage], count / GEMM_STAGES & 1, "full");
     return ring + stage * STAGE_BYTES;
 }
 
-// A warp has done with a slice.
+// Called by a warp when it is done with a slice.
 __device__ __forceinline__ void release(Barriers& barriers, const Group& group, unsigned count) {
     Barrier& empty = barriers.empty[count % GEMM_STAGES];
     if (GEMM_SHARES > 1) {
@@ -228,8 +230,8 @@ __device__ __forceinline__ void release(Barriers& barriers, const Group& group, 
     }
 }
 
-// A barrier tells two phases from each other, no more: before a group looks at the ring for its tile number `tile`, of
-// both groups' tiles, it has to know that the other's slices have come.
+// A barrier distinguishes only two phases. So before a group uses the ring for its tile number `tile` (counting the
+// tiles of both groups), it must know that the slices of the other group's tile have arrived.
 __device__ __forceinline__ void wait_for_turn(const Barriers& barriers, const Group& group, int tile) {
     if (GROUPS == 1 && tile > 0) wait(barriers.turn[group.index], (tile - 1) / CONSUMERS & 1, "turn");
 }

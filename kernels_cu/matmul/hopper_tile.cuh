@@ -1,5 +1,5 @@
-// A tile of 16-bit numbers: its products, the sums of several splits of K, and how a group stores its outputs. Part of
-// gemm.cu and llama/rmsnorm_matmul.cu, behind gemm.cuh.
+// A tile of 16-bit numbers: its products, the sum over several splits of K, and the stores of a group. Included by
+// matmul/hopper.cu and llama/rmsnorm_matmul_hopper.cu; based on matmul/hopper.cuh.
 #pragma once
 
 #include "lib/storage.cuh"
@@ -10,9 +10,9 @@ constexpr int BOX_BYTES = SLICE * ROW_BYTES;  // of 64 columns of w as (K, N)
 static_assert(GEMM_SPLITS == 1 || GROUPS == CONSUMERS, "a split tile is for both groups");
 
 typedef float Sums[BLOCKS_M][GEMM_GROUP_N / 2];  // of a thread
-typedef float Finals[BLOCKS_M][PART_N / 2];      // of it, for the columns that its group finishes
+typedef float Finals[BLOCKS_M][PART_N / 2];      // of a thread, for the columns that its group finishes
 
-// The sums of a tile, from the ring's slices from `count` on. ACROSS: w lies as (K, N).
+// Computes the sums of a tile from the ring's slices, from `count` on. ACROSS: w is (K, N).
 template <bool ACROSS = false>
 __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
@@ -47,16 +47,16 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const char* ring, Barr
     release(barriers, group, count - 1);
 }
 
-// The sums of all splits, in their order, for this block's part of the columns. Each has memory for what it receives.
+// Adds the sums of all splits, in order, for this block's part of the columns. `received`: memory for the others' sums.
 __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* received, Barrier& arrived,
                                         const Group& group, int rank) {
-    constexpr int FOURS = PART_N / 8;  // of a thread, below each other BLOCKS_M times
+    constexpr int FOURS = PART_N / 8;  // vectors of four sums per thread, for each of BLOCKS_M
     const auto place = [&](int from, int to, int m, int i) {
         const int other = from - (from > to), four = ((other * CONSUMERS + group.index) * BLOCKS_M + m) * FOURS + i;
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
     };
     if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
-    wait_for_cluster();  // their barriers are there, since long
+    wait_for_cluster();  // the other blocks have initialised their barriers
 #pragma unroll
     for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
         if (owner == rank) continue;
@@ -90,17 +90,17 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
     }
 }
 
-// An output of 16 bits: chunks of 64 rows through shared memory and the copy engine, which brings the residual there,
-// too.
+// Stores 16-bit outputs: chunks of 64 rows go through shared memory and the copy engine, which also loads the residual
+// into the chunk's buffer.
 struct Chunks {
-    char* const buffers;  // two of them
+    char* const buffers;  // two buffers
     Barrier* const arrived;
     const Group& group;
-    unsigned count = 0;  // chunks so far: they take turns
+    unsigned count = 0;  // chunks so far, which alternate between the buffers
 
     __device__ char* buffer(unsigned chunk) const { return buffers + chunk % BUFFERS * CHUNK_BYTES; }
 
-    // The residual of the tile's chunks `from` to `to`, where buffers are, or are about to be, free.
+    // Requests the residual of the tile's chunks `from` .. `to` - 1; their buffers are free or about to be.
     __device__ void ask(const TensorMap& residual, int from, int to, int row, int column) const {
         if (group.thread != 0) return;
         wait_for_reads<0>();
@@ -112,7 +112,7 @@ struct Chunks {
         }
     }
 
-    // values(m, block, half, v): the lane's two in the upper or lower half of the m-th 64 rows, in 8 columns.
+    // values(m, block, half, v) sets v to the lane's two values in half `half` of 64-row block m, in an 8-column block.
     template <int COLUMNS, typename Values>
     __device__ void store(const Values& values, const TensorMap& residual, const TensorMap& out, int row, int column) {
         constexpr int ACROSS = COLUMNS / GEMM_CHUNK;
@@ -121,8 +121,8 @@ struct Chunks {
 #pragma unroll
         for (int c = 0; c < ACROSS * BLOCKS_M; ++c, ++count) {
             int to = shared_address(buffer(count)) + place;
-            asm volatile("" : "+r"(to));  // the compiler would keep the places of all chunks in registers
-            unsigned y[GEMM_CHUNK / 16][4];  // of 16 columns: i % 2: the lower rows; i / 2: the right columns
+            asm volatile("" : "+r"(to));  // otherwise the compiler keeps the addresses of all chunks in registers
+            unsigned y[GEMM_CHUNK / 16][4];  // 16 columns: i % 2: the lower rows; i / 2: the right columns
             if (GEMM_RESIDUAL) {
                 wait(arrived[count % BUFFERS], count / BUFFERS & 1, "residual");
 #pragma unroll
@@ -158,7 +158,7 @@ struct Chunks {
                 store_box(out, buffer(count), column + c % ACROSS * GEMM_CHUNK, row + c / ACROSS * 64, 0);
                 end_stores();
             }
-            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into this buffer, when it has been read
+            if (GEMM_RESIDUAL && c + BUFFERS < ACROSS * BLOCKS_M) {  // into this buffer, once it has been read
                 count += BUFFERS;
                 ask(residual, c + BUFFERS, c + BUFFERS + 1, row, column);
                 count -= BUFFERS;

@@ -1,27 +1,21 @@
-// GEMM of float accuracy on half-precision tensor cores, for Hopper:
+// GEMM with float accuracy on half-precision tensor cores, for Hopper:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are split (lib/two_part.cuh): a value is (hi + lo / 2048) scale, with a scale for each row, a power of two. That
-// keeps 22 bits of it. Of the four products of parts three are taken:
+// a and w are two-part matrices (lib/two_part.cuh), and their product is computed as
 //
-//   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
+//   (a w^T)[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// A tensor core cuts off what it adds up instead of rounding it. So the sum of hi hi goes into a float of its own every
-// 128 of K, where it is rounded, while the tensor cores are busy with the other two; their sum, 2048 times smaller, has
-// an accumulator to itself. Three registers an output are why a tile is smaller here.
-//
-// Infinity and NaN, and what is too large for the scale of out: as in matmul/mma_two_part.cu.
-//
-// out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough.
+// matmul/mma_two_part.cu describes why, the output with GEMM_SPLIT_OUT, and infinity and NaN. Here, the sum of hi hi is
+// promoted every 128 along K while the tensor cores compute the other two products. Three registers per output are the
+// reason why a tile is smaller than in matmul/hopper.cu.
 //
 // On an NVIDIA H200, M = 8192, K = 768, N = 3072: 161 us, 240 TFLOP/s of out, 720 of the tensor cores' (cuBLAS in
 // float32 794 us, in TF32 119).
 //
-// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out.
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out.
 //
-// Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
-// FP32 theoretical peak performance" (2022). gemm.cuh says how a block is organised.
+// matmul/hopper.cuh describes the organisation of a block.
 //
 // architecture: sm_90a
 #ifndef STORAGE_FP16
@@ -57,18 +51,18 @@
 static_assert(BLOCKS_M == 1 && GEMM_SPLITS == 1, "there are registers for one wgmma's outputs");
 static_assert(!GEMM_SPLIT_OUT || !GEMM_RESIDUAL, "a residual goes into an out of float");
 
-struct Rest {  // of shared memory, behind the ring and the chunks
+struct Rest {  // shared memory after the ring and the chunks
     float bias[CONSUMERS][PART_N], scale[CONSUMERS][PART_N];
     Barriers barriers;
 };
 
-struct Total {  // of a thread's outputs
-    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since it was promoted
+struct Total {  // sums of a thread's outputs
+    float high[PART_N / 2], sums[PART_N / 2], cross[PART_N / 2];  // high: since the last promotion
 
     __device__ __forceinline__ float get(int i) const { return sum_of(sums[i], cross[i]); }
 };
 
-// Asks for a slice's products of high parts.
+// Starts a slice's products of high parts.
 __device__ __forceinline__ void multiply_high(Total& total, const char* from, const Group& group, bool adds) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -78,7 +72,7 @@ __device__ __forceinline__ void multiply_high(Total& total, const char* from, co
     }
 }
 
-// And of those with a low one.
+// Starts a slice's products with a low part.
 __device__ __forceinline__ void multiply_cross(Total& total, const char* from, const Group& group) {
     const Matrix a = matrix_at(from + group.row * ROW_BYTES);
     const Matrix w = matrix_at(from + 2 * A_BYTES + group.column * ROW_BYTES);
@@ -89,7 +83,7 @@ __device__ __forceinline__ void multiply_cross(Total& total, const char* from, c
     }
 }
 
-// The sums of a tile, from the ring's slices from `count` on: two at a time, 128 of K.
+// Computes the sums of a tile from the ring's slices, from `count` on, two slices at a time: 128 along K.
 __device__ __forceinline__ void multiply_tile(Total& total, const char* ring, Barriers& barriers, const Group& group,
                                               unsigned count, int slices) {
 #pragma unroll
@@ -132,14 +126,14 @@ struct Output {
     int M, N;
 };
 
-// Output i of a thread, finished.
+// Output i of a thread, with scales, bias and GELU applied.
 __device__ __forceinline__ float finished(const Total& total, int i, float a_scale, float w_scale, float bias) {
     const float v = scaled(total.get(i), a_scale, w_scale) + bias;
     return GEMM_GELU ? gelu_fast(v) : v;
 }
 
-// Pairs of columns, 32 bytes of a row by 4 lanes, straight to memory. Residuals are asked for eight at a time, as the
-// compiler does not know that stores in front of a load write elsewhere.
+// Stores pairs of columns, 32 bytes of a row by 4 lanes, directly to memory. Eight residuals are loaded at a time,
+// because the compiler does not know that stores before a load write to other addresses.
 __device__ __forceinline__ void store_float(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, int first_row, int first_column) {
     constexpr int BLOCKS = PART_N / 8, AT_ONCE = 4;
@@ -167,10 +161,10 @@ __device__ __forceinline__ void store_float(const Total& total, const Group& gro
             *reinterpret_cast<float2*>(to.out + (long long)row * to.N + column) = y;
         }
     }
-    group.sync();  // scales and biases are done with
+    group.sync();  // scales and biases are no longer needed
 }
 
-// hi and lo of 64 rows through shared memory, a chunk of columns at a time.
+// Stores hi and lo of 64 rows through shared memory, one chunk of columns at a time.
 __device__ __forceinline__ void store_parts(const Total& total, const Group& group, const float (&a_scale)[2],
                                             const Output& to, char* buffers, const TensorMap& parts, int row,
                                             int column) {
@@ -178,7 +172,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         int at_chunk = shared_address(buffers) + place;
-        asm volatile("" : "+r"(at_chunk));  // the compiler would keep the places of all chunks in registers
+        asm volatile("" : "+r"(at_chunk));  // otherwise the compiler keeps the addresses of all chunks in registers
         if (group.thread == 0) wait_for_reads<0>();
         group.sync();
 #pragma unroll
@@ -213,7 +207,7 @@ __device__ __forceinline__ void store_parts(const Total& total, const Group& gro
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_split_hopper(
     const __grid_constant__ TensorMap a,          // (2, M, K): hi, lo
     const __grid_constant__ TensorMap w,          // (2, N, K)
-    const __grid_constant__ TensorMap out_parts,  // (2, M, N), with GEMM_SPLIT_OUT 1 instead of out
+    const __grid_constant__ TensorMap out_parts,  // (2, M, N), used instead of out with GEMM_SPLIT_OUT 1
     const float* a_scale,                         // (M)
     const float* __restrict__ w_scale,            // (N)
     const float* __restrict__ bias,               // (N) or null
@@ -261,7 +255,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Total total;
         wait_for_turn(barriers, group, i);
         multiply_tile(total, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // scales and biases are there
+        group.sync();  // scales and biases are complete
         if (GEMM_SPLIT_OUT) {
             store_parts(total, group, scales, to, buffers + group.index * 2 * CHUNK_BYTES, out_parts, row, column);
         } else {

@@ -1,35 +1,35 @@
-// Matrix product with bias: C = A B + bias, row-major fp32; from a thread an output to thread coarsening.
+// Matrix product with bias: C = A B + bias, row-major fp32; from one thread per output to thread coarsening.
 //
 //   A (M, K)   B (K, N)   bias (N) or null   C (M, N)
 //
-// The ladder, a new idea a rung; every rung adds the products of an output in the order of k:
+// The names are those of llm.c's matmul kernels. Each variant adds one idea to the previous one, and all add the
+// products of an output in the order of k:
 //
-//   matmul_forward_kernel1   a thread an output, straight from global memory: 2 loads for a multiply-add. What saves
-//                            it from utter slowness is the L1 cache: a warp shares its value of A, and a block its
-//                            values of B.
-//   (matmul_bias_tiled       in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value fetched from global
-//                            memory is used 16 times. The 2 loads a multiply-add are still there, from shared memory:
-//                            1.25 when 4 values of A come in one load.)
+//   matmul_forward_kernel1   one thread per output, directly from global memory: 2 loads per multiply-add. Only the L1
+//                            cache makes this bearable: a warp shares its value of A, and a block its values of B.
+//   (matmul_bias_tiled       in matmul/skeleton.cu: tiles of A and B in shared memory, so that a value loaded from
+//                            global memory is used 16 times. There are still 2 loads per multiply-add, now from shared
+//                            memory, or 1.25 if one load fetches 4 values of A.)
 //   matmul_forward_kernel2   thread coarsening: the same tiles, but a thread has 8 outputs, one above the other
-//   (matmul_forward_kernel3  in matmul/registers.cu: 8x8 outputs a thread, and copies that run beside the arithmetic)
+//   (matmul_forward_kernel3  in matmul/registers.cu: 8x8 outputs per thread, and copies that overlap the arithmetic)
 //
-// Thread coarsening means that a thread does the work of several. All 8 outputs of a thread stand in one column and
-// need the same value of B: it is loaded once, not 8 times, and stays in a register.
+// Thread coarsening means that one thread does the work of several. The 8 outputs of a thread are in one column and
+// need the same value of B: it is loaded once instead of 8 times and stays in a register.
 //
 //                  B  | b |             a step of 4 along k, for 8 outputs of a thread:
-//               k     | b |               4 loads of b, which neighbouring threads read side by side
+//               k     | b |               4 loads of b, which neighbouring threads read from neighbouring addresses
 //                     | b |               8 loads of a a a a, 16 bytes, the same address for a whole warp
 //                     | b |              32 multiply-adds
 //              k      -----
-//   A   [ a a a a ]  C: x               so 0.375 loads of shared memory a multiply-add instead of 1.25. What the 8
-//       [ a a a a ]     x               threads would each have done for themselves is done once, too: where the tile
-//       [ a a a a ]     x               is, the loop's count and its branch, the barriers, the address of b. And each
-//       [   ...   ]    ...              value of B that is fetched from global memory is used 64 times, not 16.
+//   A   [ a a a a ]  C: x               so 0.375 loads from shared memory per multiply-add instead of 1.25. Work that
+//       [ a a a a ]     x               8 threads would each have done is done once as well: the tile's position, loop
+//       [ a a a a ]     x               counter and branch, barriers, the address of b. And each value of B that is
+//       [   ...   ]    ...              loaded from global memory is used 64 times, not 16.
 //
 // The price: 8 times fewer threads, each with more registers. A small C then leaves multiprocessors idle.
 //
-// kernel1: block (32, 8), a tile of 8 x 32 outputs; kernel2: block (32, 8), a tile of 64 x 32. The grid is one row of
-// tiles, from left to right, then the next row of them below: ceil(M / rows) * ceil(N / 32) blocks.
+// kernel1: block (32, 8), a tile of 8 x 32 outputs; kernel2: block (32, 8), a tile of 64 x 32. The grid is
+// one-dimensional, ceil(M / rows) * ceil(N / 32) blocks: one row of tiles after the other, from left to right.
 #ifndef COARSENING
 #define COARSENING 8
 #endif
@@ -38,7 +38,7 @@ static_assert(COARSENING > 0, "a thread computes COARSENING outputs");
 constexpr int WIDTH = 32;                  // of a block, of its tile, and of a slice along K: a warp
 constexpr int HEIGHT = 8;                  // of a block
 constexpr int SPAN = HEIGHT * COARSENING;  // rows of kernel2's tile
-constexpr int B_ROWS = WIDTH / HEIGHT;     // rows of a slice of B that a thread fetches a value of
+constexpr int B_ROWS = WIDTH / HEIGHT;     // rows of a slice of B of which a thread loads one value each
 
 extern "C" __global__ void matmul_forward_kernel1(
     const float* __restrict__ A,     // (M, K)
@@ -67,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
     __shared__ float b_tile[WIDTH][WIDTH];
     const int tx = threadIdx.x, ty = threadIdx.y;
     const int tile = blockIdx.x, across = (N + WIDTH - 1) / WIDTH;
-    const int row = tile / across * SPAN + ty;  // of the thread's first output; the next ones HEIGHT rows apart
+    const int row = tile / across * SPAN + ty;  // of the thread's first output; the next ones are HEIGHT rows apart
     const int col = tile % across * WIDTH + tx;
 
-    // As in matmul_bias_tiled, the next slice is on its way into registers while the present one is multiplied. Rows
-    // and columns beyond C read the last one again, and are not stored.
+    // As in matmul_bias_tiled, the next slice is loaded into registers while the present one is multiplied. Threads
+    // beyond the last row or column of C read the last one again and store nothing.
     float a_next[COARSENING], b_next[B_ROWS];
     const float* b = B + min(col, N - 1);
     auto fetch = [&](int k0) {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward_kernel2(
         for (int i = 0; i < B_ROWS; ++i) b_tile[ty + i * HEIGHT][tx] = b_next[i];
         __syncthreads();
         fetch(k0 + WIDTH);
-#pragma unroll 1  // with more, registers spill on some architectures
+#pragma unroll 1  // a higher factor causes register spills on some architectures
         for (int k = 0; k < WIDTH; k += 4) {
             const float b0 = b_tile[k][tx], b1 = b_tile[k + 1][tx], b2 = b_tile[k + 2][tx], b3 = b_tile[k + 3][tx];
 #pragma unroll

@@ -1,18 +1,19 @@
-// GEMM on tensor cores by mma.sync, for sm_80 and newer:
+// GEMM on tensor cores with mma.sync, for sm_80 and newer:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are __half or __nv_bfloat16, sums float, out and residual the same as a or float. gemm.cuh has the tiles and
-// their loop over K. A tile's sums go from registers straight to memory: a lane has 16 bytes of a row side by side,
-// four lanes 64, so neither shared memory nor a barrier is needed, and a warp that is done goes on with the next tile.
+// a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. matmul/mma.cuh
+// has the tiles and their loop over K. A tile's sums go from registers directly to memory: a lane has 16 contiguous
+// bytes of a row and four lanes have 64, so neither shared memory nor a barrier is needed, and a warp that is done
+// continues with the next tile.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 103 us (matmul/hopper.cu: 51.7).
 //
-// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out: a thread reads an element
+// Any M; N and K are multiples of 8; all arrays are aligned to 16 bytes. residual may be out: a thread reads an element
 // before it writes it.
 //
-// Block (THREADS), grid: as many blocks as fit at once, or as there are tiles; dynamic shared memory: GEMM_STAGES of
-// STAGE bytes.
+// Block (THREADS), grid: as many blocks as fit at once, or one per tile if that is fewer; dynamic shared memory:
+// GEMM_STAGES of STAGE bytes.
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
 #define STORAGE_FP16
 #endif
@@ -30,7 +31,7 @@ struct Total {
     __device__ __forceinline__ void slice(int) {}
 };
 
-// Groups of SIZE fragments: 2 SIZE columns of a lane, side by side.
+// Stores groups of SIZE fragments: 2 SIZE contiguous columns per lane.
 template <int SIZE, typename Out>
 __device__ __forceinline__ void store_groups(const Sums& sums, int first, int last, const Tile& tile, const Warp& warp,
                                              const float* bias, const Out* residual, Out* out, const Sizes& sizes) {
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
     const float* __restrict__ bias,  // (N) or null
     const T* residual,               // (M, N), with GEMM_RESIDUAL 1
     T* out,                          // (M, N)
-    const float* residual_float,     // (M, N); with GEMM_FLOAT_OUT 1 these instead of the two above
+    const float* residual_float,     // (M, N); with GEMM_FLOAT_OUT 1 these are used instead of the two above
     float* out_float,                // (M, N)
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

@@ -1,26 +1,24 @@
-// GEMM of float accuracy on half-precision tensor cores, for sm_80 and newer:
+// GEMM with float accuracy on half-precision tensor cores, for sm_80 and newer:
 //
 //   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
 //
-// a and w are split (lib/two_part.cuh): a value is (hi + lo / 2048) scale, with a scale for each row, a power of two. That
-// keeps 22 bits of it. Of the four products of parts three are taken:
+// a and w are two-part matrices (lib/two_part.cuh): a value is (hi + lo / 2048) scale, with one scale per row, a power
+// of two. This keeps 22 bits of the value. Three of the four products of parts are computed:
 //
 //   out[m, n] = (sum hi hi + sum (hi lo + lo hi) / 2048) scale_a[m] scale_w[n]
 //
-// A tensor core cuts off what it adds up instead of rounding it. So the sum of hi hi goes into a float of its own every
-// PROMOTED of K, where it is rounded; the second sum, 2048 times smaller, has an accumulator to itself.
+// A tensor core truncates its sums instead of rounding them. Therefore the sum of hi hi is promoted, that is, added to
+// a separate float with rounding, every PROMOTED along K. The second sum, 2048 times smaller, has its own accumulator.
 //
-// Infinity and NaN among the factors make of an output what they make of it in float, but NaN where infinity meets a
-// number whose high part is 0, below 2^-39 of the largest of its row.
+// Infinity and NaN among the factors give the same output as in float, except that infinity times a number whose high
+// part is 0 (below 2^-39 of the largest of its row) gives NaN.
 //
-// out is float, or with GEMM_SPLIT_OUT 1 split again, with one scale for all rows that the caller knows to be enough:
-// what is more than twice too large for it becomes infinite.
+// out is float or, with GEMM_SPLIT_OUT 1, in two parts, with one scale for all rows; the caller guarantees that this
+// scale is large enough. Values more than twice too large for it become infinite.
 //
-// Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
-// FP32 theoretical peak performance" (2022). gemm.cuh has the tiles and the loop over K.
-//
-// M is free, N and K are multiples of 8, all arrays start on 16 bytes. residual may be out.
-// Block (THREADS), grid and shared memory as in gemm.cu.
+// matmul/mma.cuh has the tiles and the loop over K. Any M; N and K are multiples of 8; all arrays are aligned to 16
+// bytes. residual may be out.
+// Block (THREADS), grid and shared memory as in matmul/mma.cu.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -45,11 +43,11 @@
 #define GEMM_SPLIT_OUT 0
 #endif
 
-constexpr int PROMOTED = 128;  // of K
+constexpr int PROMOTED = 128;  // along K
 static_assert(PROMOTED % GEMM_SLICE == 0, "sums are promoted between slices");
 
 struct Total {
-    Sums high, sums, cross;  // high: since it was promoted
+    Sums high, sums, cross;  // high: since the last promotion
 
     __device__ __forceinline__ void add(const Fragments& hi, const Fragments& lo) {
         multiply(high, hi.a, hi.w);
@@ -82,7 +80,7 @@ struct Output {
     Sizes sizes;
 };
 
-// Groups of SIZE fragments: 2 SIZE columns of a lane, side by side.
+// Stores groups of SIZE fragments: 2 SIZE contiguous columns per lane.
 template <int SIZE>
 __device__ __forceinline__ void store_groups(const Total& total, int first, int last, const Tile& tile,
                                              const Warp& warp, const float (&a_scale)[FRAGS_M * 2], const Output& to) {
@@ -130,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_split_mm
     const float* __restrict__ bias,     // (N) or null
     const float* residual,              // (M, N), with GEMM_RESIDUAL 1
     float* out,                         // (M, N)
-    T* out_parts,                       // (2, M, N), with GEMM_SPLIT_OUT 1 instead of out
+    T* out_parts,                       // (2, M, N), used instead of out with GEMM_SPLIT_OUT 1
     float per_scale,                    // 1 / scale of the rows of out_parts
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

@@ -1,6 +1,6 @@
-// Register tiles, the inner part of matmul/registers.cu and matmul/tiles.cu: a thread has SIDE x SPAN outputs of a tile
-// of a product of floats, a warp's 32 lanes 8 SIDE x 4 SPAN of them. A step along k takes SIDE values of the left
-// matrix and SPAN of the right one out of shared memory, where k is outside, most of them four at a time.
+// Register tiles, the inner loop of matmul/registers.cu and matmul/tiles.cu: a thread has SIDE x SPAN outputs of a tile
+// of a product of floats, a warp's 32 lanes 8 SIDE x 4 SPAN of them. A step along k reads SIDE values of the left
+// matrix and SPAN of the right one from shared memory, where k is the outer dimension, most of them four at a time.
 //
 //   lane (ty, tx), ty = 0..7, tx = 0..3, has    rows 4 ty + 32 h + e (h < SIDE / 4, e = 0..3)
 //                                               columns 4 tx + 16 g + e (g < SPAN / 4, e = 0..3)
@@ -10,7 +10,7 @@
 #include "lib/copies.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int UNROLL = 2;  // steps along k: with more, registers spill there
+constexpr int UNROLL = 2;  // steps along k: a higher factor causes register spills there
 #else
 constexpr int UNROLL = 16;
 #endif
@@ -23,12 +23,12 @@ __device__ __forceinline__ void ld_four(float* to, const float* p) {
     to[3] = v.w;
 }
 
-// 4, 2 or 1 values from global to shared memory, or zeros; there after their group of copies was waited for.
+// Copies 4, 2 or 1 values, or zeros, from global to shared memory. Available after waiting for their group.
 template <int VALUES>
 __device__ __forceinline__ void copy(float* shared, const float* global, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    const int bytes = inside ? 4 * VALUES : 0;  // that are read; the rest is filled with zeros
+    const int bytes = inside ? 4 * VALUES : 0;  // bytes to read; the rest is filled with zeros
     if (VALUES == 4) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
     } else if (VALUES == 2) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void end_group_of_copies() {
 #endif
 }
 
-// All groups of this thread's copies have arrived but the last ones.
+// Waits until all but the LAST most recent groups of this thread's copies have arrived.
 template <int LAST>
 __device__ __forceinline__ void wait_for_copies_but() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -62,8 +62,8 @@ __device__ __forceinline__ void wait_for_copies_but() {
 #endif
 }
 
-// Adds the products of STEPS steps along k. a and b point to the thread's first row and column, A_STRIDE and B_STRIDE
-// lead from one k to the next; of values left over, a_rest and b_rest point to the first.
+// Adds the products of STEPS steps along k. a and b point to the thread's first row and column; A_STRIDE and B_STRIDE
+// are the distances from one k to the next. a_rest and b_rest point to the first of the two left-over values.
 template <int STEPS, int A_STRIDE, int B_STRIDE, int SIDE, int SPAN>
 __device__ __forceinline__ void add_slice(float (&sum)[SIDE][SPAN], const float* a, const float* b,
                                           const float* a_rest = nullptr, const float* b_rest = nullptr) {

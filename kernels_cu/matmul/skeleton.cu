@@ -1,16 +1,16 @@
-// Matrix product with bias: C = A B + bias, row-major fp32.
+// Matrix product with bias: C = A B + bias, row-major fp32. From LeetGPU's GPT-2 block challenge.
 //
-// One thread an output element, TILE x TILE threads a block. The block walks along K in steps of TILE: it loads
-// one tile of A and one of B into shared memory, so that each value fetched from global memory is used TILE
-// times, and each thread adds TILE products.
+// One thread per output, TILE x TILE threads per block. The block walks along K in steps of TILE: it loads one tile of
+// A and one of B into shared memory, so that each value loaded from global memory is used TILE times, and each thread
+// adds TILE products.
 //
 //              k ->                    n ->
 //   A (M, K)  [....AAAA....]   B (K, N)  : B :
-//                                        : B :     two barriers a step: tiles complete before they are read,
-//                                        : B :     and read before they are overwritten
+//                                        : B :     two barriers per step: tiles are complete before they are read,
+//                                        : B :     and have been read before they are overwritten
 //
-// While a step's products are added up, the next tiles are already on their way from global memory into two
-// registers: their latency is hidden behind the arithmetic.
+// While a step's products are added up, the next tiles are being loaded from global memory into two registers: the
+// arithmetic hides their latency.
 //
 // grid (ceil(N / TILE), ceil(M / TILE)), block (TILE, TILE).
 #ifndef TILE
@@ -29,7 +29,7 @@ extern "C" __global__ void matmul_bias_tiled(
     const int row = blockIdx.y * TILE + ty;
     const int col = blockIdx.x * TILE + tx;
     const bool row_inside = row < M, col_inside = col < N;
-    const float* a = A + (long long)row * K + tx;  // A[row][k0 + tx], k0 = 0 at first
+    const float* a = A + (long long)row * K + tx;  // A[row][k0 + tx], initially k0 = 0
     const float* b = B + (long long)ty * N + col;  // B[k0 + ty][col]
 
     float a_next = row_inside && tx < K ? *a : 0.0f;

@@ -4,28 +4,30 @@
 //   x (M, K)   w (N, K)   scale (N), bias (N), residual (M, N) or null, residual may be out   out (M, N)   any M, N, K
 //
 // linear_tiles: a block computes a ROWS x COLUMNS tile of out, a thread SIDE x SPAN outputs of it in registers
-// (matmul/registers.cuh), as matmul_forward_kernel3 does. What differs:
+// (matmul/registers.cuh), like matmul_forward_kernel3. The differences:
 //
-//   - every tile adds the products of an output in the order of k, one after the other: the same row gives the same
-//     bits whatever the number of rows, its place among them and the tile. So no groups of warps share a tile along k;
-//     small tiles have few outputs a thread instead, that all four schedulers of a multiprocessor get a warp;
-//   - x and w both have k inside and are turned on their way to shared memory, float by float;
-//   - narrow weights arrive as they are, 8 at a time, in a place of their own in shared memory. The thread that asked
-//     for them widens them into the next slice before it multiplies the present one: that takes no registers from the
-//     loop, and no barrier;
-//   - scale, bias, GELU and residual are applied where the sums are, in registers.
+//   - Every tile adds the products of an output in the order of k, one after the other: a row has the same bits for any
+//     number of rows, any position among them and any tile. So no groups of warps share a tile along k. Instead, small
+//     tiles have few outputs per thread, so that each of the four schedulers of a multiprocessor gets a warp.
+//   - k is the inner dimension of both x and w, so both are transposed while they are copied to shared memory, float by
+//     float.
+//   - Narrow weights are copied as they are, 8 at a time, to a separate buffer in shared memory. The thread that copied
+//     them widens them into the next slice before it multiplies the present one: this takes no registers from the loop,
+//     and no barrier.
+//   - scale, bias, GELU and residual are applied to the sums in registers.
 //
-// Blocks that run at the same time take neighbouring tiles, BAND rows of them. Rows and columns beyond out read the
-// last ones again, and are not stored; the slice that is not full is the first one, with zeros in front, which change
-// no sum. x comes through the L1 cache: not for a launch that overlaps the kernel before (lib/overlap.cuh).
+// Blocks that run at the same time take neighbouring tiles, in bands of BAND rows of tiles. Threads beyond the last row
+// or column of out read the last one again and store nothing. The incomplete slice is the first one, with leading
+// zeros, which do not change the sums. x is loaded through the L1 cache, so a launch must not overlap the previous
+// kernel (lib/overlap.cuh).
 //
-//   slice s        wait for x(s), narrow w(s + 1); barrier; ask for x(s + STAGES - 1), narrow w(s + STAGES);
+//   slice s        wait for x(s), narrow w(s + 1); barrier; copy x(s + STAGES - 1), narrow w(s + STAGES);
 //                  widen w(s + 1); multiply x(s), w(s)
 //
 // Block (32 * ROWS / (8 SIDE) * COLUMNS / (4 SPAN)), grid (ceil(M / ROWS) * ceil(N / COLUMNS)), shared memory STAGES *
-// DEPTH * (4 (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight). LT_LOAD: weights in a copy of narrow ones,
-// a power of two that divides K, w aligned to that many. LT_STORE 4: 16-byte stores, for N a multiple of 4, out and
-// residual on 16 bytes; else 1.
+// DEPTH * (4 (ROWS + 4 + COLUMNS + 4) + COLUMNS * bytes of a narrow weight). LT_LOAD: narrow weights per copy, a power
+// of two that divides K; w is aligned to a copy. LT_STORE 4: 16-byte stores, for N a multiple of 4, out and residual
+// aligned to 16 bytes; else 1.
 #include "lib/storage.cuh"
 
 #include "lib/gelu.cuh"
@@ -49,7 +51,7 @@
 #ifndef LT_STAGES
 #define LT_STAGES 2
 #endif
-#ifndef LT_BLOCKS  // that an SM shall have room for
+#ifndef LT_BLOCKS  // that an SM should be able to hold
 #define LT_BLOCKS 2
 #endif
 #ifndef LT_LOAD
@@ -70,7 +72,7 @@ constexpr int BAND = 16;  // rows of tiles
 constexpr int WARP_ROWS = 8 * SIDE, WARP_COLUMNS = 4 * SPAN, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
 constexpr int THREADS = 32 * (ROWS / WARP_ROWS) * WARPS_ACROSS;
 constexpr int FOURS = SPAN / 4;                                    // of a thread's columns
-constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // from one k to the next in shared memory
+constexpr int X_STRIDE = ROWS + 4, W_STRIDE = COLUMNS + 4;         // distance from one k to the next in shared memory
 constexpr int RAW = NARROW ? DEPTH * COLUMNS * sizeof(W) / 4 : 0;  // narrow weights of a slice, in floats
 constexpr int RAW_AT = DEPTH * (X_STRIDE + W_STRIDE);
 constexpr int STAGE = RAW_AT + RAW;
@@ -81,12 +83,12 @@ static_assert(DEPTH % (2 * LOAD) == 0 && (LOAD & (LOAD - 1)) == 0, "2 lanes copy
 static_assert(SIDE == 2 || SIDE % 4 == 0, "rows come by four");
 static_assert(STAGES >= 2, "one buffer is read while another one is filled");
 
-// `count` rows of a tile's slice, turned: from (count, K) to [DEPTH][count + 4]. 8 lanes take 32 bytes of a row, a warp
-// 4 rows: no bank conflicts. Rows after the last one are that one again.
+// Copies of `count` rows of a tile's slice, transposed from (count, K) to [DEPTH][count + 4]. 8 lanes take 32 bytes of
+// a row, a warp takes 4 rows: no bank conflicts. Beyond the last row, that row is copied again.
 template <int count>
 struct Turned {
     static constexpr int STEP = THREADS / 8, COPIES = (count + STEP - 1) / STEP;
-    unsigned at[COPIES];  // bytes from the tile's first row to where this thread starts to read
+    unsigned at[COPIES];  // bytes from the tile's first row to this thread's first element
 
     __device__ __forceinline__ Turned(int last, int K) {
 #pragma unroll
@@ -95,7 +97,7 @@ struct Turned {
         }
     }
 
-    // k0: of the slice's first value, whose place in the tile's first row is `from`; zeros in front of a row.
+    // k0: index of the slice's first value, whose address in the tile's first row is `from`. Zeros where k is negative.
     __device__ __forceinline__ void copy_slice(float* to, const void* from, int k0, bool full) const {
         const int row = threadIdx.x / 8, lane_k = threadIdx.x % 8;
         to += lane_k * (count + 4) + row;
@@ -106,7 +108,7 @@ struct Turned {
 #pragma unroll
             for (int k = 0; k < DEPTH; k += 8) {
                 const bool inside = full || k0 + lane_k + k >= 0;
-                const int skip = inside ? k : -(k0 + lane_k);  // an address in the row in any case
+                const int skip = inside ? k : -(k0 + lane_k);  // the address is always inside the row
                 copy<1>(to + k * (count + 4) + r * STEP, source + skip, inside);
             }
         }
@@ -123,14 +125,14 @@ __device__ __forceinline__ void copy_weights(W* shared, const W* global, bool in
     }
 }
 
-// Narrow weights of a slice, from (COLUMNS, K) to [COPIES][LOAD], and from there to floats [DEPTH][W_STRIDE]. Two lanes
-// take neighbours along k, a warp 16 columns; a thread widens what it copied itself.
+// Copies of the narrow weights of a slice, from (COLUMNS, K) to [COPIES][LOAD], and from there as floats to
+// [DEPTH][W_STRIDE]. Two lanes take neighbours along k, a warp 16 columns; a thread widens what it has copied.
 struct Narrow {
     static constexpr int COPIES = DEPTH * COLUMNS / LOAD, MINE = (COPIES + THREADS - 1) / THREADS;
     static constexpr int PAIRS = DEPTH / (2 * LOAD);
-    static constexpr int HELD = LOAD < 4 ? 0 : MINE;  // many offsets would be too many registers
+    static constexpr int HELD = LOAD < 4 ? 0 : MINE;  // more offsets would take too many registers
     static constexpr int UNROLLED = HELD ? MINE : 1;
-    unsigned at[HELD + 1];  // as above
+    unsigned at[HELD + 1];  // as in Turned
     int last, K;
 
     static __device__ __forceinline__ int column(int v) { return v / (32 * PAIRS) * 16 + v % 32 / 2; }
@@ -187,7 +189,7 @@ struct Narrow {
 template <bool FIRST, typename A, typename B> struct Choice { typedef A type; };
 template <typename A, typename B> struct Choice<false, A, B> { typedef B type; };
 
-// `count` neighbours, 4 or 2, at once, or those of them that are among the first `left`.
+// Loads `count` (4 or 2) contiguous values at once, or those of them that are among the first `left`.
 __device__ __forceinline__ void load_some(float (&v)[4], const float* from, int count, int left) {
     if (STORE == 4 && count == 4) {
         ld_four(v, from);
@@ -224,12 +226,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
     int M, int K, int N) {
     extern __shared__ __align__(16) float shared[];  // [STAGES][STAGE]
 
-    // The tile: bands of rows of tiles, one band after the other; in a band column by column.
+    // The tile: bands of rows of tiles, one band after the other; within a band, column by column.
     const int down = (M + ROWS - 1) / ROWS, across = (N + COLUMNS - 1) / COLUMNS;
     const int tile = blockIdx.x;
     const int band = tile / (BAND * across), in_band = tile % (BAND * across);
     const int height = min(BAND, down - band * BAND);
-    __shared__ int corner[2];  // read again in the end: out of the registers in between
+    __shared__ int corner[2];  // read again at the end, so that the values need no registers in between
     const int tile_row = (band * BAND + in_band % height) * ROWS;
     const int tile_column = in_band / height * COLUMNS;
     if (threadIdx.x == 0) {
@@ -252,8 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
         if (slice < slices) w_copies.copy_slice(to + place, w_from + k, k - missing, full);
     };
 
-    // What this thread computes. The bits of the lane are mixed so that each half of a warp reads 8 different groups of
-    // rows and 2 of columns, and lanes that differ in one of the lowest two bits read the same ones.
+    // This thread's outputs. The lane's bits are permuted so that each half of a warp reads 8 different groups of rows
+    // and 2 of columns, and lanes that differ in one of the lowest two bits read the same ones.
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ty = (lane & 1) | (lane >> 1 & 6), tx = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row = warp / WARPS_ACROSS * WARP_ROWS, column = warp % WARPS_ACROSS * WARP_COLUMNS;
@@ -280,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
         wait_for_copies_but<STAGES - 2>();
-        __syncthreads();  // the slice is complete, and the one before, whose buffer is filled next, has been read
+        __syncthreads();  // the slice is complete, and the previous one, whose buffer is filled next, has been read
         const int after = now == (STAGES - 1) * STAGE ? 0 : now + STAGE;
         const int before = now == 0 ? (STAGES - 1) * STAGE : now - STAGE;
         copy_x(slice + STAGES - 1, true, shared + before);
@@ -295,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LT_BLOCKS) linear_tiles(
         now = after;
     }
 
-    // Out of registers: four neighbouring columns at a time, then two if there are any left over. The residual of BATCH
-    // rows is asked for before their stores: out may be the same memory, so the compiler keeps the order.
+    // The epilogue: four neighbouring columns at a time, then the two that are left over, if any. The residual of BATCH
+    // rows is loaded before their stores: out may be the same memory, so the compiler keeps the order.
     constexpr int VECTORS = FOURS + (SPAN % 4 != 0), BATCH = SIDE < 4 ? SIDE : 4;
 #pragma unroll
     for (int g = 0; g < VECTORS; ++g) {

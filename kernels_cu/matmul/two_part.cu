@@ -1,12 +1,13 @@
-// Rows of float as two parts and a scale each, as products of float accuracy take them (lib/two_part.cuh says what they are):
+// Conversion of rows of float to two parts and a scale each, the operands of the products with float accuracy
+// (lib/two_part.cuh describes the format):
 //
 //   x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
 //
-// A warp has a row, which it reads twice: for its largest finite magnitude, by shuffles, and for its parts; the second
-// time most of it is in the cache. Infinity and NaN stay in hi, and do not count for the scale.
+// One warp per row. It reads the row twice: for the largest finite magnitude, found by shuffles, and for the parts; the
+// second time most of the row is in the cache. Infinity and NaN stay in hi and do not affect the scale.
 //
-// block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). SPLIT_WIDTH divides K; x starts on as many floats, parts on
-// as many halves.
+// block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). SPLIT_WIDTH divides K; x is aligned to SPLIT_WIDTH floats,
+// parts to SPLIT_WIDTH halves.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -15,10 +16,10 @@
 #include "lib/overlap.cuh"
 #include "lib/two_part.cuh"
 
-#ifndef SPLIT_WIDTH  // elements of a load: 1, 2 or 4
+#ifndef SPLIT_WIDTH  // elements per load: 1, 2 or 4
 #define SPLIT_WIDTH 4
 #endif
-#ifndef SPLIT_ROWS  // of a block
+#ifndef SPLIT_ROWS  // rows per block
 #define SPLIT_ROWS 4
 #endif
 

@@ -1,40 +1,42 @@
-// Softmax over rows: y = exp(x - max) / sum of exp(x - max), in place when y is x.
+// Softmax over rows: y = exp(x - max) / sum of exp(x - max), in place if y is x.
 //
-//   x, y (rows, n). SOFTMAX_CAUSAL: the rows are those of squares (n, n); row t sees its columns 0..t, 0 is written
-//   to the others, and what stood there is never read. -inf weighs exactly nothing; where a row is -inf throughout,
-//   or has NaN or +inf in it, all that it sees becomes NaN.
+//   x, y (rows, n). With SOFTMAX_CAUSAL the rows form squares (n, n): row t sees its columns 0..t. The other columns
+//   are never read and are set to 0. A value of -inf has weight 0. If a row contains only -inf, or any NaN or +inf,
+//   all the columns that it sees become NaN.
 //
-//   softmax_forward_kernel1   three passes, a block a row: maximum, sum, quotient; x is read three times
-//   softmax_forward_kernel2   online, a warp a row: maximum and sum in one pass, the sum scaled anew whenever the
-//                             maximum grows; x is read twice, and there is no barrier
-//   softmax_forward_kernel3   online, a block a row, 16-byte loads: for long rows, such as logits of a vocabulary
-//   softmax_forward_kernel4   the row stays in registers, as long as it fits: x is read once, exp is taken once
+// The names are those of llm.c's softmax kernels. Each variant changes one thing compared with the previous one:
 //
-//      online, lane by lane             m = -inf, s = 0
+//   softmax_forward_kernel1   three passes, one block per row: maximum, sum, quotient; x is read three times
+//   softmax_forward_kernel2   online, one warp per row: maximum and sum in one pass, in which the sum is rescaled
+//                             whenever the maximum grows; x is read twice, and there is no barrier
+//   softmax_forward_kernel3   online, one block per row, 16-byte loads: for long rows such as logits of a vocabulary
+//   softmax_forward_kernel4   the row stays in registers, if it fits: x is read once, and exp is computed once
+//
+//      online, each lane                m = -inf, s = 0
 //        for each x:                    m' = max(m, x);  s = s exp(m - m') + exp(x - m');  m = m'
-//      put together                     m = max m_i;     s = sum s_i exp(m_i - m)
+//      combine lanes                    m = max m_i;     s = sum s_i exp(m_i - m)
 #include "lib/common.cuh"
 
 #ifndef SOFTMAX_CAUSAL
 #define SOFTMAX_CAUSAL 0
 #endif
-#ifndef SOFTMAX_BLOCK  // of kernel 1: a power of two
+#ifndef SOFTMAX_BLOCK  // block size of kernel 1: a power of two
 #define SOFTMAX_BLOCK 256
 #endif
-#ifndef SOFTMAX_WIDTH  // of kernels 3 and 4: values a load, 4, or 1 when a row does not start on 16 bytes
+#ifndef SOFTMAX_WIDTH  // kernels 3 and 4: values per load, 4, or 1 if rows are not aligned to 16 bytes
 #define SOFTMAX_WIDTH 4
 #endif
-#ifndef SOFTMAX_THREADS  // of kernel 4: threads that share a row, a power of two up to 32 or a multiple of 32,
+#ifndef SOFTMAX_THREADS  // kernel 4: threads that share a row, a power of two up to 32 or a multiple of 32
 #define SOFTMAX_THREADS 128
 #endif
-#ifndef SOFTMAX_HELD  // loads a thread keeps in registers,
+#ifndef SOFTMAX_HELD  // kernel 4: loads that a thread keeps in registers
 #define SOFTMAX_HELD 2
 #endif
-#ifndef SOFTMAX_ROWS  // and rows a block: one, when a row has more than a warp
+#ifndef SOFTMAX_ROWS  // kernel 4: rows per block; must be 1 if a row has more than one warp
 #define SOFTMAX_ROWS 1
 #endif
 
-constexpr int WARPS = (SOFTMAX_THREADS + 31) / 32;  // that share a row in kernel 4
+constexpr int WARPS = (SOFTMAX_THREADS + 31) / 32;  // warps that share a row in kernel 4
 static_assert(SOFTMAX_THREADS % 32 == 0 || 32 % SOFTMAX_THREADS == 0, "a part of a warp, or whole warps");
 static_assert(SOFTMAX_ROWS == 1 || WARPS == 1, "rows that share a block must not need its barrier");
 static_assert(SOFTMAX_HELD * SOFTMAX_WIDTH <= 32 && SOFTMAX_THREADS <= 512, "a row must fit in registers");
@@ -45,10 +47,10 @@ struct alignas(4 * SOFTMAX_WIDTH) Pack {
 
 __device__ int columns_seen(int row, int n) { return SOFTMAX_CAUSAL ? row % n + 1 : n; }
 
-// What to take off before exp, where nothing but -inf may have been seen: exp(-inf - 0) is 0, exp(-inf + inf) NaN.
+// The value subtracted before exp. It is 0 if only -inf has been seen: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
 __device__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// Columns first .. first + SOFTMAX_WIDTH - 1 of a row; -inf for those that are not seen, which are not read.
+// Columns first .. first + SOFTMAX_WIDTH - 1 of a row. Columns that the row does not see are not read: -inf.
 __device__ Pack load(const float* x, int first, int seen) {
     if (first + SOFTMAX_WIDTH <= seen) return *reinterpret_cast<const Pack*>(x + first);
     Pack pack;
@@ -63,7 +65,7 @@ struct Online {
     float max, sum;
 };
 
-// A lane's maximum and sum, put together with those of its warp.
+// Combines the maximum and sum of a lane with those of the other lanes of its warp.
 __device__ Online combine_warp(Online own) {
     const float max = lanes_max<32>(own.max);
     return {max, lanes_sum<32>(own.sum * expf(own.max - reference_point(max)))};
@@ -135,7 +137,7 @@ extern "C" __global__ void softmax_forward_kernel3(
 #pragma unroll
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) max = fmaxf(max, pack.v[j]);
         const float point = reference_point(max);
-        float sum = own.sum * expf(own.max - point);  // once a load, not once a value
+        float sum = own.sum * expf(own.max - point);  // once per load, not once per value
 #pragma unroll
         for (int j = 0; j < SOFTMAX_WIDTH; ++j) sum += expf(pack.v[j] - point);
         own = {max, sum};
@@ -157,7 +159,7 @@ extern "C" __global__ void softmax_forward_kernel3(
     }
 }
 
-// Each warp takes exp around its own maximum; the warps' maxima and sums then meet at one barrier.
+// Each warp computes exp relative to its own maximum. The maxima and sums of the warps are combined at one barrier.
 // n <= SOFTMAX_THREADS * SOFTMAX_HELD * SOFTMAX_WIDTH, a multiple of SOFTMAX_WIDTH.
 // grid (ceil(rows / SOFTMAX_ROWS)), block (SOFTMAX_THREADS * SOFTMAX_ROWS)
 extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) softmax_forward_kernel4(
@@ -172,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS* SOFTMAX_ROWS) soft
         row = row * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
         inside = row < rows;
     }
-    // Beyond the last row nothing is read, but every lane takes part in the shuffles.
+    // Threads beyond the last row read nothing, but every lane must take part in the shuffles.
     const int seen = inside ? columns_seen(row, n) : 0;
     x += (long long)row * n;
     y += (long long)row * n;

@@ -1,21 +1,21 @@
-// The least logit that top-k and top-p keep, found among the candidates of a row; of tokens/sample.cu.
+// The smallest logit kept by top-k and top-p, searched among the candidates of a row. Part of tokens/sample.cu.
 //
-// Digit by digit, as a radix sort does, but only the digit that holds the last one kept is looked into: first of
-// (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram, then of the bits of l. Bins hold
-// numbers of tokens or masses, 64 bits of integers.
+// The search goes digit by digit, as in a radix sort, but it follows only the digit that contains the last token kept.
+// The first digit is that of (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram; the
+// following digits are taken from the bits of l. Bins hold token counts or masses as 64-bit integers.
 #pragma once
 #include "tokens/logits.cuh"
 
-#ifndef SAMPLE_THREADS  // of a block: a power of two, from 32 on
+#ifndef SAMPLE_THREADS  // of a block: a power of two, at least 32
 #define SAMPLE_THREADS 1024
 #endif
-#ifndef SAMPLE_LOADS  // a thread has on their way in the first pass,
+#ifndef SAMPLE_LOADS  // loads that a thread has in flight in the first pass
 #define SAMPLE_LOADS 10
 #endif
-#ifndef SAMPLE_LATER  // and in later ones, which need registers for more
+#ifndef SAMPLE_LATER  // and in later passes, where more registers are in use
 #define SAMPLE_LATER 7
 #endif
-#ifndef SAMPLE_LIST  // candidates that shared memory has room for
+#ifndef SAMPLE_LIST  // capacity of the candidate list in shared memory
 #define SAMPLE_LIST 4096
 #endif
 
@@ -25,13 +25,13 @@ constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // of a histogram: 11 bits
 constexpr int OWN = BINS / THREADS;   // bins of a thread
-constexpr float REACH = 28.0f;        // mass is 0 from (max - l) / temperature = 27.73 on
-constexpr float ALIVE = BINS - 1;     // positions from here on are beyond that
+constexpr float REACH = 28.0f;        // mass is 0 where (max - l) / temperature is at least 27.73
+constexpr float ALIVE = BINS - 1;     // positions from here on have no mass
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 static_assert(THREADS >= 32 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "a power of two");
 
 struct Shared {
-    unsigned low[BINS], high[BINS];  // a histogram of 64 bits: there are no such atomics in shared memory
+    unsigned low[BINS], high[BINS];  // a 64-bit histogram in two halves: shared memory has no 64-bit atomics
     u64 parts[WARPS], rest;
     float list[LIST];
     float l[WARPS];
@@ -44,10 +44,10 @@ struct Shared {
 
 struct Row {
     const float* x;             // (V)
-    const unsigned char* seen;  // (V), null where the penalty is 1
+    const unsigned char* seen;  // (V), null if the penalty is 1
     int V;
-    float penalty, less;        // the penalty, and its reciprocal
-    float max, inverse, scale;  // of l; 1 / temperature; bins for a difference of 1
+    float penalty, less;        // the penalty and its reciprocal
+    float max, inverse, scale;  // maximum of l; 1 / temperature; bins per unit of l
 
     __device__ __forceinline__ float below(float l) const { return l == max ? 0.0f : max - l; }  // also if both are inf
     __device__ __forceinline__ float position(float l) const { return below(l) * scale; }
@@ -55,7 +55,7 @@ struct Row {
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
 };
 
-// f(column of the first, logits, l) for each COUNT of the columns first, first + step ... before end.
+// Calls f(column of the first, logits, l) for every COUNT of the columns first, first + step ... before `end`.
 template <int COUNT, typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
     for (; first < end; first += COUNT * step) {
@@ -74,10 +74,10 @@ __device__ __forceinline__ void visit(const Row& row, int first, int end, int st
 }
 
 struct Scan {
-    u64 before, total;  // of the threads before this one; of all
+    u64 before, total;  // sum over the threads before this one; sum over all threads
 };
 
-__device__ __forceinline__ u64 scan_warp(u64 value) {  // with the lanes before
+__device__ __forceinline__ u64 scan_warp(u64 value) {  // inclusive sum over the lanes
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const u64 other = __shfl_up_sync(0xffffffffu, value, distance);
@@ -103,8 +103,8 @@ __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
     if (high) atomicAdd(&s.high[bin], high);
 }
 
-// The first bin at which the sum of bins reaches `need`, and what it has to bring; the histogram is then empty again.
-// False when all of it does not reach that.
+// Finds the first bin at which the running sum reaches `need`, and the part of `need` that this bin contributes. Clears
+// the histogram. Returns false if the sum of all bins is less than `need`.
 __device__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
     __syncthreads();
     u64 own[OWN], sum = 0;
@@ -131,11 +131,11 @@ __device__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
     return need <= scan.total;
 }
 
-// Tokens with a position in [from, limit) and l >= cut, on the list where it has room for them, else in the row.
+// Tokens with a position in [from, limit) and l >= cut. They are in the list if it has room for them, else in the row.
 struct Candidates {
     float from = 0.0f, limit = ALIVE, cut = -INFINITY;
     bool listed = false;
-    int count = 0;  // when listed, of the list
+    int count = 0;  // length of the list, if listed
 
     __device__ __forceinline__ bool has(const Row& row, float l) const {
         const float position = row.position(l);
@@ -158,7 +158,8 @@ struct Candidates {
         }
     }
 
-    // Onto the list, if they fit, and counted; with MASSES, the masses of the whole row and of the candidates.
+    // Counts the candidates and stores them in the list if they fit. With MASSES also returns the masses of the whole
+    // row and of the candidates.
     template <bool MASSES>
     __device__ void gather(const Row& row, Shared& s, u64& of_row, u64& of_these) {
         __syncthreads();
@@ -191,7 +192,7 @@ struct Candidates {
     }
 };
 
-// Larger l come first.
+// The rank of larger l is smaller.
 __device__ __forceinline__ unsigned rank_of(float l) {
     const int bits = __float_as_int(l);
     return bits < 0 ? bits : bits ^ 0x7fffffff;
@@ -201,8 +202,8 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
     return __int_as_float(rank >> 31 ? rank : rank ^ 0x7fffffff);
 }
 
-// The least l of the fewest largest candidates that reach `need`, at most what all have: in number, or with MASSES in
-// mass.
+// Returns the smallest l of the fewest largest candidates whose sum reaches `need`. The sum is their number or, with
+// MASSES, their mass; `need` is at most the sum of all candidates.
 template <bool MASSES>
 __device__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need) {
     int digit;
@@ -224,4 +225,3 @@ __device__ float least_kept(const Row& row, Shared& s, Candidates among, u64 nee
     }
     return of_rank((unsigned)rank);
 }
-

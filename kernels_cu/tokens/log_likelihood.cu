@@ -2,17 +2,17 @@
 //
 //   logits (N, V), targets (N) of int, out (N)
 //
-//   log_likelihood_kernel   a block a row: maximum and sum in one pass, several loads a thread on their way
+//   log_likelihood_kernel   one block per row: maximum and sum in one pass, several loads per thread in flight
 //
-// It is bound by memory: a row is read once. A row with NaN or +inf, or of -inf alone, gives NaN; so does a target
-// outside 0..V-1. A target of -inf gives -inf.
+// Each row is read once. A row with NaN or +inf, or with only -inf, gives NaN, and so does a target outside 0..V-1. A
+// target whose logit is -inf gives -inf.
 #include "tokens/logits.cuh"
 #include "lib/overlap.cuh"
 
-#ifndef LL_THREADS  // of a block: a power of two, from 32 on
+#ifndef LL_THREADS  // of a block: a power of two, at least 32
 #define LL_THREADS 512
 #endif
-#ifndef LL_LOADS  // a thread has on their way
+#ifndef LL_LOADS  // loads that a thread has in flight
 #define LL_LOADS 8
 #endif
 

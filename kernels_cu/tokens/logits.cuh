@@ -1,17 +1,17 @@
-// What the kernels that read whole rows of logits share.
+// Helpers for the kernels that read whole rows of logits.
 //
-// Online: maximum and sum of exp(x - max), found in one pass over a row and put together from parts.
+// Online: the maximum and the sum of exp(x - max), computed in one pass over a row and combined from parts.
 //
-// Neighbouring threads read neighbouring floats, several loads each on their way. Loads of 16 bytes would tie what a
-// thread adds up to where a row starts in memory, as the length of a vocabulary is odd: a row would then have other
-// bits in a batch than alone.
+// Neighbouring threads read neighbouring floats, with several loads per thread in flight. 16-byte loads would make the
+// values that a thread adds up depend on the row's address, as the vocabulary size can be odd: a row would have
+// different bits in a batch than alone.
 #pragma once
 #include "lib/common.cuh"
 
-// What to take off before exp, where nothing but -inf may have been seen: exp(-inf - 0) is 0, exp(-inf + inf) NaN.
+// The value subtracted before exp. It is 0 if only -inf has been seen: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
 __device__ __forceinline__ float reference_point(float max) { return max == -INFINITY ? 0.0f : max; }
 
-// NaN in `sum` as soon as NaN was seen, also beside -inf alone, and where the maximum is +inf.
+// `sum` becomes NaN as soon as a NaN is seen, even if all other values are -inf, and if the maximum is +inf.
 struct Online {
     float max, sum;
 
@@ -21,20 +21,21 @@ struct Online {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, x[i]);
         const float point = reference_point(larger);
-        float total = sum * __expf(max - point);  // once for all of these
+        float total = sum * __expf(max - point);  // once for all COUNT values
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) total += __expf(x[i] - point);
         max = larger;
         sum = total;
     }
 
-    __device__ __forceinline__ Online of_warp() const {  // with the parts of the other lanes
+    __device__ __forceinline__ Online of_warp() const {  // combined with the other lanes
         const float all = lanes_max<32>(max);
         return {all, lanes_sum<32>(sum * __expf(max - reference_point(all)))};
     }
 };
 
-// x[0], x[step] ... of the `left` values from x on, and `other` beyond. Plain loads: a row may stay in the L1 cache.
+// Loads x[0], x[step] ... of the `left` values that start at x, and `other` beyond. Plain loads, so that a row may stay
+// in the L1 cache.
 template <int COUNT, typename E>
 __device__ __forceinline__ void load_columns(const E* x, int left, int step, E other, E (&v)[COUNT]) {
     if ((COUNT - 1) * step < left) {

@@ -1,30 +1,32 @@
-// The next token of each row, chosen from its logits on the device.
+// Chooses the next token of each row from its logits, on the device.
 //
-//   logits (B, V); what each row asks for: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
-//   seen (B, V): 1 for tokens that were there; step (B): how many were drawn; position, token, logprob (B)
+//   logits (B, V); per row: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
+//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B)
 //
-//   l     = logit, of a seen token times 1 / penalty where it is positive, else times the penalty
+//   l     = logit; for a seen token, multiplied by 1 / penalty if it is positive, else by the penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
-//   top-k   keeps the k largest l, top-p of these the fewest largest whose masses reach p of all, both with the ties
-//           of the last one kept; min-p those with a mass of at least min_p 2^40. 0, 1 and 0 keep all.
-//   draw    r = floor(u (sum of masses kept)), u in [0, 1) of 64 bits: the first token at which the sum of masses kept,
-//           in order of ids, passes r. u is Philox4x32-10 of the counter (step, sample) under the key `seed`.
-//   temperature 0: the largest l, the lowest id of equals
+//   top-k   keeps the k largest l. top-p keeps the fewest largest of these whose masses reach a fraction p of all. Ties
+//           with the last one kept are kept as well. min-p keeps tokens with a mass of at least min_p 2^40. top_k 0,
+//           top_p 1 and min_p 0 keep all tokens.
+//   draw    r = floor(u (sum of masses kept)), with u in [0, 1) of 64 bits: the first token at which the running sum of
+//           masses kept, in order of ids, exceeds r. u is Philox4x32-10 of the counter (step, sample), with key `seed`.
+//   temperature 0: the largest l, and among equals the lowest id
 //
-// After exp all is integers, so that no order of additions matters: the same row gives the same token, alone and in
-// any batch. logprob is that of the token under the logits alone. A row with NaN, or of -inf alone, gives token -1.
+// After exp all arithmetic is on integers, so that the order of additions does not matter: the same row gives the same
+// token alone and in any batch. logprob is the token's log-probability under the unmodified logits. A row with NaN, or
+// with only -inf, gives token -1.
 //
-//   sample_token   a block a row. A first pass finds maximum and log-sum-exp, and is all where temperature is 0; a last
-//                  one adds up what is kept and draws. top-k and top-p search for the least l kept among candidates,
-//                  digit by digit, each a histogram: of (max - l) / temperature, then of the bits of l
+//   sample_token   one block per row. The first pass finds maximum and log-sum-exp and suffices for temperature 0.
+//                  A last pass adds up the masses kept and draws. top-k and top-p search the smallest l kept among
+//                  candidates, digit by digit, each with a histogram: of (max - l) / temperature, then of the bits of l
 //   mark_seen      sets seen for the tokens of prompts
 //
-//   candidates    top-k: at least as large as the k-th largest of what each thread saw as its largest
-//                 top-p: with a mass over (1 - p) / V of all, since those below do not make up 1 - p
+//   candidates    top-k: l at least as large as the k-th largest of the threads' own maxima
+//                 top-p: mass above (1 - p) / V of the total, since all smaller masses together do not reach 1 - p
 #include "tokens/candidates.cuh"
 #include "lib/overlap.cuh"
 
-// p of a mass, rounded up: at least 1.
+// A fraction p of a mass, rounded up, and at least 1.
 __device__ __forceinline__ u64 part_of(float p, u64 mass) {
     const u64 part = (u64)(p * 18446744073709551616.0f);  // p 2^64
     const u64 need = __umul64hi(part, mass) + (part * mass != 0);
@@ -49,9 +51,9 @@ __device__ u64 philox(unsigned step, unsigned sample, u64 seed) {
 
 struct Best {
     float l;
-    int id;  // the lowest with this l
+    int id;  // the lowest id with this l
 
-    __device__ __forceinline__ Best of_warp() const {  // with those of the other lanes
+    __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
         Best all = *this;
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
@@ -64,7 +66,7 @@ struct Best {
     }
 };
 
-// Of the whole row, what each thread found.
+// Combines the results of all threads of the block.
 __device__ void combine(Shared& s, Best& best, Online& online) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     best = best.of_warp();
@@ -82,7 +84,7 @@ __device__ void combine(Shared& s, Best& best, Online& online) {
     online = s.online[0];
 }
 
-// Whether the row has no token to choose. +inf makes the sum NaN, too: then NaN itself is looked for.
+// Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
 __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
     if (row.max == -INFINITY) return true;
     if (online.sum == online.sum) return false;
@@ -100,7 +102,7 @@ __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
     return s.bad;
 }
 
-// The least l that top-k and top-p keep. largest: of what this thread saw.
+// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen.
 __device__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
     Candidates among;
     u64 all, these, rest;
@@ -111,14 +113,14 @@ __device__ float filter(const Row& row, Shared& s, int k, float p, float largest
             if (find(s, k, digit, rest)) among.limit = digit + 1;
         }
         among.gather<false>(row, s, all, all);
-        if (among.count >= k) among.cut = least_kept<false>(row, s, among, k);  // else all that have a mass stay
+        if (among.count >= k) among.cut = least_kept<false>(row, s, among, k);  // else all tokens that have a mass stay
     }
     if (p >= 1.0f) return among.cut;
     if (among.cut > -INFINITY) {
         all = among.mass(row, s);
     } else {
         const float usual = row.position(largest) < ALIVE ? row.weight(largest) : 0.0f;
-        const u64 least = scan_block((u64)(usual * UNIT), s).total;  // what the threads' largest have alone
+        const u64 least = scan_block((u64)(usual * UNIT), s).total;  // the mass of the threads' maxima alone
         const float share = (1.0f - p) / row.V * ((float)least / UNIT);
         among.limit = fminf(1.0f - __logf(share) * (BINS / REACH), ALIVE);
         among.gather<true>(row, s, all, these);
@@ -130,10 +132,10 @@ __device__ float filter(const Row& row, Shared& s, int k, float p, float largest
     return least_kept<true>(row, s, among, part_of(p, all));
 }
 
-// A token with a mass of at least `least` and l >= cut.
+// Draws a token with a mass of at least `least` and l >= cut.
 __device__ void draw(const Row& row, Shared& s, float cut, u64 least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int length = (row.V + WARPS - 1) / WARPS, first = warp * length;  // a stretch of the row for each warp
+    const int length = (row.V + WARPS - 1) / WARPS, first = warp * length;  // a contiguous part of the row per warp
     const auto kept = [&](float l) {
         if (!(l >= cut)) return (u64)0;
         const u64 mass = row.mass(l);
@@ -178,12 +180,12 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     const int* top_k,                 // (B)
     const long long* seed,            // (B)
     const int* sample,                // (B)
-    unsigned char* seen,              // (B, V): the token is set
-    int* position,                    // (B): one more, up to n_ctx - 1
-    int* step,                        // (B): one more
+    unsigned char* seen,              // (B, V): set to 1 for the token
+    int* position,                    // (B): incremented, up to n_ctx - 1
+    int* step,                        // (B): incremented
     int* token,                       // (B)
     float* logprob,                   // (B)
-    int* report,                      // (2, 2, B) or null: token and bits of logprob of even steps, of odd steps
+    int* report,                      // (2, 2, B) or null: token and bits of logprob, of even steps and of odd steps
     int V, int n_ctx) {
     __shared__ Shared s;
     const int b = blockIdx.x, thread = threadIdx.x;
@@ -230,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     step[b] = now + 1;
     token[b] = chosen;
     logprob[b] = likely;
-    if (report) {  // in memory of the host: no copy for it to wait for
+    if (report) {  // in host memory, so that the host needs no copy
         int* to = report + now % 2 * 2 * gridDim.x + b;
         to[0] = chosen;
         to[gridDim.x] = __float_as_int(likely);
@@ -240,9 +242,9 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
 
 // grid (ceil(N / blockDim.x)), block (any)
 extern "C" __global__ void mark_seen(
-    const int* tokens,    // (N): of all rows, one after the other
-    const int* rows,      // (N): the row of each
-    unsigned char* seen,  // (B, V): 1 for these; what is outside is passed over
+    const int* tokens,    // (N): of all rows, concatenated
+    const int* rows,      // (N): the row of each token
+    unsigned char* seen,  // (B, V): set to 1 for these tokens; indices outside are ignored
     int N, int B, int V) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N) return;

@@ -1,30 +1,32 @@
 // Trimat: the causal half of attention's scores, out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used, a head's row of HS values every 3 NH HS values
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
 //   out (B, NH, T, T)       above the diagonal: computed values in tiles that the diagonal crosses, else untouched
 //
 //              j ->
 //          [ # . . . ]   #  tiles that the diagonal crosses, computed whole
 //     i    [ x # . . ]   x  tiles below it
-//     |    [ x x # . ]   .  tiles above it, neither computed nor written: the half that a product of whole matrices
-//     v    [ x x x # ]      computes in vain
+//     |    [ x x # . ]   .  tiles above it, neither computed nor written: the half that a full matrix product computes
+//     v    [ x x x # ]      in vain
 //
-// The ladder. Every thread computes an 8x8 tile of out; what changes is how the 16 rows it needs reach it:
+// The kernels follow llm.c's trimat kernels. In each, a thread computes an 8x8 tile of out. What changes from one to
+// the next is how the 16 rows that it needs reach it:
 //
-//   matmul_tri_naive      a dot product an output, straight from global memory: 2 loads for a multiply-add, nearly 1
-//                         where the compiler keeps the row of Q in registers from one output to the next
-//   matmul_tri_registers  a step along HS loads 8 values of Q and 8 of K and adds their outer product to 64 sums, all
-//                         in registers: 16 loads for 64 multiply-adds
-//   matmul_tri3           the same in float4: 16 loads for 256 multiply-adds, 16 stores for 64 outputs
+//   matmul_tri_naive      one dot product per output, from global memory: 2 loads per multiply-add, or nearly 1 where
+//                         the compiler keeps the row of Q in registers from one output to the next
+//   matmul_tri_registers  a step along HS loads 8 values of Q and 8 of K and adds their outer product to 64 sums in
+//                         registers: 16 loads for 64 multiply-adds
+//   matmul_tri3           the same with float4: 16 loads for 256 multiply-adds, 16 stores for 64 outputs
 //   matmul_tri4           16x16 threads share a 128x128 tile: slices of 32 values of its rows go through shared
-//                         memory, so each value is fetched from global memory once a block, not once a thread
-//   (matmul_tri5          in trimat/pipelined.cu, one rung further)
+//                         memory, so that each value is loaded from global memory once per block, not once per thread
+//   (matmul_tri5          in trimat/pipelined.cu, the next variant)
 //
-//   trimat_fill           afterwards, one value everywhere above the diagonal, when that half is to be read
+//   trimat_fill           called afterwards: writes one value everywhere above the diagonal, if that half is requested
 //
-// The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp is 8 tiles wide and 4
-// high, near to square, so that a pair of its loads touches 8 + 4 rows (it would be 16 + 2 with 16 tiles side by side).
-// Any T; any HS that is a multiple of 4, so that every row starts on 16 bytes when qkv does. out on 16 bytes, too.
+// The first three: block (8, any), grid (ceil(T / 64), ceil(T / (8 blockDim.y)), B NH). A warp covers 8 tiles in width
+// and 4 in height, which is nearly square, so that a pair of its loads touches 8 + 4 rows (16 tiles in width would
+// touch 16 + 2). Any T; HS is a multiple of 4, so that rows are aligned to 16 bytes if qkv is. out is aligned to 16
+// bytes, too.
 #include "lib/copies.cuh"
 
 #ifndef NH
@@ -36,7 +38,7 @@
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 
 constexpr int SIDE = 8;           // of a thread's tile
-constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 
 struct Head {
     const float* q;  // (T, HS), rows ROW apart
@@ -51,7 +53,7 @@ __device__ Head find_head(const float* qkv, float* out, int T, int index) {  // 
 
 __device__ __forceinline__ float scale() { return 1.0f / sqrtf((float)HS); }  // a constant to the compiler
 
-// The 8x8 tile that starts at (i0, j0) lies above the diagonal, or outside. Both numbers are multiples of 8.
+// True if the 8x8 tile that starts at (i0, j0) lies above the diagonal or outside. Both numbers are multiples of 8.
 __device__ __forceinline__ bool nothing_to_do(int i0, int j0, int T) { return j0 > i0 || i0 >= T; }
 
 extern "C" __global__ void matmul_tri_naive(
@@ -73,7 +75,7 @@ extern "C" __global__ void matmul_tri_naive(
     }
 }
 
-// INNER: all rows and columns of the tile exist. Else each is asked for; those that do not exist count as zeros.
+// INNER: all rows and columns of the tile exist. Otherwise each is checked, and missing ones count as zeros.
 template <bool INNER>
 __device__ __forceinline__ void tile_from_registers(const Head& head, int i0, int j0, int T) {
     const float* q = head.q + (long long)i0 * ROW;
@@ -110,7 +112,7 @@ extern "C" __global__ void matmul_tri_registers(
     const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
     if (nothing_to_do(i0, j0, T)) return;
     const Head head = find_head(qkv, out, T, blockIdx.z);
-    if (i0 + SIDE <= T) {  // and j0 <= i0
+    if (i0 + SIDE <= T) {  // hence j0 + SIDE <= T, as j0 <= i0
         tile_from_registers<true>(head, i0, j0, T);
     } else {
         tile_from_registers<false>(head, i0, j0, T);
@@ -128,8 +130,8 @@ __device__ __forceinline__ void add_products(float (&sum)[SIDE], float4 lhs, con
     for (int c = 0; c < SIDE; ++c) sum[c] += lhs.w * rhs[c].w;
 }
 
-// A row of a tile: 8 values of which the first `columns` exist. Rows of out start on 16 bytes only when T is a multiple
-// of 4; else, element by element.
+// Stores a row of a tile: 8 values, of which the first `columns` exist. Rows of out are aligned to 16 bytes only if T
+// is a multiple of 4; otherwise the values are stored one by one.
 __device__ __forceinline__ void store_row(float* out, const float (&sum)[SIDE], int columns, bool aligned) {
     float v[SIDE];
 #pragma unroll
@@ -170,18 +172,18 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri3(
     const int j0 = SIDE * (blockIdx.x * blockDim.x + threadIdx.x);
     if (nothing_to_do(i0, j0, T)) return;
     const Head head = find_head(qkv, out, T, blockIdx.z);
-    if (i0 + SIDE <= T) {  // and j0 <= i0
+    if (i0 + SIDE <= T) {  // hence j0 + SIDE <= T, as j0 <= i0
         tile_from_vectors(head, i0, j0, T);
     } else {
-        tile_from_registers<false>(head, i0, j0, T);  // the last rows, when T is no multiple of 8
+        tile_from_registers<false>(head, i0, j0, T);  // the last rows, if T is not a multiple of 8
     }
 }
 
 // Block (16, 16), grid (ceil(T / 128), ceil(T / 128), B NH).
 //
-// A row of a slice is 128 bytes, all 32 banks once over: threads that read the same values of different rows would
-// wait for one another. So the 8 float4 of a row are permuted, by its tile's number: float4 c of row r stands at
-// c ^ (r / 8 % 8), and 8 neighbouring threads, which read rows 8 apart, meet 8 different places.
+// A row of a slice is 128 bytes and covers all 32 banks, so threads that read the same position of different rows would
+// conflict. Therefore the 8 float4 of a row are permuted: float4 c of row r is stored at c ^ (r / 8 % 8). Then 8
+// neighbouring threads, which read rows 8 apart, access 8 different positions.
 extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     const float* __restrict__ qkv,  // (B, T, 3, NH, HS)
     float* __restrict__ out,        // (B, NH, T, T)
@@ -194,11 +196,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     const Head head = find_head(qkv, out, T, blockIdx.z);
 
     const int tid = threadIdx.y * 16 + threadIdx.x;
-    const int copy_row = tid / VECTORS, copy_vector = tid % VECTORS;  // 8 threads fetch a row's 128 bytes
+    const int copy_row = tid / VECTORS, copy_vector = tid % VECTORS;  // 8 threads load the 128 bytes of a row
     constexpr int COPY_ROWS = 256 / VECTORS;
     float sum[SIDE][SIDE] = {};
     for (int s0 = 0; s0 < HS; s0 += SLICE) {
-        __syncthreads();  // the slice before is read
+        __syncthreads();  // the previous slice has been read
         if (s0 + 4 * copy_vector < HS) {
 #pragma unroll
             for (int n = 0; n < TILE; n += COPY_ROWS) {
@@ -229,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri4(
     }
 }
 
-// A warp a row: out[row][j] = value for j > i. Block (256), grid (ceil(rows / 8)).
+// One warp per row: out[row][j] = value for j > i. Block (256), grid (ceil(rows / 8)).
 extern "C" __global__ void trimat_fill(
     float* __restrict__ out,  // (B NH T, T)
     int T, long long rows, float value) {

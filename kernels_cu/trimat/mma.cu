@@ -1,39 +1,40 @@
-// Trimat, the last rung (trimat/ladder.cu, trimat/pipelined.cu): float accuracy on tensor cores, for sm_80 and newer.
+// Trimat on tensor cores with float accuracy, for sm_80 and newer (after trimat/ladder.cu and trimat/pipelined.cu):
 //
 //   out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used, a head's row of HS values every 3 NH HS values
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
 //   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
 //
 // matmul_tri6: a block takes a tile of TILE rows of Q and up to `span` tiles of K, one after the other. A row becomes
 //
 //   x = (hi + lo) scale     hi = fp16(x / scale), lo = fp16(x / scale - hi)
 //
-// with a power of two as scale, which puts its largest magnitude from 2^14 to 2^15. That keeps 22 bits of a value, and
-// of values 2^17 times smaller than the largest and less what is above 2^-39 of that. Of four products three are taken:
+// where scale is a power of two that brings the row's largest magnitude to between 2^14 and 2^15. This keeps 22 bits of
+// a value; of values at least 2^17 times smaller than the largest, it keeps the bits above 2^-39 of the largest. Three
+// of the four products are computed:
 //
 //   Q_i . K_j = (sum (hi lo + lo hi) + sum hi hi) scale_i scale_j
 //
-// A tensor core cuts off what it adds up, at the size of the sum so far. So the small products come first, and sums of
-// hi hi are of at most 128 terms, 8 additions: less is lost than a float's chain of additions rounds off.
+// A tensor core truncates its addends at the magnitude of the current sum. So the small products are added first, and a
+// sum of hi hi has at most 128 terms, 8 additions: this loses less than rounding in a chain of float additions does.
 //
-//   arriving   rows travel into shared memory (cp.async) while the tile before is multiplied, and are split there in
-//              place, by the threads that copied them: hi and lo of 8 values are as many bytes as the values
-//   Q          stays in registers, as fragments, for all of the block's tiles
-//   turned     a warp multiplies K by Q, not Q by K: so a lane gets neighbouring columns of out. Where row 4 g + e of
-//              each 32 stands as row 8 e + g, they are 4 side by side, and 8 lanes fill 128 bytes of a row
-//   store      streamed: the L2 cache is for Q and K, which are read again, not for out, which is not
+//   loading    rows are copied into shared memory (cp.async) while the previous tile is multiplied. The threads that
+//              copied them convert them in place: hi and lo of 8 values take as many bytes as the values
+//   Q          stays in registers, as fragments, for all tiles of the block
+//   transpose  a warp multiplies K by Q, not Q by K, so that a lane receives neighbouring columns of out: 4 of
+//              them, because row 4 g + e of each 32 is stored as row 8 e + g. 8 lanes then fill 128 bytes of a row
+//   store      streaming stores: the L2 cache is for Q and K, which are read again
 //
-// A row with values that are not finite gives what sums in float give, infinities or NaN (but for an infinity times a
-// value 2^39 times smaller than the largest of its row: NaN). The order of the HS values is no matter.
+// A row with values that are not finite gives what float sums give, infinities or NaN (except that infinity times a
+// value 2^39 times smaller than the largest of its row gives NaN). The order of the HS values does not matter.
 //
 // On an NVIDIA H200, B = 8, T = 1024, NH = 12, HS = 64: 98 us (matmul_tri5: 205.6).
 //
 // Source of the idea: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
 // FP32 theoretical peak performance" (2022).
 //
-// Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH +
-// 12 TILE bytes. Any T; any HS that is a multiple of 4, up to 128; qkv and out on 16 bytes.
+// Block (THREADS), grid (`heads` times the segments of a head, see choose_job), dynamic shared memory 2 TILE PITCH + 12
+// TILE bytes. Any T; HS is a multiple of 4, up to 128; qkv and out are aligned to 16 bytes.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -54,28 +55,28 @@
 #ifndef TRI_WARPS
 #define TRI_WARPS 4
 #endif
-#ifndef TRI_BLOCKS  // that an SM must hold
+#ifndef TRI_BLOCKS  // that an SM must be able to hold
 #define TRI_BLOCKS 2
 #endif
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 static_assert(HS <= 128, "sums are not promoted on the way");
 
-constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 constexpr int TILE = TRI_TILE, THREADS = 32 * TRI_WARPS;
-constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // of 8 rows of Q, in a warp
-constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // of 16, and of 8 values of a row
-constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi, then of lo; 16 so that banks do not conflict
+constexpr int FRAGS = TILE / 8 / TRI_WARPS;                // of 8 rows of Q, per warp
+constexpr int STEPS = (HS + 15) / 16, CHUNKS = 2 * STEPS;  // of 16 values, and of 8 values of a row
+constexpr int PART = 16 * CHUNKS, PITCH = 2 * PART + 16;   // bytes of hi, then of lo; 16 avoids bank conflicts
 constexpr int LANES = CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : 2;  // threads that share a row
 constexpr int COPIED = THREADS / LANES;                                       // rows that the block copies at a time
 static_assert(TILE % 32 == 0 && FRAGS * 8 * TRI_WARPS == TILE && 4 % FRAGS == 0, "a warp's fragments are of 32 rows");
 static_assert(TILE % COPIED == 0, "all threads copy alike");
 
-// Where row r of a tile stands in shared memory. As it moves bits, place(a + b) = place(a) + place(b) for a < 2^n that
-// divides b.
+// The position of row r of a tile in shared memory. It only permutes bits, so place(a + b) = place(a) + place(b) if a <
+// 2^n and 2^n divides b.
 __device__ constexpr int place(int r) { return r / 32 * 32 + r % 4 * 8 + r % 32 / 4; }
 
-// What a thread does to every COPIED-th row of a tile: its 8 values there are 4 from each half of the row. They arrive
-// where their hi and lo will stand.
+// A thread's share of every COPIED-th row of a tile: 8 values, 4 from each half of the row. They are copied to the
+// place where their hi and lo are stored later.
 struct Share {
     static constexpr int SCALES = TILE * PITCH, BUFFER = SCALES + 4 * TILE;  // a tile, and a scale for each row
     static constexpr int BATCH = TILE < 4 * COPIED ? TILE / COPIED : 4;  // rows of a thread at a time
@@ -84,7 +85,7 @@ struct Share {
     const int offset = place(row) * PITCH + 16 * part;
     const bool has = CHUNKS == LANES || part < CHUNKS;
 
-    // from: the tile's first row, of which `left` and more are there to the end of the sequence.
+    // from: the tile's first row, after which the sequence has `left` rows.
     __device__ __forceinline__ void copy(char* buffer, const float* from, int left) const {
         if (!has) return;
         from += (long long)row * ROW + 4 * part;
@@ -97,11 +98,11 @@ struct Share {
         }
     }
 
-    // Scales, times `unit`, of rows that need care get a minus sign: those whose scale is far from 1, or which have
-    // values that are not finite, and with them other rows.
+    // Converts rows to hi and lo in place and stores their scales, times `unit`. A minus sign marks rows that need
+    // care: those whose scale is far from 1, and those with values that are not finite, together with other rows.
     __device__ __forceinline__ void split(char* buffer, char* to, float unit) const {
         float* scales = reinterpret_cast<float*>(to);
-        unsigned lows = 0;  // two sums, NaN where there was one
+        unsigned lows = 0;  // two sums, NaN if a value was
         buffer += offset;
 #pragma unroll 1
         for (int first = 0; first < TILE; first += BATCH * COPIED, buffer += BATCH * COPIED * PITCH) {
@@ -139,7 +140,7 @@ struct Share {
                     *reinterpret_cast<uint4*>(at) = {hi[0], hi[1], hi[2], hi[3]};
                     *reinterpret_cast<uint4*>(at + PART) = {lo[0], lo[1], lo[2], lo[3]};
                 }
-                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // more than 60 from 2^14
+                const bool far = (exponent < 81 && most[i] > 0.0f) || exponent > 201;  // more than 60 binades from 2^14
                 if (part == 0) scales[row + first + i * COPIED] = far ? -scale * unit : scale * unit;
             }
         }
@@ -154,7 +155,7 @@ struct Share {
 private:
     static constexpr int HALF = 4 * CHUNKS;
 
-    // The largest magnitude of each row; with FINITE of those that are. Rows side by side: shuffles take their time.
+    // The largest magnitude of each row; with FINITE, of finite values. Rows are interleaved to hide shuffle latency.
     template <bool FINITE>
     static __device__ __forceinline__ void largest(const float (&x)[BATCH][8], float (&found)[BATCH]) {
 #pragma unroll
@@ -176,17 +177,17 @@ private:
     }
 };
 
-// What a block computes: rows of tile i, columns of tiles first .. last - 1, of a head.
+// The work of a block: rows of tile i, columns of tiles first .. last - 1, of one head.
 struct Job {
     int i, first, last;
     long long head;
 };
 
-// Row i of tiles is cut into segments of `span` tiles and a rest. So the rows with m segments are span m - span .. span
-// m - 1. Blocks run in about the order of their index:
+// Row i of tiles is cut into segments of `span` tiles and a remainder. So the rows span m - span .. span m - 1 have m
+// segments. Blocks run roughly in the order of their index:
 //
-//   the segments of `together` heads come one after the other   their rows of K fit in the L2 cache
-//   among these the last rows of every head come first          they have most to do
+//   the segments of `together` heads are consecutive             their rows of K fit in the L2 cache
+//   within these, the last rows of every head come first         they have the most work
 __device__ __forceinline__ Job choose_job(int T, int heads, int span, int together) {
     const int n = (T - 1) / TILE + 1, whole = n / span;
     const int segments = whole * (whole + 1) / 2 * span + n % span * (whole + 1);
@@ -200,7 +201,7 @@ __device__ __forceinline__ Job choose_job(int T, int heads, int span, int togeth
 
 typedef float Sums[2][FRAGS][4];  // columns 4 g + 2 f and the next: e / 2; rows: e % 2
 
-// What a warp holds of its rows of Q: fragment n is 8 of them as they stand in shared memory.
+// A warp's rows of Q: fragment n is 8 of them, in their order in shared memory.
 struct Queries {
     unsigned hi[STEPS][FRAGS][2], lo[STEPS][FRAGS][2];
 
@@ -217,14 +218,14 @@ struct Queries {
         }
     }
 
-    // The lane's first row: it has row() + n + 4 e of fragment n, as number 2 t + e.
+    // The lane's first row. The lane holds row() + n + 4 e in fragment n, as number 2 t + e.
     static __device__ __forceinline__ int row() {
         const int first = FRAGS * (threadIdx.x / 32);
         return first / 4 * 32 + first % 4 + threadIdx.x % 4 * 8;
     }
 
-    // Times 32 rows of K, which are columns of out. The small products come first: a tensor core cuts off what it adds
-    // up at the size of the sum so far. With HIGH those of hi alone.
+    // Multiplies by 32 rows of K, which are columns of out. The small products come first, because a tensor core
+    // truncates its addends at the magnitude of the current sum. With HIGH, only the products of hi are computed.
     template <bool HIGH>
     __device__ __forceinline__ void multiply(Sums& sums, const char* rows) const {
         const int lane = threadIdx.x % 32;
@@ -247,7 +248,7 @@ struct Queries {
         for (int s = 0; s < STEPS; ++s) add(sums, high[s], hi[s]);
     }
 
-    // The products of hi decide where the sum is not finite: infinity times a lo is no matter.
+    // Where the sum is not finite, the products of hi decide: infinity times a lo must not count.
     __device__ __forceinline__ void mend(Sums& sums, const char* rows) const {
         Sums high = {};
         multiply<true>(high, rows);
@@ -277,8 +278,8 @@ struct alignas(16) Four {
     float v[4];
 };
 
-// Stores those of four values that lie on or below the diagonal, which is `last` further. With `vectors` every row of
-// out starts on 16 bytes, and what holds the diagonal is stored whole.
+// Stores those of four values that lie on or below the diagonal, which is `last` values further. With `vectors`, every
+// row of out is aligned to 16 bytes, and the vector that contains the diagonal is stored whole.
 __device__ __forceinline__ void store(float* to, const float (&v)[4], int last, bool vectors) {
     if (vectors) {
         if (last >= 0) __stcs(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
@@ -296,11 +297,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
     int T,
     int heads,       // B NH
     int span,        // tiles of K for a block
-    int together) {  // heads whose blocks run side by side
+    int together) {  // heads whose blocks run at the same time
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ __align__(16) char shared[];
     const Share share;
-    char* const of_q = shared + 2 * share.BUFFER;  // scales, which outlive the rows of Q
+    char* const of_q = shared + 2 * share.BUFFER;  // scales, which are needed longer than the rows of Q
     const Job job = choose_job(T, heads, span, together);
     const float* q = qkv + (job.head / NH * T + job.i * TILE) * ROW + job.head % NH * HS;
     const float* k = qkv + (job.head / NH * T + job.first * TILE) * ROW + (NH + job.head % NH) * HS;
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
     end_group();
     wait_for_groups<1>();
     share.split(shared + share.BUFFER, of_q, 1.0f / sqrtf((float)HS));
-    __syncthreads();  // the rows of Q are there for all
+    __syncthreads();  // the rows of Q are complete
     const Queries queries(shared + share.BUFFER);
     const int row = queries.row(), column = threadIdx.x % 32 / 4 * 4;
     const float* of_rows = reinterpret_cast<const float*>(of_q) + row;
@@ -326,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
         char* const here = shared + at_here;
         wait_for_groups<0>();
         share.split(here, here + share.SCALES, 1.0f);
-        __syncthreads();  // the tile is there for all, and none still needs the one before, or the rows of Q
+        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the rows of Q
         if (j + 1 < job.last) {
             k += TILE * ROW;
             share.copy(shared + share.BUFFER - at_here, k, T - (j + 1) * TILE);
@@ -363,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRI_BLOCKS) matmul_tri6(
                 const float s = fabsf(of_rows[r]);
                 float v[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // the smaller scale first: nothing overflows on the way that is not to
+                for (int i = 0; i < 4; ++i) {  // smaller scale first: overflows only if the result does
                     const float other = fabsf(of_c[i]);
                     v[i] = sums[i / 2][n][i % 2 * 2 + e] * fminf(s, other) * fmaxf(s, other);
                 }

@@ -1,24 +1,24 @@
-// Trimat, one rung beyond the documented ladder of trimat/ladder.cu: out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
+// Trimat, one step after the kernels of trimat/ladder.cu: out[b,h,i,j] = Q_i . K_j / sqrt(HS) for j <= i.
 //
-//   qkv (B, T, 3, NH, HS)   Q and K are used, a head's row of HS values every 3 NH HS values
+//   qkv (B, T, 3, NH, HS)   Q and K are used; consecutive rows of a head, of HS values each, are 3 NH HS values apart
 //   out (B, NH, T, T)       above the diagonal: up to 3 values right of it in each row are computed, else untouched
 //
-// matmul_tri5: as in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums a thread, but
+// matmul_tri5: as in matmul_tri4, a block of 256 threads computes a 128x128 tile, 8x8 sums per thread. The differences:
 //
-//   - the grid counts only the tiles on and below the diagonal, and of a tile on the diagonal the two warps whose parts
-//     of 32x64 lie above it do nothing: the arithmetic of 34 tiles instead of 36 at T = 1024. (Cutting parts as well,
+//   - The grid has only the tiles on and below the diagonal. In a tile on the diagonal, the two warps whose parts of
+//     32x64 lie above it do nothing: at T = 1024 the arithmetic of 34 tiles instead of 36. (Cutting parts as well,
 //     33 tiles, was 1.5 % slower: a block waits for its slowest warp.)
-//   - slices of 16 values come through two buffers: the next one travels (cp.async, not through registers) while the
-//     present one is multiplied, and there is one barrier a slice;
-//   - rows are padded to 20 floats, and rows, columns and threads are matched so that no read of shared memory (16 of
-//     16 bytes for 256 multiply-adds) meets a bank conflict, and a store of a warp fills four 128-byte lines;
-//   - stores are streamed: the L2 cache is for Q and K, which are read again, not for out, which is not.
+//   - Slices of 16 values use two buffers: the next slice is copied (cp.async, bypassing registers) while the present
+//     one is multiplied, with one barrier per slice.
+//   - Rows are padded to 20 floats. Rows, columns and threads are arranged so that no read of shared memory (16 reads
+//     of 16 bytes for 256 multiply-adds) has bank conflicts, and a store of a warp fills four 128-byte lines.
+//   - Stores are streaming stores: the L2 cache is for Q and K, which are read again.
 //
 //   a thread's outputs in the 32x64 part of its warp:   rows 4 r + ty            (r = 0..7, ty = 0..3)
 //                                                       columns 32 g + 4 tx + e  (g = 0, 1; tx = 0..7; e = 0..3)
 //
-// Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; any HS that is a multiple of 4; qkv and out
-// on 16 bytes. GPUs before sm_80 have no cp.async: there the next slice passes through registers and is waited for.
+// Block (256), grid (n (n + 1) / 2, B NH) with n = ceil(T / 128). Any T; HS is a multiple of 4; qkv and out are aligned
+// to 16 bytes. Before sm_80 there is no cp.async: the copy of the next slice is synchronous and goes through registers.
 #include "lib/copies.cuh"
 #include "trimat/triangle.cuh"
 
@@ -30,16 +30,16 @@
 #endif
 static_assert(NH > 0 && HS > 0 && HS % 4 == 0, "rows are read as float4: HS must be a multiple of 4");
 
-constexpr int ROW = 3 * NH * HS;  // from one row of a head to the next
+constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
 constexpr int TILE = 128;
 constexpr int SLICE = 16;
-constexpr int STRIDE = SLICE + 4;  // 8 rows in a row then start in 8 different groups of 4 banks
+constexpr int STRIDE = SLICE + 4;  // 8 consecutive rows then start in 8 different groups of 4 banks
 constexpr int BUFFER = TILE * STRIDE;
 
 __device__ __forceinline__ void st_stream(float* p, float4 v) { __stcs(reinterpret_cast<float4*>(p), v); }
 
-// Adds a slice's products to the thread's sums. lhs and rhs point to its first rows in shared memory; the next ones of
-// lhs follow every 4 rows, those of rhs every 8, a group of 4 columns filling 32 rows.
+// Adds a slice's products to the thread's sums. lhs and rhs point to its first rows in shared memory. The further rows
+// of lhs are 4 apart, those of rhs 8 apart; a group of 4 columns spans 32 rows.
 __device__ __forceinline__ void add_slice(float (&sum)[8][8], const float* lhs, const float* rhs) {
     constexpr int COLUMNS = 8;
 #pragma unroll 1
@@ -62,15 +62,15 @@ __device__ __forceinline__ void add_slice(float (&sum)[8][8], const float* lhs, 
     }
 }
 
-// Stores what lies on or below the diagonal: the thread's first output is out[row][column]. With VECTORS, every row of
-// out starts on 16 bytes, and the float4 that holds the diagonal is stored whole.
+// Stores the values on or below the diagonal; the thread's first output is out[row][column]. With VECTORS, every row of
+// out is aligned to 16 bytes, and the float4 that contains the diagonal is stored whole.
 template <bool VECTORS>
 __device__ __forceinline__ void store(float* out, const float (&sum)[8][8], int row, int column, int T) {
     const float scale = 1.0f / sqrtf((float)HS);  // a constant to the compiler
     float* first = out + (long long)row * T + column;
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
-        const int last = row + 4 * r < T ? row + 4 * r - column : -1;  // the diagonal, counted from the first column
+        const int last = row + 4 * r < T ? row + 4 * r - column : -1;  // the diagonal, relative to the first column
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
             const float* v = sum[r] + 4 * g;
@@ -92,16 +92,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
     float* __restrict__ out,        // (B, NH, T, T)
     int T) {
     __shared__ __align__(16) float lhs_s[4 * BUFFER];  // two buffers for Q
-    float* const rhs_s = lhs_s + 2 * BUFFER;           // and two for K
+    float* const rhs_s = lhs_s + 2 * BUFFER;           // two buffers for K
 
-    // Tile number t = i (i + 1) / 2 + j of the head's rows of 1, 2, 3 ... tiles.
+    // The tile number t = i (i + 1) / 2 + j counts the head's tiles in rows of 1, 2, 3 ... tiles.
     const int t = blockIdx.x, i = triangle_row(t);
     const int tile_i = TILE * i, tile_j = TILE * (t - i * (i + 1) / 2);
 
-    // What this thread copies: float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time
-    // write to two rows 4 apart, which are 8 different groups of 4 banks again. Column 4 tx + e of each 32 stands in
-    // row 8 e + tx, so that threads side by side read rows side by side. Rows past the end of the sequence are not
-    // copied: whatever stands there then, its products are not stored.
+    // This thread's copies: float4 number copy_v of two rows of each operand, 64 rows apart. Eight threads at a time
+    // write to two rows 4 apart, which again are 8 different groups of 4 banks. Column 4 tx + e of each 32 is stored in
+    // row 8 e + tx, so that neighbouring threads read neighbouring rows. Rows past the end of the sequence are not
+    // copied; their products use arbitrary values and are not stored.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int copy_v = lane % 4, copy_row = 8 * warp + lane / 4 % 2 * 4 + lane / 8;
     const int copy_column = copy_row / 32 * 32 + copy_row % 8 * 4 + copy_row % 32 / 8;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
             if (q_row + 64 < T) copy_vec(copy_to + 64 * STRIDE, q + 64 * ROW);
             if (k_row < T) copy_vec(copy_to + 2 * BUFFER, k);
             if (k_row + 64 < T) copy_vec(copy_to + 2 * BUFFER + 64 * STRIDE, k + 64 * ROW);
-        } else {  // the end of the last slice, when HS is no multiple of 16
+        } else {  // the end of the last slice, if HS is not a multiple of 16
             const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             st_vec(copy_to, zero);
             st_vec(copy_to + 64 * STRIDE, zero);
@@ -127,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
         k += SLICE;
     };
 
-    // What it computes. The parts (2 * row + column, a hex digit each) are dealt to the warps so that in a tile on the
-    // diagonal no two idle warps w and w + 4 share a scheduler. The bits of the lane are mixed so that each half of a
-    // warp reads 8 different rows of rhs and 2 of lhs.
+    // This thread's outputs. The parts (2 * row + column, one hex digit each) are assigned to the warps so that in a
+    // tile on the diagonal no two idle warps w and w + 4 share a scheduler. The lane's bits are permuted so that each
+    // half of a warp reads 8 different rows of rhs and 2 of lhs.
     const int part = 0x35104276 >> 4 * warp & 7;
     const int tx = (lane & 1) | (lane >> 1 & 6), ty = (lane >> 1 & 1) | (lane >> 3 & 2);
     const int row0 = 32 * (part / 2), column0 = 64 * (part % 2);
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_tri5(
 #pragma unroll 1
     for (int s0 = 0; s0 < HS; s0 += SLICE) {
         wait_for_copies();
-        __syncthreads();  // the slice is complete, and the one before, whose buffer comes next, has been read
+        __syncthreads();  // the slice is complete, and the previous one, whose buffer is filled next, has been read
         copy_to += to_next;
         if (s0 + SLICE < HS) copy_slice(s0 + SLICE);
         if (needed) {

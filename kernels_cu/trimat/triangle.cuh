@@ -1,7 +1,7 @@
-// Where a tile on or below the diagonal stands, by its number: rows of 1, 2, 3 ... tiles one after the other.
+// The position of a tile on or below the diagonal from its number: rows of 1, 2, 3 ... tiles, one after the other.
 #pragma once
 
-// The largest i with i (i + 1) / 2 <= t, for t from 0 to 1e9. A rounded root is off by one at most.
+// Returns the largest i with i (i + 1) / 2 <= t, for t from 0 to 1e9. The rounded root is off by at most one.
 __device__ __forceinline__ int triangle_row(int t) {
     int i = (int)((sqrtf(8.0f * t + 1.0f) - 1.0f) / 2.0f);
     if (i * (i + 1) / 2 > t) --i;

@@ -1,4 +1,4 @@
-// cg::reduce over a tile, by shuffles: every thread of it gets the result.
+// cg::reduce over a tile, by shuffles: every thread of the tile receives the result.
 #pragma once
 
 namespace cooperative_groups {
@@ -9,7 +9,7 @@ struct plus {
 };
 
 template <typename T>
-struct greater {  // the larger of two, as in the real header
+struct greater {  // the larger of two, as in CUDA's header
     T operator()(T a, T b) const { return a < b ? b : a; }
 };
 

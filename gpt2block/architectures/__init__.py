@@ -1,0 +1,1 @@
+"""Model architectures as plans: which steps a forward pass consists of, on which tensors."""

@@ -1,0 +1,333 @@
+"""GPT-2 as plans. The Pre-LN block is written once, in `block`; every forward pass is made of it.
+
+    ten_step_plan, fused_plan   one block
+    model_plan                  tokens → logits, a step per operation: the NumPy model
+    Prefill.plan                the same on a GPU, for packed rows of several sequences
+    decode_plan                 one token for each row of a kv_cache, on a GPU
+
+The fused plans follow from the ten steps: `fuse_epilogues` gives a matrix product the GELU or the
+addition that follows it, `fuse_norms` the LayerNorm before it. A tensor has the same name in every
+plan; that of a layer begins with "h.0.", "h.1." and so on, like its weights.
+
+Rows of several sequences are packed into one matrix (N, C): only attention, the embedding and the
+kv_cache tell sequences apart. Source: Radford et al., "Language Models are Unsupervised Multitask
+Learners" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gpt2block.config import GPT2Config, model_shapes
+from gpt2block.plan import Plan, Step
+
+Steps = list[Step]
+Want = Literal["last", "logits", "hidden", "log_likelihood"]
+ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
+
+# What a batch of packed sequences is described by, int32: the tokens (N,), their positions (N,) and
+# sequences (N,); where each sequence begins among the rows (B + 1,) and in the kv_cache (B,); the
+# row of its last token (B,); the token that follows each (N,).
+BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
+
+# The end of a tensor's name → the buffer that holds it, in turns with the others of that buffer.
+_BUFFERS: Mapping[str, str] = {
+    **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
+    **dict.fromkeys(("ln1", "attn", "attn_new", "ln2", "ln_f"), "normed"),
+    **{name: name for name in ("qkv", "q")},
+    "gelu": "ff",
+}
+
+
+def block(eps: float, attention: Sequence[Step], h: str = "", x: str = "x") -> Steps:
+    """The ten steps of a Pre-LN block; attention: the steps from `qkv` to `attn`.
+
+    h: what the names of its weights and tensors begin with; x: the name of its input.
+    """
+    norm = {"eps": eps}
+    return [
+        Step(f"{h}ln1", "layernorm", (x, f"{h}gamma1", f"{h}beta1"), norm),
+        Step(f"{h}qkv", "matmul_bias", (f"{h}ln1", f"{h}w_qkv", f"{h}b_qkv")),
+        *attention,
+        Step(f"{h}proj", "matmul_bias", (f"{h}attn", f"{h}w_attn", f"{h}b_attn")),
+        Step(f"{h}x1", "add", (x, f"{h}proj")),
+        Step(f"{h}ln2", "layernorm", (f"{h}x1", f"{h}gamma2", f"{h}beta2"), norm),
+        Step(f"{h}ff1", "matmul_bias", (f"{h}ln2", f"{h}w_fc", f"{h}b_fc")),
+        Step(f"{h}gelu", "gelu", (f"{h}ff1",)),
+        Step(f"{h}ff2", "matmul_bias", (f"{h}gelu", f"{h}w_proj", f"{h}b_proj")),
+        Step(f"{h}output", "add", (f"{h}x1", f"{h}ff2")),
+    ]
+
+
+def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
+    """Every matmul_bias as `op`, which applies the GELU or adds the residual that follows it.
+
+    The result has the name of the last step fused, and inputs (a, w, bias, residual).
+    """
+    fused: Steps = []
+    for step in steps:
+        product = fused[-1] if fused and fused[-1].op == op else None
+        if product is not None and product.name in step.inputs and step.op in ("gelu", "add"):
+            residual = tuple(name for name in step.inputs if name != product.name)
+            attrs = {"gelu": True} if step.op == "gelu" else {}
+            fused[-1] = Step(step.name, op, product.inputs + residual, {**product.attrs, **attrs})
+        else:
+            fused.append(replace(step, op=op) if step.op == "matmul_bias" else step)
+    return fused
+
+
+def fuse_norms(steps: Iterable[Step]) -> Steps:
+    """`fuse_epilogues` for op "linear", which computes the LayerNorm of its input, too."""
+    fused: Steps = []
+    for step in fuse_epilogues(steps, "linear"):
+        if step.op != "linear":
+            fused.append(step)
+        elif fused and fused[-1].op == "layernorm" and fused[-1].name == step.inputs[0]:
+            fused.append(as_linear(step, fused.pop()))
+        else:
+            fused.append(as_linear(step))
+    return fused
+
+
+def as_linear(step: Step, norm: Step | None = None, **attrs: Any) -> Step:
+    """A product (a, w, bias, residual) as `linear`: (x, w, bias, gamma, beta, residual)."""
+    a, w, bias, residual = (*step.inputs, "", "")[:4]
+    x, gamma, beta = norm.inputs if norm else (a, "", "")
+    merged = {**step.attrs, **(norm.attrs if norm else {}), **attrs}
+    return Step(step.name, "linear", (x, w, bias, gamma, beta, residual), merged)
+
+
+def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
+    """The Pre-LN GPT-2 block as ten steps; gelu overwrites ff1."""
+    attention = Step("attn", "attention", ("qkv",), {"n_head": n_head, "causal": causal})
+    return Plan(tuple(block(eps, [attention])), tuple(weights), in_place={"gelu": "ff1"})
+
+
+def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
+    """The same block in seven steps: a product fuses its bias, GELU and residual.
+
+    A step with the name of one of the ten computes the same tensor. Projections may add up K in
+    parts.
+    """
+    steps = fuse_epilogues(ten_step_plan(n_head, causal, eps, weights).steps, "gemm")
+    return Plan(
+        tuple(
+            replace(step, attrs={**step.attrs, "split_k": True}) if len(step.inputs) == 4 else step
+            for step in steps
+        ),
+        tuple(weights),
+        in_place={"attn": "ln1", "ln2": "attn"},  # less to hold in the L2 cache
+        overlapping=True,
+    )
+
+
+def model_plan(config: GPT2Config, want: Want | None, longest: int) -> Plan:
+    """Tokens to logits or hidden states, a step per operation.
+
+    longest: the number of tokens of the longest sequence. K and V of a layer: "h.0.k", "h.0.v".
+    """
+    steps, x = _embedding()
+    for h in _layers(config):
+        steps += block(config.eps, _cached_attention(config, h, h, longest), h, x)
+        x = f"{h}output"
+    if want == "last":
+        steps.append(Step("last.x", "take", (x, "last")))
+        x = "last.x"
+    if want is not None:
+        steps.append(Step("ln_f", "layernorm", (x, "gamma_f", "beta_f"), {"eps": config.eps}))
+    if want in ("last", "logits"):
+        steps.append(Step("logits", "matmul_bias", ("ln_f", "lm_head")))
+    return _model(config, steps)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the steps of a prefill on a GPU follow from.
+
+    tensor_cores: activations have 16 bits and products are `gemm`; else they are float32 and
+    products `linear`. rows: new tokens of all sequences; longest: at least those of the longest.
+    fresh, continued: whether some sequences begin here, and whether some follow tokens in the
+    kv_cache. layers: how many layers the kv_cache has: one, which all layers of the model share,
+    where no later call continues from it, or none where attention reads qkv alone.
+    """
+
+    tensor_cores: bool
+    rows: int
+    batch: int
+    longest: int
+    layers: int
+    fresh: bool = True
+    continued: bool = False
+
+    def plan(self, config: GPT2Config, want: Want | None) -> Plan:
+        """The plan that ends with what is wanted; None: with the last layer's attention.
+
+        What follows the last attention is computed for the wanted rows alone: for "last", for one
+        row of each sequence.
+        """
+        steps, x = _embedding()
+        for h in _layers(config)[:-1]:
+            steps += self._fused(config, self._block(config, h, x))
+            x = f"{h}output"
+        h = _layers(config)[-1]
+        ten = self._block(config, h, x)
+        fused = self._fused(config, ten)
+        end = [step.name for step in fused].index(f"{h}attn") + 1
+        steps += fused[:end]
+        if want == "last":
+            steps += self._last_rows(h, x, fused[end:], fuse_norms(ten[-5:]))
+            steps.append(_lm_head(config, f"{h}output"))
+        elif want is not None:
+            final = Step("ln_f", "layernorm", (f"{h}output", "gamma_f", "beta_f"))
+            steps += [*fused[end:], self._norm(config, final)]
+        if want == "log_likelihood":
+            for first in range(0, self.rows, ROWS_AT_ONCE):
+                steps += self._scores(first)
+        apart = "ln_f" if self.tensor_cores and want == "hidden" else ""
+        return _model(config, steps, apart, overlapping=self.tensor_cores)
+
+    def _block(self, config: GPT2Config, h: str, x: str) -> Steps:
+        """The ten steps, with attention over the cache or over the new tokens alone, or both."""
+        layer = int(h.split(".")[1])
+        kept = f"h.{layer % self.layers}." if self.layers else h
+        append, cached = _cached_attention(config, h, kept, self.longest)
+        if not self.tensor_cores:
+            return block(config.eps, [append, cached], h, x)
+        heads = {"n_head": config.n_head, "causal": True, "max_seqlen": self.longest}
+        name = f"{h}attn_new" if self.continued else f"{h}attn"
+        new = Step(name, "attention_varlen", (f"{h}qkv", "cu_seqlens"), heads)
+        chosen = [(self.layers > 0, append), (self.fresh, new), (self.continued, cached)]
+        return block(config.eps, [step for needed, step in chosen if needed], h, x)
+
+    def _fused(self, config: GPT2Config, ten: Steps) -> Steps:
+        if self.tensor_cores:
+            fused = fuse_epilogues(ten, "gemm")
+        else:
+            fused = [_tiles(step) for step in fuse_epilogues(ten, "linear")]
+        return [self._norm(config, step) for step in fused]
+
+    def _norm(self, config: GPT2Config, step: Step) -> Step:
+        if step.op != "layernorm":
+            return step
+        variant = {"variant": "narrow"} if self.tensor_cores else {"variant": 6, "stats": False}
+        return replace(step, attrs={"eps": config.eps, **variant})
+
+    def _last_rows(self, h: str, x: str, rest: Steps, decoding: Steps) -> Steps:
+        """What follows the last attention, for the last row of each sequence.
+
+        rest: those steps; decoding: the same from the second LayerNorm on with fewer kernels, which
+        are faster than tensor cores for few rows.
+        """
+        if self.tensor_cores:
+            rest = [rest[0], *map(_matvec, decoding)]
+        names = {x: "last.x", f"{h}attn": "last.attn"}
+        if self.batch > 1:
+            taken = [Step(short, "take", (long, "last")) for long, short in names.items()]
+        else:
+            row = {"first": self.rows - 1, "end": self.rows}
+            taken = [Step(short, "rows", (long,), row) for long, short in names.items()]
+        return taken + [
+            replace(step, inputs=tuple(names.get(name, name) for name in step.inputs))
+            for step in rest
+        ]
+
+    def _scores(self, first: int) -> Steps:
+        """Log-likelihoods of the targets of some rows."""
+        span = {"first": first, "end": min(self.rows, first + ROWS_AT_ONCE)}
+        targets = Step(f"targets.{first}", "rows", ("targets",), span)
+        inputs = f"logits.{first}", targets.name
+        scores = Step(f"scores.{first}", "log_likelihood", inputs)
+        return [*head_steps(span["first"], span["end"], self.tensor_cores), targets, scores]
+
+
+def head_steps(first: int, end: int, tensor_cores: bool) -> Steps:
+    """Logits of rows `first` to `end` - 1 of ln_f; head: lm_head as the product takes it."""
+    hidden = Step(f"hidden.{first}", "rows", ("ln_f",), {"first": first, "end": end})
+    name = f"logits.{first}"
+    if tensor_cores:
+        return [hidden, Step(name, "gemm", (hidden.name, "head", "head_bias"))]
+    return [hidden, Step(name, "linear", (hidden.name, "head"), {"variant": "tiles"})]
+
+
+def head_plan(config: GPT2Config, rows: int, first: int, tensor_cores: bool) -> Plan:
+    """`head_steps` of as many rows as are computed at once, from `first` on; ln_f is given."""
+    steps = head_steps(first, min(rows, first + ROWS_AT_ONCE), tensor_cores)
+    return Plan(tuple(steps), ("head", "head_bias"), input="ln_f")
+
+
+def decode_plan(config: GPT2Config) -> Plan:
+    """A token for each row of a kv_cache, five kernels a layer; logits at the end.
+
+    LayerNorm is fused into the products; that of qkv also appends K and V to the cache, and leaves
+    `q`. tokens (B,) and positions (B,) are in device memory, so that a step is always the same.
+    """
+    steps, x = _embedding()
+    for h in _layers(config):
+        cache = (f"{h}k", f"{h}v", "positions")
+        attention = Step(
+            f"{h}attn", "attention_split", (f"{h}q", *cache), {"n_head": config.n_head}
+        )
+        qkv, *rest = fuse_norms(block(config.eps, [attention], h, x))
+        steps.append(Step(f"{h}q", "linear_qkv", (*qkv.inputs[:5], *cache), qkv.attrs))
+        steps += map(_matvec, rest)
+        x = f"{h}output"
+    steps.append(_lm_head(config, x))
+    return _model(config, steps, overlapping=True)
+
+
+def _embedding() -> tuple[Steps, str]:
+    """The steps before the first block, and the tensor it reads."""
+    return [Step("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))], "embedding"
+
+
+def _layers(config: GPT2Config) -> list[str]:
+    """What the names of each layer's tensors begin with."""
+    return [f"h.{layer}." for layer in range(config.n_layer)]
+
+
+def _cached_attention(config: GPT2Config, h: str, kept: str, longest: int) -> Steps:
+    """K and V of qkv into the cache of layer `kept`, then causal attention over it."""
+    cache = (f"{kept}k", f"{kept}v")
+    heads = {"n_head": config.n_head, "longest": longest}
+    return [
+        Step(f"{h}kv", "kv_append", (f"{h}qkv", *cache, "row", "positions")),
+        Step(f"{h}attn", "attention_packed", (f"{h}qkv", *cache, "cu_seqlens", "start"), heads),
+    ]
+
+
+def _lm_head(config: GPT2Config, x: str) -> Step:
+    """The final LayerNorm and the logits of few rows, in one kernel."""
+    inputs = (x, "lm_head", "", "gamma_f", "beta_f", "")
+    return Step("logits", "linear", inputs, {"eps": config.eps, "variant": "matvec"})
+
+
+def _tiles(step: Step) -> Step:
+    """A product of many rows in float32."""
+    return as_linear(step, variant="tiles") if step.op == "linear" else step
+
+
+def _matvec(step: Step) -> Step:
+    """A product of few rows, which has the inputs of `linear` already."""
+    if step.op != "linear":
+        return step
+    return replace(step, attrs={**step.attrs, "variant": "matvec"})
+
+
+def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:
+    """A plan of these steps, whose tensors take turns in one buffer of each kind; not `apart`."""
+    cache = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
+    given = (*model_shapes(config), "lm_head", "head", "head_bias", *BATCH[1:], *cache)
+    in_place: dict[str, str] = {}
+    newest: dict[str, str] = {}
+    for step in steps:
+        kind = None if step.name == apart else _BUFFERS.get(step.name.rpartition(".")[2])
+        if step.name.startswith("last."):  # fewer rows, in buffers of their own
+            newest.pop("ff", None)
+        elif kind in newest:
+            in_place[step.name] = newest[kind]
+        if kind:
+            newest[kind] = step.name
+    names = tuple(dict.fromkeys(given))
+    return Plan(tuple(steps), names, in_place, "tokens", overlapping)

@@ -1,0 +1,171 @@
+"""Plans on a GPU: a Program is a plan whose launches are bound to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gpt2block.cuda import cupy, overlap
+from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda.kernels import Launch
+from gpt2block.ops.attention import bind as bind_attention
+from gpt2block.ops.attention_cached import bind as bind_attention_packed
+from gpt2block.ops.attention_cached import bind_append, bind_split
+from gpt2block.ops.linear import bind_qkv
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.plan import Plan, Step
+from gpt2block.weights.two_part import SplitMatrix
+
+
+class _Take(NamedTuple):
+    """Rows of `source` into `out`, by a kernel of CuPy's."""
+
+    source: CudaArray
+    indices: CudaArray
+    out: CudaArray
+    name: str = "take"
+
+    def run(self) -> None:
+        cupy.take(self.source, self.indices, axis=0, out=self.out)
+
+
+Runnable = Launch | _Take
+
+
+def _take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    source, indices = inputs
+    if out is None:
+        out = cupy.empty((len(indices), *source.shape[1:]), source.dtype)
+    return Bound(out, (_Take(source, indices, out),))  # type: ignore[arg-type]
+
+
+def _append(inputs: tuple[Any, ...], out: None = None) -> Bound:
+    qkv, k, v, row, position = inputs
+    return bind_append((qkv, row, position), (k, v))
+
+
+def _varlen(inputs: tuple[Any, ...], out: Any, **options: Any) -> Bound:
+    qkv, cu_seqlens = inputs
+    return bind_attention((qkv,), out, cu_seqlens=cu_seqlens, **options)
+
+
+# Ops of plans that are not operations by themselves, with the signature of `Operation.bind`.
+_BINDERS: Mapping[str, Callable[..., Bound]] = {
+    "take": _take,
+    "rows": lambda inputs, out, first, end: Bound(inputs[0][first:end], ()),
+    "kv_append": _append,
+    "attention_packed": bind_attention_packed,
+    "attention_varlen": _varlen,
+    "attention_split": lambda inputs, out, n_head: bind_split((*inputs, None), out, n_head=n_head),
+    "linear_qkv": lambda inputs, out, eps: bind_qkv(*(*inputs, out, eps)),
+}
+
+
+def bind_step(step: Step, tensors: Mapping[str, Any], out: Any = None) -> Bound:
+    """A step's launches on arrays by name; `out` is allocated where it is None."""
+    inputs = tuple(tensors[name] if name else None for name in step.inputs)
+    bind = _BINDERS[step.op] if step.op in _BINDERS else OPERATIONS[step.op].bind
+    return bind(inputs, out, **step.attrs)
+
+
+class Program:
+    """A plan bound to arrays on the current device. It keeps all of them alive.
+
+    tensors: what the plan is given, by name, and storage for its steps: that of a step in place is
+    the storage of the tensor it overwrites, and what is missing is allocated. known: steps that are
+    bound already, to the same arrays. after: what runs after the steps, such as a sampler.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Any],
+        known: Mapping[str, Bound] | None = None,
+        after: Iterable[Bound] = (),
+    ) -> None:
+        self.plan = plan
+        self.tensors = dict(tensors)
+        self.bounds: dict[str, Bound] = {}
+        for step in plan.steps:
+            bound = known.get(step.name) if known else None
+            if bound is None:
+                out = self.tensors.get(step.name, self.tensors.get(plan.buffer(step.name)))
+                bound = bind_step(step, self.tensors, out)
+            self.bounds[step.name] = bound
+            self.tensors[step.name] = bound.out
+        self._after = tuple(after)
+        self._ran = False
+        self._graph: Any = None
+
+    @property
+    def out(self) -> Any:
+        """The last step's tensor."""
+        return self.tensors[self.plan.output]
+
+    @property
+    def launches(self) -> tuple[Runnable, ...]:
+        bounds = (*self.bounds.values(), *self._after)
+        return tuple(launch for bound in bounds for launch in bound.launches)
+
+    def run(self) -> None:
+        """Launch everything on the current stream."""
+        self.run_steps()
+        for bound in self._after:
+            bound.run()
+
+    def run_steps(self) -> None:
+        for name in self.bounds:
+            self.run_step(name)
+
+    def run_step(self, name: str) -> None:
+        """Under the step's name in a profiler's timeline."""
+        cupy.cuda.nvtx.RangePush(name)
+        try:
+            for launch in self.bounds[name].launches:
+                launch.run()
+        finally:
+            cupy.cuda.nvtx.RangePop()
+
+    def replay(self, stream: Any, private: Any) -> None:
+        """Run as a CUDA graph on `stream`; it is captured on the stream `private` when missing.
+
+        Every kernel must have been loaded: by a run, or by that of another program.
+        """
+        if self._graph is None:
+            self._graph = capture(self.launches, private, self.plan.overlapping)
+        self._graph.launch(stream)
+
+    def repeat(self, stream: Any) -> None:
+        """Run on `stream`, the current one: from the second time on as a CUDA graph."""
+        if self._ran:
+            self.replay(stream, stream)
+        else:
+            self.run()
+        self._ran = True
+
+    def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
+        """Run the steps, with copies of the tensors of these (None: of all) as they are made."""
+        wanted = set(self.plan.names if names is None else names)
+        copies = {}
+        for name in self.bounds:
+            self.run_step(name)
+            if name in wanted:
+                made = self.tensors[name]
+                copies[name] = made.joined() if isinstance(made, SplitMatrix) else made.copy()
+        return copies
+
+
+def capture(launches: Iterable[Runnable], stream: Any, overlapping: bool) -> Any:
+    """A CUDA graph of launches; overlapping: each may start before the one before it has ended."""
+    early = overlapping and overlap.possible()
+    with stream:
+        stream.begin_capture()
+        try:
+            for launch in launches:
+                if early and isinstance(launch, Launch):
+                    overlap.run(launch)
+                else:
+                    launch.run()
+        finally:
+            graph = stream.end_capture()
+    return graph
