@@ -91,7 +91,7 @@ def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def markdown() -> str:
-    """The table of kernels for kernels_cu/README.md, a row a variant, linked to files and figures."""
+    """The table of kernels for kernels_cu/README.md, a row per variant."""
     figures = "../docs/performance.md"
     rows = ["| operation | variant | file | kernels | idea |", "|---|---|---|---|---|"]
     for operation in OPERATIONS.values():
