@@ -1,4 +1,4 @@
-"""Ten lines: random weights, a forward pass on the best device there is, compared with NumPy."""
+"""Run a block with random weights, on the GPU if there is one, and compare it with NumPy."""
 
 import numpy as np
 

@@ -1,11 +1,11 @@
-"""Whole GPT-2, and how far from float64 it is: text in, text out.
+"""Continue a text with GPT-2, and compare its residual stream with float64.
 
     python examples/real_gpt2.py "The capital of France is" --model gpt2
 
 `--model` is a hub id (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a Hugging Face directory, an llm.c
-.bin, or "shakespeare", the model in the package. Before the blocks and after each of them the
-residual stream is compared with float64 NumPy. What cannot be opened or used is an error on one
-line, with exit code 2.
+.bin, or "shakespeare", the bundled model. The residual stream is compared with float64 NumPy after
+the embedding and after each block. If the model or device cannot be used, one line on stderr says
+why, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpt2block.walkthrough import likeliest
 
 
 def main() -> int:
-    """The exit code, after an error on stderr if it is not 0."""
+    """Parse the arguments, run the example and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", nargs="?", default="The capital of France is")
     parser.add_argument("--model", default="gpt2")
@@ -50,12 +50,12 @@ def show(text: str, model: str, device: str | None) -> None:
 
     w = GPT2Weights.from_pretrained(checkpoint)
     exact = reference.encoder(ids, w.wte.astype(np.float64), w.wpe.astype(np.float64))
-    for layer, x in enumerate(gpt2.hidden_states(ids)[:-1]):  # the last has ln_f behind it
+    for layer, x in enumerate(gpt2.hidden_states(ids)[:-1]):  # the last is after ln_f
         if layer > 0:
             exact = reference.block_forward(exact, w.blocks[layer - 1], causal=True)
         error = np.abs(x - exact).max() / np.abs(exact).max()
-        where = f"after block {layer - 1}" if layer else "embedding"
-        print(f"{where:14}  residual stream within {error:.1e} of float64, relative")
+        position = f"after block {layer - 1}" if layer else "embedding"
+        print(f"{position:14}  residual stream within {error:.1e} of float64, relative")
 
     for token, p in likeliest(gpt2(ids, last=True)):
         print(f"{p:6.1%}  {gpt2.tokenizer.decode([token])!r}")

@@ -1,14 +1,14 @@
-"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, with a NumPy reference of each.
+"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, each with a NumPy reference.
 
-`import gpt2block` imports nothing else: each name is imported from its module when it is first
-used. Only `gpt2block.ops` needs CuPy and a GPU.
+`import gpt2block` imports no other module: each name is imported when it is first used. Only
+`gpt2block.ops` needs CuPy and a GPU.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as type checkers know it: typing alone takes longer to import than all here
+TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
 if TYPE_CHECKING:
     from typing import Any
 
@@ -64,7 +64,7 @@ _MODULE_OF = {
     "random_input": "weights.gpt2",
     "solve": "block",
 }
-_MODULES = (  # those that `import gpt2block` alone gives access to
+_MODULES = (  # submodules that need no import of their own
     *("block", "checkpoints", "config", "cuda", "doctor", "errors", "model", "operations"),
     *("plan", "reference", "run", "text", "weights"),
 )

@@ -1,4 +1,4 @@
-"""`python -m gpt2block` is the command `gpt2block`."""
+"""`python -m gpt2block`: the same as the command `gpt2block`."""
 
 from gpt2block.cli import main
 

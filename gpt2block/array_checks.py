@@ -1,4 +1,4 @@
-"""Checks of array arguments by their shapes: `@takes(x="... C", gamma="C")`."""
+"""Checks of the dtypes and shapes of array arguments: `@takes(x="... C", gamma="C")`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpt2block.errors import InputError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Sizes = dict[str, Any]  # by letter; "..." is the tuple of all leading axes
+Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
 
 MOST_POSITIONS = 2**31 - 1
-# Kind of array → the characters of its dtypes, and those dtypes in words. E: ml_dtypes' bfloat16.
+# Kind of array → its dtype characters, and the dtypes in words. E is bfloat16 of ml_dtypes.
 _KINDS: Mapping[str, tuple[str, str]] = {
     "float": ("efdE", "float16, bfloat16, float32 or float64"),
     "float32": ("f", "float32"),
@@ -36,7 +36,7 @@ def _position(name: str, value: Any) -> int:
     return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
 
 
-# Scalar arguments by name: they mean the same in every function.
+# Scalar arguments by name, with the same meaning in every function.
 _SCALARS: Mapping[str, Callable[[str, Any], object]] = {
     "n_head": check_count,
     "head_dim": check_count,
@@ -50,10 +50,10 @@ _SCALARS: Mapping[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True)
 class _Spec:
-    """What an array has to be: `kind` is one of `_KINDS`, `axes` are letters or numbers."""
+    """The required dtype and shape of an array: `kind` of `_KINDS`, `axes` letters or numbers."""
 
     kind: str
-    leading: bool  # whether any axes may come before
+    leading: bool  # whether any axes may precede `axes`
     axes: tuple[str, ...]
     chars: str
 
@@ -65,24 +65,26 @@ class _Spec:
         return cls(kind, leading, tuple(words[leading:]), _KINDS[kind][0])
 
     def check(self, name: str, value: Any, sizes: Sizes) -> None:
-        """InputError unless `value` fits; sizes of letters that are new are added to `sizes`."""
+        """InputError unless `value` fits; the sizes of new letters are added to `sizes`."""
+        if not self._fits(value, sizes):
+            raise self._error(name, value, sizes)
+
+    def _fits(self, value: Any, sizes: Sizes) -> bool:
         if self.kind in ("matrix", "table") and hasattr(value, "dequantized"):
             shape = (value.K, value.N) if self.kind == "matrix" else (value.N, value.K)
-        elif is_plain(value):
+        elif is_plain(value) and value.dtype.char in self.chars and value.size:
             shape = value.shape
-            if value.dtype.char not in self.chars or value.size == 0:
-                raise self._error(name, value, sizes)
         else:
-            raise self._error(name, value, sizes)
+            return False
         first = len(shape) - len(self.axes)
         if first < 0 or (first and not self.leading):
-            raise self._error(name, value, sizes)
+            return False
         if self.leading and sizes.setdefault("...", shape[:first]) != shape[:first]:
-            raise self._error(name, value, sizes)
-        for letter, size in zip(self.axes, shape[first:], strict=True):
-            expected = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-            if expected != size:
-                raise self._error(name, value, sizes)
+            return False
+        return all(
+            size == (int(axis) if axis.isdigit() else sizes.setdefault(axis, size))
+            for axis, size in zip(self.axes, shape[first:], strict=True)
+        )
 
     def _error(self, name: str, value: Any, sizes: Sizes) -> InputError:
         leading = sizes.get("...", ("...",)) if self.leading else ()
@@ -101,11 +103,11 @@ class _Spec:
 
 
 def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: arguments are checked before the function is called; InputError if one is wrong.
+    """Decorator: check the arguments of a function, and raise InputError if one is wrong.
 
-    arrays: a kind of `_KINDS`, "float" where none is given, and axes: "..." stands for any leading
-    axes, a letter for a size that is the same wherever the letter stands, a number for itself. An
-    array may be None where that is the default. Scalars are checked by name, as in `_SCALARS`.
+    arrays: argument → a kind of `_KINDS` ("float" by default) and axes: "..." for any leading axes,
+    a letter for a size that is the same for all its occurrences, or a number. An array may be None
+    if that is its default. Scalars are checked by name with `_SCALARS`.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -116,7 +118,7 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         optional = {name for name, one in parameters.items() if one.default is None}
 
         def fitting(name: str, value: Any, sizes: Sizes) -> Any:
-            """The value; a NumPy scalar as Python's, which does not overflow."""
+            """The checked value; NumPy scalars become Python scalars, which do not overflow."""
             if value is None and name in optional:
                 return value
             if name in specs:
@@ -128,7 +130,7 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             sizes: Sizes = {}
             values: Any = [fitting(*pair, sizes) for pair in zip(names, args, strict=False)]
             named: Any = {name: fitting(name, value, sizes) for name, value in kwargs.items()}
-            values += args[len(values) :]  # too many: the function says so
+            values += args[len(values) :]  # the function raises TypeError for these
             return function(*values, **named)
 
         return checked
@@ -137,18 +139,18 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that `takes` decorates, without the checks: for arguments that surely fit."""
+    """The function without the checks of `takes`, for arguments known to be valid."""
     inner: Callable[P, R] = function.__wrapped__  # type: ignore[attr-defined]
     return inner
 
 
 def check_real(name: str, value: Any) -> None:
-    """InputError unless it is a number, NaN and infinity included."""
+    """InputError unless `value` is a number; NaN and infinity are numbers."""
     numbers = (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, numbers) or _beyond(value):
+    if isinstance(value, bool) or not isinstance(value, numbers) or _overflows(value):
         raise InputError(f"{name}: expected a number, got {shown(value)}")
 
 
-def _beyond(value: Any) -> bool:
-    """Whether an integer is too large to be a float."""
+def _overflows(value: Any) -> bool:
+    """Whether an integer is too large for a float."""
     return isinstance(value, int) and abs(value) > math.ldexp(1, 1023)

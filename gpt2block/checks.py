@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises InputError by the argument's name."""
+"""Checks of arguments, which raise InputError with the name of the argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def real(value: object) -> float | None:
-    """A Python or NumPy number as a float; None where it is not one, not finite or a bool."""
+    """A finite Python or NumPy number as a float; None for anything else, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return None
     try:
@@ -30,7 +30,7 @@ def real(value: object) -> float | None:
 
 
 def check_number(name: str, value: object, least: float, most: float, expected: str) -> float:
-    """A number from `least` to `most`."""
+    """`value` as a float; InputError unless it is a number from `least` to `most`."""
     number = real(value)
     if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
@@ -38,7 +38,7 @@ def check_number(name: str, value: object, least: float, most: float, expected: 
 
 
 def check_integer(name: str, value: Any, least: int, most: float, expected: str) -> int:
-    """A Python or NumPy integer from `least` to `most`; a bool is not one."""
+    """`value` as an int; InputError unless it is an integer, not a bool, in least..most."""
     number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
     if number is None or not least <= number <= most:
         raise InputError(f"{name}: expected {expected}, got {shown(value)}")
@@ -46,19 +46,27 @@ def check_integer(name: str, value: Any, least: int, most: float, expected: str)
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False: anything else, such as the string "no", could mean either."""
+    """`value` as a bool; InputError unless it is True or False, as for the string "no"."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """InputError unless `value` is one of the strings."""
+    if not isinstance(value, str) or value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise InputError(f"{name}: expected {expected}, got {shown(value)}")
+
+
 def check_callable(name: str, value: object) -> None:
+    """InputError unless `value` can be called."""
     if not callable(value):
         raise InputError(f"{name}: expected a function, got {shown(value)}")
 
 
 def several(given: Any) -> list[Any]:
-    """The elements of what can be iterated over, else a list of the one object."""
+    """The elements of an iterable, or a list of the single object."""
     try:
         return list(given)
     except TypeError:
@@ -66,12 +74,12 @@ def several(given: Any) -> list[Any]:
 
 
 def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
-    """Whether it is a NumPy array without a mask, which most functions would ignore."""
+    """Whether `array` is a NumPy array, and not a masked array, whose mask would be ignored."""
     return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
 
 
 def plain_array(name: str, given: Any) -> NDArray[Any]:
-    """`np.asarray` without what it would lose silently: a mask, and bools between numbers."""
+    """`np.asarray`; InputError for masked arrays and bools, which it would convert silently."""
     if isinstance(given, np.ma.MaskedArray):
         raise InputError(f"{name}: expected an array without a mask, got a NumPy masked array")
     if isinstance(given, (list, tuple)) and any(isinstance(n, (bool, np.bool_)) for n in given):
@@ -80,9 +88,9 @@ def plain_array(name: str, given: Any) -> NDArray[Any]:
 
 
 def as_numpy(name: str, given: Any) -> NDArray[Any]:
-    """`np.asarray`; InputError where an object's own conversion fails, as of a torch tensor does.
+    """`np.asarray`; InputError if the object's own conversion fails, such as a torch tensor's.
 
-    Raises TypeError, ValueError or OverflowError for what is no array.
+    Raises TypeError, ValueError or OverflowError for what cannot be an array.
     """
     try:
         return np.asarray(given)
@@ -90,12 +98,11 @@ def as_numpy(name: str, given: Any) -> NDArray[Any]:
         raise InputError(f"{name}: cannot be read as an array: {error}") from error
 
 
-def named_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: an unknown keyword raises UnknownOption, which names the nearest known one.
 
-    elsewhere: messages for keywords that the function does not take for a reason of its own; {} is
-    the value. Where the function takes `sampling`, a Sampling, the keywords of a Sampling's fields
-    cannot be given as well. `help` shows the signature of the function itself.
+    rejected: keyword → message, for keywords that need an explanation; {} stands for the value. If
+    `sampling` is given, InputError for the keywords that are fields of a Sampling.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -105,7 +112,7 @@ def named_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in kwargs.items():
                 if name not in known:
-                    raise _unknown(function, name, known, elsewhere, value)
+                    raise _unknown(function, name, known, rejected, value)
             if kwargs.get("sampling") is not None:
                 both = [name for name in SAMPLING_OPTIONS if name in kwargs]
                 if both:
@@ -121,13 +128,13 @@ SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 
 def _unknown(
-    function: Callable[..., Any], name: str, known: list[str], elsewhere: dict[str, str], value: Any
+    function: Callable[..., Any], name: str, known: list[str], rejected: dict[str, str], value: Any
 ) -> UnknownOption:
-    where = function.__qualname__.removesuffix(".__init__")
-    if name in elsewhere:
-        return UnknownOption(f"{where}: {elsewhere[name].format(shown(value))}")
+    callee = function.__qualname__.removesuffix(".__init__")
+    if name in rejected:
+        return UnknownOption(f"{callee}: {rejected[name].format(shown(value))}")
     from difflib import get_close_matches  # noqa: PLC0415
 
     nearest = get_close_matches(name, known, 1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"see help({where})"
-    return UnknownOption(f"{where}: unknown keyword {name!r}: {hint}")
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"see help({callee})"
+    return UnknownOption(f"{callee}: unknown keyword {name!r}: {hint}")

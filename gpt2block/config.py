@@ -1,4 +1,4 @@
-"""The shape of a GPT-2 model."""
+"""The sizes of a GPT-2 model and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gpt2block.checks import check_integer, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 
-# Far above every GPT-2 there is. They bound the work that a header of a few bytes can ask for.
+# Far above the sizes of every GPT-2: they limit the memory that a small, damaged file can request.
 LIMITS: Mapping[str, int] = {
     "n_layer": 10_000,
     "n_head": 2**16,
@@ -21,7 +21,7 @@ LIMITS: Mapping[str, int] = {
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-# What `transformers` calls the same settings in every architecture
+# The names of the same settings in other architectures of `transformers`
 _OTHER_NAMES: Mapping[str, str] = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -31,13 +31,13 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
-    """The value as an int; InputError unless it is a positive integer (a bool is none)."""
+    """The value as an int; InputError unless it is an integer, not a bool, in 1..most."""
     count = check_integer(name, value, 1, math.inf, "a positive integer")
     return check_integer(name, count, 1, most, f"at most {most:,}")
 
 
 def check_eps(value: Any) -> float:
-    """The value as a float; InputError unless it can be LayerNorm's epsilon in float32."""
+    """The value as a float; InputError unless it is a valid LayerNorm epsilon in float32."""
     expected = "a finite number of at least 0 that fits float32"
     return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
@@ -61,7 +61,7 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
-            # A NumPy integer becomes one that JSON can hold.
+            # Convert NumPy integers, which json cannot write.
             object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
         object.__setattr__(self, "eps", check_eps(self.eps))
         if not isinstance(self.tie_word_embeddings, bool):
@@ -78,14 +78,14 @@ class GPT2Config:
 
     @classmethod
     def from_hugging_face(cls, config: Any) -> GPT2Config:
-        """The fields of a Hugging Face `config.json`; absent ones keep GPT-2 small's value.
+        """Read the fields of a Hugging Face `config.json`; absent ones have GPT-2 small's value.
 
-        A size may have its GPT-2 name or its general one (n_head, num_attention_heads). As in
-        `transformers`, n_positions is the context, and n_ctx counts only without it. Keys that do
-        not change what the model computes are ignored.
+        A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
+        `transformers`, n_positions is the context length, and n_ctx is used only without it. Keys
+        that do not change the result of the model are ignored.
 
         Raises CheckpointError for another architecture, for variants of GPT-2 that the kernels do
-        not compute, and for two names of one size that contradict each other.
+        not compute, and if the two names of a size have different values.
         """
         if not isinstance(config, dict):
             raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
@@ -101,8 +101,8 @@ class GPT2Config:
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The object of a `config.json` that `transformers` reads as this model."""
-        end_of_text = 50256 if self.vocab_size == 50257 else None  # other vocabularies: not known
+        """The content of a `config.json` with which `transformers` loads this model."""
+        end_of_text = 50256 if self.vocab_size == 50257 else None  # unknown for other vocabularies
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -124,7 +124,7 @@ class GPT2Config:
 
 
 def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a config.json gives, under either name. Raises CheckpointError, InputError."""
+    """The sizes in a config.json, under either name. Raises CheckpointError or InputError."""
     sizes = {name: config[name] for name in ("n_ctx", "vocab_size") if name in config}
     for name, other in _OTHER_NAMES.items():
         ours = "n_ctx" if name == "n_positions" else name
@@ -135,7 +135,7 @@ def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
         if len(given) == 2 and given[0] != given[1]:
             raise CheckpointError(
                 f"config.json: {name} {shown(given[0])} contradicts {other} {shown(given[1])}: "
-                "they are two names of one size: remove the wrong one"
+                "both name the same size: remove the wrong one"
             )
         if given:
             sizes[ours] = given[0]
@@ -143,7 +143,7 @@ def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
-    """CheckpointError for settings with which a model computes something else than GPT-2."""
+    """CheckpointError for settings that change what the model computes."""
     for name, supported, why in (
         (
             "activation_function",
@@ -151,7 +151,7 @@ def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
             "the kernels compute GELU in its tanh approximation only",
         ),
         ("n_inner", (None, 4 * n_embd), "the kernels have a hidden width of 4 n_embd only"),
-        ("scale_attn_weights", (True,), "the kernels divide by the root of the head size"),
+        ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
         ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
         ("add_cross_attention", (False,), "there is no encoder to attend to"),
         ("quantization_config", (None,), "quantized weights are not supported"),
@@ -166,7 +166,7 @@ def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
 
 
 def _as_json(value: Any) -> str:
-    """A value of a config.json as the file has it, where that is short."""
+    """A value of a config.json as JSON, shortened if it is long."""
     names = {None: "null", True: "true", False: "false"}
     return names[value] if value is None or isinstance(value, bool) else shown(value)
 
@@ -178,7 +178,7 @@ SIZES: Mapping[str, GPT2Config] = {
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
 
-# The sizes by their number of parameters
+# Number of parameters → size
 ALIASES: Mapping[str, str] = {
     "124M": "gpt2",
     "355M": "gpt2-medium",
@@ -188,7 +188,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def size(name: str) -> GPT2Config:
-    """The config of a GPT-2 size by name, "gpt2" or "124M"; InputError lists the known names."""
+    """The config of a GPT-2 size, such as "gpt2" or "124M"; InputError lists the known names."""
     known = (*SIZES, *ALIASES)
     if not isinstance(name, str) or name not in known:
         raise InputError(f"unknown size {name!r}: expected one of {', '.join(known)}")
@@ -196,7 +196,7 @@ def size(name: str) -> GPT2Config:
 
 
 def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
-    """Name → shape of a block's twelve tensors, in packed order; matrices are (in, out)."""
+    """Name → shape of the twelve tensors of a block, in packed order; matrices are (in, out)."""
     C = n_embd
     return {
         "gamma1": (C,),
@@ -215,10 +215,11 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Name → shape of all tensors of a model, in the order they are given everywhere.
+    """Name → shape of all tensors of a model, in the order used throughout the package.
 
-    wte, wpe, the blocks' as `h.N.` and a name of `block_shapes`, gamma_f, beta_f, and lm_head where
-    it is not wte. Matrices of blocks are (in, out); wte and lm_head are (vocab_size, C).
+    wte, wpe, those of the blocks as `h.N.` and a name of `block_shapes`, gamma_f, beta_f, and
+    lm_head unless it is tied to wte. Matrices of blocks are (in, out); wte and lm_head are
+    (vocab_size, C).
     """
     C = config.n_embd
     shapes: dict[str, tuple[int, ...]] = {"wte": (config.vocab_size, C), "wpe": (config.n_ctx, C)}

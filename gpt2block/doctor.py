@@ -1,8 +1,8 @@
-"""What this machine offers for running on a CUDA device, and the command that fixes what it lacks.
+"""Checks whether CUDA kernels can run on this machine, and the commands that fix problems.
 
-CuPy reports most failures as the same "driver version is insufficient". So the facts are gathered
-at their sources, which are package metadata, the driver's own library (through ctypes) and NVRTC,
-by functions of their own; the `check_` functions only judge them, and can be tried on any facts.
+CuPy reports most problems as "driver version is insufficient". The `probe_` functions therefore
+read the facts at their sources: package metadata, the driver's library (through ctypes) and NVRTC.
+The `check_` functions only evaluate these facts, so that tests can give them any facts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ PIP_CUDA12 = f"pip install 'cupy-cuda12x==14.*' '{TOOLKIT[12]}'"
 SET_CACHE = "set CUPY_CACHE_DIR to a directory that can be written"
 ADVICE = "`gpt2block check` says what to do"
 NO_DEVICE = 100
-DRIVER_FIX = {  # by the code of the driver's error
-    34: "take the toolkit's 'stubs' directory out of LD_LIBRARY_PATH",
+DRIVER_FIX = {  # error code of the driver → fix
+    34: "remove the toolkit's 'stubs' directory from LD_LIBRARY_PATH",
     802: "start the fabric manager: sudo systemctl start nvidia-fabricmanager",
     803: "restart the machine, so that the kernel module and the driver's library match",
-    804: "take the cuda-compat directory out of LD_LIBRARY_PATH",
+    804: "remove the cuda-compat directory from LD_LIBRARY_PATH",
 }
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, whether it will do, what was found, what fixes it.
+    """The result of one check: name, whether it passed, what was found, and the fix.
 
-    With `ok` and a fix it is a note: it works, but should be changed.
+    A check that passed with a fix is a note: the part works, but should be changed.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Device:
-    """A visible device, as the driver describes it."""
+    """A visible device, as described by the driver."""
 
     name: str
     capability: tuple[int, int]
@@ -71,19 +71,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver's library answered; `missing` says why it could not be asked at all."""
+    """The answers of the driver's library; `missing` says why it could not be called."""
 
     library: str
     missing: str = ""
-    cuda: tuple[int, int] = (0, 0)  # the newest CUDA it runs
-    code: int = 0  # of the first call that failed, told in `error`
+    cuda: tuple[int, int] = (0, 0)  # the newest CUDA version it supports
+    code: int = 0  # error code of the first call that failed, described in `error`
     error: str = ""
     devices: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True)
 class CuPy:
-    """An imported CuPy: its distribution, the CUDA major it is built for, the NVRTC it loads."""
+    """An imported CuPy: its distribution, the CUDA major version of its build, its NVRTC."""
 
     name: str
     version: str
@@ -93,8 +93,8 @@ class CuPy:
     nvrtc_error: str = ""
 
 
-# The distributions that own `cupy/`. Looked up by name: reading all packages' metadata takes a
-# tenth of a second where many are installed.
+# The distributions that install `cupy/`. Looked up by name, because reading the metadata of all
+# installed packages can take a tenth of a second.
 _CUPY = (
     "cupy",
     "amd-cupy",
@@ -104,23 +104,23 @@ _CUPY = (
 
 
 def installed_cupy() -> dict[str, str]:
-    """Every installed distribution of CuPy with its version; all of them own `cupy/`."""
+    """Every installed distribution of CuPy with its version."""
     found: dict[str, str] = {}
     for name in _CUPY:
         for distribution in importlib.metadata.distributions(name=name):
-            with contextlib.suppress(Exception):  # half-removed packages have no metadata to read
+            with contextlib.suppress(Exception):  # partly removed packages have no metadata
                 version = distribution.metadata["Version"]
                 found |= {} if version is None else {name: found.get(name, version)}
     return found
 
 
 def import_cupy() -> Any:
-    """The cupy module. It imports without a driver, but not without its compile cache."""
+    """Import cupy, which needs no driver, but a compile cache that it can create."""
     return importlib.import_module("cupy")
 
 
 def probe_cupy(name: str, version: str) -> CuPy:
-    """Import the one installed CuPy and ask for its NVRTC, which it loads on first use."""
+    """Import the one installed CuPy, and load its NVRTC to get its version."""
     module = import_cupy()
     major = int(module.cuda.driver.get_build_version()) // 1000
     if module.cuda.runtime.is_hip or major not in TOOLKIT:
@@ -132,7 +132,7 @@ def probe_cupy(name: str, version: str) -> CuPy:
 
 
 def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
-    """Ask the driver's library for its version and devices, without creating a context."""
+    """Query the driver's library for its version and devices, without creating a context."""
     library = DRIVER_LIBRARY.get(sys.platform, "libcuda.so.1")
     version, count = ctypes.c_int(), ctypes.c_int()
     missing, code, error = "", 0, ""
@@ -153,7 +153,7 @@ def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
 
 
 class _CallError(Exception):
-    """A call of the driver failed: its code, and a line that tells it."""
+    """A call of the driver failed. Arguments: its error code and a line that describes it."""
 
 
 def _call(cuda: Any, function: str, *arguments: Any) -> None:
@@ -177,12 +177,12 @@ def _probe_device(cuda: Any, index: int) -> Device:
 
 
 def compiler_options(module: Any) -> tuple[str, ...]:
-    """The options, include directories above all, with which CuPy calls NVRTC."""
+    """The options with which CuPy calls NVRTC, mainly include directories."""
     return tuple(module._core.core.assemble_cupy_compiler_options(()))
 
 
 def compile_log(module: Any, options: tuple[str, ...]) -> str:
-    """What NVRTC says against a program that includes HEADER; nothing when it compiles."""
+    """The errors of NVRTC for a program that includes HEADER; "" if it compiles."""
     nvrtc = module.cuda.nvrtc
     program = nvrtc.createProgram(PROGRAM, "probe.cu", (), ())
     try:
@@ -195,12 +195,12 @@ def compile_log(module: Any, options: tuple[str, ...]) -> str:
 
 
 def cache_directory() -> str:
-    """Where CuPy keeps compiled kernels; it makes this directory when it is imported."""
+    """The directory of CuPy's compiled kernels, which CuPy creates when it is imported."""
     return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def cache_problem() -> str:
-    """Why the compile cache cannot be made and written, found out by doing so."""
+    """Try to create and write the compile cache; the error in words, or ""."""
     try:
         os.makedirs(cache_directory(), exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache_directory()):
@@ -210,9 +210,9 @@ def cache_problem() -> str:
 
 
 def version() -> str:
-    """The version of this gpt2block: that of the source tree it runs from, else as installed.
+    """The version of gpt2block: from pyproject.toml in a source tree, else from its metadata.
 
-    Another one may be installed than the source tree that comes first on the path.
+    The source tree comes first because another version may be installed as well.
     """
     tree = Path(__file__).parents[1] / "pyproject.toml"
     try:
@@ -229,18 +229,18 @@ def version() -> str:
 
 
 def check_package() -> Check:
-    """The version of gpt2block itself, which a source tree has without being installed."""
+    """The version of gpt2block; this check always passes."""
     return Check("gpt2block", True, version())
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3]) -> Check:
-    """Python 3.10 or newer."""
+    """Check for Python 3.10 or newer."""
     ok = version >= (3, 10)
     return Check("Python", ok, _dotted(version), "" if ok else "install Python 3.10 or newer")
 
 
 def check_numpy() -> Check:
-    """NumPy 2.0 or newer."""
+    """Check for NumPy 2.0 or newer."""
     try:
         version = str(importlib.import_module("numpy").__version__)
     except Exception as error:
@@ -250,74 +250,74 @@ def check_numpy() -> Check:
 
 
 def check_cupy(installed: Mapping[str, str]) -> tuple[Check, CuPy | None]:
-    """Exactly one CuPy, built for CUDA 12 or 13, of version 14 or newer, that imports."""
+    """Check for exactly one CuPy, version 14 or newer, built for CUDA 12 or 13, that imports."""
     if not installed:
         return Check("CuPy", False, "CuPy is not installed", PIP_CUDA12), None
     names = sorted(installed)
-    what = " and ".join(f"{name} {installed[name]}" for name in names)
+    found = " and ".join(f"{name} {installed[name]}" for name in names)
     fix = f"pip uninstall -y {' '.join(names)} && {PIP_CUDA12}"
     if len(names) > 1:
-        problem = f"{what} are both installed, and overwrite each other's files"
+        problem = f"{found} are both installed, and overwrite each other's files"
     elif names[0] not in ("cupy", "cupy-cuda12x", "cupy-cuda13x"):
-        problem = f"{what} is not built for CUDA 12 or 13"
+        problem = f"{found} is not built for CUDA 12 or 13"
     elif _major(installed[names[0]]) < 14:
-        problem = f"{what} is older than CuPy 14"
+        problem = f"{found} is older than CuPy 14"
     else:
         try:
             cupy = probe_cupy(names[0], installed[names[0]])
-            return Check("CuPy", True, f"{what}, built for CUDA {cupy.major}"), cupy
+            return Check("CuPy", True, f"{found}, built for CUDA {cupy.major}"), cupy
         except Exception as error:
-            problem = f"{what} is installed but cannot be imported: {_line(error)}"
+            problem = f"{found} is installed but cannot be imported: {_line(error)}"
             fix = SET_CACHE if cache_problem() else fix
     return Check("CuPy", False, problem, fix), None
 
 
 def check_driver(driver: Driver, cupy: CuPy | None) -> Check:
-    """A driver that loads, starts, and is not older than the CUDA of CuPy."""
+    """Check that the driver loads, starts, and supports the CUDA version of CuPy."""
     if driver.missing:
         fix = "install the NVIDIA driver (in a container: start it with --gpus all)"
-        fix = "nothing: there is no CUDA on macOS" if sys.platform == "darwin" else fix
+        fix = "none: there is no CUDA on macOS" if sys.platform == "darwin" else fix
         return Check("driver", False, f"no working NVIDIA driver ({driver.missing})", fix)
     if driver.code not in (0, NO_DEVICE):
-        fix = DRIVER_FIX.get(driver.code, "see what nvidia-smi says; restart the machine")
+        fix = DRIVER_FIX.get(driver.code, "run nvidia-smi to see the error; restart the machine")
         return Check("driver", False, f"the NVIDIA driver does not start: {driver.error}", fix)
     needed = cupy.major if cupy else min(TOOLKIT)
     if driver.cuda[0] < needed:
-        who = f"{cupy.name} {cupy.version}" if cupy else "gpt2block"
-        detail = f"the driver is too old: it runs CUDA {_dotted(driver.cuda)}, {who} is for"
-        return Check("driver", False, f"{detail} CUDA {needed}", _suit_older(driver, cupy))
+        user = f"{cupy.name} {cupy.version}" if cupy else "gpt2block"
+        detail = f"the driver is too old: it supports CUDA {_dotted(driver.cuda)}, {user} needs"
+        return Check("driver", False, f"{detail} CUDA {needed}", _downgrade_fix(driver, cupy))
     return Check("driver", True, f"CUDA {_dotted(driver.cuda)} ({driver.library})")
 
 
 def check_device(driver: Driver, cupy: CuPy | None) -> Check:
-    """A device; and the first one, which CuPy takes, is new enough for what NVRTC compiles."""
+    """Check for a device, and that NVRTC compiles for the first one, which CuPy uses."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not driver.devices and hidden is not None:
         detail = f"CUDA_VISIBLE_DEVICES={hidden!r} leaves no device visible"
         return Check("device", False, detail, "unset CUDA_VISIBLE_DEVICES")
     if not driver.devices:
-        fix = "see whether nvidia-smi lists a GPU (in a container: start it with --gpus all)"
+        fix = "check that nvidia-smi lists a GPU (in a container: start it with --gpus all)"
         return Check("device", False, "the driver finds no CUDA device", fix)
     found = "; ".join(f"{index}: {device}" for index, device in enumerate(driver.devices))
     toolkit = (cupy.nvrtc[0] if cupy.nvrtc else cupy.major) if cupy else min(TOOLKIT)
     least = (7, 5) if toolkit >= 13 else (7, 0)
-    able = [index for index, device in enumerate(driver.devices) if device.capability >= least]
-    if 0 in able:
+    usable = [index for index, device in enumerate(driver.devices) if device.capability >= least]
+    if 0 in usable:
         return Check("device", True, found)
-    if able:
-        fix = f"put device {able[0]} first in CUDA_VISIBLE_DEVICES"
+    if usable:
+        fix = f"put device {usable[0]} first in CUDA_VISIBLE_DEVICES"
     elif driver.devices[0].capability >= (7, 0):
-        fix = _suit_older(driver, cupy)
+        fix = _downgrade_fix(driver, cupy)
     else:
-        fix = "nothing: this GPU is too old, run on NumPy"
+        fix = "none: this GPU is too old, run on NumPy"
     detail = f"with CUDA {toolkit} device 0 must have compute capability {_dotted(least)} or more"
     return Check("device", False, f"{detail}; found {found}", fix)
 
 
 def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
-    """NVRTC, the compiler, loads; and the driver, where there is one, runs what it compiles.
+    """Check that NVRTC, CUDA's run-time compiler, loads and is not newer than the driver.
 
-    A note where it is of another major version of CUDA than CuPy.
+    If its CUDA major version is not that of CuPy, the result is a note.
     """
     if cupy.nvrtc is None:
         detail = f"NVRTC, CUDA's run-time compiler, cannot be loaded: {cupy.nvrtc_error}"
@@ -325,52 +325,52 @@ def check_nvrtc(driver: Driver, cupy: CuPy) -> Check:
     version = _dotted(cupy.nvrtc)
     if driver.cuda > (0, 0) and driver.cuda[0] < cupy.nvrtc[0]:
         detail = f"NVRTC {version} is newer than the driver's CUDA {_dotted(driver.cuda)}"
-        return Check("NVRTC", False, detail, _suit_older(driver, cupy))
+        return Check("NVRTC", False, detail, _downgrade_fix(driver, cupy))
     if cupy.nvrtc[0] != cupy.major:
         detail = f"{version}, but {cupy.name} {cupy.version} is built for CUDA {cupy.major}"
-        return Check("NVRTC", True, detail, _suit_cupy(cupy))
+        return Check("NVRTC", True, detail, _matching_nvrtc_fix(cupy))
     return Check("NVRTC", True, version)
 
 
 def check_headers(cupy: CuPy, thorough: bool) -> Check:
-    """CUDA's headers are found; when thorough or in doubt, a program that includes one compiles."""
+    """Check for CUDA's headers; if thorough or not found, compile a program that includes one."""
     fix = f"pip install '{TOOLKIT[cupy.major]}'"
     options = compiler_options(cupy.module)
     paths = [option[2:] for option in options if option.startswith("-I")]
-    homes = [path for path in paths if os.path.isfile(os.path.join(path, HEADER))]
-    log = compile_log(cupy.module, options) if thorough or not homes else ""
+    found = [path for path in paths if os.path.isfile(os.path.join(path, HEADER))]
+    log = compile_log(cupy.module, options) if thorough or not found else ""
     absent = re.search(r'(?:could not|cannot) open source file "([^"]+)"', log)
     if absent:
-        detail = f"CUDA's header {absent[1]} is in none of the directories where CuPy looks"
+        detail = f"CUDA's header {absent[1]} is in none of CuPy's include directories"
         return Check("headers", False, detail, fix)
     if log:
-        complaint = next((line for line in log.splitlines() if "error" in line), log)
-        detail = f"a program that includes {HEADER} does not compile: {complaint}"
+        message = next((line for line in log.splitlines() if "error" in line), log)
+        detail = f"a program that includes {HEADER} does not compile: {message}"
         return Check("headers", False, detail, fix)
-    return Check("headers", True, f"{HEADER} from {homes[0] if homes else 'NVRTC'}")
+    return Check("headers", True, f"{HEADER} from {found[0] if found else 'NVRTC'}")
 
 
 def check_cache(thorough: bool) -> Check:
-    """The compile cache can be written; when thorough, how much is in it."""
-    problem, held = cache_problem(), ""
+    """Check that the compile cache can be written; if thorough, add its size."""
+    problem, content = cache_problem(), ""
     if problem:
         return Check("compile cache", False, problem, SET_CACHE)
     if thorough:
-        with contextlib.suppress(OSError):  # files come and go while another process compiles
+        with contextlib.suppress(OSError):  # another process may add and remove files
             sizes = [entry.stat().st_size for entry in os.scandir(cache_directory())]
-            held = f" ({len(sizes)} files, {sum(sizes):,} bytes)"
-    return Check("compile cache", True, cache_directory() + held)
+            content = f" ({len(sizes)} files, {sum(sizes):,} bytes)"
+    return Check("compile cache", True, cache_directory() + content)
 
 
 def examine() -> list[Check]:
-    """Every check, each after those it depends on. Never raises."""
+    """Run every check, each after those it depends on. Never raises."""
     return [check_package(), check_python(), check_numpy(), *_cuda_checks(thorough=True)]
 
 
 def cuda_problem() -> str | None:
-    """Why our kernels cannot run on CUDA device 0 now, as a clause; None when they can.
+    """Why kernels cannot run on CUDA device 0, as a clause; None if they can.
 
-    Nothing is compiled and no context created: that a device is full shows only later.
+    This compiles nothing and creates no context, so it does not notice a device without memory.
     """
     return None if cuda.replaced() else _first_problem()
 
@@ -381,14 +381,14 @@ def _first_problem() -> str | None:
 
 
 def require_cuda(what: str) -> None:
-    """Raise DeviceError, saying why `what` cannot be used, unless kernels can run."""
+    """Raise DeviceError with the reason why `what` cannot be used, unless kernels can run."""
     problem = cuda_problem()
     if problem:
         raise DeviceError(f"{what} cannot be used: {problem}: {ADVICE}")
 
 
 def describe_device(index: int) -> str:
-    """One line on a device and the software that drives it."""
+    """One line that describes a device, its driver and CuPy."""
     if cuda.replaced():
         return "the emulator on the CPU"
     driver = probe_driver()
@@ -401,7 +401,7 @@ def describe_device(index: int) -> str:
 
 
 def _cuda_checks(thorough: bool) -> Iterator[Check]:
-    """One check at a time, so that who wants the first problem only stops there."""
+    """Yield the checks one by one, so that a caller can stop at the first problem."""
     try:
         installed = installed_cupy()
         found, cupy = check_cupy(installed)
@@ -409,24 +409,26 @@ def _cuda_checks(thorough: bool) -> Iterator[Check]:
         driver = probe_driver()
         usable = check_driver(driver, cupy)
         yield usable
-        yield check_device(driver, cupy) if usable.ok else _waits("device", "driver")
-        nvrtc = check_nvrtc(driver, cupy) if cupy else _waits("NVRTC", "CuPy")
+        yield check_device(driver, cupy) if usable.ok else _not_examined("device", "driver")
+        nvrtc = check_nvrtc(driver, cupy) if cupy else _not_examined("NVRTC", "CuPy")
         yield nvrtc
-        ready = cupy and nvrtc.ok
-        yield check_headers(cupy, thorough) if cupy and ready else _waits("headers", "NVRTC")
-        yield check_cache(thorough) if installed else _waits("compile cache", "CuPy")
-    except Exception as error:  # what no check foresaw is a finding too
+        if cupy and nvrtc.ok:
+            yield check_headers(cupy, thorough)
+        else:
+            yield _not_examined("headers", "NVRTC")
+        yield check_cache(thorough) if installed else _not_examined("compile cache", "CuPy")
+    except Exception as error:  # an unexpected error is a failed check
         yield Check("CUDA", False, f"it cannot be examined: {_line(error)}", "report this line")
 
 
-def _waits(name: str, prerequisite: str) -> Check:
+def _not_examined(name: str, prerequisite: str) -> Check:
     return Check(name, False, f"not examined: needs {prerequisite}", f"fix {prerequisite} first")
 
 
-def _suit_older(driver: Driver, cupy: CuPy | None) -> str:
-    """What suits an older driver or device: CUDA 12, if the driver runs it.
+def _downgrade_fix(driver: Driver, cupy: CuPy | None) -> str:
+    """The fix for an older driver or device: CUDA 12, if the driver supports it.
 
-    CUDA 13's NVRTC and headers must go as well: CuPy prefers them to those of CUDA 12.
+    NVRTC and headers of CUDA 13 are uninstalled too: CuPy prefers them to those of CUDA 12.
     """
     if driver.cuda[0] < 12:
         return "update the NVIDIA driver: CUDA 12 needs 525 or newer"
@@ -434,8 +436,8 @@ def _suit_older(driver: Driver, cupy: CuPy | None) -> str:
     return f"pip uninstall -y {name}nvidia-cuda-nvrtc nvidia-cuda-runtime && {PIP_CUDA12}"
 
 
-def _suit_cupy(cupy: CuPy) -> str:
-    """The NVRTC and headers of CuPy's own CUDA. CUDA 13's must go, as CuPy prefers them to 12's."""
+def _matching_nvrtc_fix(cupy: CuPy) -> str:
+    """Install NVRTC and headers of CuPy's CUDA version, and uninstall those of CUDA 13 for 12."""
     install = f"pip install '{TOOLKIT[cupy.major]}'"
     if cupy.major == max(TOOLKIT):
         return install
@@ -452,6 +454,6 @@ def _major(version: str) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """An exception's first line, or that of its cause: CuPy's ImportError wraps the real one."""
+    """The first line of an exception or of its cause: CuPy's ImportError wraps the real error."""
     error = error.__cause__ or error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

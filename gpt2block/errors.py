@@ -1,21 +1,21 @@
-"""The errors gpt2block raises on purpose: what was expected, what came, what to do."""
+"""The exceptions of gpt2block: messages say what was expected, what was given, what to do."""
 
 from __future__ import annotations
 
 from reprlib import Repr
 
 LONGEST = 500  # characters of a message
-_KEPT_END = 160  # of them from the end, which says what to do
+_KEPT_END = 160  # characters kept from the end, which says what to do
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """`text` on one line that a terminal can show: no control characters, at most `longest` long.
+    """`text` on one line without control characters, at most `longest` characters long.
 
-    Characters that `str.isprintable` refuses (escapes, newlines, lone surrogates, direction marks)
-    become escape sequences; a text that is too long loses its middle.
+    Characters that are not printable by `str.isprintable` (control characters, newlines, lone
+    surrogates, direction marks) become escape sequences. The middle of a longer text is left out.
     """
     if len(text) > 2 * longest:
-        text = text[:longest] + text[-longest:]  # escaping only makes it longer
+        text = text[:longest] + text[-longest:]  # escaping never shortens a text
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     if len(text) <= longest:
@@ -25,25 +25,25 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 class _Values(Repr):
-    """`repr` for messages: never long, never deep, and it never fails."""
+    """`repr` for messages: limited in length and depth, and without exceptions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = 100
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write integers of more than 4,300 digits."""
+        """Python raises ValueError for the repr of integers of more than 4,300 digits."""
         digits = self.maxlong
         return repr(x) if abs(x) < 10**digits else f"an integer of more than {digits} digits"
 
 
 def shown(value: object) -> str:
-    """A wrong value as an error message shows it: its `repr`, shortened where it is long."""
+    """The `repr` of a value, shortened, for an error message."""
     return _Values().repr(value)
 
 
 class PrintableError(Exception):
-    """Makes an exception's message printable: names and values in it come from files and users."""
+    """Base class with a printable message, as it may hold names and values from files."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(str(message)))
@@ -58,7 +58,7 @@ class UnknownOption(InputError, TypeError):  # noqa: N818  (an InputError)
 
 
 class CheckpointError(PrintableError, ValueError):
-    """A weights file or directory is missing, damaged or not what it should be."""
+    """A checkpoint or tokenizer is missing, damaged or not supported."""
 
 
 class DeviceError(PrintableError, RuntimeError):
@@ -66,4 +66,4 @@ class DeviceError(PrintableError, RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """A CUDA source does not compile, or a kernel is launched with the wrong arguments."""
+    """A CUDA source does not compile, or a kernel is launched with wrong arguments."""

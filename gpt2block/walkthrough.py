@@ -1,4 +1,4 @@
-"""What `gpt2block block` shows: real or random input through the blocks, every step compared."""
+"""The comparisons of `gpt2block block`: text or random input, each step against float64."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gpt2block.text.encoding import bytes_of_id
 from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 from gpt2block.weights.matrix import FLOATS
 
-MAX_TOKENS = 2**17  # every step is held in float64 beside float32: some 10 GB for GPT-2 small
+MAX_TOKENS = 2**17  # every step is kept in float32 and float64: some 10 GB for GPT-2 small
 Array = NDArray[np.floating[Any]]
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """One block's steps, and for a trained model what became of the residual stream."""
+    """The steps of one block; for a trained model also the residual stream and next tokens."""
 
     device: str
     dtype: str
     kernels: str  # "skeleton" or "fused"
     weights: str
     mask: str  # "causal" or "none"
-    input: str  # what x was made from
+    input: str  # description of x
     steps: list[Comparison]
     stream: list[float]  # largest relative error of the residual stream after each block
-    next_tokens: list[tuple[str, float]]  # the likeliest continuations of the first row
+    next_tokens: list[tuple[str, float]]  # the most likely continuations of the first row
 
 
 def with_random_weights(
@@ -48,13 +48,13 @@ def with_random_weights(
     dtype: str = "float32",
     kernels: str = "auto",
 ) -> Walkthrough:
-    """A block of a GPT-2 size with random weights on x ~ U(-1, 1) of shape (B, T, C)."""
+    """Compare a block of a GPT-2 size with random weights, on x ~ U(-1, 1) of (B, T, C)."""
     config = size(size_name)
     weights = BlockWeights.random(0, config)
     block = Block(weights, causal=causal, device=device, dtype=dtype, kernels=kernels)
     x = random_input(1, _shape(batch, seq_len, config.n_embd))
     return Walkthrough(
-        _device(block, device),
+        _describe_device(block, device),
         block.dtype,
         block.kernels,
         f"random, the shape of {size_name}",
@@ -79,10 +79,10 @@ def with_trained_weights(
     kernels: str = "auto",
     revision: str | None = None,
 ) -> Walkthrough:
-    """A text through every block of a checkpoint; `layer`'s steps are compared one by one.
+    """Run a text through every block of a checkpoint, and compare each step of block `layer`.
 
-    The other blocks are compared as wholes: the residual stream on the device, block after block,
-    against float64 NumPy on the same matrices. Row b of a batch is the text rotated by b tokens.
+    After every block, the residual stream of the device is compared with that of float64 NumPy with
+    the same matrices. Row b of a batch is the text rotated by b tokens.
     """
     checkpoint = Checkpoint.open(name, revision)
     ends = GPT2Weights.from_pretrained(checkpoint, layers=())
@@ -94,16 +94,16 @@ def with_trained_weights(
             f"{ids.shape[-1]} tokens: {name} has positions for n_ctx = {checkpoint.config.n_ctx}: "
             "give --seq-len or a shorter text"
         )
-    checkpoint.check_layer(layer)  # an error before the work, not in its middle
+    checkpoint.check_layer(layer)  # before the first block is computed
     x = reference.encoder(ids, ends.wte, ends.wpe)
     truth: Array = x.astype(np.float64)
     steps: list[Comparison] = []
-    stream, where, chosen = [], "", ""
+    stream, description, plan = [], "", ""
     for index in progress(range(checkpoint.config.n_layer)):
         weights = BlockWeights.from_pretrained(checkpoint, index)
         block = Block(weights, causal=causal, device=device, dtype=dtype, kernels=kernels)
-        if not where:
-            where, chosen = _device(block, device), block.kernels
+        if not description:
+            description, plan = _describe_device(block, device), block.kernels
             x = x.astype(FLOATS[dtype])
             truth = x.astype(np.float64)
         if index == layer:
@@ -116,9 +116,9 @@ def with_trained_weights(
     )
     logits = last.reshape(-1, *last.shape[-2:])[0, -1] @ ends.lm_head.T
     return Walkthrough(
-        where,
+        description,
         dtype,
-        chosen,
+        plan,
         f"{name}, block {layer} of {checkpoint.config.n_layer}",
         _mask(causal),
         f"{ids.shape[-1]} tokens of {_excerpt(text)}",
@@ -132,13 +132,13 @@ def with_trained_weights(
 
 
 def likeliest(logits: Array, count: int = 5) -> list[tuple[int, float]]:
-    """The `count` likeliest tokens of logits (V,) with their probabilities, best first."""
+    """The `count` most likely tokens of logits (V,) with their probabilities, in that order."""
     p = reference.softmax(logits.astype(np.float64))
     return [(int(token), float(p[token])) for token in np.argsort(-p)[:count]]
 
 
 def _excerpt(text: str, ends: int = 24) -> str:
-    """The text, or its beginning and end, on one line."""
+    """The repr of a text, or of its first and last `ends` characters."""
     return repr(text) if len(text) <= 2 * ends else f"{text[:ends]!r} … {text[-ends:]!r}"
 
 
@@ -151,7 +151,7 @@ def _passage() -> str:
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
-    """(T,) for one row, (B, T) for more."""
+    """Token ids (T,) for one row, (B, T) for more: row b starts at token b."""
     T = len(tokens) if seq_len is None else seq_len
     _shape(batch, T, 1)
     if len(tokens) < T:
@@ -171,7 +171,7 @@ def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
     return (seq_len, n_embd) if batch == 1 else (batch, seq_len, n_embd)
 
 
-def _device(block: Block, asked: str | None) -> str:
-    """The device in words, and why it is the CPU when nobody asked for that."""
-    problem = doctor.cuda_problem() if asked is None else None
+def _describe_device(block: Block, requested: str | None) -> str:
+    """The device in words, and why it is the CPU unless a device was requested."""
+    problem = doctor.cuda_problem() if requested is None else None
     return f"{block.device}, because {problem}: {doctor.ADVICE}" if problem else block.device

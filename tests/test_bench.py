@@ -565,7 +565,7 @@ def test_the_command_draws(
     [
         (["--what", "mlp"], "--what: expected one of"),
         (["--peer", "jax"], "--peer: expected torch, got 'jax'"),
-        (["--decode", "--what", "all"], "--decode goes with --device and --json alone"),
+        (["--decode", "--what", "all"], "--decode can only be combined with --device and --json"),
         (["--plot", "no/such/place.png"], "there is no directory no/such"),
     ],
 )

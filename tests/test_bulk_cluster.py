@@ -138,7 +138,7 @@ def test_an_interrupt_while_workers_start(tmp_path: Path, delay: float) -> None:
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, said
     *before, last = said.splitlines()
-    assert last == "interrupted: the same command goes on from here"
+    assert last == "interrupted: the same command continues from here"
     # What a worker that had started said about itself; nothing about how it ended.
     assert all(line.startswith(("dashboard ", "2 x CPU")) for line in before), said
     assert not psutil.wait_procs(children, timeout=20)[1]

@@ -469,6 +469,6 @@ def test_interrupted(records: Path, tmp_path: Path) -> None:
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all of them
     code, said = job.end()
     assert code == 130
-    assert "interrupted: the same command goes on from here" in said
+    assert "interrupted: the same command continues from here" in said
     assert "Traceback" not in said
     assert not psutil.wait_procs(workers, timeout=20)[1]

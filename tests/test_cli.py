@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -11,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import gpt2block as gpt2block_package
-from gpt2block import Block, cli, doctor, walkthrough
+from gpt2block import Block, Comparison, cli, doctor, walkthrough
 from gpt2block.cli import app as cli_app
-from gpt2block.walkthrough import with_trained_weights
+from gpt2block.cli import display
+from gpt2block.walkthrough import Walkthrough, with_trained_weights
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
 
@@ -47,6 +51,62 @@ def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> 
     assert "weights  shakespeare, block 0 of 6, mask: causal" in out
     assert "kernels  none run: float32 NumPy held against the same in float64" in out
     assert "Likeliest next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
+@pytest.mark.parametrize("kernels", ["auto", "skeleton"])
+def test_a_terminal_of_80_columns_shows_every_number(kernels: str) -> None:
+    main, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu", "--kernels", kernels],
+        stdout=terminal,
+        env={**os.environ, "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"},
+    )
+    os.close(terminal)
+    out = b""
+    with contextlib.suppress(OSError):  # at the end, on Linux
+        while piece := os.read(main, 4096):
+            out += piece
+    os.close(main)
+    assert process.wait() == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).splitlines()
+    rows = [line.split() for line in lines]
+    steps = [row for row in rows if row and row[0] in TEN]
+    assert [row[0] for row in steps] == TEN
+    assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
+    assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
+    assert [len(row) for row in steps] == [8] * 10
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line and not line.startswith("input")]
+
+
+def comparison(step: str, kernel: str, shape: tuple[int, ...], ms: float) -> Comparison:
+    return Comparison(step, kernel, shape, ms, 4.1e-07, 1.4e-07, 4.3e-06, 5.1e-07)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_names_are_folded_and_numbers_are_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "WIDTH_WHEN_PIPED", width)
+    steps = [
+        comparison("ln1", "layernorm768_kernel", (64, 128, 768), 0.0023),
+        comparison("qkv", "reference.matmul_bias", (64, 128, 2304), 1458.6942),
+    ]
+    cli_app._print_walkthrough(
+        Walkthrough("a GPU", "float32", "fused", "random", "none", "x", steps, [], [])
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+    rows = {line.split()[0]: line.split() for line in lines}
+    errors = ["4.1e-07", "1.4e-07", "4.3e-06", "5.1e-07"]
+    assert rows["ln1"] == ["ln1", "layernorm768_kernel", "64x128x768", "0.0023", *errors]
+    assert rows["qkv"][2:] == ["64x128x2304", "1458.6942", *errors]
+    if width == 120:
+        heading = ["step", "kernel", "shape", "ms", "max", "abs", "max", "rel", "total", "abs"]
+        assert rows["step"] == [*heading, "total", "rel"]
+        assert rows["qkv"][1] == "reference.matmul_bias"
 
 
 def test_json_has_exactly_the_documented_keys() -> None:
@@ -104,7 +164,7 @@ def test_a_trained_directory(data: Path) -> None:
     [
         (["--layer", "6"], "--layer 6 is out of range: it has 6 layers, 0…5"),
         (["--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2, gpt2-medium"),
-        (["--size", "gpt2", "--text", "x"], "--size means random weights: leave out --weights"),
+        (["--size", "gpt2", "--text", "x"], "--size uses random weights: leave out --weights"),
         (["--text", ""], "expected at least one character, got none"),
         (["--text", "abc", "--seq-len", "4"], "--seq-len 4: the text has 3 tokens"),
         (["--text", "x" * 257], "257 tokens: shakespeare has positions for n_ctx = 256"),

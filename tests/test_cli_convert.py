@@ -50,7 +50,7 @@ def test_what_is_there_is_replaced_only_with_overwrite(
     (tmp_path / "notes.txt").write_text("mine")
     assert convert(FIXTURES / "nanogpt.pt", tmp_path) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {tmp_path}: already there: give another directory or --overwrite\n"
+    assert error == f"error: {tmp_path}: already exists: give another directory or --overwrite\n"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert convert(FIXTURES / "nanogpt.pt", tmp_path, "--overwrite") == 0
     assert Checkpoint.open(tmp_path).config.n_embd == 8

@@ -217,20 +217,20 @@ def test_an_error_is_one_line_and_exit_code_2(
 def test_stdin_that_is_no_text(command: Command) -> None:
     ran = command("generate", stdin=b"ab\xff")
     assert ran.code == 2
-    assert ran.err == "error: stdin: expected text in UTF-8, byte 2 is not\n"
+    assert ran.err == "error: stdin: expected UTF-8 text, byte 2 is invalid\n"
 
 
 def test_a_file_that_is_no_text_may_hold_tokens(command: Command, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"ab\xff")
     ran = command("score", str(tmp_path / "a"))
-    assert ran.err.endswith("byte 2 is not: for a token file give --tokens\n")
+    assert ran.err.endswith("byte 2 is invalid: for a token file give --tokens\n")
 
 
 def test_a_context_that_is_full_says_what_to_do(command: Command) -> None:
     ran = command("generate", "x" * 60)
     assert ran.code == 0
     assert ran.err.endswith(
-        "; ended: context (its 64 tokens are full: --overflow truncate goes on)\n"
+        "; ended: context (all 64 tokens used: --overflow truncate continues)\n"
     )
     assert command("generate", "x" * 60, "--json").json["samples"][0]["finish_reason"] == "context"
 

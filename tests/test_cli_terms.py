@@ -29,9 +29,9 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 SAMPLING = [
     (["--temperature", "-1"], "--temperature: expected 0 (greedy), or"),
     (["--temperature", "nan"], "--temperature: expected 0 (greedy), or"),
-    (["--top-k", "-1"], "--top-k: expected how many tokens to keep"),
+    (["--top-k", "-1"], "--top-k: expected the number of tokens to keep"),
     (["--top-p", "2"], "--top-p: expected a probability"),
-    (["--min-p", "-1"], "--min-p: expected a part of 1"),
+    (["--min-p", "-1"], "--min-p: expected a fraction from 0 to 1"),
     (["--repetition-penalty", "0"], "--repetition-penalty: expected "),
     (["--seed", "-1"], "--seed: expected an unsigned integer"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected a positive integer"),
@@ -56,12 +56,12 @@ SAMPLING = [
         (["generate", "--ids", "-1"], "No such option"),
         (["generate", "--ids", "256"], "prompt: token 0 is 256: expected ids from 0 to 255"),
         (["generate", "--ids", "9" * 40], "--ids: expected token ids"),
-        (["generate", "KING", "--ids", "--special"], "--special goes with a text"),
+        (["generate", "KING", "--ids", "--special"], "--special: expected a text"),
         (["score", __file__, "--stride", "0"], "--stride: expected a positive integer, got 0"),
         (["score", __file__, "--stride", "256"], "--stride: expected 1 to 255"),
         (["score", __file__, "--dtype", "int8"], "--dtype: expected one of float32"),
         (["score", __file__, "--bos"], "--bos: this model has no tokenizer with <|endoftext|>"),
-        (["score", __file__, "--tokens", "--special"], "--special goes with a text"),
+        (["score", __file__, "--tokens", "--special"], "--special: expected a text"),
         (["score"], "Missing argument"),
         (["info", ""], "expected a name or a path, got an empty string"),
         (["block", "--layer", "6"], "shakespeare: --layer 6 is out of range"),
@@ -174,8 +174,8 @@ def test_a_file_with_the_name_of_an_option_stays_a_file() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [[], ["generate"], ["score"], ["info"], ["block"], ["check"], ["bench"], ["kernels"], ["map"],
-     ["map", "score"], ["map", "generate"], ["map", "embed"]],
+    [[], ["generate"], ["score"], ["info"], ["convert"], ["block"], ["check"], ["bench"],
+     ["kernels"], ["map"], ["map", "score"], ["map", "generate"], ["map", "embed"]],
 )  # fmt: skip
 def test_h_is_help(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     printed = []

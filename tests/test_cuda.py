@@ -28,6 +28,7 @@ from gpt2block.cuda import kernels
 from tests import plain
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
+from gpt2block.run import program
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
 from gpt2block.weights.matrix import FLOATS
 
@@ -117,13 +118,13 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
     cp: ModuleType, gpt2: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures: list[int] = []
-    honest = CudaEngine._capture
+    capture = program.capture
 
-    def spy(engine: CudaEngine, launches: tuple[kernels.Launch, ...]) -> Any:
+    def spy(launches: tuple[kernels.Launch, ...], stream: Any, overlapping: bool) -> Any:
         captures.append(len(launches))
-        return honest(engine, launches)
+        return capture(launches, stream, overlapping)
 
-    monkeypatch.setattr(CudaEngine, "_capture", spy)
+    monkeypatch.setattr(program, "capture", spy)
     x, out = cp.asarray(random_input(0, (30, 768))), cp.empty((30, 768), "float32")
     block = Block(gpt2, device="cuda")
     for calls, expected in ((1, []), (2, [10]), (3, [10])):

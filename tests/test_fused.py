@@ -38,10 +38,11 @@ from gpt2block import (
 )
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
-from gpt2block.cuda import kernels
+from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader
 from gpt2block.ops.registry import OPERATIONS, largest
 from gpt2block.plan import Plan
+from gpt2block.run import program
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from tests import test_warm
 from tests.gpus import cupy_with
@@ -229,10 +230,6 @@ def test_where_the_fused_kernels_run(
 def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
-    pytest.importorskip("cupy", reason="the CUDA engine needs CuPy")
-    from gpt2block.cuda import overlap  # noqa: PLC0415
-    from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415
-
     class Stream(nullcontext[None]):
         def begin_capture(self) -> None: ...
         def end_capture(self) -> str:
@@ -243,14 +240,12 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     monkeypatch.setattr(overlap, "run", early.append)
     plain: list[Any] = []
     monkeypatch.setattr(kernels.Launch, "run", plain.append)
+    launches = [kernels.Launch(name, None, (1,), (1,), ()) for name in "ab"]
     for overlapping in (False, True):
-        engine: Any = SimpleNamespace(
-            plan=SimpleNamespace(overlapping=overlapping), _private=Stream()
-        )
         early.clear()
         plain.clear()
-        assert CudaEngine._capture(engine, ("a", "b")) == "graph"  # type: ignore[arg-type]
-        assert (early if able and overlapping else plain) == ["a", "b"]
+        assert program.capture(launches, Stream(), overlapping) == "graph"
+        assert (early if able and overlapping else plain) == launches
 
 
 # --- the kernels on the CPU -----------------------------------------------------------------------

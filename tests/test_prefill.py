@@ -12,13 +12,10 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,21 +24,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, reference
-from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
+from gpt2block import GPT2, GPT2Config, emulator, reference
+from gpt2block.cuda import kernels, overlap
+from gpt2block.emulator import loader, stand_in
 from gpt2block.ops.attention import _not_here
 from gpt2block.ops.gemm import WAYS as GEMM_WAYS
+from gpt2block.run.cuda_model import CudaCache, CudaModel
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
-from gpt2block.weights.matrix import FLOATS, WeightMatrix
-from tests import test_warm
+from gpt2block.weights.matrix import FLOATS
 from tests.plain import rounding
-from tests.test_warm import Recorder
 
 Array = NDArray[Any]
-host = test_warm.host  # a fixture
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 SMALL = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=300, vocab_size=501)
 UNTIED = replace(SMALL, n_layer=1, vocab_size=504, tie_word_embeddings=False)
@@ -143,155 +138,40 @@ def test_the_meaning_errs_by_rounding(dtype: str) -> None:
 
 
 class Machine:
-    """A GPU of compute capability 8.0 whose memory is the host's: launches of the ops are run by
-    the kernels' own source, at once or, captured, when the graph is launched."""
+    """The emulator as a GPU whose launches overlap; it records the kernels that run."""
 
-    def __init__(self, host: Recorder, order: loader.Order) -> None:
-        self.host, self.order = host, order
-        self.arrays: dict[int, Array] = {}  # by address
-        self.views: dict[int, Array] = {}
-        self.wholes: dict[int, Array] = {}  # of what was split
-        self.captured: list[Callable[[], None]] | None = None
-        self.ran: list[str] = []  # kernels
+    def __init__(self) -> None:
+        self.ran: list[str] = []
         self.early: list[str] = []  # those launched to overlap the one before
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """An array in which an element that is never written shows."""
-        made = self.host.array(shape, dtype)
-        seen = np.frombuffer(self.host.memory[-1], np.uint8)
-        seen[...] = 0xFF
-        first = made.data.ptr - seen.ctypes.data
-        bytes_of = seen[first : first + made.nbytes]
-        self.arrays[made.data.ptr] = bytes_of.view(made.dtype).reshape(made.shape)
-        return made
-
-    def put(self, values: Array) -> Any:
-        made = self.empty(values.shape, values.dtype)
-        self.get(made)[...] = values
-        return made
-
     def get(self, array: Any) -> Array:
-        return np.asarray(self.at(array.data.ptr)[: array.size].reshape(array.shape))
-
-    def at(self, address: int) -> Array:
-        """The memory from there to the end of its array; the same object for the same address."""
-        if address not in self.views:
-            base = max(start for start in self.arrays if start <= address)
-            whole = self.arrays[base].reshape(-1)
-            assert address < base + whole.nbytes
-            self.views[address] = whole[(address - base) // whole.itemsize :]
-        return self.views[address]
-
-    def split(self, array: Any, ends: list[int]) -> list[Any]:
-        """Parts that kernels are given side by side."""
-        parts = [array[a:b] for a, b in pairwise([0, *ends, array.size])]
-        self.wholes[array.data.ptr] = whole = self.get(array)
-        for part, memory in zip(parts, np.split(whole, ends), strict=True):
-            self.views[part.data.ptr] = memory
-        return parts
-
-    def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
-        parameters = kernels.signatures(file)[name].parameters
-        storages = (s for s, own in kernels.STORAGE.items() if own and set(own) <= set(defines))
-        storage = next(storages, "float32")
-        others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
-        loader.compile_ahead(file, defines)
-
-        def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
-            every = [
-                (self.at(int(arg)) if arg else None) if p.ctype.endswith("*") else arg.item()
-                for arg, p in zip(args, parameters, strict=True)
-            ]
-            options: dict[str, Any] = {"shared": shared_mem, "defines": others, "storage": storage}
-
-            def run() -> None:
-                self.ran.append(name)
-                loader.run(file, name, grid, block, every, order=self.order, **options)
-
-            self.do(run)
-
-        function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
-        return function
-
-    def do(self, run: Callable[[], None]) -> None:
-        if self.captured is None:
-            run()
-        else:
-            self.captured.append(run)
-
-    def take(self, source: Any, rows: Any, axis: int, out: Any) -> None:
-        assert axis == 0
-        self.do(lambda: np.copyto(self.get(out), self.get(source)[self.get(rows)]))
-
-    # As a stream
-    ptr = 0
-
-    def synchronize(self) -> None: ...
-
-    def begin_capture(self) -> None:
-        self.captured = []
-
-    def end_capture(self) -> Any:
-        runs, self.captured = self.captured or [], None
-        return SimpleNamespace(launch=lambda stream: [run() for run in runs])
+        return np.asarray(array.get())
 
 
 @pytest.fixture
-def machine(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     if problem := loader.missing():
         pytest.skip(problem)
-    from gpt2block.cuda import overlap  # noqa: PLC0415
-    from gpt2block.run import cuda_prefill as model_cuda_prefill  # noqa: PLC0415
+    found = Machine()
+    run_kernel = stand_in.Function._run
 
-    attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
-    device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")
-    found = Machine(host, "shuffled")
-    cp = host.cp
-    monkeypatch.setattr(cp.cuda, "Device", lambda *_: device)
-    monkeypatch.setattr(kernels, "load", found.load)
-    monkeypatch.setattr(cp, "empty", found.empty)
-    monkeypatch.setattr(cp, "zeros", lambda shape, dtype: found.put(np.zeros(shape, dtype)))
-    monkeypatch.setattr(cp, "take", found.take)
-    monkeypatch.setattr(cp, "split", found.split)
-    monkeypatch.setattr(overlap, "possible", lambda: True)
+    def run(self: Any, *args: Any) -> None:
+        found.ran.append(self.name)
+        run_kernel(self, *args)
 
     def run_early(launch: kernels.Launch) -> None:
         found.early.append(launch.name)
         launch.run()
 
+    monkeypatch.setattr(stand_in.Function, "_run", run)
+    monkeypatch.setattr(overlap, "possible", lambda: True)
     monkeypatch.setattr(overlap, "run", run_early)
-
-    def send(self: Any, numbers: Array) -> None:
-        assert numbers.dtype == np.int32
-        found.wholes[self._numbers.data.ptr][...] = numbers
-
-    monkeypatch.setattr(model_cuda_prefill.Prefill, "_send", send)
-    return found
+    with emulator.emulated():
+        yield found
 
 
-def on(machine: Machine, config: GPT2Config, dtype: str) -> Any:
-    """A CudaModel that has been given its weights."""
-    from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
-
-    model: Any = object.__new__(CudaModel)
-    model.config, model.dtype, model.device = config, dtype, 0
-    model.stream, model.on_tensor_cores = machine, True
-    model._scratches, model._filled_up = OrderedDict(), OrderedDict()
-    model._activations = model._some_logits = None
-    model._vectors, model._matrices = {}, {}
-    for name, array, layout in weights(config).tensors():
-        if layout is None:
-            model._vectors[name] = machine.put(array)
-            continue
-        rows = np.ascontiguousarray(array.T if layout == "KN" else array).astype(FLOATS[dtype])
-        model._matrices[name] = WeightMatrix(machine.put(rows), dtype, None, "NK")
-    head = model._matrices.setdefault("lm_head", model._matrices["wte"])
-    wide = np.zeros((-(-head.N // 8) * 8, head.K), FLOATS[dtype])
-    wide[: head.N] = machine.get(head.data)
-    bias = np.where(np.arange(len(wide)) < head.N, np.float32(0), np.float32(-np.inf))
-    whole = WeightMatrix(machine.put(wide), dtype, None, "NK")
-    model._head = whole, machine.put(bias.astype(np.float32))
-    return model
+def on(machine: Machine, config: GPT2Config, dtype: str) -> CudaModel:
+    return CudaModel(config, weights(config).tensors(), dtype, 0)
 
 
 def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
@@ -302,8 +182,6 @@ def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
 
 def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
     """A call, a graph of it, then rows that begin and rows that go on."""
-    from gpt2block.run.cuda_model import CudaCache  # noqa: PLC0415
-
     dtype, lengths = "bfloat16", [16, 14, 22, 9]
     model = on(machine, TINY, dtype)
     rows = [truth_and_meaning(TINY, dtype, b, n) for b, n in enumerate(lengths)]
@@ -328,7 +206,7 @@ def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
     kv_cache.lengths = [0] * 4
     again = model.prefill(first, kv_cache, "last")
     assert again is prefill
-    assert next(iter(prefill._ways.values())).graph is not None
+    assert next(iter(prefill._programs.values()))._graph is not None
     np.testing.assert_array_equal(machine.get(prefill.out), got)
 
     spans = [(11, 16), (0, 14), (22, 22), (1, 9)]

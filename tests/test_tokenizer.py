@@ -371,7 +371,7 @@ def test_the_setting_that_needs_the_package_tokenizers(
         ({"added_tokens": [added_token("xy", 97, True)]}, "expected ids that are different"),
         ({"added_tokens": [added_token("xy", 400, True)]}, "has id 400, and 258 in the package"),
         ({"added_tokens": [added_token("xy", 2**32, True)]}, "integers from 0 to 2147483647"),
-        ({"normalizer": {"type": "NoSuch"}}, "the package tokenizers refuses it"),
+        ({"normalizer": {"type": "NoSuch"}}, "the package tokenizers rejects it"),
         ({"merges": [["a", "b", "c"]]}, "model.merges: expected two tokens in each"),
         ({"merges": ["ab"]}, "model.merges: expected two tokens in each"),
         ({"merges": [["a", 1]]}, "model.merges: expected two tokens in each"),
@@ -439,7 +439,7 @@ def test_a_file_that_is_no_file_is_refused(tmp_path: Path, name: str, kind: str)
         path.symlink_to("/dev/zero" if "device" in kind else "nothing")
     with pytest.raises(CheckpointError) as error:
         tokenizer.load(tmp_path, 50257)
-    assert f"{path}: " + ("missing" if kind == "dangling link" else "no regular file") in str(
+    assert f"{path}: " + ("missing" if kind == "dangling link" else "not a regular file") in str(
         error.value
     )
 
@@ -521,7 +521,7 @@ def test_add_prefix_space_of_the_settings(tmp_path: Path) -> None:
     pair = small_pair(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
     assert tokenizer.encode(tokenizer.from_bpe_files(*pair), "ab") == [32, 256]
-    with pytest.raises(CheckpointError, match=r"has add_prefix_space True, tokenizer\.json has no"):
+    with pytest.raises(CheckpointError, match=r"sets add_prefix_space to True, tokenizer\.json"):
         tokenizer.from_path(small_json(tmp_path), 1000)
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
     assert tokenizer.encode(tokenizer.load(tmp_path, 1000), "ab") == [256]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from gpt2block.config import GPT2Config, model_shapes
@@ -123,6 +124,7 @@ def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) ->
     )
 
 
+@lru_cache(maxsize=64)
 def model_plan(config: GPT2Config, want: Want | None, longest: int) -> Plan:
     """Tokens to logits or hidden states, a step per operation.
 
@@ -130,7 +132,7 @@ def model_plan(config: GPT2Config, want: Want | None, longest: int) -> Plan:
     """
     steps, x = _embedding()
     for h in _layers(config):
-        steps += block(config.eps, _cached_attention(config, h, h, longest), h, x)
+        steps += block(config.eps, _cached_attention(config, h, longest), h, x)
         x = f"{h}output"
     if want == "last":
         steps.append(Step("last.x", "take", (x, "last")))
@@ -149,15 +151,15 @@ class Prefill:
     tensor_cores: activations have 16 bits and products are `gemm`; else they are float32 and
     products `linear`. rows: new tokens of all sequences; longest: at least those of the longest.
     fresh, continued: whether some sequences begin here, and whether some follow tokens in the
-    kv_cache. layers: how many layers the kv_cache has: one, which all layers of the model share,
-    where no later call continues from it, or none where attention reads qkv alone.
+    kv_cache. cached: whether there is a kv_cache; tensor cores need none for attention over the new
+    tokens alone.
     """
 
     tensor_cores: bool
     rows: int
     batch: int
     longest: int
-    layers: int
+    cached: bool
     fresh: bool = True
     continued: bool = False
 
@@ -190,15 +192,13 @@ class Prefill:
 
     def _block(self, config: GPT2Config, h: str, x: str) -> Steps:
         """The ten steps, with attention over the cache or over the new tokens alone, or both."""
-        layer = int(h.split(".")[1])
-        kept = f"h.{layer % self.layers}." if self.layers else h
-        append, cached = _cached_attention(config, h, kept, self.longest)
+        append, cached = _cached_attention(config, h, self.longest)
         if not self.tensor_cores:
             return block(config.eps, [append, cached], h, x)
         heads = {"n_head": config.n_head, "causal": True, "max_seqlen": self.longest}
         name = f"{h}attn_new" if self.continued else f"{h}attn"
         new = Step(name, "attention_varlen", (f"{h}qkv", "cu_seqlens"), heads)
-        chosen = [(self.layers > 0, append), (self.fresh, new), (self.continued, cached)]
+        chosen = [(self.cached, append), (self.fresh, new), (self.continued, cached)]
         return block(config.eps, [step for needed, step in chosen if needed], h, x)
 
     def _fused(self, config: GPT2Config, ten: Steps) -> Steps:
@@ -287,9 +287,9 @@ def _layers(config: GPT2Config) -> list[str]:
     return [f"h.{layer}." for layer in range(config.n_layer)]
 
 
-def _cached_attention(config: GPT2Config, h: str, kept: str, longest: int) -> Steps:
-    """K and V of qkv into the cache of layer `kept`, then causal attention over it."""
-    cache = (f"{kept}k", f"{kept}v")
+def _cached_attention(config: GPT2Config, h: str, longest: int) -> Steps:
+    """K and V of qkv into the cache, then causal attention over it."""
+    cache = (f"{h}k", f"{h}v")
     heads = {"n_head": config.n_head, "longest": longest}
     return [
         Step(f"{h}kv", "kv_append", (f"{h}qkv", *cache, "row", "positions")),

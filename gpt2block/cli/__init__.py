@@ -1,7 +1,7 @@
-"""What a shell sees of a command, however it ends: streams, exit code, one line for an error.
+"""Entry point of the command line: standard streams, exit codes and one-line error messages.
 
-The commands are in `cli_app`, which only `main` imports: it takes a third of a second, and Ctrl-C
-must be quiet during it.
+The commands are defined in `gpt2block.cli.app`. Only `main` imports it: the import takes a third
+of a second, and Ctrl-C must not print a traceback during it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import signal
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 
-TYPE_CHECKING = False  # as type checkers know it: typing takes its time
+TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn, TextIO
 
-FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # the last two as a shell gives them
+FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # 128 + signal for the last two
 
 
 class OutputError(Exception):
-    """Standard output cannot be written.
+    """Writing to standard output failed.
 
-    It is no OSError, so that it reaches `main` through code that handles those of files, and
-    through Rich, which answers a closed pipe by itself.
+    Not a subclass of OSError: code that handles errors of files, and Rich, which handles a closed
+    pipe itself, must let it pass to `main`.
     """
 
     def __init__(self, cause: OSError) -> None:
@@ -33,16 +33,16 @@ class OutputError(Exception):
 
 
 class _Output(FileIO):
-    """Standard output or error. After a write that failed, all that follows is dropped.
+    """Standard output or standard error. After a failed write, all later writes are dropped.
 
-    Only standard output raises: what cannot be said on standard error is lost either way.
+    A failed write to standard output raises OutputError; one to standard error is ignored.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._dropped = False
 
-    def write(self, data: Any) -> int | None:  # type: ignore[override]  # its type is 3.12's Buffer
+    def write(self, data: Any) -> int | None:  # type: ignore[override]  # Buffer needs 3.12
         if not self._dropped:
             try:
                 return super().write(data)
@@ -54,10 +54,10 @@ class _Output(FileIO):
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0, what the command says, or 2 with one line on stderr.
+    """Run a command and exit with its exit code, or with 2 and one line on stderr for an error.
 
-    1 when standard output cannot be written. Ctrl-C and a closed pipe are quiet: 130 and 141.
-    arguments: those of the process by default.
+    1 when standard output cannot be written. Ctrl-C exits with 130 and a closed pipe with 141,
+    without a message. arguments: those of the process by default.
     """
     _end_at_once_on_interrupt()
     _set_up_streams()
@@ -73,13 +73,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = PIPE_CLOSED if error.pipe_closed else FAILED
         if not error.pipe_closed:
             print(f"error: {error}", file=sys.stderr)
-    if arguments is None:  # nothing is left to interrupt but Python's own end
+    if arguments is None:  # only the shutdown of Python is left to interrupt
         _end_at_once_on_interrupt()
     sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit code of a command; our own errors and the system's become one line on stderr."""
+    """Run a command and return its exit code. Expected errors become one line on stderr."""
     from gpt2block.errors import (  # noqa: PLC0415
         CheckpointError,
         DeviceError,
@@ -89,19 +89,20 @@ def _run(arguments: list[str]) -> int:
     )
 
     try:
-        return int(_commands().run(arguments))
-    except MemoryError as error:  # CuPy's out of memory is one, too
-        line = f"not enough memory for this: {error}"
+        return int(_import_commands().run(arguments))
+    except MemoryError as error:  # also the base class of CuPy's OutOfMemoryError
+        line = f"not enough memory: {error}"
     except (CheckpointError, DeviceError, InputError, KernelError, OSError) as error:
         line = str(error)
     print(f"error: {printable(line)}", file=sys.stderr)
     return WRONG
 
 
-def _commands() -> ModuleType:
-    """The module of the commands; from then on Ctrl-C is a KeyboardInterrupt.
+def _import_commands() -> ModuleType:
+    """Import the commands; after the import, Ctrl-C raises KeyboardInterrupt.
 
-    During the import it ends the process: extension modules turn an exception into another one.
+    During the import Ctrl-C ends the process at once, because extension modules turn a
+    KeyboardInterrupt into other exceptions.
     """
     try:
         from gpt2block.cli import app as cli_app  # noqa: PLC0415
@@ -112,11 +113,11 @@ def _commands() -> ModuleType:
 
 
 def _end_at_once_on_interrupt() -> None:
-    """Unless Ctrl-C is ignored, as in the background of a script, or the caller handles it."""
+    """Make Ctrl-C end the process, unless it is ignored or the caller has a handler of its own."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        try:  # noqa: SIM105  (contextlib takes its time, too)
+        try:  # noqa: SIM105  (importing contextlib is slow)
             signal.signal(signal.SIGINT, _end_at_once)
-        except ValueError:  # only the main thread may set it, and only that receives it
+        except ValueError:  # not the main thread, which alone sets and receives signals
             pass
 
 
@@ -125,16 +126,16 @@ def _end_at_once(*_: Any) -> NoReturn:
 
 
 def _set_up_streams() -> None:
-    """Standard streams that exist and take every character; a failing write is an OutputError."""
+    """Open closed standard streams, replace unencodable characters, check writes to stdout."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
-        _fill(descriptor, mode)  # 1 only reads, so that a write fails
+        _open_null_if_closed(descriptor, mode)  # 1 is read-only, so that a write fails
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = _checked(sys.stdout, 1)
     sys.stderr = _checked(sys.stderr, 2)
 
 
-def _fill(descriptor: int, mode: int) -> None:
-    """A closed descriptor becomes the null device, before a file is opened under its number."""
+def _open_null_if_closed(descriptor: int, mode: int) -> None:
+    """Open a closed descriptor on the null device, before another file gets its number."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -142,13 +143,14 @@ def _fill(descriptor: int, mode: int) -> None:
         if null != descriptor:
             os.dup2(null, descriptor)
             os.close(null)
-        os.set_inheritable(descriptor, True)  # so that children have the same
+        os.set_inheritable(descriptor, True)  # child processes inherit it
 
 
 def _checked(stream: TextIO | None, descriptor: int) -> TextIO:
-    """The stream, or one to the descriptor without it, through `_Output`; "?" for what it lacks.
+    """`stream` writing through `_Output`, with "?" for characters its encoding lacks.
 
-    A stream of another kind, such as a notebook's or a test's, stays what it is.
+    None becomes a new stream on the descriptor. Streams that do not write to the descriptor
+    themselves, such as a notebook's or a test's, are returned unchanged.
     """
     if stream is None:
         return TextIOWrapper(BufferedWriter(_Output(descriptor)), errors="replace")

@@ -1,6 +1,6 @@
-"""The commands: `gpt2block block`, `check`, `bench`, `kernels`, those of cli_model and cli_map.
+"""The application and its commands `block`, `check`, `bench` and `kernels`.
 
-`run` is what `gpt2block.cli.main` calls.
+`gpt2block.cli.main` calls `run`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from gpt2block import bench as benches
@@ -29,6 +27,7 @@ from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import convert as cli_convert
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
+from gpt2block.cli.display import console, new_table, print_table, shown, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,
     list_operations,
@@ -36,12 +35,11 @@ from gpt2block.cli.kernels import (
     print_measurements,
     print_series,
 )
-from gpt2block.cli.model import Device, Revision, path_of, shown
+from gpt2block.cli.model import Device, Json, OptionalInt, OptionalStr, Revision, path_of
 from gpt2block.cli.terms import in_terms_of_options
 from gpt2block.errors import CheckpointError, DeviceError, InputError
 from gpt2block.ops.registry import Operation, all_sizes, find, parse_sizes
 
-WIDTH_WHEN_PIPED = 120
 DEFAULT_SEQ_LEN = 128
 
 _UsageError: Any = typer.BadParameter.__base__  # Click's, or Typer's own copy of it
@@ -56,8 +54,9 @@ app = typer.Typer(
 cli_map.register(app)
 cli_convert.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
-# Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Peer = Annotated[
+    OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -78,11 +77,6 @@ def _gpt2block(
     pass
 
 
-def console() -> Console:
-    """A console as wide as the terminal; wide enough for the tables when piped."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH_WHEN_PIPED, highlight=False)
-
-
 @app.command(epilog="Example: gpt2block block --text 'To be, or not to be' --layer 2")
 def block(
     weights: Annotated[
@@ -90,23 +84,21 @@ def block(
     ] = ON_BOARD,
     revision: Revision = None,
     size: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Random weights instead: gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
+        OptionalStr,
+        typer.Option(help="Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
     ] = None,
-    layer: Annotated[int, typer.Option(help="The block whose steps are shown.")] = 0,
+    layer: Annotated[int, typer.Option(help="Index of the block whose steps are shown.")] = 0,
     text: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The input, instead of a passage of Shakespeare."),
+        OptionalStr, typer.Option(help="Input text; by default a passage of Shakespeare.")
     ] = None,
     seq_len: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens a row; all of the text by default."),
+        OptionalInt, typer.Option(help="Tokens per row; by default the whole text.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
-    causal: Annotated[bool, typer.Option(help="Whether a token sees only those before it.")] = True,
+    causal: Annotated[bool, typer.Option(help="Attend only to earlier tokens.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[
-        str, typer.Option(help="skeleton (ten steps), fused (seven, tensor cores) or auto.")
+        str, typer.Option(help="skeleton (ten steps), fused (seven steps) or auto.")
     ] = "auto",
     device: Device = None,
     as_json: Json = False,
@@ -114,21 +106,12 @@ def block(
     """Run a GPT-2 block and compare every step with float64 NumPy."""
     if size is None:
         result = walkthrough.with_trained_weights(
-            weights,
-            layer,
-            text,
-            seq_len,
-            batch,
-            causal,
-            device,
-            _progress,
-            dtype,
-            kernels,
+            weights, layer, text, seq_len, batch, causal, device, _progress, dtype, kernels,
             revision,
-        )
+        )  # fmt: skip
     elif text is not None or weights != ON_BOARD or revision is not None or layer != 0:
         raise InputError(
-            "--size means random weights: leave out --weights, --revision, --layer and --text"
+            "--size uses random weights: leave out --weights, --revision, --layer and --text"
         )
     else:
         length = DEFAULT_SEQ_LEN if seq_len is None else seq_len
@@ -142,7 +125,7 @@ def block(
 
 
 def _for_json(value: Any) -> Any:
-    """NaN and infinity, which JSON does not have, as null, however deep they stand."""
+    """`value` with None for NaN and infinity, which JSON does not have, at any depth."""
     if isinstance(value, dict):
         return {key: _for_json(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -151,10 +134,7 @@ def _for_json(value: Any) -> Any:
 
 
 def _progress(indices: Iterable[int]) -> Iterable[int]:
-    """A bar on stderr, gone when the work is done; nothing where nobody looks."""
-    hidden = not sys.stderr.isatty()
-    bar = Console(stderr=True)
-    return track(list(indices), "blocks", console=bar, transient=True, disable=hidden)
+    return tracked(list(indices), "blocks")
 
 
 def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
@@ -166,11 +146,9 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
         out.print(f"kernels  none run: {result.dtype} NumPy held against the same in float64")
     elif result.dtype != "float32":
         out.print(f"kernels  {result.kernels}, {result.dtype}")
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("step", "kernel", "shape"):
-        table.add_column(name, no_wrap=True)
-    for name in ("ms", "max abs", "max rel", "total abs", "total rel"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(
+        ("step", "kernel", "shape"), ("ms", "max abs", "max rel", "total abs", "total rel")
+    )
     for row in result.steps:
         values = (row.max_abs, row.max_rel, row.total_abs, row.total_rel)
         table.add_row(
@@ -180,9 +158,12 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
             f"{row.ms:.4f}",
             *(f"{value:.1e}" for value in values),
         )
-    out.print(table)
-    out.print("Errors against float64, rel by the tensor's largest value. max: of the step alone,")
-    out.print("fed exact inputs; total: accumulated from x on.")
+    print_table(out, table)
+    lines = (
+        "Errors against float64, rel by the tensor's largest value. max: of the step alone,",
+        "fed exact inputs; total: accumulated from x on.",
+    )
+    out.print(("\n" if out.width >= len(lines[0]) else " ").join(lines))
     if result.stream:
         marks = ", ".join(f"{error:.1e}" for error in result.stream)
         out.print(f"Residual stream after each block, rel: {marks}")
@@ -192,10 +173,10 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
 
 @app.command(epilog="Example: gpt2block check --json")
 def check(as_json: Json = False) -> None:
-    """Examine Python, CuPy, driver, device and compiler, and print the command that fixes each.
+    """Check Python, CuPy, driver, device and compiler; print the command that fixes each problem.
 
-    note: it works, but something should be changed. The exit code is 0 when kernels can run on a
-    GPU here, else 1.
+    A note marks a part that works but should be changed. The exit code is 0 if kernels can run on
+    a GPU of this machine, else 1.
     """
     checks = doctor.examine()
     ok = all(found.ok for found in checks)
@@ -203,7 +184,7 @@ def check(as_json: Json = False) -> None:
         print(json.dumps({"ok": ok, "checks": [asdict(found) for found in checks]}))
     else:
         _print_checks(checks)
-    raise typer.Exit(0 if ok else 1)
+    raise typer.Exit(0 if ok else FAILED)
 
 
 def _print_checks(checks: list[doctor.Check]) -> None:
@@ -224,38 +205,33 @@ def _print_checks(checks: list[doctor.Check]) -> None:
 def bench(
     device: Device = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Time GPT-2's decoding instead.")
+        bool, typer.Option("--decode", help="Time the decoding of GPT-2 instead.")
     ] = False,
     what: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="block, gemm, attention or all: time these against the ceilings."),
+        OptionalStr,
+        typer.Option(help="block, gemm, attention or all: compare these with the ceilings."),
     ] = None,
-    dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="bfloat16, float16 or float32 alone."),
-    ] = None,
+    dtype: Annotated[OptionalStr, typer.Option(help="Only bfloat16, float16 or float32.")] = None,
     only: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="What has this in its name, such as 8x1024 or M=128."),
+        OptionalStr,
+        typer.Option(help="Only work with this text in its name, such as 8x1024 or M=128."),
     ] = None,
-    peer: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
-    ] = None,
+    peer: Peer = None,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Draw the roofline into this PNG.", parser=path_of, metavar="PATH"),
+        typer.Option(help="Plot the roofline to this PNG file.", parser=path_of, metavar="PATH"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the block against the source document's figures, as graph and as called from Python.
+    """Time GPT-2's block, and compare it with the figures of LeetGPU's GPT-2 block challenge.
 
-    With --what, --dtype, --only, --peer or --plot: blocks, products and attention against this
-    GPU's ceilings and PyTorch. The exit code is then 1 when a result of ours is wrong.
+    With --what, --dtype, --only, --peer or --plot: compare blocks, matrix products and attention
+    with the ceilings of this GPU and with PyTorch. The exit code is then 1 if a result of
+    gpt2block is wrong.
     """
     race = (what, dtype, only, peer, plot) != (None,) * 5
     if race and decode:
-        raise InputError("--decode goes with --device and --json alone")
+        raise InputError("--decode can only be combined with --device and --json")
     if race:
         works = benches.chosen_works(what or "all", dtype, only)
         if plot is not None:
@@ -269,18 +245,8 @@ def bench(
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    columns = (
-        "T",
-        "mask",
-        "GPU ms",
-        "document ms",
-        "times faster",
-        "block(x, out) µs",
-        "block(x) µs",
-    )
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("T", "mask", "GPU ms", "document ms", "times faster")
+    table = new_table((), (*columns, "block(x, out) µs", "block(x) µs"))
     for row in rows:
         document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
         host = (f"{row.out_us:.1f}", f"{row.call_us:.1f}")
@@ -292,13 +258,11 @@ def bench(
     )
     out.print("Document: its own solve on an H200, device memory allocated in every call.")
     out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
-    out.print(table)
+    print_table(out, table)
 
 
 def _timed(works: list[benches.Work]) -> Iterable[benches.Work]:
-    """The works, with a bar on stderr where somebody looks."""
-    hidden = not sys.stderr.isatty()
-    return track(works, "bench", console=Console(stderr=True), transient=True, disable=hidden)
+    return tracked(works, "bench")
 
 
 def _show_race(report: benches.Report, as_json: bool, plot: Path | None) -> None:
@@ -309,16 +273,15 @@ def _show_race(report: benches.Report, as_json: bool, plot: Path | None) -> None
     if plot is not None:
         draw(report, plot)
     if not report.right:
-        sys.exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("weights", "MB", "rows", "greedy µs", "sampled µs", "tokens/s", "prompt ms"):
-        table.add_column(name, justify="left" if name == "weights" else "right", no_wrap=True)
+    columns = ("MB", "rows", "greedy µs", "sampled µs", "tokens/s", "prompt ms")
+    table = new_table(("weights",), columns)
     for row in rows:
         table.add_row(
             row.dtype,
@@ -331,55 +294,45 @@ def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
         )
     out = console()
     out.print(shown(rows[0].device))
-    out.print(
-        "GPT-2 small, random weights, 512 tokens in the cache. µs: from token to token, on the"
-    )
-    out.print(
-        "host; sampled: temperature 0.8, top-k 50, top-p 0.9. prompt: 1,024 tokens of one row."
-    )
-    out.print(table)
+    out.print("GPT-2 small, random weights, 512 tokens in the cache. µs: host time per token;")
+    out.print("sampled: temperature 0.8, top-k 50, top-p 0.9. prompt: one row of 1,024 tokens.")
+    print_table(out, table)
 
 
 @app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")
 def kernels(
     operation: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(help="An operation; without one, the table of all."),
+        OptionalStr, typer.Argument(help="An operation; without it, all operations are listed.")
     ] = None,
     variant: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="One variant; all of them by default."),
+        OptionalStr, typer.Option(help="One variant; by default all variants.")
     ] = None,
     shape: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Sizes that differ from the documented ones, such as B=1,T=128."),
+        OptionalStr,
+        typer.Option(help="Sizes that differ from the default ones, such as B=1,T=128."),
     ] = None,
-    sweep: Annotated[bool, typer.Option(help="Every block size a variant takes.")] = False,
+    sweep: Annotated[bool, typer.Option(help="Time every block size of a variant.")] = False,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Sweep, and draw the rates by block size into this PNG.",
+            help="Sweep, and plot the rates by block size to this PNG file.",
             parser=path_of,
             metavar="PATH",
         ),
     ] = None,
-    peer: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="torch: time PyTorch on the same buffers, taking turns."),
-    ] = None,
+    peer: Peer = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
+        OptionalStr,
+        typer.Option(help="Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
     ] = None,
     layout: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Of weights in memory: KN or NK."),
+        OptionalStr, typer.Option(help="Memory layout of the weights: KN or NK.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the kernels; verify an operation's variants against float64 and time them.
+    """List the kernels; compare the variants of an operation with float64 and time them.
 
-    The exit code is 1 when a variant's result is wrong, and when there is no GPU to run it.
+    The exit code is 1 if the result of a variant is wrong or there is no GPU.
     """
     if operation is None:
         if as_json:
@@ -404,11 +357,11 @@ def kernels(
     ceiling = measure.ceilings()
     results = [measure.measure(found, variants, at, ceiling, stored, every, peer) for at in series]
     if not _show_measured(found, ceiling, results, as_json, plot):
-        sys.exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _print_not_run(found: Operation, problem: str, as_json: bool) -> None:
-    """Why no kernel was run, and what to do; as JSON to stdout."""
+    """Print why no kernel was run and what to do, or a JSON object to stdout."""
     why = f"{found.name}: no kernel was run: {problem}"
     if as_json:
         print(json.dumps({"run": False, "why": why}))
@@ -423,7 +376,7 @@ def _show_measured(
     as_json: bool,
     plot: Path | None,
 ) -> bool:
-    """Print one result for each size, draw the first; False when a variant was wrong."""
+    """Print the result of each size and plot the first; False if a variant was wrong."""
     measured = [rows for rows, _ in results]
     skipped = [line for _, lines in results for line in lines]
     if as_json:
@@ -443,15 +396,15 @@ def _show_measured(
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line. Its errors speak of options: `--top-k`, not `top_k`."""
+    """Run one command line and return its exit code; errors name options such as `--top-k`."""
     root = typer.main.get_command(app)
     try:
         return int(root.main(arguments, standalone_mode=False) or 0)
-    except typer.Abort:  # how older versions of Typer report Ctrl-C
+    except typer.Abort:  # raised for Ctrl-C by older versions of Typer
         return INTERRUPTED
     except _UsageError as error:
         message, context = error.format_message(), error.ctx
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or printed it
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty
             print(message, end="")
             return WRONG
         more = f" (see {context.command_path} --help)" if context else ""
@@ -462,7 +415,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _command(root: Any, arguments: list[str]) -> Any:
-    """The command that these arguments name."""
+    """The command named by the arguments."""
     found = root
     for word in arguments:
         commands = getattr(found, "commands", {})

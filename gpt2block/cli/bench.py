@@ -1,4 +1,4 @@
-"""What `gpt2block bench` prints of a race against PyTorch and the ceilings."""
+"""Tables of `gpt2block bench` that compare kernels with PyTorch and the ceilings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from math import isfinite
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from gpt2block.bench import KINDS, Report, Row
 from gpt2block.bench.measure import CACHES, MOST_SETS
 from gpt2block.bench.race import TF32
+from gpt2block.cli.display import new_table, print_table
 from gpt2block.cuda.timing import REPLAYS
 
 TITLES = {
@@ -21,24 +21,20 @@ TITLES = {
 
 
 def print_report(out: Console, report: Report) -> None:
-    """A table for each kind of work, a row for each contender; how, and against what, above it."""
+    """Print the method and the ceilings, then a table for each kind of work."""
     versions = report.versions
     out.print(escape(", ".join(f"{name} {version}" for name, version in versions.items())))
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in report.ceilings.tflop_s.items())
+    out.print(f"ceilings in this run: copy {report.ceilings.copy_gb_s:.0f} GB/s; cuBLAS for")
+    out.print(f"M = N = K = 8192: {rates} TFLOP/s")
     out.print(
-        f"ceilings in this run: copy {report.ceilings.copy_gb_s:.0f} GB/s; cuBLAS, 8192 cubed,"
+        f"us: one call of a CUDA graph, median of {REPLAYS} replays, contenders in turn, inputs"
     )
-    out.print(f"{rates} TFLOP/s")
-    out.print(
-        f"us: a call within a CUDA graph, median of {REPLAYS} replays, all taking turns, over"
-    )
-    out.print(f"up to {MOST_SETS} copies of the data, {CACHES} times the L2 cache where so many do")
-    out.print("ours: launches overlap, and K may be added up in parts, as in a block's graph")
-    out.print(
-        "% matmul, % copy: of those ceilings, for the operations and bytes no way gets around"
-    )
-    out.print("max rel: off from float64, by the largest value; ok: that is rounding")
-    out.print("x ours: how many times as long as the first of ours; no wrong result counts")
+    out.print(f"rotated over copies that fill {CACHES} times the L2 cache, at most {MOST_SETS}")
+    out.print("ours: launches overlap and K may be split, as in the graph of a block")
+    out.print("% matmul, % copy: of those ceilings, for the least operations and bytes required")
+    out.print("max rel: error against float64 by the largest value; ok: within rounding")
+    out.print("x ours: time divided by that of our first kernel; wrong results are left out")
     for kind in KINDS:
         rows = [row for row in report.rows if row.what == kind]
         if rows:
@@ -51,12 +47,8 @@ def print_report(out: Console, report: Report) -> None:
 
 
 def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
-    table = Table(box=None, padding=(0, 1), header_style="bold", title=TITLES[kind])
-    table.title_justify = "left"
-    for name in ("work", "dtype", "by"):
-        table.add_column(name, no_wrap=True)
-    for name in ("us", "TFLOP/s", "% matmul", "% copy", "x ours", "max rel", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("us", "TFLOP/s", "% matmul", "% copy", "x ours", "max rel", "")
+    table = new_table(("work", "dtype", "by"), columns, TITLES[kind])
     last = None
     for row in rows:
         work = row.work, row.dtype
@@ -67,22 +59,22 @@ def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
             f"{row.tflop_s:.1f}",
             f"{row.percent_matmul:.1f}" + ("*" if row.arithmetic == TF32 else ""),
             f"{row.percent_copy:.1f}",
-            _against(row, rows),
+            _times_ours(row, rows),
             f"{row.max_rel:.1e}",
             "ok" if row.right else "[bold red]WRONG[/]",
         )
         last = work
-    out.print(table)
+    print_table(out, table)
     if any(row.arithmetic == TF32 for row in rows):
-        out.print(f"*: of the {TF32} ceiling, and right as far as {TF32} is")
+        out.print(f"*: of the {TF32} ceiling, with the rounding error of {TF32}")
     notes = {(row.contender, row.note) for row in rows if row.note}
     for contender, note in sorted(notes):
-        of_it = [f"{r.dtype} {r.work}" for r in rows if (r.contender, r.note) == (contender, note)]
-        out.print(escape(f"{contender}: {note}: {', '.join(of_it)}"))
+        works = [f"{r.dtype} {r.work}" for r in rows if (r.contender, r.note) == (contender, note)]
+        out.print(escape(f"{contender}: {note}: {', '.join(works)}"))
 
 
-def _against(row: Row, rows: list[Row]) -> str:
-    """× ours of a row; nothing where one of the two is wrong."""
+def _times_ours(row: Row, rows: list[Row]) -> str:
+    """The time of a row divided by that of our first kernel; "" if one of the results is wrong."""
     ours = [r for r in rows if (r.work, r.dtype) == (row.work, row.dtype) and not r.peer]
     if not ours or not ours[0].right or not row.right:
         return ""

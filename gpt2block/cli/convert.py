@@ -1,20 +1,21 @@
-"""`gpt2block convert`: any checkpoint that opens, as a Hugging Face directory."""
+"""`gpt2block convert`: write any readable checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.hugging_face import WEIGHTS
 from gpt2block.checkpoints.saving import SAVED_DTYPES
+from gpt2block.cli.model import OptionalStr
 from gpt2block.errors import InputError, printable
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command to the application."""
     app.command(epilog="Example: gpt2block convert out/ckpt.pt my-model --dtype bfloat16")(convert)
 
 
@@ -29,23 +30,23 @@ def convert(
     ],
     output: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its own."),
+        OptionalStr,
+        typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into OUT where it is already there.")
+        bool, typer.Option("--overwrite", help="Write into OUT although it exists.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: config.json and model.safetensors.
 
-    PyTorch files are read without PyTorch, and no code in them is run.
+    PyTorch files are read without PyTorch, and no code in them is executed.
     """
     if not output:
         raise InputError("OUT: expected a directory, got an empty string")
     if dtype not in (None, *SAVED_DTYPES):
         raise InputError(f"--dtype: expected one of {', '.join(SAVED_DTYPES)}, got {dtype!r}")
     if os.path.lexists(os.path.expanduser(output)) and not overwrite:
-        raise InputError(f"{output}: already there: give another directory or --overwrite")
+        raise InputError(f"{output}: already exists: give another directory or --overwrite")
     source = Checkpoint.open(checkpoint)
     if os.path.realpath(os.path.expanduser(output)) == os.path.realpath(source.directory):
         raise InputError(f"{output}: the checkpoint is in this directory: give another one as OUT")

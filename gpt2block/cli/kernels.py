@@ -1,4 +1,4 @@
-"""What `gpt2block kernels` prints and draws."""
+"""Tables, JSON and plots of `gpt2block kernels`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.bench.measure import CACHES, MOST_SETS, Ceilings, Measurement, tolerance
+from gpt2block.cli.display import new_table, print_table
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, Operation
 
 
 def list_operations(out: Console) -> None:
-    """Every operation with its variants, their kernels and what each changes."""
+    """Print every operation with its variants, their kernels and what each variant changes."""
     for operation in OPERATIONS.values():
         out.print(f"[bold]{operation.name}[/]  {escape(operation.idea)}  ({operation.document})")
         table = Table(box=None, padding=(0, 1), show_header=False)
@@ -26,7 +27,7 @@ def list_operations(out: Console) -> None:
 
 
 def operations_json() -> str:
-    """The same as JSON."""
+    """The content of `list_operations` as JSON."""
     return json.dumps(
         [
             {
@@ -46,24 +47,13 @@ def operations_json() -> str:
 def print_measurements(
     out: Console, rows: list[Measurement], skipped: list[str], ceiling: Ceilings
 ) -> None:
-    """A row a measurement: times, rate, share of the ceiling, peers, error."""
+    """Print one row per measurement: times, rate, share of the ceiling, error, peers."""
     at = ", ".join(f"{name} {size}" for name, size in rows[0].sizes.items())
-    _print_how(out, f"{rows[0].operation}, {at}", rows[0].dtype, ceiling)
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    _print_method(out, f"{rows[0].operation}, {at}", rows[0].dtype, ceiling)
     peers = list(rows[0].peers)
-    names = [
-        "variant",
-        "block",
-        "GPU µs",
-        "call µs",
-        rows[0].unit,
-        "% ceiling",
-        "max abs",
-        "max rel",
-        "",
-    ]
-    for name in (*names, *(f"x {peer}" for peer in peers)):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("variant", "block", "GPU µs", "call µs", rows[0].unit, "% ceiling")
+    errors = ("max abs", "max rel", "")
+    table = new_table((), (*columns, *errors, *(f"x {peer}" for peer in peers)))
     for row in rows:
         table.add_row(
             row.variant,
@@ -77,24 +67,24 @@ def print_measurements(
             "ok" if row.right else "WRONG",
             *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
         )
-    out.print(table)
+    print_table(out, table)
     for line in skipped:
         out.print(f"not run: {escape(line)}")
     for peer in peers:
-        out.print(f"{peer}: {rows[0].peers[peer]:.2f} µs on the same buffers, taking turns")
+        out.print(f"{peer}: {rows[0].peers[peer]:.2f} µs on the same buffers, timed in turn")
 
 
-def _print_how(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
-    """What was measured, how, and the ceilings."""
-    out.print(f"{what}, {dtype}; medians, over up to {MOST_SETS} copies of the")
-    out.print(f"data in turn, {CACHES} times the L2 cache where so many are enough")
+def _print_method(out: Console, what: str, dtype: str, ceiling: Ceilings) -> None:
+    """Print what was measured and how, and the ceilings."""
+    out.print(f"{what}, {dtype}; medians, inputs rotated over copies that")
+    out.print(f"fill {CACHES} times the L2 cache, at most {MOST_SETS} copies")
     out.print(
         f"ceilings in this run: copy {ceiling.copy_gb_s:.0f} GB/s, cuBLAS float32 "
         f"{ceiling.fp32_tflop_s:.1f} and float16 {ceiling.fp16_tflop_s:.0f} TFLOP/s"
     )
     out.print(
-        f"ok: off from float64 by {tolerance(dtype):.1e} of the largest value at most, "
-        "which is rounding"
+        f"ok: the error against float64 is at most {tolerance(dtype):.1e} of the largest value, "
+        "the rounding error"
     )
 
 
@@ -105,16 +95,17 @@ def print_series(
     skipped: list[str],
     ceiling: Ceilings,
 ) -> None:
-    """A row a size, a column a variant: GPU µs, where the fastest changes, what did not run."""
+    """Print GPU µs, one row per size and one column per variant.
+
+    Below the table: the sizes at which another variant becomes the fastest, and what did not run.
+    """
     first = series[0][0]
     name, _ = operation.series or ("", 1)
     fixed = ", ".join(f"{key} {size}" for key, size in first.sizes.items() if key != name)
-    _print_how(out, f"{first.operation}, {fixed}", first.dtype, ceiling)
+    _print_method(out, f"{first.operation}, {fixed}", first.dtype, ceiling)
     variants = list(dict.fromkeys(row.variant for rows in series for row in rows))
     peers = list(first.peers)
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for column in (name, *variants, *peers, "fastest", "% ceiling", "max rel", ""):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table((), (name, *variants, *peers, "fastest", "% ceiling", "max rel", ""))
     fastest: list[tuple[int, str]] = []
     for rows in series:
         us = {row.variant: row.gpu_us for row in rows}
@@ -129,7 +120,7 @@ def print_series(
             f"{max(row.max_rel for row in rows):.1e}",
             "ok" if all(row.right for row in rows) else "WRONG",
         )
-    out.print(table)
+    print_table(out, table)
     for (_, before), (size, variant) in pairwise(fastest):
         if variant != before:
             out.print(f"from {name} = {size} on, {variant} is faster than {before}")
@@ -138,7 +129,10 @@ def print_series(
 
 
 def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
-    """Rate by block size, a line a variant, and the ceiling; InputError without matplotlib."""
+    """Plot the rate by block size, one line per variant, and the ceiling.
+
+    Raises InputError if matplotlib is missing or the file cannot be written.
+    """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""`gpt2block map score|generate|embed`: a command over many records, on Dask."""
+"""`gpt2block map score|generate|embed`: process many records, on Dask."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -14,85 +14,81 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.cli import INTERRUPTED
-from gpt2block.cli.model import Device, Dtype, Model, Revision, Tokenizer
+from gpt2block.cli import FAILED, INTERRUPTED
+from gpt2block.cli.model import (
+    Device,
+    Dtype,
+    MaxNewTokens,
+    MinP,
+    Model,
+    OptionalInt,
+    OptionalStr,
+    RepetitionPenalty,
+    Revision,
+    Stop,
+    Stride,
+    Temperature,
+    Tokenizer,
+    TopK,
+    TopP,
+)
 from gpt2block.errors import InputError, printable
 from gpt2block.text.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
 
-FAILED, ERRORS = 1, "errors"  # the exit code; the folder in the output
-SECONDS_BETWEEN_LINES = 10  # where stderr is no terminal
+ERRORS = "errors"  # folder in the output
+SECONDS_BETWEEN_LINES = 10  # of progress, if stderr is no terminal
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Score, continue or embed many records on all GPUs; killed, the same command goes on. "
-    "Exit code: 0 when the input is done and some or all records have results; 1 when no record "
-    "has one, when shards failed, or when the job stopped; 2 when it was refused; 130 when it was "
-    "interrupted.",
+    help="Score, continue or embed many records on all GPUs. After an interruption, the same "
+    "command continues the job. Exit code: 0 when the input is done and at least one record has a "
+    "result; 1 when no record has one, when a shard failed or when the job stopped; 2 for invalid "
+    "options or input; 130 after Ctrl-C.",
 )
 
 Input = Annotated[
     list[str],
-    typer.Argument(help=".jsonl, .ndjson, .parquet, .txt (a record a line), or folders."),
+    typer.Argument(help=".jsonl, .ndjson, .parquet or .txt (one record per line), or folders."),
 ]
 Output = Annotated[
-    str,  # not Path, for which an empty text is the working directory
+    str,  # not Path, which turns an empty string into the working directory
     typer.Option(
-        metavar="FOLDER", help="The folder of the results: a new or empty one, or this job's."
+        metavar="FOLDER", help="Folder of the results: new, empty, or one of the same job."
     ),
 ]
 Workers = Annotated[
-    Optional[int],  # noqa: UP045
+    OptionalInt,
     typer.Option(
         min=1,
-        help="Processes; by default one for each visible GPU or, without one, for each CPU core "
-        "this process may use, as far as the memory holds the models.",
+        help="Processes; by default one for each visible GPU or, without a GPU, one for each "
+        "usable CPU core, limited by the memory for the models.",
     ),
 ]
 SchedulerAt = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="A Dask cluster that is running, tcp://host:8786; a local one by default."),
+    OptionalStr,
+    typer.Option(help="A running Dask cluster, tcp://host:8786; by default a local one."),
 ]
-ShardSize = Annotated[int, typer.Option(min=1, help="Lines of input in a file of output.")]
-BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens computed together at most.")]
+ShardSize = Annotated[int, typer.Option(min=1, help="Input lines per output file.")]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Most tokens computed together.")]
 Column = Annotated[
-    str, typer.Option("--field", help="Of a record: its text, or a list of token ids.")
+    str, typer.Option("--field", help="Field with the text, or the list of token ids.")
 ]
 Keep = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(
-        help="A field to carry into the results; may be given several times. A .txt file has one: "
-        "its text."
+        help="Field to copy into the results; may be given several times. Records of a .txt file "
+        "have one field, text."
     ),
 ]
-Format = Annotated[str, typer.Option("--format", help="Of the results: jsonl or parquet.")]
-LogProbs = Annotated[bool, typer.Option("--logprobs", help="And every token's log-probability.")]
-
-
-@dataclass(frozen=True)
-class _Common:
-    """What the three commands share."""
-
-    inputs: list[str]
-    output: str
-    model: str
-    revision: str | None
-    dtype: str
-    device: str | None
-    tokenizer: Path | None
-    workers: int | None
-    scheduler: str | None
-    shard_size: int
-    batch_tokens: int
-    column: str
-    keep: list[str] | None
-    form: str
+Format = Annotated[str, typer.Option("--format", help="Format of the results: jsonl or parquet.")]
+LogProbs = Annotated[bool, typer.Option("--logprobs", help="Add every token's log-probability.")]
 
 
 def register(to: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands to the application."""
     to.add_typer(app, name="map")
 
 
@@ -105,10 +101,7 @@ def score(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    stride: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens between windows; half of the context by default."),
-    ] = None,
+    stride: Stride = None,
     logprobs: LogProbs = False,
     workers: Workers = None,
     scheduler: SchedulerAt = None,
@@ -118,12 +111,8 @@ def score(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """Log-likelihood and perplexity of every record."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
-    )  # fmt: skip
-    _map("score", common, {"stride": stride, "logprobs": logprobs})
+    """Compute the log-likelihood and perplexity of every record."""
+    _map("score", locals(), "stride", "logprobs")
 
 
 @app.command(epilog="Example: gpt2block map generate prompts.jsonl --output texts --seed 7")
@@ -135,22 +124,15 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.")
-    ] = DEFAULT_TEMPERATURE,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest only; 0: off.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="From the fewest of this probability; 1: off.")
-    ] = 1.0,
-    min_p: Annotated[float, typer.Option(help="From those this likely beside the first.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Of tokens that were there.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="With a record's place it makes the record's own.")] = 0,
-    stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="End before this text; may be given several times."),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Continuations of a record.")] = 1,
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Annotated[int, typer.Option(help="Base of each record's own seed.")] = 0,
+    stop: Stop = None,
+    samples: Annotated[int, typer.Option(help="Continuations per record.")] = 1,
     overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
     rows_at_once: Annotated[int, typer.Option(help="Continuations computed together.")] = 64,
     logprobs: LogProbs = False,
@@ -162,26 +144,12 @@ def generate(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """Continue every record. The same seed gives the same texts, whoever writes them."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
+    """Continue every record. The same seed gives the same texts with any number of workers."""
+    stop = stop or []
+    _map(
+        "generate", locals(), "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+        "repetition_penalty", "seed", "stop", "samples", "overflow", "rows_at_once", "logprobs",
     )  # fmt: skip
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or [],
-        "samples": samples,
-        "overflow": overflow,
-        "rows_at_once": rows_at_once,
-        "logprobs": logprobs,
-    }
-    _map("generate", common, options)
 
 
 @app.command(epilog="Example: gpt2block map embed texts.parquet --output vectors --format parquet")
@@ -193,12 +161,11 @@ def embed(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    pooling: Annotated[str, typer.Option(help="mean or last, of the final states.")] = "mean",
+    pooling: Annotated[str, typer.Option(help="mean or last of the final hidden states.")] = "mean",
     overflow: Annotated[
         str,
         typer.Option(
-            help="For records longer than the context: error, or truncate, which keeps the last "
-            "tokens."
+            help="For records longer than the context: error, or truncate to the last tokens."
         ),
     ] = "error",
     workers: Workers = None,
@@ -209,26 +176,24 @@ def embed(
     keep: Keep = None,
     form: Format = "jsonl",
 ) -> None:
-    """A vector of every record."""
-    common = _Common(
-        inputs, output, model, revision, dtype, device, tokenizer, workers, scheduler, shard_size,
-        batch_tokens, column, keep, form,
-    )  # fmt: skip
-    _map("embed", common, {"pooling": pooling, "overflow": overflow})
+    """Compute an embedding vector of every record."""
+    _map("embed", locals(), "pooling", "overflow")
 
 
-def _map(task: Any, common: _Common, options: dict[str, Any]) -> None:
+def _map(task: Any, arguments: dict[str, Any], *names: str) -> None:
+    """Run the job of a command with these arguments; `names`: those of the task itself."""
+    options = {name: arguments[name] for name in names}
     try:
-        code = _run(task, common, options)
+        code = _run(task, SimpleNamespace(**arguments), options)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: the same command continues from here", file=sys.stderr)
         code = INTERRUPTED
     if code:
         raise typer.Exit(code)
 
 
-def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
-    """Do the job and print what came of it; the exit code."""
+def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
+    """Run the job, print its results and return the exit code."""
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415
     except ImportError as error:
@@ -236,7 +201,7 @@ def _run(task: Any, common: _Common, options: dict[str, Any]) -> int:
     from gpt2block.bulk.job import Job  # noqa: PLC0415
     from gpt2block.run.model import check_dtype  # noqa: PLC0415
 
-    check_dtype(common.dtype)  # before any worker is started for it
+    check_dtype(common.dtype)  # before a worker is started
     job = Job(
         task=task,
         output=common.output,
@@ -289,7 +254,7 @@ def _summary(output: Path, outcome: Outcome) -> list[str]:
 
 
 class _Watcher:
-    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+    """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -305,7 +270,7 @@ class _Watcher:
         )
         self._console = console
         self._lines = self._done = self._now = self._records = self._tokens = 0
-        self._begun = self._said = monotonic()
+        self._begun = self._printed = monotonic()
         self._task: Any = None
 
     def say(self, line: str) -> None:
@@ -313,7 +278,7 @@ class _Watcher:
 
     def begin(self, lines: int, finished: int) -> None:
         self._lines, self._done = lines, finished
-        self._begun = self._said = monotonic()
+        self._begun = self._printed = monotonic()
         if finished:
             self.say(f"{finished:,} of {lines:,} lines are done already")
         self._task = self.bar.add_task("", total=lines, completed=finished)
@@ -329,13 +294,13 @@ class _Watcher:
         self._show(records)
 
     def _show(self, inside: int) -> None:
-        """inside: records computed of unfinished shards."""
+        """inside: records of unfinished shards that are computed."""
         done, rates = self._done + inside, self._rates(inside)
         self.bar.update(self._task, completed=done, description=rates)
-        if self._terminal or monotonic() - self._said < SECONDS_BETWEEN_LINES:
+        if self._terminal or monotonic() - self._printed < SECONDS_BETWEEN_LINES:
             return
-        self._said = monotonic()
-        now, seconds = self._now + inside, self._said - self._begun
+        self._printed = monotonic()
+        now, seconds = self._now + inside, self._printed - self._begun
         ends = f", {(self._lines - done) * seconds / now:,.0f} s left" if now else ""
         self.say(f"{done:,} of {self._lines:,} lines, {rates}{ends}")
 

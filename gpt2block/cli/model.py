@@ -1,6 +1,7 @@
-"""The commands about a whole model: `gpt2block generate`, `score` and `info`.
+"""The commands for a whole model: `gpt2block generate`, `score` and `info`.
 
-What is slow to import is imported where it is used: the first token should come soon.
+Modules that are slow to import are imported where they are used, so that the first token of
+`generate` comes early.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
 from gpt2block.cli import INTERRUPTED
-from gpt2block.errors import CheckpointError, InputError, printable
+from gpt2block.cli.display import console, new_table, print_facts, print_table, progress_bar, shown
+from gpt2block.errors import CheckpointError, InputError
 from gpt2block.text.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -37,39 +36,40 @@ if TYPE_CHECKING:
     from gpt2block.text.generation import Row, Run
     from gpt2block.text.scoring import Score
 
-DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # for the model on board, when nobody says what to continue
-MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes that are read: 256 and 16 MiB
-_LONGEST_LINE = 4096  # characters of a name or path in a table
+DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled model
+MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes: 256 and 16 MiB
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
-# Typer reads these annotations at run time, on Python 3.10 too: hence Optional.
+# Typer reads annotations at run time, also on Python 3.10: hence Optional.
+OptionalStr = Optional[str]  # noqa: UP045
+OptionalInt = Optional[int]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="cuda, cuda:N or cpu; the best there is by default."),
+    OptionalStr,
+    typer.Option(help="cuda, cuda:N or cpu; by default the GPU if there is one."),
 ]
 Model = Annotated[
     str,
     typer.Option(
         help="gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
-        "or .safetensors file, an llm.c .bin; the small model in the package by default."
+        "or .safetensors file, an llm.c .bin; by default the small bundled model."
     ),
 ]
 Revision = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="For a hub id: a branch, tag or commit; its main branch by default."),
+    OptionalStr,
+    typer.Option(help="Branch, tag or commit of a hub id; by default its main branch."),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="How weights are stored: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn."
+        help="Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn."
     ),
 ]
 
 
 def path_of(text: str) -> Path:
-    """The parser of options that take a path: `~` and `~user` become home directories."""
-    if not text:  # which would be the working directory
+    """Parse an option that takes a path: `~` and `~user` become home directories."""
+    if not text:  # Path("") is the working directory
         raise typer.BadParameter("expected a path, got an empty string")
     try:
         return Path(text).expanduser()
@@ -87,12 +87,34 @@ Tokenizer = Annotated[
 ]
 Special = Annotated[
     bool,
-    typer.Option("--special", help="Names of special tokens, as <|endoftext|>, mean the tokens."),
+    typer.Option("--special", help="Read names such as <|endoftext|> as special tokens."),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Largest number of new tokens.")]
+Temperature = Annotated[
+    float, typer.Option(help="0: the most likely token; 1: the model's own distribution.")
+]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: off.")]
+TopP = Annotated[
+    float, typer.Option(help="Keep the fewest tokens with this total probability; 1: off.")
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Keep tokens at least this fraction as likely as the most likely; 0: off."),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1: tokens already in the text become less likely.")
+]
+Stop = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(help="Stop before this text; may be given several times."),
+]
+Stride = Annotated[
+    OptionalInt, typer.Option(help="Tokens between windows; half of the context by default.")
 ]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the three commands."""
+    """Add the three commands to the application."""
     app.command(epilog="Example: gpt2block generate 'To be, or not to be' --seed 7")(generate)
     app.command(epilog="Example: gpt2block score hamlet.txt --stride 64")(score)
     app.command(epilog="Example: gpt2block info shakespeare --json")(info)
@@ -100,15 +122,15 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     prompt: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(help="What to continue; - or nothing reads stdin, less its last newline."),
+        OptionalStr,
+        typer.Argument(help="Text to continue; - or none: stdin without its last newline."),
     ] = None,
     ids: Annotated[
         bool,
         typer.Option(
             "--ids",
-            help="The prompt is token ids, as in 1,2,3 or '1 2 3', and ids are written; the model "
-            "needs no tokenizer.",
+            help="Read the prompt as token ids, such as 1,2,3 or '1 2 3', and write ids; needs no "
+            "tokenizer.",
         ),
     ] = False,
     special: Special = False,
@@ -117,56 +139,47 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; 1 draws as the model says.")
-    ] = DEFAULT_TEMPERATURE,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="From the fewest that have this probability together; 1: off.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="From those this many times as likely as the first; 0: off.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that were there become less likely.")
-    ] = 1.0,
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="End before this text; may be given several times."),
-    ] = None,
+    stop: Stop = None,
     stop_id: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(help="End at this token; several times; <|endoftext|> where none is given."),
+        typer.Option(
+            help="Stop at this token id, may be given several times; by default <|endoftext|>."
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    samples: Annotated[int, typer.Option(help="Number of continuations.")] = 1,
     overflow: Annotated[
         str,
         typer.Option(
-            help="error: the text ends where the context is full, and a longer prompt is an "
-            "error; truncate: the oldest tokens are dropped."
+            help="When the context is full: error ends the text and rejects longer prompts; "
+            "truncate drops the oldest tokens."
         ),
     ] = "error",
     logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="And every token with its log-probability.")
+        bool, typer.Option("--logprobs", help="Also print each token's log-probability.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Continue a text, token by token as it is written.
+    """Continue a text, and print each token as it is generated.
 
-    The prompt and its continuation go to stdout, how fast it went to stderr. Ctrl-C ends it.
+    The prompt and its continuation go to stdout, the speed to stderr. Ctrl-C ends the text.
     """
     from gpt2block.text.generation import Run  # noqa: PLC0415
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
 
     begun = perf_counter()
     if ids and special:
-        raise InputError("--special goes with a text, not with --ids")
+        raise InputError("--special: expected a text, got --ids")
     text = _prompt(prompt, "" if ids or model != ON_BOARD else DEFAULT_PROMPT)
     start: Any = _read_ids(text) if ids else text
-    instead = None if ids else "--ids takes token ids instead of text"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, instead, revision)
+    hint = None if ids else "--ids takes token ids instead of text"
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
     run = Run(
@@ -202,84 +215,84 @@ def generate(
 
 @dataclass
 class Clock:
-    """When the command began, when its first and last tokens came, and how many."""
+    """Times of the start of the command and of its first and last token; number of tokens."""
 
     begun: float
-    at_first: int  # tokens of the first step, one a row
+    at_first: int  # tokens of the first step, one per row
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
 
     def tick(self) -> None:
-        """A token has come."""
+        """Count a new token."""
         self.last = perf_counter()
         self.first = self.first or self.last
         self.tokens += 1
 
     @property
     def to_first(self) -> float | None:
-        """Seconds to the first token, the loading of the model included."""
+        """Seconds to the first token, including the loading of the model."""
         return None if self.first is None else self.first - self.begun
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first step."""
+        """Tokens per second after the first step."""
         if self.first is None or self.tokens <= self.at_first:
             return None
         return (self.tokens - self.at_first) / (self.last - self.first)
 
 
 class _Writer:
-    """Rows to stdout: the first one as it comes, each other one when those before it are done.
+    """Write rows to stdout in order: the current row while it grows, the next one when it ends.
 
-    ids: write the tokens' ids instead of their text.
+    ids: write token ids instead of text.
     """
 
     def __init__(self, rows: Sequence[Row], prompt: str, ids: bool) -> None:
         self._rows, self._prompt, self._ids = rows, prompt, ids
-        self._taken = 0  # ids of the row that is shown
+        self._taken = 0  # ids of the current row that are written
         self._terminal = Console(highlight=False) if sys.stdout.isatty() else None
-        self._showing = -1
-        self._tail = "\n\n"  # what was written last
-        self._begin()
+        self._current = -1
+        self._tail = "\n\n"  # the last two characters written
+        self._start_next()
 
     def show(self, row: Row) -> None:
-        """A row has a new token."""
-        if row is self._rows[self._showing]:
-            self._say(self._take(row))
-            while row.finish_reason and self._showing + 1 < len(self._rows):
-                row = self._begin()
+        """Write the new text of a row if it is the current one."""
+        if row is self._rows[self._current]:
+            self._write(self._take(row))
+            while row.finish_reason and self._current + 1 < len(self._rows):
+                row = self._start_next()
 
     def rest(self, logprobs: bool) -> None:
-        """What has not been shown, after the last token."""
-        self._say(self._take(self._rows[self._showing]))
-        while self._showing + 1 < len(self._rows):
-            self._begin()
+        """Write everything that is not yet written, after the last token."""
+        self._write(self._take(self._rows[self._current]))
+        while self._current + 1 < len(self._rows):
+            self._start_next()
         self._end_line("\n")
         for number, row in enumerate(self._rows if logprobs else ()):
             self._end_line("\n\n")
-            self._say(self._heading(number))
+            self._write(self._heading(number))
             pieces = row.tokens if self._ids else row.token_texts()
             for piece, logprob in zip(pieces, row.logprobs, strict=True):
-                self._say(f"{logprob:9.4f}  {piece!r}\n")
+                self._write(f"{logprob:9.4f}  {piece!r}\n")
 
-    def _begin(self) -> Row:
-        """The next row's heading, prompt and text so far."""
+    def _start_next(self) -> Row:
+        """Write the heading, prompt and text of the next row, which becomes the current one."""
         self._end_line("\n\n")
-        self._showing += 1
-        row = self._rows[self._showing]
-        self._say(self._heading(self._showing))
+        self._current += 1
+        row = self._rows[self._current]
+        self._write(self._heading(self._current))
         if self._terminal:
             self._terminal.print(Text(self._prompt, style="bold"), end="", soft_wrap=True)
             self._tail = self._prompt[-2:]
         else:
-            self._say(self._prompt)
+            self._write(self._prompt)
         self._taken = 0
-        self._say(self._take(row))
+        self._write(self._take(row))
         return row
 
     def _take(self, row: Row) -> str:
-        """What has come since the last call, of the row that is shown."""
+        """The text, or ids, that the current row gained since the last call."""
         if not self._ids:
             return row.take()
         new = row.tokens[self._taken :]
@@ -291,11 +304,11 @@ class _Writer:
         return f"--- sample {number + 1} of {len(self._rows)}\n" if several else ""
 
     def _end_line(self, end: str) -> None:
-        """Newlines, as far as they are not there."""
-        there = len(self._tail) - len(self._tail.rstrip("\n"))
-        self._say(end[there:])
+        """Write the newlines of `end` that the output does not end with yet."""
+        present = len(self._tail) - len(self._tail.rstrip("\n"))
+        self._write(end[present:])
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -303,9 +316,9 @@ class _Writer:
 
 
 def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
-    """Let the rows be written; True when Ctrl-C ended it, after which the rows say what they have.
+    """Generate all tokens; True if Ctrl-C ended it, after which the rows are closed.
 
-    A second Ctrl-C is an ordinary one.
+    A second Ctrl-C raises KeyboardInterrupt.
     """
     try:
         for row in run:
@@ -320,12 +333,12 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
 
 
 def _summary(loaded: GPT2, seed: int, run: Run, clock: Clock) -> str:
-    """What was computed where, and how fast."""
+    """One line: model, device, number of tokens, speed, seed and why the rows ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
     ends = ", ".join(dict.fromkeys(row.finish_reason or "interrupted" for row in run.rows))
     if any(row.finish_reason == "context" for row in run.rows):
-        ends += f" (its {loaded.config.n_ctx} tokens are full: --overflow truncate goes on)"
+        ends += f" (all {loaded.config.n_ctx} tokens used: --overflow truncate continues)"
     return (
         f"{loaded.name}, {loaded.dtype}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
         f"seed {seed}; ended: {ends}"
@@ -335,9 +348,9 @@ def _summary(loaded: GPT2, seed: int, run: Run, clock: Clock) -> str:
 def _report(
     loaded: GPT2, prompt: str | list[int], has_text: bool, seed: int, run: Run, clock: Clock
 ) -> dict[str, Any]:
-    """The same for programs.
+    """The object that --json prints.
 
-    finish_reason is null where Ctrl-C came first, text where the model has no tokenizer.
+    finish_reason is null after Ctrl-C, text is null if the model has no tokenizer.
     """
     return {
         "model": loaded.name,
@@ -360,7 +373,7 @@ def _report(
 
 
 def _prompt(given: str | None, default: str) -> str:
-    """The argument; else stdin, unless it is a terminal or empty; else the default."""
+    """The prompt argument; else stdin, unless it is a terminal or empty; else `default`."""
     if given not in (None, "-"):
         return given or ""
     if given == "-" or not sys.stdin.isatty():
@@ -371,7 +384,7 @@ def _prompt(given: str | None, default: str) -> str:
 
 
 def _read_ids(text: str) -> NDArray[np.int64]:
-    """Ids in decimal digits, between commas and white space."""
+    """Parse decimal token ids separated by commas and white space."""
     words = re.findall(r"[^\s,]+", text)
     wrong = next((word for word in words if not re.fullmatch("[0-9]{1,18}", word)), None)
     if wrong is not None:
@@ -388,28 +401,25 @@ def score(
     dtype: Dtype = "float32",
     device: Device = None,
     tokenizer: Tokenizer = None,
-    stride: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens between windows; half of the context by default."),
-    ] = None,
+    stride: Stride = None,
     tokens: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(
             "--tokens/--text",
-            help="What the file holds; by default .npy and .bin hold tokens (uint16, as from "
-            "llm.c and nanoGPT), all else text.",
+            help="Content of the file; by default .npy and .bin files hold tokens (uint16, as "
+            "written by llm.c and nanoGPT), all other files text.",
         ),
     ] = None,
     special: Special = False,
     bos: Annotated[
         bool,
-        typer.Option("--bos", help="Put <|endoftext|> in front, so that the first token counts."),
+        typer.Option("--bos", help="Prepend <|endoftext|>, so that the first token is scored too."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text: log-likelihood and perplexity.
+    """Compute the log-likelihood and perplexity of a text.
 
-    Windows of the model's whole context slide over the text; each token is predicted once.
+    A window as long as the model's context slides over the text; each token is predicted once.
     """
     from gpt2block.text import scoring  # noqa: PLC0415
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
@@ -417,17 +427,17 @@ def score(
     begun = perf_counter()
     are_tokens = Path(file).suffix in (".npy", ".bin") if tokens is None else tokens
     if are_tokens and special:
-        raise InputError("--special goes with a text, not with a token file")
+        raise InputError("--special: expected a text, got a token file")
     text: Any = (
         scoring.load_tokens(_regular_file(file)) if are_tokens else _read_text(file, MOST_TEXT)
     )
-    instead = None if are_tokens else "--tokens reads token ids instead of text"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, instead, revision)
+    hint = None if are_tokens else "--tokens reads token ids instead of text"
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
     if special or (bos and not are_tokens):
         text = token_ids(encoding, text, loaded.config.vocab_size, "text", special=special)
     if bos:
-        text = _after_end_of_text(encoding, text)
-    with _bar("scoring") as bar:
+        text = _prepend_end_of_text(encoding, text)
+    with progress_bar("scoring") as bar:
         task = bar.add_task("scoring", total=None)
         found = scoring.score(
             loaded.engine,
@@ -443,8 +453,8 @@ def score(
         _print_score(file, loaded, found, seconds)
 
 
-def _after_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
-    """The ids with <|endoftext|> in front; InputError where the tokenizer does not have it."""
+def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
+    """Prepend <|endoftext|> to the ids; InputError if the tokenizer does not have it."""
     from gpt2block.text.tokenizer import end_of_text  # noqa: PLC0415
 
     end = end_of_text(encoding)
@@ -489,7 +499,7 @@ def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
     if found.bits_per_byte is not None:
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
     rows["time"] = f"{seconds:.1f} s, {found.tokens / seconds:,.0f} tokens/s"
-    _print_facts(rows)
+    print_facts(rows)
 
 
 def info(
@@ -497,7 +507,7 @@ def info(
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's sizes, memory and tensors; only the headers of its files are read."""
+    """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
     from gpt2block.run.model import kv_cache_dtype  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(model, revision)
@@ -537,7 +547,7 @@ def info(
 
 
 def memory_of(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of the weights in use: matrices in `dtype`, E4M3 with scales, all else in float32."""
+    """Bytes of the weights: matrices in `dtype`, with scales for E4M3; other tensors float32."""
     total = 0
     for tensor in checkpoint.stored.values():
         size = prod(tensor.shape)
@@ -549,8 +559,8 @@ def memory_of(checkpoint: Checkpoint, dtype: str) -> int:
 
 def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     c = checkpoint.config
-    tied = "tied to the embedding" if c.tie_word_embeddings else "a matrix of its own"
-    _print_facts(
+    tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
+    print_facts(
         {
             "model": checkpoint.name,
             "file": str(checkpoint.file),
@@ -560,24 +570,24 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
         }
     )
-    out = _console()
-    table = _table("on a GPU as", "weights", f"kv_cache, a row of {c.n_ctx}")
+    out = console()
+    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
     for dtype, sizes in facts["memory"].items():
         cache = f"{_megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
         table.add_row(dtype, _megabytes(sizes["weights"]), cache)
     out.print()
-    out.print(table)
+    print_table(out, table)
     out.print("On the CPU every dtype takes the memory of float32.")
-    table = _table("tensor", "shape", "stored as", "in the file")
+    table = new_table(("tensor", "shape", "stored as", "in the file"))
     for tensor in _without_repetition(facts["tensors"], c.n_layer):
         shape = "x".join(map(str, tensor["shape"]))
         table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
     out.print()
-    out.print(table)
+    print_table(out, table)
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
-    """The tensors; blocks that are all alike as one, h.0 … h.11."""
+    """The tensors; if all blocks have the same ones, only those of h.0, named "h.0 … h.11"."""
     kinds: dict[str, set[tuple[Any, ...]]] = {}
     for tensor in tensors:
         kind = tensor["name"].rpartition(".")[2]
@@ -596,13 +606,13 @@ def load_model(
     dtype: str,
     device: str | None,
     tokenizer: Path | None,
-    instead: str | None,
+    hint: str | None,
     revision: str | None = None,
 ) -> tuple[GPT2, Encoding | None]:
-    """The model, with a bar on stderr while its tensors are read; and its tokenizer, read first.
+    """Read a model, with a progress bar on stderr, and before it its tokenizer.
 
-    tokenizer: one named by hand. instead: how to do without one, for the error when there is none;
-    None: the caller does without, and gets None.
+    tokenizer: the path of another tokenizer. hint: added to the error if the model has no
+    tokenizer; with None, the tokenizer is then None.
     """
     from gpt2block.model import GPT2  # noqa: PLC0415
 
@@ -612,13 +622,13 @@ def load_model(
     except CheckpointError as error:
         if tokenizer is not None:
             raise
-        if instead:
-            raise CheckpointError(f"{error}; {instead}") from error
+        if hint:
+            raise CheckpointError(f"{error}; {hint}") from error
         encoding = None
     total = len(checkpoint.stored)
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
-        with _bar("loading", hidden=name == ON_BOARD) as bar:  # which takes no time
+        with progress_bar("loading", hidden=name == ON_BOARD) as bar:  # which loads at once
             yield from bar.track(tensors, total)
 
     loaded = GPT2.from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)
@@ -626,7 +636,7 @@ def load_model(
 
 
 def read_tokenizer(checkpoint: Checkpoint, path: Path | None) -> Encoding:
-    """The tokenizer named by hand, or the checkpoint's. Raises CheckpointError."""
+    """The tokenizer at `path`, or the checkpoint's without one. Raises CheckpointError."""
     from gpt2block.text import tokenizer  # noqa: PLC0415
 
     if path is None:
@@ -635,15 +645,15 @@ def read_tokenizer(checkpoint: Checkpoint, path: Path | None) -> Encoding:
 
 
 def _read_text(file: str, most: int) -> str:
-    """Of a regular file, or of stdin for -; InputError when there are more bytes than `most`."""
+    """The text of a regular file, or of stdin for "-"; InputError for more than `most` bytes."""
     if file == "-":
-        return _decoded(sys.stdin.buffer, "stdin", most)  # tokens are mapped: they need a file
+        return _decoded(sys.stdin.buffer, "stdin", most)
     with _regular_file(file).open("rb") as opened:
         return _decoded(opened, file, most, or_tokens=True)
 
 
 def _regular_file(file: str) -> Path:
-    """The path of one that can be opened at once and has an end: no pipe, no device."""
+    """The path of a regular file: a pipe may block, and a device may have no end."""
     path = path_of(file)
     try:
         regular = S_ISREG(path.stat().st_mode)
@@ -669,46 +679,8 @@ def _decoded(source: BinaryIO, name: str, most: int, or_tokens: bool = False) ->
     except UnicodeDecodeError as error:
         hint = ": for a token file give --tokens" if or_tokens else ""
         raise InputError(
-            f"{name}: expected text in UTF-8, byte {error.start} is not{hint}"
+            f"{name}: expected UTF-8 text, byte {error.start} is invalid{hint}"
         ) from error
-
-
-def _bar(what: str, hidden: bool = False) -> Progress:
-    """A progress bar on stderr, gone when the work is done; nothing where nobody looks."""
-    return Progress(
-        TextColumn(what),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=hidden or not sys.stderr.isatty(),
-    )
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
-
-
-def _print_facts(rows: dict[str, str]) -> None:
-    table = Table(box=None, padding=(0, 1), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, fact in rows.items():
-        table.add_row(name, shown(fact))
-    _console().print(table)
-
-
-def shown(text: str) -> str:
-    """A text from outside as Rich markup: on one line, without control characters."""
-    return escape(printable(text, _LONGEST_LINE))
 
 
 def _megabytes(count: int) -> str:

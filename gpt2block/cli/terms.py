@@ -1,4 +1,4 @@
-"""Messages about arguments, in the terms of the command line: `--top-k` for `top_k`."""
+"""Error messages of the library in the terms of the command line: `--top-k` for `top_k`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-Options = Mapping[str, tuple[str, ...]]  # keyword → its option; and the one that turns a flag off
+# Keyword → its option and, for a flag, the option that turns it off
+Options = Mapping[str, tuple[str, ...]]
 
-_OPTION_OF = {"stop_ids": "stop_id", "name": "model", "weights": "model"}  # where names differ
-_BEFORE = r"(?<![\w'\"/.-])"  # neither within a word or a path nor at the start of a quotation
+_OPTION_OF = {"stop_ids": "stop_id", "name": "model", "weights": "model"}  # names that differ
+_BEFORE = r"(?<![\w'\"/.-])"  # not inside a word or path, nor at the start of a quotation
 _QUOTES = "'\""
 _FIRST = re.compile(r"([a-z]\w*)(?=: )")  # stride: expected …
 _NUMBERED = re.compile(r"(?:^|(?<=: ))([a-z]\w*)(?= -?\d)")  # layer 6 is …
@@ -19,10 +20,11 @@ _WORD = re.compile(_BEFORE + r"([a-z]+(?:_[a-z]+)+)(?![\w'\"/=]|\.\w)")  # use s
 
 
 def in_terms_of_options(message: str, command: Any, arguments: list[str]) -> str:
-    """`message` of the library about `command`, a Click command that was given these arguments.
+    """Rewrite an error message of the library with the options of a Click command.
 
     "stride: expected …" becomes "--stride: expected …", "overflow='truncate'" becomes "--overflow
-    truncate", "use stop_ids" becomes "use --stop-id". Quotations and paths stay as they are.
+    truncate", "use stop_ids" becomes "use --stop-id". Quotations and paths are not changed, nor a
+    name at the start that is one of the command's `arguments`.
     """
     options = _options(command)
 
@@ -30,12 +32,12 @@ def in_terms_of_options(message: str, command: Any, arguments: list[str]) -> str
         return options.get(found[1], (found[1],))[0]
 
     first = _FIRST.match(message)
-    if first and first[1] not in arguments:  # where it is the name of a file
+    if first and first[1] not in arguments:  # otherwise it is the name of a file
         message = option(first) + message[first.end() :]
     message = _SETTING.sub(lambda found: _setting(found, options), message)
     for pattern in (_NUMBERED, _QUOTED, _WORD):
         message = pattern.sub(option, message)
-    return re.sub(r",? or None(?=, got )", "", message)  # which a command line cannot say
+    return re.sub(r",? or None(?=, got )", "", message)  # not possible on a command line
 
 
 def _options(command: Any) -> Options:
@@ -50,7 +52,7 @@ def _options(command: Any) -> Options:
 
 
 def _setting(found: re.Match[str], options: Options) -> str:
-    """The option that gives a keyword this value."""
+    """The option that sets a keyword to this value."""
     if found[1] not in options:
         return found[0]
     on, *off = options[found[1]]

@@ -8,21 +8,20 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.cuda import cupy, overlap, timing
-from gpt2block.cuda.arrays import contiguous, on_16_bytes
+from gpt2block.cuda import cupy, timing
+from gpt2block.cuda.arrays import Bound, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import as_cupy
-from gpt2block.cuda.kernels import Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Shape, Step
 from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.run.program import Program, bind_step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
 
@@ -31,27 +30,15 @@ MAX_SHAPES = 8  # buffers kept
 MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
 
 
-class _Launches(NamedTuple):
-    """Of a step; `extra` is what must stay alive with them, beside the buffers."""
-
-    launches: tuple[Launch, ...]
-    extra: tuple[CudaArray, ...]
-
-
 @dataclass
 class _Workspace:
-    """What one input shape needs: a buffer for every step but the last, and their launches."""
+    """What one input shape needs: a buffer for every step but the last, and what is bound to them.
+
+    bounds: the steps that touch neither x nor the output.
+    """
 
     buffers: dict[str, CudaArray]
-    launches: dict[str, _Launches]
-
-
-@dataclass
-class _Call:
-    """The steps for one x and one out; the graph is captured when the same call comes again."""
-
-    steps: dict[str, _Launches]
-    graph: Any = None
+    bounds: dict[str, Bound]
 
 
 class CudaEngine:
@@ -88,7 +75,7 @@ class CudaEngine:
         # Buffers go back to the pool of the stream that allocated them, not of those that use them.
         weakref.finalize(self, self._done.synchronize).atexit = False
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
-        self._calls: OrderedDict[tuple[Shape, int, int], _Call] = OrderedDict()
+        self._calls: OrderedDict[tuple[Shape, int, int], Program] = OrderedDict()
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
@@ -125,13 +112,9 @@ class CudaEngine:
     def trace(self, x: Any) -> dict[str, Any]:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
-            tensors = self._tensors(array, cupy.empty(array.shape, dtype=self._dtype))
-            copies = {}
+            program = self._program(array, cupy.empty(array.shape, dtype=self._dtype))
             with self._exclusive():
-                for step in self.plan.steps:
-                    _run_step(step.name, self._bind(step, tensors))
-                    made = tensors[step.name]
-                    copies[step.name] = made.joined() if step.name in self._split else made.copy()
+                copies = program.trace()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
@@ -143,8 +126,7 @@ class CudaEngine:
                 known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
                 shape = OPERATIONS[step.op].shape(*known_shapes)
                 out = SplitMatrix.empty(shape, _scale_bound(step, self._bounds))
-            inputs = tuple(known[n] for n in step.inputs)
-            bound = OPERATIONS[step.op].bind(inputs, out, **step.attrs)
+            bound = bind_step(step, known, out)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in bound.launches)
             return StepResult(out, names, timing.gpu_ms(bound.launches))
@@ -174,24 +156,19 @@ class CudaEngine:
 
     def _run(self, x: CudaArray, out: CudaArray) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = _Call(self._launches(x, out))
+        program = self._calls.get(key)
+        repeated = program is not None
+        if program is None:
+            program = self._calls[key] = self._program(x, out)
             if len(self._calls) > MAX_CALLS:
                 self._calls.popitem(last=False)
-            repeated = False
         else:
             self._calls.move_to_end(key)
-            repeated = True
         with self._exclusive() as stream:
             if repeated and self._use_graph:
-                if call.graph is None:
-                    every = (step.launches for step in call.steps.values())
-                    call.graph = self._capture(tuple(chain.from_iterable(every)))
-                call.graph.launch(stream)
+                program.replay(stream, self._private)
             else:
-                for name, bound in call.steps.items():
-                    _run_step(name, bound)
+                program.run()
 
     @contextmanager
     def _exclusive(self) -> Iterator[Any]:
@@ -205,31 +182,14 @@ class CudaEngine:
         finally:
             self._done.record(stream)
 
-    def _capture(self, launches: tuple[Launch, ...]) -> Any:
-        run = overlap.run if self.plan.overlapping and overlap.possible() else Launch.run
-        with self._private:
-            self._private.begin_capture()
-            try:
-                for launch in launches:
-                    run(launch)
-            finally:
-                graph = self._private.end_capture()
-        return graph
-
-    def _launches(self, x: CudaArray, out: CudaArray) -> dict[str, _Launches]:
-        """Step name → its launches: bound anew where x or out is touched, else the shape's own."""
-        known = self._workspace(x.shape).launches
-        tensors = self._tensors(x, out)
+    def _program(self, x: CudaArray, out: CudaArray) -> Program:
+        """The plan from x to out, in the buffers of the shape."""
+        workspace = self._workspace(x.shape)
+        program = Program(self.plan, self._tensors(x, out), workspace.bounds)
         for step in self.plan.steps:
-            touched = step.name == self.plan.output or self.plan.input in step.inputs
-            if touched or step.name not in known:
-                known[step.name] = self._bind(step, tensors)
-        return {step.name: known[step.name] for step in self.plan.steps}
-
-    def _bind(self, step: Step, tensors: Mapping[str, Any]) -> _Launches:
-        inputs = tuple(tensors[name] for name in step.inputs)
-        bound = OPERATIONS[step.op].bind(inputs, tensors[step.name], **step.attrs)
-        return _Launches(bound.launches, bound.extra)
+            if step.name != self.plan.output and self.plan.input not in step.inputs:
+                workspace.bounds[step.name] = program.bounds[step.name]
+        return program
 
     def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, Any]:
         buffers = self._workspace(x.shape).buffers
@@ -246,16 +206,6 @@ class CudaEngine:
                 del self._calls[key]
         buffers = allocate(self.plan, shape, self._weights, self._dtype, self._bounds)
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
-
-
-def _run_step(name: str, bound: _Launches) -> None:
-    """Under the step's name in a profiler's timeline."""
-    cupy.cuda.nvtx.RangePush(name)
-    try:
-        for launch in bound.launches:
-            launch.run()
-    finally:
-        cupy.cuda.nvtx.RangePop()
 
 
 def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
@@ -311,7 +261,4 @@ def allocate(
 def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
     """The plan on the current device and stream, with buffers that live for this call only."""
     buffers = allocate(plan, x.shape, weights)
-    tensors = {**weights, **buffers, plan.input: x, plan.output: out}
-    for step in plan.steps:
-        inputs = tuple(tensors[name] for name in step.inputs)
-        OPERATIONS[step.op].bind(inputs, tensors[step.name], **step.attrs).run()
+    Program(plan, {**weights, **buffers, plan.input: x, plan.output: out}).run()

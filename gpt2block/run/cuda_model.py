@@ -76,10 +76,13 @@ class CudaCache:
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
 
-    def tensors(self) -> dict[str, CudaArray]:
-        """Keys and values by their names in a plan."""
-        halves = (zip("kv", layer, strict=True) for layer in self.layers)
-        return {f"h.{n}.{kv}": array for n, layer in enumerate(halves) for kv, array in layer}
+    def tensors(self, n_layer: int) -> dict[str, CudaArray]:
+        """Keys and values by their names in a plan: a cache of one layer is that of all layers."""
+        found: dict[str, CudaArray] = {}
+        for n in range(n_layer if self.layers else 0):
+            k, v = self.layers[n % len(self.layers)]
+            found |= {f"h.{n}.k": k, f"h.{n}.v": v}
+        return found
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -311,7 +314,7 @@ class CudaModel:
         """The sequences through all blocks, after what the cache's rows hold."""
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
-        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, len(cache.layers))
+        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, bool(cache.layers))
         if self.on_tensor_cores:
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
@@ -381,7 +384,7 @@ class _Step:
             "h.0.attn": cupy.zeros((B, C), "float32"),
             "logits": self.logits,
         }
-        tensors = {**model.given(), **cache.tensors(), **given, **storage}
+        tensors = {**model.given(), **cache.tensors(c.n_layer), **given, **storage}
         self.program = Program(decode_plan(c), tensors, after=(self._sample,))
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:

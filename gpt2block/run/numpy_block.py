@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import reference
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
 from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.run.numpy_walk import apply, walk
 from gpt2block.weights.matrix import FLOATS
 
 
@@ -63,17 +63,17 @@ class NumpyEngine:
         return np.ascontiguousarray(host)
 
     def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        tensors = {self.plan.input: x}
-        for step in self.plan.steps:
-            tensors[step.name] = self.apply(step, tensors)
-        return {name: tensors[name] for name in self.plan.names}
+        return walk(self.plan, {**self._weights, self.plan.input: x}, self.plan.names, self._apply)
 
     def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         """The step's NumPy function on its inputs, taken from `tensors` and the weights."""
         known = {**self._weights, **tensors}
-        function = getattr(reference, step.op)
-        inputs = (known[name].astype(self._computed, copy=False) for name in step.inputs)
-        result: NDArray[Any] = function(*inputs, **step.attrs).astype(self._stored, copy=False)
+        return self._apply(step, tuple(known[name] for name in step.inputs))
+
+    def _apply(self, step: Step, inputs: tuple[NDArray[Any], ...]) -> NDArray[Any]:
+        """Computed in the dtype of the weights, and rounded to that of the block."""
+        wide = tuple(array.astype(self._computed, copy=False) for array in inputs)
+        result: NDArray[Any] = apply(step, wide).astype(self._stored, copy=False)
         return result
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:

@@ -1,18 +1,20 @@
-"""GPT-2 with NumPy: every line is a function of `gpt2block.reference`."""
+"""GPT-2 with NumPy: a plan whose steps are functions of `gpt2block.reference`."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.array_checks import unchecked
+from gpt2block.architectures.gpt2 import model_plan
 from gpt2block.config import GPT2Config
+from gpt2block.plan import Step
 from gpt2block.run.model import (
     CacheKind,
     Floats,
@@ -27,16 +29,11 @@ from gpt2block.run.model import (
     stored_tensors,
     vector_magnitude,
 )
+from gpt2block.run.numpy_walk import apply, walk
 from gpt2block.text.sampling import Sampling, choose
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits, when likelihoods are asked for
-
-# What this engine gives them fits by construction; checks would take a quarter of a token's time.
-attention_cached = unchecked(reference.attention_cached)
-gelu = unchecked(reference.gelu)
-layernorm = unchecked(reference.layernorm)
-matmul_bias = unchecked(reference.matmul_bias)
 
 
 class NumpyCache:
@@ -47,6 +44,14 @@ class NumpyCache:
         self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
         self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), np.float32)
+
+    def tensors(self, n_layer: int) -> dict[str, Floats]:
+        """Keys and values by their names in a plan: a cache of one layer is that of all layers."""
+        found: dict[str, Floats] = {}
+        for n in range(n_layer):
+            k, v = self.data[n % len(self.data)]
+            found |= {f"h.{n}.k": k, f"h.{n}.v": v}
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -111,19 +116,30 @@ class NumpyModel:
             longest = max(map(len, sequences))
             cache = NumpyCache(config, len(sequences), longest, kv_cache_dtype(self.dtype))
         lengths = [len(ids) for ids in sequences]
+        starts = list(cache.lengths)
         ends = np.cumsum(lengths)
-        states: list[Floats] = []
-        x = self._blocks(sequences, cache, states if want == "states" else None)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        batch = {
+            "tokens": np.concatenate(sequences),
+            "positions": np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
+            "row": rows,
+            "cu_seqlens": np.array([0, *ends]),
+            "start": np.array(starts),
+            "last": ends[np.array(lengths) > 0] - 1,
+        }
+        streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
+        keep = streams if want == "states" else []
+        plan = model_plan(self.config, "hidden" if want == "states" else want, max(lengths))
+        kept = cache.tensors(self.config.n_layer)
+        tensors = walk(plan, {**self._given, **kept, **batch}, keep, self._apply)
+        cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
+        found: Floats = tensors[plan.output]
         if want == "last":
-            logits = self._logits(self._norm(x[ends[np.array(lengths) > 0] - 1], "f"))
-            rows = iter(logits)
-            return [next(rows) if length else np.empty(0, np.float32) for length in lengths]
-        hidden = self._norm(x, "f")
-        if want == "logits":
-            return np.split(self._logits(hidden), ends[:-1])
-        if want == "hidden":
-            return np.split(hidden, ends[:-1])
-        return np.split(np.stack([*states, hidden]), ends[:-1], axis=1)
+            rows_of = iter(found)
+            return [next(rows_of) if n else np.empty(0, np.float32) for n in lengths]
+        if want == "states":
+            found = np.stack([*(tensors[name] for name in streams), found])
+        return np.split(found, ends[:-1], axis=-2)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []
@@ -141,66 +157,22 @@ class NumpyModel:
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> NumpyDecoding:
         return NumpyDecoding(self, prompts, sampling)
 
-    def _blocks(
-        self, sequences: Sequence[Ids], cache: NumpyCache, states: list[Floats] | None
-    ) -> Floats:
-        """The residual stream after the last block, rows of all sequences packed: (N, C).
+    def _apply(self, step: Step, inputs: tuple[Any, ...]) -> Any:
+        """Keys and values are rounded to the cache's dtype, and stored as float32."""
+        if step.op == "kv_append":
+            qkv, *cache = inputs
+            inputs = (qkv.astype(self._kv_dtype, copy=False).astype(np.float32, copy=False), *cache)
+        return apply(step, inputs)
 
-        states: gets it before the first block and after each. The cache has the tokens in the end.
-        """
-        starts = list(cache.lengths)
-        spans, first = [], 0
-        for ids in sequences:
-            spans.append(slice(first, first + len(ids)))
-            first += len(ids)
-        positions = np.concatenate(
-            [np.arange(s, s + len(ids)) for s, ids in zip(starts, sequences, strict=True)]
-        )
-        x = self._embed(np.concatenate(sequences), positions)
-        for layer in range(self.config.n_layer):
-            if states is not None:
-                states.append(x)
-            x = self._block(x, f"h.{layer}.", cache.data[layer % len(cache.data)], starts, spans)
-        if states is not None:
-            states.append(x)
-        cache.lengths = [s + len(ids) for s, ids in zip(starts, sequences, strict=True)]
-        return x
-
-    def _block(
-        self, x: Floats, name: str, kv: NDArray[Any], starts: list[int], spans: list[slice]
-    ) -> Floats:
-        C = self.config.n_embd
-        qkv = self._linear(self._norm(x, "1", name), name + "w_qkv", name + "b_qkv")
-        attn = np.empty_like(x)
-        for row, (start, span) in enumerate(zip(starts, spans, strict=True)):
-            end = start + span.stop - span.start
-            if end == start:
-                continue
-            new = qkv[span, C:].astype(self._kv_dtype, copy=False)
-            kv[0, row, start:end], kv[1, row, start:end] = new[:, :C], new[:, C:]
-            k, v = kv[:, row, :end]
-            attn[span] = attention_cached(qkv[span, :C], k, v, start, self.config.n_head)
-        x1 = x + self._linear(attn, name + "w_attn", name + "b_attn")
-        ff1 = self._linear(self._norm(x1, "2", name), name + "w_fc", name + "b_fc")
-        x2: Floats = x1 + self._linear(gelu(ff1), name + "w_proj", name + "b_proj")
-        return x2
-
-    def _norm(self, x: Floats, which: str, name: str = "") -> Floats:
-        """LayerNorm 1 or 2 of the block whose tensors begin with `name`, or "f", the final one."""
-        suffix = "_f" if which == "f" else which
-        gamma, beta = (self._vectors[f"{name}{kind}{suffix}"] for kind in ("gamma", "beta"))
-        return layernorm(x, gamma, beta, self.config.eps)
-
-    def _linear(self, x: Floats, matrix: str, bias: str) -> Floats:
-        w = self._matrices[matrix].dequantized()
-        return matmul_bias(x, w, self._vectors[bias])
+    @cached_property
+    def _given(self) -> dict[str, NDArray[Any]]:
+        """Weights by their names in a plan, matrices (K, N)."""
+        matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
+        return {**self._vectors, **matrices, "wte": self._matrices["wte"].data}
 
     def _logits(self, hidden: Floats) -> Floats:
-        return matmul_bias(hidden, self._matrices["lm_head"].dequantized())
-
-    def _embed(self, ids: Ids, positions: NDArray[np.integer[Any]]) -> Floats:
-        embedded: Floats = self._matrices["wte"].data[ids] + self._vectors["wpe"][positions]
-        return embedded
+        logits: Floats = hidden @ self._matrices["lm_head"].dequantized()
+        return logits
 
 
 class NumpyDecoding:

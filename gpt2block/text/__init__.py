@@ -1,1 +1,1 @@
-"""Text in and text out: tokenizers, sampling, generation, scoring."""
+"""Tokenizers, sampling, text generation and scoring."""

@@ -1,4 +1,4 @@
-"""`Encoding`: what gpt2block asks of a tokenizer, and the one that the package tokenizers runs."""
+"""The interface `Encoding` of a tokenizer, and its implementation with the package tokenizers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Encoding(Protocol):
-    """A tokenizer: the methods of `tiktoken.Encoding` that gpt2block uses, with their meaning."""
+    """Interface of a tokenizer: the methods of `tiktoken.Encoding` that gpt2block uses."""
 
     max_token_value: int
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Token ids; the names of special tokens are text like any other."""
+        """Token ids; the names of special tokens are ordinary text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD. KeyError for an id without a token."""
@@ -49,8 +49,8 @@ class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
 
     definition: the text of a tokenizer.json with a byte-level vocabulary. Ids are those of
-    `Tokenizer.encode(text, add_special_tokens=False)`; truncation and padding are off, as they are
-    in transformers unless a call asks for them.
+    `Tokenizer.encode(text, add_special_tokens=False)`, without truncation and padding, which is
+    also the default of transformers.
     """
 
     def __init__(self, name: str, definition: str) -> None:
@@ -67,7 +67,7 @@ class TokenizersEncoding:
         self.max_token_value: int = max(self._bytes)
 
     def _load(self, special: bool) -> tokenizers.Tokenizer:
-        from tokenizers import Tokenizer  # noqa: PLC0415  (an extra)
+        from tokenizers import Tokenizer  # noqa: PLC0415  (optional dependency)
 
         tokenizer = Tokenizer.from_str(self._definition)
         tokenizer.no_truncation()
@@ -77,20 +77,20 @@ class TokenizersEncoding:
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        """Whether special tokens are found is a state of a Tokenizer, so there are two."""
+        """A second Tokenizer: whether it recognizes special tokens is part of its state."""
         return self._load(special=True)
 
     @property
     def rules(self) -> str:
-        """SHA-256 of everything that decides the ids."""
+        """SHA-256 of the definition, which determines the ids of a text."""
         return sha256(self._definition.encode()).hexdigest()
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of any token by its content in the file, as tokenizers has it."""
+        """The id of any token by its content in the file."""
         return self._tokenizer.token_to_id(token)
 
     def adds_tokens(self) -> bool:
-        """Whether the file's post-processor puts special tokens around a text."""
+        """Whether the file's post-processor adds special tokens to a text."""
         return bool(self._tokenizer.num_special_tokens_to_add(is_pair=False))
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -122,14 +122,14 @@ class TokenizersEncoding:
 
 
 def rules(encoding: Encoding) -> str:
-    """What decides the ids of a text next to the tokens themselves, for a fingerprint."""
+    """A text that, with the tokens, determines the ids of any text; for fingerprints."""
     if isinstance(encoding, TokenizersEncoding):
         return encoding.rules
     return str(getattr(encoding, "_pat_str", ""))
 
 
 def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
-    """Id and bytes of every token except the special ones, in the order of ids."""
+    """Id and bytes of every token except the special ones, by ascending id."""
     special = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
     for token in range(encoding.max_token_value + 1):
         if token not in special:
@@ -138,7 +138,7 @@ def tokens_of(encoding: Encoding) -> Iterator[tuple[int, bytes]]:
 
 
 def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
-    """Bytes of text that each id stands for, (vocab_size,); special tokens stand for none."""
+    """Number of bytes of each id's token, (vocab_size,); 0 for special tokens."""
     sizes = np.zeros(vocab_size, np.int64)
     for token, value in tokens_of(encoding):
         sizes[token] = len(value)
@@ -146,7 +146,7 @@ def token_sizes(encoding: Encoding, vocab_size: int) -> NDArray[np.int64]:
 
 
 def bytes_of_id(encoding: Encoding, token: int) -> bytes:
-    """The bytes of a token; U+FFFD for an id without one, as in a padded vocabulary."""
+    """The bytes of a token; those of U+FFFD for an id without a token (padded vocabularies)."""
     try:
         return encoding.decode_single_token_bytes(token)
     except KeyError:
@@ -154,9 +154,9 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
 
 
 def as_array(given: Any, name: str) -> NDArray[Any]:
-    """Token ids as NumPy has them, which raises ValueError or TypeError for what is no array.
+    """Token ids as a NumPy array. Raises ValueError or TypeError for what cannot be an array.
 
-    InputError for masked arrays and booleans, which would pass as the ids below the mask, 0 and 1.
+    Raises InputError for masked arrays and booleans, which NumPy would convert without an error.
     """
     entries = given if isinstance(given, (list, tuple)) else ()
     for index, entry in enumerate(entries):
@@ -168,16 +168,16 @@ def as_array(given: Any, name: str) -> NDArray[Any]:
 
 
 def is_rust_failure(error: BaseException) -> bool:
-    """Whether a tokenizer's library, written in Rust, failed: both panic at some inputs.
+    """Whether an error comes from the Rust code of tiktoken or tokenizers.
 
-    A panic arrives as a BaseException without a public class; tokenizers raises Exception itself.
+    A panic arrives as a BaseException without a public class; tokenizers also raises Exception.
     """
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 @cache
 def byte_characters() -> dict[int, str]:
-    """Byte → the printable character that stands for it in vocabulary files (GPT-2's table)."""
+    """Byte → the printable character that represents it in vocabulary files (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -186,9 +186,9 @@ def byte_characters() -> dict[int, str]:
 
 @cache
 def _to_latin1() -> dict[int, str]:
-    """For str.translate: the characters of the table → their bytes in Latin-1.
+    """Table for str.translate: characters of `byte_characters` → their bytes as Latin-1.
 
-    The other characters below 256 become one that Latin-1 does not have.
+    Other characters below 256 become U+FFFF, which Latin-1 cannot encode.
     """
     others: dict[int, Any] = dict.fromkeys(range(256), "\uffff")
     return others | {ord(char): chr(byte) for byte, char in byte_characters().items()}
@@ -207,10 +207,10 @@ def bytes_of_all(tokens: Sequence[str]) -> list[bytes]:
 
 
 def bytes_of(token: str) -> bytes:
-    """The bytes of a token as it stands in a vocabulary file.
+    """The bytes of a token of a vocabulary file.
 
-    A token with a character outside GPT-2's table is text as it is, as for the ByteLevel decoder of
-    the package tokenizers.
+    A token with a character outside GPT-2's table is encoded as UTF-8, as the ByteLevel decoder of
+    the package tokenizers does.
     """
     try:
         return token.translate(_to_latin1()).encode("latin-1")

@@ -1,7 +1,7 @@
-"""Prompts continued token by token: stop strings, streaming, several samples, long texts.
+"""Text generation: stop strings, streaming, several samples, and texts beyond the context.
 
-An engine computes and samples; here is what makes text of its tokens. Every row is by itself: what
-it says does not depend on the rows that are computed beside it.
+An engine computes and samples the tokens; this module turns them into text. The text of a row does
+not depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import named_options, several
+from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
 from gpt2block.run.model import Ids, ModelEngine
@@ -27,18 +27,23 @@ FinishReason = Literal["length", "stop", "context"]
 Overflow = Literal["error", "truncate"]
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 SHOWN_TEXT = 200  # characters of a text in `repr`
-MOST_ROWS = 2**20  # of a call: prompts times samples
+MOST_ROWS = 2**20  # prompts times samples of a call
+BAD_WEIGHTS = (
+    "the weights hold infinity or NaN, or numbers too large for their dtype: try dtype='float32'"
+)
 
 
 @dataclass(frozen=True)
 class Generation:
     """One continuation of a prompt.
 
-    text ends before the stop string or stop token; tokens are all that were sampled, those of the
-    stop included, and logprobs their log-probabilities under the model's own logits, before
-    penalty, temperature and filters. finish_reason: "length", max_new_tokens were written; "stop";
-    "context", there is no position left. seed: the one it was drawn with; given again, with the
-    same options, it gives the same text.
+    text: ends before the stop string or stop token.
+    tokens: all sampled tokens, including those of the stop.
+    logprobs: log-probabilities of the tokens under the model's own logits, before penalty,
+        temperature and filters.
+    finish_reason: "length" after max_new_tokens, "stop" after a stop string or stop token,
+        "context" when the context has no position left.
+    seed: the seed of the draw; the same seed and options give the same text.
     """
 
     text: str
@@ -79,14 +84,14 @@ def generate(
 ) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
-    A Generation for one prompt, a list for a list; with `samples` above 1 a list of them for each
-    prompt. The keywords are those of `GPT2.generate`. The encoding may be None when prompts are
-    ids: then there is no text. An empty prompt starts from <|endoftext|> where the tokenizer has
-    it.
+    Returns a Generation for one prompt and a list for a list; with `samples` above 1 a list of
+    Generations for each prompt. The keywords are those of `GPT2.generate`. If prompts are ids, the
+    encoding may be None; the text is then empty. An empty prompt starts from <|endoftext|> if the
+    tokenizer has it.
 
-    Raises InputError for wrong arguments; for a prompt longer than n_ctx, unless
-    overflow="truncate", which keeps its last n_ctx tokens, and drops the older half of the context
-    whenever it is full; and for logits that are NaN or infinite.
+    overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
+    context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
+    overflow="error", and for logits that are NaN or infinite.
     """
     run = Run(
         engine,
@@ -106,7 +111,7 @@ def generate(
     for _ in run:
         pass
     written = [row.result() for row in run.rows]
-    samples = len(run.rows) // len(run.prompts)  # a Python integer
+    samples = len(run.rows) // len(run.prompts)  # `samples` as a Python integer
     if samples == 1:
         return written[0] if run.single else written
     groups = [written[first : first + samples] for first in range(0, len(written), samples)]
@@ -131,10 +136,10 @@ def stream(
     stop_ids: Iterable[int] | None = None,
     overflow: Overflow = "error",
 ) -> Generator[str, None, Generation]:
-    """The text of one prompt's continuation, piece by piece, as `generate` makes it.
+    """Yield the text of `generate` for one prompt in pieces.
 
-    Only whole characters, and never a part of a stop string: the pieces together are the text. The
-    generator returns the Generation. Raises as `generate` does, wrong arguments at once.
+    Pieces hold whole characters and no part of a stop string; joined, they are the text. The
+    generator returns the Generation. Raises as `generate` does; wrong arguments raise at the call.
     """
     run = Run(
         engine,
@@ -163,9 +168,9 @@ def _pieces(run: Run) -> Generator[str, None, Generation]:
 
 
 class Run:
-    """The rows of one call, a row for each sample of each prompt. Iterating computes.
+    """The rows of one call: one for each sample of each prompt.
 
-    Each step gives the row that has a new token, until all have ended.
+    Iterating generates the tokens, and yields the row of each new token until all rows have ended.
     """
 
     @named_options()
@@ -192,8 +197,7 @@ class Run:
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
         samples = check_count("samples", samples)
         rows_at_once = check_count("rows_at_once", rows_at_once)
-        if not isinstance(overflow, str) or overflow not in get_args(Overflow):
-            raise InputError(f"overflow: expected 'error' or 'truncate', got {shown(overflow)}")
+        check_choice("overflow", overflow, get_args(Overflow))
         strings = _stop_strings(stop, encoding)
         config, end = engine.config, tokenizer.end_of_text(encoding)
         if stop_ids is None:
@@ -209,7 +213,7 @@ class Run:
         self._engine, self.rows_at_once = engine, rows_at_once
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
-        replace(sampling, sample=sampling.sample + samples - 1)  # raises when that is too many
+        replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
         starts = []
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
@@ -228,7 +232,7 @@ class Run:
             yield from self._together(self.rows[first : first + self.rows_at_once])
 
     def _together(self, rows: list[Row]) -> Iterator[Row]:
-        """These rows until the last of them has ended. The ended ones are computed, not heard."""
+        """Generate these rows in one batch until the last one has ended."""
         decoding = self._engine.decode([row.prompt for row in rows], [row.sampling for row in rows])
         while not all(row.finish_reason for row in rows):
             for index, row in enumerate(rows):
@@ -236,15 +240,15 @@ class Run:
                     decoding.restart(index, row.shorten())
             tokens, logprobs = decoding.next()
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                heard = row.finish_reason is None
+                unfinished = row.finish_reason is None
                 row.add(token, logprob)
-                if heard:
+                if unfinished:
                     yield row
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """What ends a row."""
+    """The conditions that end a row."""
 
     max_new_tokens: int
     n_ctx: int
@@ -254,7 +258,7 @@ class _Ends:
 
 
 class Row:
-    """One continuation while it is being written."""
+    """One continuation while it is generated."""
 
     def __init__(
         self, prompt: Ids, sampling: Sampling, encoding: Encoding | None, ends: _Ends
@@ -267,32 +271,31 @@ class Row:
         self._text = Text(ends.stop)
         self._pieces: list[str] = []
         self._taken = 0
-        self._held = len(prompt)  # tokens that the row goes on from, the last sampled one included
+        self._context = len(prompt)  # tokens in the context, including the last sampled one
 
     @property
     def overflows(self) -> bool:
         """Whether the context has no position left for the token sampled last."""
-        return self._held > self._ends.n_ctx
+        return self._context > self._ends.n_ctx
 
     def shorten(self) -> Ids:
-        """The tokens to go on from when the context is full: its newer half.
+        """Drop the older half of a full context, and return the tokens that remain.
 
-        One is enough for a row that has ended and only keeps its place in the batch.
+        One token remains of a row that has ended and only keeps its place in the batch.
         """
-        self._held = 1 if self.finish_reason else max(1, self._ends.n_ctx // 2)
-        newest = [*self.prompt[-self._held :].tolist(), *self.tokens[-self._held :]]
-        return np.array(newest[-self._held :], np.int32)
+        self._context = size = 1 if self.finish_reason else max(1, self._ends.n_ctx // 2)
+        newest = [*self.prompt[-size:].tolist(), *self.tokens[-size:]]
+        return np.array(newest[-size:], np.int32)
 
     def add(self, token: int, logprob: float) -> None:
-        """The next token, which may end the row; what comes after its end is not heard."""
-        self._held += 1
+        """Add a token, which may end the row; tokens after the end are dropped."""
+        self._context += 1
         if self.finish_reason:
             return
         if token < 0 or math.isnan(logprob):
             wrong = "NaN" if token < 0 else "infinite"
             raise InputError(
-                f"the logits are {wrong} after {len(self.tokens)} new tokens: the weights hold "
-                "infinity or NaN, or numbers too large for their dtype: try dtype='float32'"
+                f"the logits are {wrong} after {len(self.tokens)} new tokens: {BAD_WEIGHTS}"
             )
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -312,26 +315,26 @@ class Row:
             self.finish_reason = "stop" if self._text.stopped else reason
 
     def close(self) -> None:
-        """Nothing more will come: what was held back is text now."""
+        """End the row: characters that were held back become text."""
         self._pieces.append(self._text.add(b"", final=True))
 
     def take(self) -> str:
-        """The text that has come since the last call."""
+        """The text added since the last call."""
         piece = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return piece
 
     @property
     def text(self) -> str:
-        """All the text so far, without what is held back."""
+        """The text so far, without the characters held back."""
         return "".join(self._pieces)
 
     def token_texts(self) -> list[str]:
-        """Each token by itself; bytes that are no whole character show as U+FFFD."""
+        """The text of each token alone, with U+FFFD for incomplete characters."""
         return [self._bytes(token).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
-        """The finished row."""
+        """The Generation of an ended row."""
         assert self.finish_reason is not None
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
         return Generation(self.text, tokens, logprobs, self.finish_reason, self.sampling.seed)
@@ -341,11 +344,11 @@ class Row:
 
 
 class Rows(Sequence[Row]):
-    """The rows of a call; each is made when it is first used."""
+    """The rows of a call; each row is created when it is first used."""
 
-    def __init__(self, count: int, make: Callable[[int], Row]) -> None:
-        self._count, self._make = count, make
-        self._made: dict[int, Row] = {}
+    def __init__(self, count: int, create: Callable[[int], Row]) -> None:
+        self._count, self._create = count, create
+        self._created: dict[int, Row] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -355,18 +358,18 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        found = range(self._count)[index]
-        if isinstance(found, range):
-            return [self[i] for i in found]
-        if found not in self._made:
-            self._made[found] = self._make(found)
-        return self._made[found]
+        selected = range(self._count)[index]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        if selected not in self._created:
+            self._created[selected] = self._create(selected)
+        return self._created[selected]
 
 
 class Text:
-    """Bytes in, text out: whole characters, and nothing that may turn out to begin a stop string.
+    """Incremental decoder of UTF-8 that holds back the possible beginning of a stop string.
 
-    The text ends before the stop string that is complete first, however the bytes come in pieces.
+    The text ends before the stop string that is complete first, for any division of the bytes.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
@@ -376,7 +379,7 @@ class Text:
         self._held = ""
 
     def add(self, data: bytes, final: bool = False) -> str:
-        """What is certain now, and was not before."""
+        """Decode `data` and return the text that is now certain to be before a stop string."""
         if self.stopped:
             return ""
         self._held += self._decoder.decode(data, final)
@@ -385,12 +388,12 @@ class Text:
             self.stopped = True
             certain = min(found)[1]
         else:
-            certain = len(self._held) - (0 if final else self._beginning())
+            certain = len(self._held) - (0 if final else self._possible_stop())
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
-    def _beginning(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+    def _possible_stop(self) -> int:
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         return max(
             (
                 size
@@ -406,7 +409,7 @@ def _check_rows(prompts: int, samples: int) -> None:
     if prompts * samples > MOST_ROWS:
         what = "samples" if samples > 1 else "prompts"
         raise InputError(
-            f"{what}: expected at most {MOST_ROWS:,} rows, a row for each sample of each prompt, "
+            f"{what}: expected at most {MOST_ROWS:,} rows, one for each sample of each prompt, "
             f"got {prompts:,} prompts and {samples:,} samples: make several calls"
         )
 
@@ -421,7 +424,7 @@ def _stop_strings(stop: Any, encoding: Encoding | None) -> tuple[str, ...]:
 
 
 def _fitting(ids: Ids, name: str, end: int | None, ends: _Ends) -> Ids:
-    """The ids to start from, at least one and at most n_ctx."""
+    """The last n_ctx of `ids`, or <|endoftext|> for an empty prompt."""
     if not len(ids):
         if end is None:
             raise InputError(
@@ -431,6 +434,6 @@ def _fitting(ids: Ids, name: str, end: int | None, ends: _Ends) -> Ids:
     if len(ids) > ends.n_ctx and not ends.truncate:
         raise InputError(
             f"{name}: {len(ids)} tokens, the model's context is {ends.n_ctx}: shorten it, or let "
-            f"overflow='truncate' keep the last {ends.n_ctx} and drop the oldest while it writes"
+            f"overflow='truncate' keep the last {ends.n_ctx} and drop older ones when it is full"
         )
     return ids[-ends.n_ctx :]

@@ -1,7 +1,7 @@
-"""How the next token is chosen: what a row asks for, and what it means, in NumPy.
+"""Sampling of the next token: the options of a row, and the NumPy reference.
 
-The kernel `sample_token` does the same in the same integers; only its exp may differ in the last
-bit. kernels_cu/tokens/sample.cu says what is computed.
+The kernel `sample_token` computes the same with the same integers; only its exp may differ in the
+last bit. The algorithm is documented in kernels_cu/tokens/sample.cu.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from gpt2block.checks import check_integer, check_number, real
 from gpt2block.errors import InputError, shown
 
-DEFAULT_TEMPERATURE = 0.8
-SEED_BITS = 53  # of a fresh seed: a number that JSON readers with doubles keep exactly
-SMALLEST = 2.0**-126  # float32 has no full precision below it,
-LARGEST = 2.0**126  # and none for the reciprocal of what lies beyond
-UNIT = np.float32(2**40)  # the mass of the likeliest token
-ROUNDS = 10
 DEFAULT_TEMPERATURE = 0.8  # of `generate`, from Python and from the command line
+SEED_BITS = 53  # of a new seed: JSON readers that use doubles keep it exactly
+SMALLEST = 2.0**-126  # the smallest normal float32
+LARGEST = 2.0**126  # the largest power of two whose reciprocal is a normal float32
+UNIT = np.float32(2**40)  # the mass of the most likely token
+ROUNDS = 10  # of Philox
 
 Floats = NDArray[np.floating[Any]]
 Masses = NDArray[np.uint64]
@@ -31,21 +30,21 @@ Masses = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row chooses its tokens.
+    """The sampling options of one row.
 
-    The steps follow each other as the fields stand here, the repetition penalty first of all.
-    A temperature of 1 with all filters off draws from the model's own distribution. The same
-    logits, seed, sample and step give the same token, alone or in a batch.
-    Raises InputError for a value that means nothing.
+    The repetition penalty is applied first, then the other options in the order of the fields. A
+    temperature of 1 with all filters off draws from the model's own distribution. The same logits,
+    seed, sample and step give the same token, alone or in a batch. Raises InputError for values
+    out of range.
     """
 
-    temperature: float = DEFAULT_TEMPERATURE  # logits are divided by it; 0: the likeliest token
-    top_k: int = 0  # draw from the k likeliest only; 0: off
-    top_p: float = 1.0  # from the fewest that together have this probability; 1: off
-    min_p: float = 0.0  # from those at least this many times as likely as the likeliest; 0: off
-    repetition_penalty: float = 1.0  # of tokens that were there: logits > 0 divided, others times
+    temperature: float = DEFAULT_TEMPERATURE  # divides the logits; 0: the most likely token
+    top_k: int = 0  # keep the k most likely tokens; 0: off
+    top_p: float = 1.0  # keep the fewest tokens with this total probability; 1: off
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely; 0: off
+    repetition_penalty: float = 1.0  # seen tokens: divides logits > 0, multiplies the others
     seed: int = 0  # 64 bits
-    sample: int = 0  # which of several samples of one prompt
+    sample: int = 0  # index among the samples of one prompt
 
     def __post_init__(self) -> None:
         usual = f"{SMALLEST:.1e} to {LARGEST:.1e}"
@@ -53,16 +52,16 @@ class Sampling:
         least, hot = (0.0, 0.0) if greedy else (SMALLEST, LARGEST)
         numbers = {
             "temperature": (least, hot, f"0 (greedy), or {usual}"),
-            "top_p": (0, 1, "a probability, 1 to keep all"),
-            "min_p": (0, 1, "a part of 1, 0 to keep all"),
+            "top_p": (0, 1, "a probability from 0 to 1, 1 to keep all"),
+            "min_p": (0, 1, "a fraction from 0 to 1, 0 to keep all"),
             "repetition_penalty": (SMALLEST, LARGEST, usual),
         }
         integers = {
-            "top_k": (0, 2**31 - 1, "how many tokens to keep, 0 to keep all"),
+            "top_k": (0, 2**31 - 1, "the number of tokens to keep, 0 to keep all"),
             "seed": (0, 2**64 - 1, "an unsigned integer of 64 bits"),
             "sample": (0, 2**31 - 1, "the number of a sample from 0"),
         }
-        # NumPy's numbers become Python's: -top_k of a uint8 is not negative.
+        # Convert NumPy numbers to Python: -top_k of a uint8 is not negative.
         for name, limits in numbers.items():
             object.__setattr__(self, name, check_number(name, getattr(self, name), *limits))
         for name, range_ in integers.items():
@@ -70,9 +69,9 @@ class Sampling:
 
 
 def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampling:
-    """`sampling` where it is given, else one of these fields, with a fresh seed if that is None."""
+    """`sampling` if given; else a Sampling of the fields, with a new seed if `seed` is None."""
     if sampling is None:
-        import secrets  # noqa: PLC0415  (it takes a while)
+        import secrets  # noqa: PLC0415  (slow to import)
 
         return Sampling(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **fields)
     if not isinstance(sampling, Sampling):
@@ -81,10 +80,10 @@ def chosen(sampling: Sampling | None, seed: int | None, **fields: Any) -> Sampli
 
 
 class Choice(NamedTuple):
-    """A token, and its log-probability under the logits alone, whatever was asked for."""
+    """A token, and its log-probability under the unmodified logits."""
 
-    token: int  # -1 where logits hold NaN, or -inf alone
-    logprob: float  # NaN then, and beside a logit of +inf
+    token: int  # -1 if a logit is NaN or all are -inf
+    logprob: float  # NaN in that case, and if a logit is +inf
 
 
 def choose(
@@ -93,10 +92,11 @@ def choose(
     step: int,
     seen: NDArray[np.uint8] | None = None,
 ) -> Choice:
-    """The next token of a row. logits (V,); seen (V,): not 0 for tokens that were there.
+    """Sample the next token of a row.
 
-    step: how many tokens the row has drawn so far. +inf counts as the largest number, and -inf
-    has no mass. Order and meaning of the filters are those of `transformers`.
+    logits: (V,). seen: (V,), nonzero for tokens already in the text. step: number of tokens that
+    the row has drawn so far. +inf is treated as the largest number; -inf has no mass. The filters
+    have the order and meaning of those of `transformers`.
     """
     raw = logits.astype(np.float32)
     largest = raw.max()
@@ -123,9 +123,9 @@ def penalized(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = 
 
 
 def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = None) -> Masses:
-    """What each token has in the draw: 2^40 exp((l - max l) / temperature), 0 where filtered out.
+    """The mass of each token in the draw: 2^40 exp((l - max l) / temperature), 0 if filtered out.
 
-    raw (V,) of float32, without NaN, some more than -inf. A temperature of 0 has no masses.
+    raw: float32 (V,), without NaN, at least one above -inf. The temperature must not be 0.
     """
     l = penalized(raw, sampling, seen)  # noqa: E741
     largest, inverse = l.max(), np.float32(1) / np.float32(sampling.temperature)
@@ -145,26 +145,26 @@ def masses(raw: Floats, sampling: Sampling, seen: NDArray[np.uint8] | None = Non
 
 
 def _part(p: float, mass: int) -> int:
-    """p, as float32, of a mass, rounded up; p with 64 bits after the point."""
+    """p times `mass`, rounded up, with p as float32 in fixed point with 64 fractional bits."""
     return -(-int(float(np.float32(p)) * 2**64) * mass // 2**64)
 
 
 def draw(mass: Masses, random: int) -> int:
-    """The first token at which the masses, added in order of ids, pass random / 2^64 of all."""
+    """The first token whose cumulative mass, by id, exceeds random / 2^64 of the total."""
     together = np.cumsum(mass)
     r = random * int(together[-1]) >> 64
     return int(np.searchsorted(together, np.uint64(r), side="right"))
 
 
 def random_bits(seed: int, step: int, sample: int) -> int:
-    """64 random bits, the same for the same numbers."""
-    # Python's integers do not overflow, as NumPy's would.
+    """64 random bits, determined by the arguments."""
+    # Convert to Python integers: NumPy integers overflow.
     words = philox((int(step), sample, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return words[0] | words[1] << 32
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four random words of 32 bits for a counter of four and a key of two.
+    """Philox4x32-10: four random 32-bit words of a counter of four words and a key of two.
 
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
     """
@@ -179,12 +179,12 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 
 
 def check_step(step: object) -> int:
-    """The step as an int; InputError unless it is a number of tokens drawn so far."""
+    """The step as an int; InputError unless it is a possible number of drawn tokens."""
     return check_integer("step", step, 0, 2**31 - 1, "an integer from 0 to 2^31 - 1")
 
 
 def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Sampling]:
-    """One for each of B rows: the same for all, or as many as there are rows; InputError else.
+    """A Sampling for each of B rows, from one for all rows or a sequence of B; else InputError.
 
     None draws from the model's own distribution, with seed 0.
     """
@@ -193,13 +193,13 @@ def rows_of(sampling: Sampling | Sequence[Sampling] | None, B: int) -> list[Samp
     rows = list(sampling) if isinstance(sampling, Iterable) else []
     if len(rows) != B or not all(isinstance(row, Sampling) for row in rows):
         raise InputError(
-            f"sampling: expected a Sampling, or {B} of them, one a row, got {sampling!r}"
+            f"sampling: expected a Sampling, or {B} of them, one per row, got {sampling!r}"
         )
     return rows
 
 
 def parameters(rows: Sequence[Sampling]) -> dict[str, NDArray[Any]]:
-    """What the kernel reads: an array (B,) for each field, the seed as the bits of an int64."""
+    """The arguments of the kernel: an array (B,) for each field, the seed viewed as int64."""
     dtypes = {
         "temperature": np.float32,
         "top_p": np.float32,

@@ -1,4 +1,4 @@
-"""How likely a text is to a model, in windows over texts of any length; texts as vectors."""
+"""Log-likelihood of texts of any length under a model, and embedding vectors of texts."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_callable, is_plain
+from gpt2block.checks import check_callable, check_choice, is_plain
 from gpt2block.config import check_count
-from gpt2block.errors import InputError, shown
+from gpt2block.errors import InputError
 from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, as_array, token_sizes
-from gpt2block.text.generation import Overflow
+from gpt2block.text.generation import BAD_WEIGHTS, Overflow
 
 Pooling = Literal["mean", "last"]
-Progress = Callable[[int, int], None]  # tokens scored so far, of how many
+Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
 Tokens = NDArray[np.integer[Any]]
 
 LLM_C_MAGIC = 20240520
 _HEADER = 256  # int32
-_AT_ONCE = 2**24  # tokens of a file that are looked at together
+_AT_ONCE = 2**24  # tokens of a file that are processed together
 
 
 @dataclass(frozen=True)
 class Score:
-    """The likelihood of a text: of every token after the first, each predicted once."""
+    """The log-likelihood of a text: each token after the first is predicted once."""
 
     log_likelihood: float  # the sum, in nats
-    tokens: int  # scored
-    bytes: int | None  # of text, in those tokens; None without a tokenizer
-    n_ctx: int  # tokens of a window
-    stride: int  # between the starts of windows
+    tokens: int  # number of scored tokens
+    bytes: int | None  # of text in the scored tokens; None without a tokenizer
+    n_ctx: int  # tokens per window
+    stride: int  # tokens between the starts of windows
 
     @property
     def nats_per_token(self) -> float:
@@ -45,13 +45,13 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """e to the nats per token."""
+        """exp(nats_per_token)."""
         nats = self.nats_per_token
         return math.exp(nats) if nats < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The length of the text when compressed with this model, which no tokenizer changes."""
+        """Compressed length of the text in bits per byte, comparable between tokenizers."""
         return -self.log_likelihood / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -64,22 +64,22 @@ def score(
     tokens_at_once: int = 8192,
     progress: Progress | None = None,
 ) -> Score:
-    """Score a text, or token ids (a sequence, an array or what `load_tokens` gives).
+    """Score a text, or token ids (a sequence, an array or the result of `load_tokens`).
 
-    A window of n_ctx tokens slides by `stride`, n_ctx // 2 by default: the first one scores all of
-    its tokens but the first, every later one those that no window before it had, its last `stride`
-    (the last window what is left). So each token is predicted from at least n_ctx - stride tokens,
-    but for those near the start. A smaller stride takes longer and scores better.
+    A window of n_ctx tokens slides by `stride`, n_ctx // 2 by default. The first window scores all
+    of its tokens except the first; each later window scores its last `stride` tokens, which no
+    earlier window contains (the last window may score fewer). Each token is therefore predicted
+    from at least n_ctx - stride tokens, except near the start. A smaller stride takes longer and
+    gives a higher likelihood.
 
-    Windows are computed together up to tokens_at_once; that changes no result. Raises InputError
-    for fewer than two tokens, ids outside the vocabulary, a stride outside 1…n_ctx - 1, and for
-    logits that are NaN.
+    tokens_at_once: tokens of windows computed together; it does not change the result. Raises
+    InputError for fewer than two tokens, ids outside the vocabulary, a stride outside
+    1…n_ctx - 1, and for logits that are NaN.
     """
     n_ctx, vocab_size = engine.config.n_ctx, engine.config.vocab_size
     if n_ctx < 2:
         raise InputError("score: a model with n_ctx 1 predicts no token from another")
-    stride = n_ctx // 2 if stride is None else stride
-    stride = check_count("stride", stride)
+    stride = check_count("stride", n_ctx // 2 if stride is None else stride)
     tokens_at_once = check_count("tokens_at_once", tokens_at_once)
     if progress is not None:
         check_callable("progress", progress)
@@ -96,9 +96,7 @@ def score(
             part = float(np.sum(nats[len(nats) - new :], dtype=np.float64))
             if math.isnan(part):
                 raise InputError(
-                    f"the logits are NaN between tokens {done + 1} and {done + new}: the weights "
-                    "hold infinity or NaN, or numbers too large for their dtype: "
-                    "try dtype='float32'"
+                    f"the logits are NaN between tokens {done + 1} and {done + new}: {BAD_WEIGHTS}"
                 )
             total, done = total + part, done + new
         if progress is not None:
@@ -114,10 +112,11 @@ def embed(
     tokens_at_once: int = 8192,
     overflow: Overflow = "error",
 ) -> Floats:
-    """Vectors of texts or token ids: the mean or the last of the states after the final LayerNorm.
+    """Embedding vectors: the mean or the last of the hidden states after the final LayerNorm.
 
-    (C,) float32 for one input, (B, C) for a list of B. overflow: of an input longer than n_ctx,
-    "truncate" keeps the last n_ctx tokens, "error" raises InputError, as an empty input does.
+    Returns float32 (C,) for one text or row of token ids, (B, C) for a list of B. overflow: for an
+    input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error" raises InputError. An
+    empty input raises InputError.
     """
     check_embed_options(pooling, overflow)
     check_count("tokens_at_once", tokens_at_once)
@@ -141,18 +140,17 @@ def embed(
 
 
 def check_embed_options(pooling: Any, overflow: Any) -> None:
-    """Raise InputError for what `embed` does not know."""
-    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
-        raise InputError(f"pooling: expected 'mean' or 'last', got {shown(pooling)}")
-    if not isinstance(overflow, str) or overflow not in get_args(Overflow):
-        raise InputError(f"overflow: expected 'error' or 'truncate', got {shown(overflow)}")
+    """Raise InputError for values that `embed` does not accept."""
+    check_choice("pooling", pooling, get_args(Pooling))
+    check_choice("overflow", overflow, get_args(Overflow))
 
 
 def load_tokens(path: str | Path) -> Tokens:
-    """The ids in a token file, (T,), mapped into memory rather than read.
+    """Map the ids of a token file into memory, (T,).
 
-    .npy: a row of integers. Others: uint16, little-endian, behind llm.c's header of 256 int32
-    (20240520, version 1, how many) or, as nanoGPT writes them, without a header. Raises InputError.
+    .npy files hold one row of integers. Other files hold little-endian uint16, after llm.c's header
+    of 256 int32 (20240520, version 1, number of tokens) or, as nanoGPT writes them, without a
+    header. Raises InputError for anything else.
     """
     try:
         path = Path(path).expanduser()
@@ -161,7 +159,7 @@ def load_tokens(path: str | Path) -> Tokens:
         return _from_npy(path) if path.suffix == ".npy" else _from_bin(path)
     except InputError:
         raise
-    except Exception as error:  # NumPy's parser of headers raises what Python's own parser does
+    except Exception as error:  # NumPy parses headers with Python's parser, which raises anything
         reason = str(error) or type(error).__name__
         raise InputError(f"{path}: cannot be read as a token file: {reason}") from error
 
@@ -199,7 +197,7 @@ def _from_bin(path: Path) -> Tokens:
 
 
 def _tokens(encoding: Encoding | None, text: Any, vocab_size: int) -> Tokens:
-    """Ids, checked; an array stays where it is, so that a large file is not read at once."""
+    """Checked ids; an array is checked in parts and not copied, since it may be a mapped file."""
     if not is_plain(text):
         return tokenizer.token_ids(encoding, text, vocab_size, "text")
     ids = as_array(text, "text")
@@ -211,7 +209,7 @@ def _tokens(encoding: Encoding | None, text: Any, vocab_size: int) -> Tokens:
 
 
 def _count_bytes(encoding: Encoding | None, ids: Tokens, vocab_size: int) -> int | None:
-    """Bytes of text in the tokens after the first. Special tokens stand for none."""
+    """Bytes of text in the tokens after the first; special tokens have none."""
     if encoding is None:
         return None
     sizes = token_sizes(encoding, vocab_size)
@@ -222,7 +220,7 @@ def _count_bytes(encoding: Encoding | None, ids: Tokens, vocab_size: int) -> int
 def window_batches(
     ids: Tokens, n_ctx: int, stride: int, tokens_at_once: int
 ) -> Iterator[list[tuple[Ids, int]]]:
-    """Lists of windows: their tokens, and how many of the last of them are scored."""
+    """Yield batches of windows, each a pair: its tokens, and how many of the last are scored."""
     at_once = max(1, tokens_at_once // n_ctx)
     batch: list[tuple[Ids, int]] = []
     scored_to = 1

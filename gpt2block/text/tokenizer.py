@@ -1,7 +1,7 @@
 """Text ↔ token ids: GPT-2's own BPE, or the tokenizer next to a checkpoint.
 
-Byte-level BPEs that merge as GPT-2's are read with tiktoken, the others with the package
-tokenizers: docs/tokenizers.md. Nothing is read, and no network used, before a function is called.
+Byte-level BPEs that merge like GPT-2's are read with tiktoken, others with the package tokenizers;
+see docs/tokenizers.md. Importing this module reads no files and uses no network.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ from gpt2block.text.encoding import Encoding, TokenizersEncoding, as_array, is_r
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_VOCABULARY = 50257
 _LLM_C_MAGIC = 20240328
-# Files of tokenizers that are not read here, or not without another file.
+# Files of tokenizers that are not supported, or not without another file.
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that say nothing of the kind
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any kind of tokenizer
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
-# White space as Unicode and tiktoken's pattern have it; Python's \s has four characters more.
+# White space by Unicode and tiktoken's pattern; Python's \s has four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 
 
 def _runs(shortest: int) -> re.Pattern[str]:
-    """Runs of white space, tried at their beginning only."""
+    """A pattern for runs of white space, which matches only from the start of a run."""
     return re.compile(f"{_WHITE_SPACE}(?<!{_WHITE_SPACE}{{2}}){_WHITE_SPACE}{{{shortest - 1},}}")
 
 
-# tiktoken's pattern backtracks in such runs, and fails at a million characters.
+# tiktoken's pattern backtracks in long runs, and fails at a million characters.
 _LONG_RUN = _runs(10_000)
 
 
 def load(directory: Path | None, vocab_size: int) -> Encoding:
-    """The tokenizer of the checkpoint in `directory`; None: of weights that came without one.
+    """The tokenizer of the checkpoint in `directory`, or of weights without a directory (None).
 
-    The first of these that is there: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
-    with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer, and vocab_size
-    is GPT-2's 50257, GPT-2's BPE from tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download).
+    Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
+    with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
+    GPT-2's 50257, GPT-2's BPE comes from tiktoken (its cache, TIKTOKEN_CACHE_DIR, or a download).
 
-    Raises CheckpointError for damaged files, for settings that cannot be honoured, for a directory
+    Raises CheckpointError for damaged files, for settings that are not supported, for a directory
     with a tokenizer of another kind, and for one with more tokens than the model.
     """
     encoding = _in_directory(directory) if directory else None
-    where = directory or "weights given as arrays"
+    source = directory or "weights given as arrays"
     if encoding is None and vocab_size != _GPT2_VOCABULARY:
         raise CheckpointError(
-            f"{where}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
+            f"{source}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
         )
-    return _fitting(encoding or _gpt2(directory), vocab_size, where)
+    return _fitting(encoding or _gpt2(directory), vocab_size, source)
 
 
 def from_path(path: str | Path, vocab_size: int) -> Encoding:
-    """A tokenizer named by hand: a directory that has one as in `load`, or one of its files.
+    """The tokenizer at a given path: a directory that has one as in `load`, or one of its files.
 
-    Raises CheckpointError where there is none, and as `load` does.
+    Raises CheckpointError if there is none, and as `load` does.
     """
     try:
         path = Path(path).expanduser()
@@ -98,19 +98,19 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
 
 
 def _in_directory(directory: Path) -> Encoding | None:
-    """The directory's tokenizer; None if it has no file of any, CheckpointError for other kinds."""
+    """The tokenizer of a directory; None without tokenizer files, CheckpointError for others."""
 
-    def there(name: str) -> bool:
-        return os.path.lexists(directory / name)  # a dangling link or a FIFO is an error, not none
+    def exists(name: str) -> bool:
+        return os.path.lexists(directory / name)  # a dangling link or a FIFO is an error later
 
-    if there(TOKENIZER):
+    if exists(TOKENIZER):
         return from_tokenizer_json(directory / TOKENIZER)
     for vocab, merges in PAIRS:
-        if there(vocab) and there(merges):
+        if exists(vocab) and exists(merges):
             return from_bpe_files(directory / vocab, directory / merges)
-    if there(LLM_C):
+    if exists(LLM_C):
         return from_llm_c(directory / LLM_C)
-    other = next((name for name in _OTHER_FILES if there(name)), None)
+    other = next((name for name in _OTHER_FILES if exists(name)), None)
     kind = _settings(directory).get("tokenizer_class")
     if other is None and kind not in (None, *_GPT2_CLASSES):
         other = f"{SETTINGS} (tokenizer_class {kind!r})"
@@ -124,7 +124,7 @@ def _in_directory(directory: Path) -> Encoding | None:
 
 
 def _settings(directory: Path) -> Mapping[str, Any]:
-    """tokenizer_config.json; empty if there is none. Refuses the tokens that it adds to a text."""
+    """tokenizer_config.json, or {} without it; CheckpointError if it adds tokens to every text."""
     path = directory / SETTINGS
     settings = _parse(path) if os.path.lexists(path) else {}
     if not isinstance(settings, dict):
@@ -139,10 +139,10 @@ def _settings(directory: Path) -> Mapping[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    """CheckpointError for what is no regular file, which might never end, or cannot be read."""
+    """Read a file; CheckpointError if it is not a regular file or cannot be read."""
     if not os.path.isfile(path):
-        what = "missing" if not os.path.exists(path) else "no regular file"
-        raise CheckpointError(f"{path}: {what}: expected a file of a tokenizer")
+        problem = "not a regular file" if os.path.exists(path) else "missing"
+        raise CheckpointError(f"{path}: {problem}: expected a file of a tokenizer")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -159,11 +159,11 @@ def _parse(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """The error of a file for whatever went wrong with its content."""
+    """A CheckpointError for an error raised while the content of a file was parsed."""
     if isinstance(error, CheckpointError):
         return error
-    why = str(error) if type(error) is ValueError else repr(error)
-    return CheckpointError(f"{path}: cannot be read as a byte-level BPE tokenizer: {why}")
+    reason = str(error) if type(error) is ValueError else repr(error)
+    return CheckpointError(f"{path}: cannot be read as a byte-level BPE tokenizer: {reason}")
 
 
 def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
@@ -177,7 +177,7 @@ def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
 def _gpt2(directory: Path | None) -> Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken raises whatever its HTTP library does
+    except Exception as error:  # tiktoken passes on any exception of its HTTP library
         raise CheckpointError(
             "GPT-2's tokenizer is neither next to the weights nor in tiktoken's cache, and cannot "
             f"be downloaded ({type(error).__name__}): put vocab.json and merges.txt from "
@@ -190,9 +190,9 @@ def _gpt2(directory: Path | None) -> Encoding:
 def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     """GPT-2's pair of files: token → id (encoder.json, vocab.json), merges (vocab.bpe, merges.txt).
 
-    A token in <> or [] that is no result of a merge is a special one, as <|endoftext|> is, and so
-    are those of added_tokens.json. tokenizer_config.json may set add_prefix_space. Raises
-    CheckpointError for damaged files and for settings that cannot be honoured.
+    Tokens in <> or [] that no merge produces, such as <|endoftext|>, and those of added_tokens.json
+    are special tokens. tokenizer_config.json may set add_prefix_space. Raises CheckpointError for
+    damaged files and for settings that are not supported.
     """
     ids, settings = _parse(vocab), _settings(vocab.parent)
     try:
@@ -220,13 +220,13 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    """Id, and whether it is special, of each added token in tokenizer_config.json."""
+    """Added tokens of tokenizer_config.json: content → (id, whether it is special)."""
     entries = (settings.get("added_tokens_decoder") or {}).items()
     return {entry["content"]: (int(key), entry.get("special")) for key, entry in entries}
 
 
 def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Tokens as tokenizer.json lists them, by id; ValueError for one that is not special."""
+    """Special tokens in the format of tokenizer.json, by id; ValueError for other tokens."""
     for token, (_, special) in found.items():
         if not special:
             raise ValueError(f"{token!r} is an added token that is not special, and not in "
@@ -243,11 +243,11 @@ def _byte_level(add_prefix_space: bool) -> dict[str, Any]:
 
 
 def from_llm_c(path: Path) -> Encoding:
-    """llm.c's gpt2_tokenizer.bin: 256 int32 of header, then a length byte and the bytes of a token.
+    """llm.c's gpt2_tokenizer.bin: a header of 256 int32, then for each token its length and bytes.
 
-    The header: 20240328, version 1 or 2, how many tokens, and in version 2 which one ends a text.
-    The file has no merges: its ids are taken to be in their order, as GPT-2's are. Raises
-    CheckpointError.
+    The header holds 20240328, version 1 or 2, the number of tokens, and in version 2 the id of the
+    end of text. The file has no merges: their order is taken to be that of the ids, as in GPT-2.
+    Raises CheckpointError for a damaged file.
     """
     data = _read(path)
     try:
@@ -274,9 +274,9 @@ def from_llm_c(path: Path) -> Encoding:
 def from_tokenizer_json(path: Path) -> Encoding:
     """A byte-level BPE in the format of Hugging Face `tokenizers`: see docs/tokenizers.md.
 
-    Its settings for truncation and padding are ignored, as by transformers for a text without
-    options. Raises CheckpointError for a damaged file, for settings that cannot be honoured, and
-    for a tokenizer_config.json that contradicts it.
+    Its settings for truncation and padding are ignored, as transformers does by default. Raises
+    CheckpointError for a damaged file, for settings that are not supported, and for a
+    tokenizer_config.json that contradicts it.
     """
     spec, settings = _parse(path), _settings(path.parent)
     try:
@@ -288,7 +288,7 @@ def from_tokenizer_json(path: Path) -> Encoding:
         prefix = settings.get("add_prefix_space")
         if prefix is not None and bool(prefix) != tokenizer_json.adds_prefix_space(spec):
             raise ValueError(
-                f"{SETTINGS} has add_prefix_space {prefix!r}, {path.name} has not: change "
+                f"{SETTINGS} sets add_prefix_space to {prefix!r}, {path.name} does not: change "
                 "one of them"
             )
         return encoding
@@ -299,9 +299,9 @@ def from_tokenizer_json(path: Path) -> Encoding:
 def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
     """Token ids of a non-empty text.
 
-    special: the names of special tokens in the text, such as <|endoftext|>, become their ids; by
-    default they are text like any other. Raises InputError for an empty text, for a lone surrogate,
-    which no UTF-8 has, and for a text at which the tokenizer fails.
+    special: encode the names of special tokens, such as <|endoftext|>, as their ids; by default
+    they are ordinary text. Raises InputError for an empty text, for a lone surrogate, which UTF-8
+    cannot encode, and for a text on which the tokenizer fails.
     """
     if not text:
         raise InputError("text: expected at least one character, got none")
@@ -309,14 +309,14 @@ def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Token ids of any text: all that gpt2block encodes comes through here."""
+    """Token ids of any text, empty ones included."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
             f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
-            "expected text that UTF-8 can hold: decode it from its bytes again, with "
-            "errors='replace' if need be"
+            "expected text that UTF-8 can encode: decode it again from its bytes, for example with "
+            "errors='replace'"
         ) from error
     try:
         if not isinstance(encoding, tiktoken.Encoding):
@@ -339,14 +339,14 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     except BaseException as error:
         if not is_rust_failure(error):
             raise
-        raise InputError(f"{name}: the tokenizer fails on this text: {error}: divide it") from error
+        raise InputError(f"{name}: the tokenizer fails on this text: {error}: split it") from error
 
 
 def _encode_ordinary(encoding: tiktoken.Encoding, text: str) -> list[int]:
-    """encode_ordinary, with long runs of white space by themselves, at which it would panic.
+    """encode_ordinary, with separate encoding of long runs of white space, which make it panic.
 
-    GPT-2's pattern never joins white space to what precedes it. It takes a run as one piece; if
-    something follows, without the last character, which may begin the next piece.
+    GPT-2's pattern never joins white space to the text before it. It takes a run as one piece,
+    without its last character if text follows, because that may begin the next piece.
     """
     if not _splits_words(encoding):
         return encoding.encode_ordinary(text)
@@ -361,7 +361,7 @@ def _encode_ordinary(encoding: tiktoken.Encoding, text: str) -> list[int]:
 
 
 def _splits_words(encoding: tiktoken.Encoding) -> bool:
-    """Whether it splits text by GPT-2's pattern, which tiktoken spells in another way."""
+    """Whether it splits text by GPT-2's pattern, of which tiktoken has an equivalent form."""
     known = tiktoken.registry.ENCODINGS.get("gpt2")
     return encoding is known or encoding._pat_str == tokenizer_json.SPLIT_WORDS
 
@@ -369,11 +369,11 @@ def _splits_words(encoding: tiktoken.Encoding) -> bool:
 def token_ids(
     encoding: Encoding | None, given: Any, vocab_size: int, name: str, special: bool = False
 ) -> NDArray[np.int32]:
-    """A text, or ids of tokens, as ids (T,); T may be 0. special: as for `encode`.
+    """The token ids, (T,), of a text or a row of ids; T may be 0. special: as for `encode`.
 
-    Raises InputError, by the input's `name`, for text without an encoding or that `encode` refuses,
-    for what is neither text nor a row of integers (masked arrays and booleans are not), and for ids
-    outside 0…vocab_size - 1.
+    Raises InputError, with `name` in the message, for text without an encoding or that `encode`
+    rejects, for anything that is neither text nor a row of integers (including masked arrays and
+    booleans), and for ids outside 0…vocab_size - 1.
     """
     if isinstance(given, str):
         if encoding is None:
@@ -383,7 +383,7 @@ def token_ids(
         ids = as_array(given, name)
     except InputError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:  # ragged lists; CuPy arrays; 400 digits
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, CuPy arrays, 400 digits
         raise InputError(f"{name}: expected text or token ids: {error}") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
@@ -395,7 +395,7 @@ def token_ids(
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> None:
-    """InputError with the place of the first id that is none; ids[0] is token `first`."""
+    """InputError for the first id outside the vocabulary; `first` is the position of ids[0]."""
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
         at = int(wrong.argmax())
@@ -405,7 +405,10 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str, first: int = 0) -> 
 
 
 def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
-    """Whether it is one text or one row of ids, and the list of all. InputError by its `name`."""
+    """Whether `given` is a single text or row of ids, and the list of all inputs.
+
+    Raises InputError, with `name` in the message, for anything else than those or a list of them.
+    """
     if isinstance(given, str) or getattr(given, "ndim", None) == 1:
         return True, [given]
     try:
@@ -420,7 +423,7 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
 
 
 def end_of_text(encoding: Encoding | None) -> int | None:
-    """The id of <|endoftext|>, which begins and ends GPT-2's texts; None where there is none."""
+    """The id of <|endoftext|>, which begins and ends GPT-2's texts; None without that token."""
     if encoding is None or END_OF_TEXT not in encoding.special_tokens_set:
         return None
     return encoding.encode_single_token(END_OF_TEXT)

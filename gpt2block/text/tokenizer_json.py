@@ -1,8 +1,8 @@
-"""The format of Hugging Face `tokenizers`: which files tiktoken reads exactly, and the others.
+"""tokenizer.json, the format of Hugging Face `tokenizers`.
 
-GPT-2's own pipeline is read with tiktoken, which merges by the ids of tokens, where tokenizers
-merges by the list of merges. `_merges_problem` decides whether both give the same ids. Everything
-else is read with the package tokenizers, or refused by the name of the setting.
+GPT-2's own pipeline is run with tiktoken, which merges by token id, whereas tokenizers merges by
+the list of merges; `_merges_problem` decides whether both give the same ids. Other pipelines are
+run with the package tokenizers, or rejected with the name of the unsupported setting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpt2block.text.encoding import (
     is_rust_failure,
 )
 
-# GPT-2's split of text into words; "nothing" is for tokenizers that state they do not split.
+# GPT-2's pattern of words; SPLIT_NOTHING is for tokenizers with use_regex false.
 SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLIT_NOTHING = r"(?s:.+)"
 
@@ -37,19 +37,19 @@ _PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decode
 
 
 class _Added(NamedTuple):
-    """A token that is found in the text before the model sees it."""
+    """A token that is matched in the text before the BPE model is applied."""
 
     content: str
     token_id: int
     special: bool
-    plain: bool  # found wherever it stands, and nothing around it is taken along
+    plain: bool  # matched anywhere, without the white space around it
 
 
 def read(name: str, spec: Any) -> Encoding:
-    """The tokenizer that `spec`, a parsed tokenizer.json, describes.
+    """The tokenizer described by `spec`, a parsed tokenizer.json.
 
-    Raises ValueError for settings that cannot be honoured, and whatever comes of a damaged file:
-    KeyError, TypeError, AttributeError.
+    Raises ValueError for settings that are not supported; a damaged file may also raise KeyError,
+    TypeError or AttributeError.
     """
     model = spec["model"]
     vocab: dict[str, int] = model["vocab"]
@@ -73,14 +73,14 @@ def read(name: str, spec: Any) -> Encoding:
 
 
 def adds_prefix_space(spec: Any) -> bool:
-    """Whether a space is put before a text."""
+    """Whether the tokenizer puts a space before a text."""
     return any(step.get("add_prefix_space") for step in _steps(spec, "pre_tokenizer"))
 
 
 def by_tiktoken(
     name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
 ) -> tiktoken.Encoding:
-    """tiktoken's constructor with a check: ValueError for ids and bytes with which it fails."""
+    """A tiktoken.Encoding; ValueError for ids and tokens with which tiktoken would fail."""
     check_distinct([*ranks.values(), *special.values()])
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError("expected a token for each of the 256 bytes")
@@ -90,14 +90,14 @@ def by_tiktoken(
 
 
 def check_distinct(ids: Sequence[Any]) -> None:
-    """ValueError unless all are different integers that an int32 holds."""
+    """ValueError unless all are different non-negative integers that fit int32."""
     valid = set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
     if not valid or max(ids, default=0) > _LARGEST_ID or len(set(ids)) != len(ids):
         raise ValueError(f"expected ids that are different integers from 0 to {_LARGEST_ID}")
 
 
 def _steps(spec: Any, part: str) -> list[Any]:
-    """The steps of a part of the pipeline, with Sequences resolved."""
+    """The steps of a part of the pipeline, with Sequences flattened."""
 
     def flat(step: Any) -> Iterable[Any]:
         if step["type"] != "Sequence":
@@ -112,12 +112,12 @@ def _added(token: Mapping[str, Any]) -> _Added:
     if not isinstance(token["content"], str) or not token["content"]:
         raise ValueError(f"added_tokens: expected text as content, got {token['content']!r}")
     plain = not any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip"))
-    special = token.get("special", True)  # tokenizers insists that it is there
+    special = token.get("special", True)  # required by tokenizers
     return _Added(token["content"], token["id"], bool(special), plain)
 
 
 def _parts(merges: Sequence[Any]) -> list[str]:
-    """The two tokens of each merge, one after the other; old files write them as "left right"."""
+    """The two tokens of each merge, in one list; old files write a merge as "left right"."""
     if set(map(type, merges)) <= {str}:
         whole = {merge.count(" ") for merge in merges} <= {1}
         parts = " ".join(merges).split(" ") if merges else []
@@ -130,11 +130,9 @@ def _parts(merges: Sequence[Any]) -> list[str]:
 
 
 def _check_pipeline(spec: Any) -> None:
-    """ValueError for steps whose tokens cannot be decoded one by one."""
-    for part in ("normalizer", "pre_tokenizer"):
-        if any(step["type"] == "ByteLevel" for step in _steps(spec, part)):
-            break
-    else:
+    """ValueError for steps whose tokens cannot be decoded individually."""
+    steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(spec, part)]
+    if not any(step["type"] == "ByteLevel" for step in steps):
         step = spec.get("pre_tokenizer") or {"type": "none"}
         raise ValueError(f"expected a ByteLevel pre_tokenizer, got {step['type']!r}")
     decoders = [step["type"] for step in _steps(spec, "decoder")]
@@ -143,7 +141,7 @@ def _check_pipeline(spec: Any) -> None:
 
 
 def _check_model(model: Any) -> None:
-    """ValueError for what is no byte-level BPE, and for settings that cannot be honoured."""
+    """ValueError unless it is a byte-level BPE with supported settings."""
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
         raise ValueError(f"expected a BPE model, got {kind!r}")
@@ -166,7 +164,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
-    """ValueError unless every token has an id of its own."""
+    """ValueError unless every token has one id, and every id one token."""
     for token in added:
         if token.content in vocab and token.token_id != vocab[token.content]:
             raise ValueError(
@@ -178,7 +176,7 @@ def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
 
 
 def _pipeline_problem(spec: Any) -> str | None:
-    """The first setting, other than tokens and merges, that tiktoken does not have."""
+    """The first setting, apart from tokens and merges, that tiktoken does not support."""
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
     step = spec["pre_tokenizer"]
@@ -196,14 +194,14 @@ def _pipeline_problem(spec: Any) -> str | None:
 
 
 def _adds_nothing(processor: Any) -> bool:
-    """Whether a post-processor leaves the ids of a text alone, as transformers' template for it."""
+    """Whether a post-processor adds no ids to a text, such as the template of transformers."""
     if processor["type"] == "TemplateProcessing":
         return [list(part) for part in processor["single"]] == [["Sequence"]]
     return bool(processor["type"] == "ByteLevel")
 
 
 def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | None:
-    """The first added token that tiktoken does not find as tokenizers does."""
+    """The first added token that tiktoken matches differently from tokenizers."""
     new = [token for token in added if token.content not in vocab]
     for token in added:
         if not token.special or not token.plain:
@@ -217,16 +215,16 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
 def _merges_problem(
     vocab: Mapping[str, int], parts: Sequence[str], special: set[str]
 ) -> str | None:
-    """Why tiktoken's ids differ from those of the merges in order; None when they never do.
+    """Why tiktoken's ids can differ from those of the list of merges; None if they never do.
 
-    parts: the two tokens of each merge, one merge after the other.
+    parts: the two tokens of each merge, merge by merge.
 
-    tiktoken joins two neighbours whenever their bytes are a token, the smallest id first, and takes
-    a word that is a token at once. That is the same as the merges in order when
+    tiktoken joins two neighbours whenever their bytes form a token, the smallest id first, and maps
+    a word that is a token directly to its id. The list of merges gives the same ids if
 
-    - the merges make different tokens, with ids in the order of the merges;
-    - both parts of a merge are bytes or made by an earlier merge, so that the merges that apply to
-      a word come in order, too;
+    - the merges produce different tokens, with ids in the order of the merges;
+    - both parts of a merge are bytes or produced by an earlier merge, so that the merges of a word
+      are also applied in order;
     - there are no other tokens, except special ones;
     - the earlier merges turn the bytes of each token into exactly the two parts of its merge. Then
       no other two neighbours can have its bytes.
@@ -235,13 +233,13 @@ def _merges_problem(
     first = len(order)
     if not order.keys() <= vocab.keys():
         return "model.unk_token for bytes without a token"
-    made = list(map(add, parts[::2], parts[1::2]))
-    ids = list(map(vocab.get, made))
+    merged = list(map(add, parts[::2], parts[1::2]))
+    ids = list(map(vocab.get, merged))
     if None in ids:
-        raise ValueError(f"model.merges: no id for {made[ids.index(None)]!r}")
+        raise ValueError(f"model.merges: no id for {merged[ids.index(None)]!r}")
     if (np.diff(np.array(ids, np.int64)) <= 0).any():
         return "model.merges that are not in the order of ids"
-    order.update(zip(made, range(first, first + len(made)), strict=True))
+    order.update(zip(merged, range(first, first + len(merged)), strict=True))
     if not special.isdisjoint(order):
         return f"special token {min(special & order.keys())!r} that is also made by the model"
     if len(vocab) != len(order) + len(special & vocab.keys()):
@@ -251,38 +249,39 @@ def _merges_problem(
     left, right = index[::2], index[1::2]
     if (np.maximum(left, right) >= np.arange(first, len(order))).any():
         return "model.merges of tokens that a later merge makes"
-    unmade = _unreachable(left, right, first)
-    return None if unmade is None else f"model.merges that never make {made[unmade]!r}"
+    unused = _unreachable(left, right, first)
+    return None if unused is None else f"model.merges that never make {merged[unused]!r}"
 
 
 def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) -> int | None:
-    """A merge that the bytes of its own token do not come to; None if there is none.
+    """The first merge found that never applies to the bytes of its own token; None without one.
 
     Tokens are numbered: `first` bytes, then one for each merge of left[i] and right[i].
 
-    The bytes of left[i] and right[i] in a row become these two unless an earlier merge joins across
-    their border. To find one, all merges are undone step by step, the latest first: `one` and `two`
-    are the tokens at the border, and `limit` is the merge undone last. Had the two been joined
-    before it, that is by a smaller merge, it would not have come to be. (With equal numbers the
-    left one comes first, which is the border's if it is `two` that was undone.)
+    The bytes of left[i] followed by those of right[i] become these two tokens unless an earlier
+    merge joins tokens across their border. To find such a merge, all merges are undone step by
+    step, the latest first: `one` and `two` are the tokens at the border, and `limit` is the merge
+    undone last. A smaller merge that joins `one` and `two` would have been applied before `limit`,
+    which would then not have been reached. (Of equal merges the left one is applied first: that is
+    the merge at the border if `two` was undone.)
     """
     total = first + len(left)
     made = np.arange(first, total)
     keys = left * total + right
     by_key = np.argsort(keys)
     keys = keys[by_key]
-    # The first merge that has a token on its left or on its right, to look up few pairs.
+    # The first merge with each token on its left or right: only pairs below `limit` are looked up.
     as_left, as_right = np.full(total, total), np.full(total, total)
     np.minimum.at(as_left, left, made)
     np.minimum.at(as_right, right, made)
     which, one, two, limit = made, left, right, made
     while len(which):
-        asked = np.flatnonzero((as_left[one] < limit) & (as_right[two] < limit))
-        pair = one[asked] * total + two[asked]
+        possible = np.flatnonzero((as_left[one] < limit) & (as_right[two] < limit))
+        pair = one[possible] * total + two[possible]
         at = np.minimum(np.searchsorted(keys, pair), len(keys) - 1)
-        joined = (keys[at] == pair) & (by_key[at] + first < limit[asked])
+        joined = (keys[at] == pair) & (by_key[at] + first < limit[possible])
         if joined.any():
-            return int(which[asked[joined][0]]) - first
+            return int(which[possible[joined][0]]) - first
         more = np.maximum(one, two) >= first
         which, one, two = which[more], one[more], two[more]
         undo = one > two
@@ -297,7 +296,7 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
 def _by_tokenizers(
     name: str, spec: Any, added: Iterable[_Added], problem: str
 ) -> TokenizersEncoding:
-    """Read with the package tokenizers; ValueError without it, and for what it does not read."""
+    """A tokenizer run by the package tokenizers; ValueError if that is missing or fails."""
     try:
         import tokenizers  # noqa: F401, PLC0415
     except ImportError as error:
@@ -311,7 +310,7 @@ def _by_tokenizers(
     except BaseException as error:
         if not is_rust_failure(error):
             raise
-        raise ValueError(f"the package tokenizers refuses it: {error}") from error
+        raise ValueError(f"the package tokenizers rejects it: {error}") from error
     if encoding.adds_tokens():
         raise ValueError(
             f"post_processor {spec['post_processor']['type']} adds tokens to every text: set it to "

@@ -1,0 +1,81 @@
+"""Output shared by the commands: consoles, tables, progress bars and text from outside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gpt2block.errors import printable
+
+T = TypeVar("T")
+WIDTH_WHEN_PIPED = 120
+_ANY_WIDTH = 10_000
+_LONGEST_LINE = 4096  # characters of a name or path
+
+
+def console() -> Console:
+    """A console on stdout as wide as the terminal, or 120 columns wide when piped."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WHEN_PIPED, highlight=False)
+
+
+def shown(text: str) -> str:
+    """`text` as Rich markup for one line, with control characters escaped."""
+    return escape(printable(text, _LONGEST_LINE))
+
+
+def new_table(left: Iterable[str], right: Iterable[str] = (), title: str | None = None) -> Table:
+    """An empty table: columns of left-aligned text, then columns of right-aligned numbers."""
+    table = Table(box=None, padding=(0, 1), header_style="bold", title=title, title_justify="left")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_table(out: Console, table: Table) -> None:
+    """Print a table. If it is too wide, narrow its spacing and put headers on several lines.
+
+    Text that is still too wide is folded; numbers are never cut off to fit.
+    """
+    any_width = out.options.update(width=_ANY_WIDTH)
+    if out.measure(table, options=any_width).maximum > out.width:
+        table.padding, table.pad_edge = (0, 1, 0, 0), False
+        for column in table.columns:
+            column.header = str(column.header).replace(" ", "\n")
+    out.print(table)
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """Print names and values in two columns."""
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(name, shown(fact))
+    console().print(table)
+
+
+def progress_bar(label: str, hidden: bool = False) -> Progress:
+    """A progress bar on stderr, removed at the end; not shown unless stderr is a terminal."""
+    return Progress(
+        TextColumn(label),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=hidden or not sys.stderr.isatty(),
+    )
+
+
+def tracked(items: Collection[T], label: str, hidden: bool = False) -> Iterator[T]:
+    """Iterate over `items` with a progress bar."""
+    with progress_bar(label, hidden) as bar:
+        yield from bar.track(items, len(items))
