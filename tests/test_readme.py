@@ -1,4 +1,4 @@
-"""The README is true: its commands, and the shape of the output it shows."""
+"""The README and the pages of docs/: their commands, the output they show, their links."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from gpt2block.cuda import kernels
+from gpt2block.ops.registry import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: page.read_text(encoding="utf-8")
+    for page in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        ROOT / "kernels_cu" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
 STEPS = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q -e "
 
@@ -23,10 +32,22 @@ def commands() -> list[str]:
 
 
 def shown(name: str) -> list[str]:
-    """The lines of the block of output after the comment of this name."""
-    found = re.search(rf"<!-- output: {name} -->\n```\n(.*?)\n```", README, re.DOTALL)
-    assert found, name
-    return found[1].splitlines()
+    """The lines of the block of output after the comment of this name, on one of the pages."""
+    block = rf"<!-- output: {name} -->\n```\n(.*?)\n```"
+    (found,) = (match for text in PAGES.values() for match in re.findall(block, text, re.DOTALL))
+    return str(found).splitlines()
+
+
+def prose(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """The names on a page that a link can end with, as GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="(\w+)"></a>', text))
 
 
 def test_two_commands_of_one_line_that_set_themselves_up() -> None:
@@ -91,7 +112,7 @@ def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
     assert columns(done.stdout.splitlines()) == columns(shown("gpu"))
 
 
-def test_the_model_on_board_writes_what_is_shown() -> None:
+def test_the_bundled_model_writes_what_is_shown() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gpt2block", "generate", "--seed", "7", "--device", "cpu"],
         capture_output=True,
@@ -145,22 +166,67 @@ def test_every_environment_variable_that_is_read_is_documented() -> None:
 
 
 def test_links_and_named_files_are_there() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
-    for name in re.findall(r"`((?:tests|tools|examples|gpt2block)/[\w./]+)`", README):
-        assert (ROOT / name).exists(), name
+    for page, text in PAGES.items():
+        for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", prose(text)):
+            target = (page.parent / link).resolve() if link else page
+            assert target.exists(), (page.name, link)
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target.read_text(encoding="utf-8")), (page.name, anchor)
+        for name in re.findall(r"`((?:tests|tools|examples|gpt2block)/[\w./]+)`", text):
+            assert (ROOT / name).exists(), (page.name, name)
 
 
-def test_the_python_snippets_run() -> None:
-    model, block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    model = model.replace("from_pretrained()", "from_pretrained(device='cpu')")
-    block = block.replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
-    printed = []
-    for code in (model, block):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.splitlines())
-    assert printed[0] == shown("python")
-    assert printed[1][2].startswith("attn reference.attention")
+def test_links_to_the_reference_have_the_line_of_the_function() -> None:
+    reference = (ROOT / "gpt2block" / "reference.py").read_text(encoding="utf-8").splitlines()
+    text = PAGES[ROOT / "docs" / "block.md"]
+    links = re.findall(r"\[`(\w+)`\]\(\.\./gpt2block/reference\.py#L(\d+)\)", text)
+    assert len(links) == text.count("reference.py#L")
+    assert len(links) >= len(STEPS)
+    starts = {
+        match[1]: at
+        for at, line in enumerate(reference, 1)
+        if (match := re.match(r"def (\w+)\(", line))
+    }
+    assert {name: int(number) for name, number in links} == {
+        name: starts[name] for name, _ in links
+    }
+
+
+def test_links_to_kernels_have_the_file_of_the_kernel() -> None:
+    links = re.findall(
+        r"\[`(\w+)`\]\(\.\./kernels_cu/([\w/]+\.cu)\)", PAGES[ROOT / "docs/block.md"]
+    )
+    assert {"layernorm768_kernel", "gemm_hopper"} <= {name for name, _ in links}
+    for name, file in links:
+        assert name in kernels.signatures(file), (name, file)
+
+
+def test_every_operation_has_a_place_among_the_figures() -> None:
+    assert set(OPERATIONS) <= anchors(PAGES[ROOT / "docs" / "performance.md"])
+
+
+def test_the_index_of_kernels_has_every_header() -> None:
+    index = PAGES[ROOT / "kernels_cu" / "README.md"]
+    headers = {file.relative_to(ROOT / "kernels_cu") for file in kernels.SOURCE_DIR.rglob("*.cuh")}
+    assert headers
+    assert [str(file) for file in sorted(headers) if f"[`{file}`]({file})" not in index] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [("README.md", "text"), ("docs/gpt2.md", "python"), ("docs/block.md", None)],
+)
+def test_the_python_snippets_run(page: str, expected: str | None) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / page], re.DOTALL)
+    code = code.replace("from_pretrained()", "from_pretrained(device='cpu')")
+    code = code.replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
+    assert "device='cpu'" in code
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    if expected:
+        assert printed == shown(expected)
+    else:
+        assert printed[2].startswith("attn reference.attention")

@@ -91,14 +91,15 @@ def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
 
 
 def markdown() -> str:
-    """The table of kernels for kernels_cu/README.md, a row a variant."""
-    rows = ["| operation | variant | file | kernels | source | idea |", "|---|---|---|---|---|---|"]
+    """The table of kernels for kernels_cu/README.md, a row per variant."""
+    figures = "../docs/performance.md"
+    rows = ["| operation | variant | file | kernels | idea |", "|---|---|---|---|---|"]
     for operation in OPERATIONS.values():
         for variant in (*operation.variants, *operation.auxiliary):
             names = ", ".join(f"`{name}`" for name in variant.kernels)
             rows.append(
-                f"| {operation.name} | {variant.name} | `{variant.file}` | {names} "
-                f"| {variant.source or operation.document} | {variant.idea} |"
+                f"| [{operation.name}]({figures}#{operation.name}) | {variant.name} "
+                f"| [`{variant.file}`]({variant.file}) | {names} | {variant.idea} |"
             )
     return "\n".join(rows)
 
