@@ -9,7 +9,8 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench.race import TF32, Report, Row
+from gpt2block.bench.ceilings import TF32
+from gpt2block.bench.report import Report, Row
 from gpt2block.bench.works import KINDS
 from gpt2block.errors import InputError
 

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from gpt2block.bench import KINDS, Report, Row
+from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
-from gpt2block.bench.race import TF32
 from gpt2block.cuda.timing import REPLAYS
 
 TITLES = {
