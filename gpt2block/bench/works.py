@@ -13,25 +13,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.bench.measure import Host, Truth
 from gpt2block.errors import InputError
-from gpt2block.plan import ten_step_plan
 from gpt2block.weights.gpt2 import BlockWeights
 from gpt2block.weights.matrix import WeightMatrix
 
 C, NH = 768, 12
 TOKENS = 3072  # in different sequences
 ROWS = 509  # different rows of a product; a prime, so that no tile of rows divides it
-DTYPES: Mapping[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-    "float32": np.float32,
-}
+DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
 STEPS_OF_A_BLOCK = 7  # the result of each is rounded to the dtype of the block
 
@@ -42,16 +36,13 @@ class Work(ABC):
 
     dtype: str
     what: ClassVar[str]
+    named: ClassVar[tuple[str, ...]]  # the fields that are sizes
     roundings: ClassVar[int] = 1  # consecutive results that are rounded to the dtype
 
     @property
     @abstractmethod
     def name(self) -> str:
         """Its sizes in words, such as "8x1024 causal"; the same for all dtypes."""
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, int]: ...
 
     @property
     @abstractmethod
@@ -72,8 +63,12 @@ class Work(ABC):
         """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in self.named}
+
+    @property
     def item(self) -> int:
-        return int(np.dtype(DTYPES[self.dtype]).itemsize)
+        return int(np.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -83,14 +78,11 @@ class _SequenceWork(Work):
     B: int
     T: int
     causal: bool
+    named = "B", "T", "causal"
 
     @property
     def name(self) -> str:
         return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"B": self.B, "T": self.T, "causal": int(self.causal)}
 
     @property
     def flops(self) -> int:
@@ -154,14 +146,11 @@ class GemmWork(Work):
     gelu: bool = False
     residual: bool = False
     what = "gemm"
+    named = "M", "N", "K"
 
     @property
     def name(self) -> str:
         return f"{self.product} M={self.M}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.M, "N": self.N, "K": self.K}
 
     @property
     def flops(self) -> int:
@@ -247,13 +236,13 @@ def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
     """Different sequences (n, T, width), as stored."""
     count = max(1, TOKENS // T)
     rng = np.random.default_rng(T)
-    return rng.standard_normal((count, T, width), dtype=np.float32).astype(DTYPES[dtype])
+    return rng.standard_normal((count, T, width), dtype=np.float32).astype(dtype)
 
 
 @lru_cache(maxsize=4)
 def _block_weights(dtype: str) -> BlockWeights:
     random = BlockWeights.random(0)
-    tensors = {n: a.astype(DTYPES[dtype]).astype(np.float32) for n, a in random.tensors().items()}
+    tensors = {n: a.astype(dtype).astype(np.float32) for n, a in random.tensors().items()}
     return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
 
 
@@ -275,29 +264,17 @@ def _product_inputs(
 ) -> tuple[NDArray[Any], WeightMatrix, NDArray[Any], NDArray[Any]]:
     """a, w, bias and residual; a bias of values that the dtype has."""
     rng = np.random.default_rng(N + K)
-    stored = DTYPES[dtype]
-    a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(stored)
+    a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(dtype)
     w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
-    bias = rng.standard_normal(N, dtype=np.float32).astype(stored).astype(np.float32)
-    residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(stored)
+    bias = rng.standard_normal(N, dtype=np.float32).astype(dtype).astype(np.float32)
+    residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(dtype)
     return a, _matrix(w, dtype), bias, residual
 
 
 @lru_cache(maxsize=8)
 def _block_truth(T: int, causal: bool, dtype: str) -> Truth:
-    """All rows in one matrix, which makes the products fast; only attention needs sequences."""
-    weights = _block_weights(dtype).astype(np.float64)
-    plan = ten_step_plan(weights.n_head, causal, weights.eps, weights.tensors())
-    x = wide(_sequences(T, C, dtype)).reshape(-1, C)
-    known: dict[str, Any] = {**weights.tensors(), plan.input: x}
-    for step in plan.steps:
-        inputs = [known[name] for name in step.inputs]
-        if step.op == "attention":
-            inputs = [inputs[0].reshape(-1, T, 3 * C)]
-        out = getattr(reference, step.op)(*inputs, **step.attrs)
-        known[step.name] = out.reshape(len(x), -1)
-    truth: Truth = known[plan.output]
-    return truth
+    x = wide(_sequences(T, C, dtype))
+    return reference.block_forward(x, _block_weights(dtype), causal).reshape(-1, C)
 
 
 @lru_cache(maxsize=8)
