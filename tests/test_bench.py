@@ -317,7 +317,7 @@ def test_the_drivers_version(tmp_path: Path) -> None:
 # Ours and theirs
 
 
-def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="the ops need CuPy")
     variants = [
         SimpleNamespace(name=name, kernels=(f"gemm_{name}",), dtypes=dtypes)

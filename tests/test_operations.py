@@ -192,7 +192,7 @@ def test_nan_in_a_report_is_null() -> None:
 
 
 class StandIn:
-    """`gpt2block.ops` with the reference behind it: measuring can then be tried without a GPU."""
+    """Stands for `gpt2block.ops`: computes with the reference, so that no GPU is needed."""
 
     def __init__(self, operation: Operation, refused: str, wrong: str) -> None:
         self.operation, self.refused, self.wrong = operation, refused, wrong

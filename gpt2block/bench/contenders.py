@@ -108,9 +108,10 @@ def _variants(
         kernel = operation.bind(inputs[0], **options).launches[0].name
     except (InputError, KernelError):
         kernel = ""
-    chosen = [each for each in operation.variants if dtype in (each.dtypes or (dtype,))]
-    for variant in sorted(chosen, key=lambda each: kernel not in each.kernels):
-        yield Contender(variant.name, False, partial(capture, variant.name), dtype)
+    default = next((each.name for each in operation.variants if kernel in each.kernels), None)
+    names = [each.name for each in operation.variants if dtype in (each.dtypes or (dtype,))]
+    for variant in sorted(names, key=lambda each: each != default):
+        yield Contender(variant, False, partial(capture, variant), dtype)
 
 
 def _refuse(why: str, rounds: int) -> Run:

@@ -33,10 +33,10 @@ def inputs_and_truth(
     """
     try:
         stored = tuple(
-            _matrix(array, dtype, layout) if i in operation.matrices else _stored(array, dtype)
+            matrix(array, dtype, layout) if i in operation.matrices else _stored(array, dtype)
             for i, array in enumerate(operation.make(sizes, np.random.default_rng(0)))
         )
-        wide = [a if isinstance(a, WeightMatrix) else _widened(a) for a in stored]
+        wide = [a if isinstance(a, WeightMatrix) else widened(a) for a in stored]
         truth = getattr(reference, operation.name)(*wide, **operation.attrs)
     except ValueError as error:
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -50,12 +50,14 @@ def _stored(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     return array.astype(np.dtype(storage)) if array.dtype == np.float32 else array
 
 
-def _matrix(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
+def matrix(array: NDArray[Any], dtype: str, layout: str) -> WeightMatrix:
+    """Weights (K, N), stored in a dtype and layout."""
     in_memory = np.ascontiguousarray(array if layout == "KN" else array.T)
     return WeightMatrix.quantize(in_memory, dtype, layout)
 
 
-def _widened(array: NDArray[Any]) -> NDArray[Any]:
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """The array in float64; integers unchanged."""
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 

@@ -65,8 +65,7 @@ def measure_variants(
     host, truth = measure.inputs_and_truth(operation, sizes, dtype, layout)
     counted = measure.counted_sizes(sizes, dtype)
     traffic = operation.traffic(counted)
-    names = [str(i) for i in range(len(host))]
-    copies = measure.rotated(dict(zip(names, host, strict=True)), traffic)
+    copies = measure.rotated({str(i): array for i, array in enumerate(host)}, traffic)
     inputs = [tuple(each.values()) for each in copies]
     entrants = torch_peers.operation_peers(operation.name, inputs, dtype) if peer else []
     peers = [each.name for each in entrants]

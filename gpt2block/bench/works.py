@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.bench.measure import Host, Truth
+from gpt2block.bench.measure import Host, Truth, matrix, widened
 from gpt2block.errors import InputError
 from gpt2block.weights.gpt2 import BlockWeights
 from gpt2block.weights.matrix import WeightMatrix
@@ -169,8 +169,8 @@ class GemmWork(Work):
 
     def truth(self) -> Truth:
         a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
-        added = wide(residual) if self.residual else None
-        return reference.gemm(wide(a), wide(w.dequantized()), wide(bias), added, self.gelu)
+        added = widened(residual) if self.residual else None
+        return reference.gemm(widened(a), widened(w.dequantized()), widened(bias), added, self.gelu)
 
 
 BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))
@@ -227,10 +227,6 @@ def _works(kind: str, dtype: str) -> Iterable[Work]:
     return [GemmWork(dtype, name, M, *of_it) for M in MANY_ROWS for name, of_it in PRODUCTS.items()]
 
 
-def wide(array: NDArray[Any]) -> NDArray[np.float64]:
-    return array.astype(np.float64)
-
-
 @lru_cache(maxsize=8)
 def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
     """Different sequences (n, T, width), as stored."""
@@ -251,11 +247,7 @@ def _stored_weights(dtype: str) -> dict[str, Any]:
     tensors: dict[str, Any] = _block_weights(dtype).tensors()
     if dtype == "float32":
         return tensors
-    return {n: _matrix(a, dtype) if n in MATRICES else a for n, a in tensors.items()}
-
-
-def _matrix(w: NDArray[Any], dtype: str) -> WeightMatrix:
-    return WeightMatrix.quantize(np.ascontiguousarray(w.T), dtype, "NK")
+    return {n: matrix(a, dtype, "NK") if n in MATRICES else a for n, a in tensors.items()}
 
 
 @lru_cache(maxsize=4)
@@ -268,16 +260,16 @@ def _product_inputs(
     w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
     bias = rng.standard_normal(N, dtype=np.float32).astype(dtype).astype(np.float32)
     residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(dtype)
-    return a, _matrix(w, dtype), bias, residual
+    return a, matrix(w, dtype, "NK"), bias, residual
 
 
 @lru_cache(maxsize=8)
 def _block_truth(T: int, causal: bool, dtype: str) -> Truth:
-    x = wide(_sequences(T, C, dtype))
+    x = widened(_sequences(T, C, dtype))
     return reference.block_forward(x, _block_weights(dtype), causal).reshape(-1, C)
 
 
 @lru_cache(maxsize=8)
 def _attention_truth(T: int, causal: bool, dtype: str) -> Truth:
-    qkv = wide(_sequences(T, 3 * C, dtype))
+    qkv = widened(_sequences(T, 3 * C, dtype))
     return reference.attention(qkv, NH, causal).reshape(-1, C)
