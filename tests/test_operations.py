@@ -348,12 +348,13 @@ def test_when_no_variant_can_run_the_reason_is_raised(measured: Callable[..., An
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator, where a replay takes 1 ms; two rounds over two copies of the inputs."""
+    """The emulator, where a replay takes 1 ms; one round over two copies of the inputs."""
     if emulator.missing():
         pytest.skip(f"no CUDA on the CPU: {emulator.missing()}")
     monkeypatch.setattr(measure, "MOST_SETS", 2)
-    monkeypatch.setattr(variants, "MOST_LAUNCHES", 4)
-    monkeypatch.setattr(timing, "CALLS", 2)
+    monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(timing, "REPLAYS", 1)
     monkeypatch.setattr(ceilings, "measured", lambda names: BEST)
     with emulator.emulated():
         yield
@@ -376,9 +377,9 @@ def test_the_command_measures_on_the_emulator(capsys: pytest.CaptureFixture[str]
     for row in found["rows"]:
         assert list(row) == [field.name for field in fields(Measurement)]
         assert row["sizes"] == {"B": 1, "NH": 1, "T": 5}
-        assert row["gpu_us"] == 250.0  # 1 ms, two copies, two rounds
+        assert row["gpu_us"] == 500.0  # 1 ms, two copies, one round
         assert row["call_us"] > 0
-        assert row["rate"] == pytest.approx(softmax.traffic(row["sizes"]) / 250e-6 / 1e9)
+        assert row["rate"] == pytest.approx(softmax.traffic(row["sizes"]) / 500e-6 / 1e9)
         assert row["percent"] == pytest.approx(row["rate"] / 40)
         assert 0 < row["max_rel"] < tolerance("float32")
         assert row["peers"] == {}
