@@ -65,7 +65,7 @@ _MODULE_OF = {
     "solve": "block",
 }
 _MODULES = (  # submodules that need no import of their own
-    *("block", "checkpoints", "config", "cuda", "doctor", "errors", "model", "operations"),
+    *("block", "checkpoints", "config", "cuda", "doctor", "errors", "model", "ops"),
     *("plan", "reference", "run", "text", "weights"),
 )
 
@@ -77,12 +77,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
     elif name in _MODULES:
         return import_module(f"gpt2block.{name}")  # which sets the attribute
-    elif name == "ops":  # not in __all__, so that `import *` needs no CuPy
-        doctor = import_module("gpt2block.doctor")
-        problem = doctor.cuda_problem()
-        if problem:
-            raise AttributeError(f"gpt2block.ops cannot be used: {problem}: {doctor.ADVICE}")
-        return import_module("gpt2block.ops")
     else:
         raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
     globals()[name] = value

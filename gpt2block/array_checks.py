@@ -140,7 +140,7 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def unchecked(function: Callable[P, R]) -> Callable[P, R]:
     """The function without the checks of `takes`, for arguments known to be valid."""
-    inner: Callable[P, R] = function.__wrapped__  # type: ignore[attr-defined]
+    inner: Callable[P, R] = getattr(function, "__wrapped__", function)
     return inner
 
 

@@ -28,12 +28,14 @@ from gpt2block.bench import (
     Row,
     Work,
     chosen_works,
+    contenders,
     measure,
-    peers,
     torch_peers,
 )
-from gpt2block.bench import race as races
-from gpt2block.bench.race import Contender, Run, copies_for, errors, race, rounds_for, row_of
+from gpt2block.bench import report as reports
+from gpt2block.bench.contenders import Contender, Run
+from gpt2block.bench.measure import copies_for, errors
+from gpt2block.bench.race import Timed, rounds_for
 from gpt2block.bench.roofline import Mark, draw, marks, spread
 from gpt2block.bench.works import PRODUCTS, ROWS
 from gpt2block.cli.bench import print_report
@@ -118,7 +120,7 @@ def test_the_truth_of_a_block_is_a_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     x = work.host()["x"]
     assert (x[4] == x[1]).all()
     out = Block(work.weights(), causal=True, device="cpu")(x)
-    assert errors(out, work.truth())[1] <= races.tolerance(work, "float32")
+    assert errors(out, work.truth())[1] <= reports.tolerance(work, "float32")
     other = Block(work.weights(), causal=False, device="cpu")(x)
     assert errors(other, work.truth())[1] > 0.01
 
@@ -159,10 +161,10 @@ def test_bfloat16_is_widened_exactly() -> None:
 
 def test_tf32_is_right_as_far_as_it_is() -> None:
     work = replace(O, dtype="float32")
-    assert 4e-4 < races.tolerance(work, "tf32") < 2e-3
-    assert races.tolerance(work, "float32") < 2e-5
+    assert 4e-4 < reports.tolerance(work, "tf32") < 2e-3
+    assert reports.tolerance(work, "float32") < 2e-5
     block = BlockWork("bfloat16", 1, 128, True)
-    assert races.tolerance(block, "bfloat16") == 7 * measure.tolerance("bfloat16")
+    assert reports.tolerance(block, "bfloat16") == 7 * measure.tolerance("bfloat16")
 
 
 # A race with stand-ins
@@ -214,7 +216,7 @@ class Racer:
 
 @pytest.fixture
 def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def poison(out: NDArray[Any], inputs: object) -> None:
+    def poison(out: NDArray[Any]) -> None:
         out[...] = nan
 
     monkeypatch.setattr(measure, "poison", poison)
@@ -222,7 +224,8 @@ def run_race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def run(*racers: Racer, ms: Mapping[str, float] | None = None) -> Any:
         clock = Clock(ms or {racer.name: 3.0 for racer in racers})
         monkeypatch.setattr(timing, "interleaved_ms", clock)
-        rows, skipped = race(O, [racer.enters(O) for racer in racers], 10, BEST)
+        entrants = [racer.enters(O) for racer in racers]
+        rows, skipped = reports.rows_of(O, entrants, 10, BEST)
         return rows, skipped, clock
 
     return run
@@ -307,17 +310,15 @@ def test_how_many_copies_and_rounds() -> None:
 def test_the_drivers_version(tmp_path: Path) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
-    assert races._driver(file) == "580.95.05"
-    assert races._driver(tmp_path / "none") == "unknown"
+    assert reports._driver(file) == "580.95.05"
+    assert reports._driver(tmp_path / "none") == "unknown"
 
 
 # Ours and theirs
 
 
-def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_variant_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="the ops need CuPy")
-    from gpt2block.bench import ours  # noqa: PLC0415
-
     variants = [
         SimpleNamespace(name=name, kernels=(f"gemm_{name}",), dtypes=dtypes)
         for name, dtypes in (
@@ -340,12 +341,12 @@ def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(out=out or object(), launches=(launch,))
 
     operation = SimpleNamespace(variants=variants, bind=bind)
-    monkeypatch.setattr(ours, "OPERATIONS", {"gemm": operation})
+    monkeypatch.setattr(contenders, "OPERATIONS", {"gemm": operation})
     captured: list[list[Any]] = []
     monkeypatch.setattr(timing, "captured", captured.append)
     monkeypatch.setattr("gpt2block.cuda.overlap.possible", lambda: False)
     sets = [{"a": f"a{i}", "w": "w", "bias": "b"} for i in range(3)]
-    found = list(ours.contenders(replace(O, gelu=True), sets, 0))
+    found = list(contenders.contenders(replace(O, gelu=True), sets, 0))
     assert [each.name for each in found] == ["hopper", "mma", "old"]
     assert not any(each.peer for each in found)
     first, second = found[0].capture(2), found[1].capture(1)
@@ -360,16 +361,14 @@ def test_the_variant_used_unasked_comes_first(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_operation_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="the ops need CuPy")
-    from gpt2block.bench import ours  # noqa: PLC0415
-
-    monkeypatch.setattr(ours, "OPERATIONS", {})
-    (only,) = ours.contenders(O, [{"a": 1}], 0)
+    monkeypatch.setattr(contenders, "OPERATIONS", {})
+    (only,) = contenders.contenders(O, [{"a": 1}], 0)
     with pytest.raises(InputError, match="there is no operation gemm"):
         only.capture(1)
 
 
 def on_host(array: Any) -> Any:
-    """As `peers.tensor`, from NumPy."""
+    """As `torch_peers.tensor`, from NumPy."""
     import torch  # noqa: PLC0415
 
     if isinstance(array, WeightMatrix):
@@ -399,7 +398,7 @@ def test_pytorch_computes_the_same(work: Work, monkeypatch: pytest.MonkeyPatch) 
         out = torch_peers.in_rows(work, function(*arguments))
         assert out.dtype == arguments[0].dtype
         found = errors(out.float().contiguous().numpy(), work.truth())
-        assert found[1] <= races.tolerance(work, work.dtype)
+        assert found[1] <= reports.tolerance(work, work.dtype)
 
 
 class Torch:
@@ -410,7 +409,7 @@ class Torch:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, work: Work) -> list[tuple[str, str]]:
-    monkeypatch.setattr(peers, "required_torch", Torch)
+    monkeypatch.setattr(torch_peers, "required_torch", Torch)
     monkeypatch.setattr(torch_peers, "arguments_of", lambda work, arrays: ())
     found = torch_peers.TorchPeers(0).contenders(work, [{}])
     return [(each.name, each.arithmetic) for each in found]
@@ -444,7 +443,7 @@ def test_the_peers_of_each_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled is compiled once, with a search as long as there is time for one."""
-    monkeypatch.setattr(peers, "required_torch", Torch)
+    monkeypatch.setattr(torch_peers, "required_torch", Torch)
     monkeypatch.setattr(torch_peers, "arguments_of", lambda work, arrays: ())
     searches: list[bool] = []
 
@@ -474,7 +473,7 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def row(contender: str, peer: bool = False, us: float = 2.0, **changes: Any) -> Row:
     each = Contender(contender, peer, lambda rounds: Run(lambda: None, ()), "bfloat16")
     work = changes.pop("of", O)
-    return replace(row_of(work, each, us, (1e-3, 1e-3), 3, BEST), **changes)
+    return replace(reports.row_of(work, Timed(each, us, (1e-3, 1e-3)), 3, BEST), **changes)
 
 
 @pytest.fixture

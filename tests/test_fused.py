@@ -239,7 +239,7 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     monkeypatch.setattr(overlap, "possible", lambda: able)
     monkeypatch.setattr(overlap, "run", early.append)
     plain: list[Any] = []
-    monkeypatch.setattr(kernels.Launch, "run", plain.append)
+    monkeypatch.setattr(kernels.Launch, "run", lambda self: plain.append(self))  # noqa: PLW0108
     launches = [kernels.Launch(name, None, (1,), (1,), ()) for name in "ab"]
     for overlapping in (False, True):
         early.clear()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +13,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import InputError, cli, doctor, reference
-from gpt2block.bench import measure
-from gpt2block.bench.measure import (
-    Ceilings,
-    Measurement,
-    _inputs_and_truth,
-    counted_sizes,
-    tolerance,
-)
+from gpt2block import InputError, cli, doctor, emulator, reference
+from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants, variants
+from gpt2block.bench.measure import counted_sizes, errors, inputs_and_truth, tolerance
 from gpt2block.cli import app as cli_app
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
+from gpt2block.cuda.arrays import Bound
 from gpt2block.ops.registry import OPERATIONS, Operation, all_sizes, find, markdown, parse_sizes
 
 SMALL = {"B": 2, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8}
+BEST = Ceilings(4000.0, {"float32": 50.0, "float16": 700.0})
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
 
 
@@ -102,8 +98,8 @@ def test_without_a_gpu_no_kernel_is_ever_called_ok(
 
 def test_bytes_are_right_or_wrong() -> None:
     truth = np.arange(5, dtype=np.uint8)
-    assert measure._errors(truth.copy(), truth) == (0, 0)
-    assert measure._errors(truth + np.uint8(1), truth) == (255, 1)
+    assert errors(truth.copy(), truth) == (0, 0)
+    assert errors(truth + np.uint8(1), truth) == (255, 1)
 
 
 def test_without_a_gpu_nothing_is_drawn(
@@ -119,8 +115,6 @@ def test_without_a_gpu_nothing_is_drawn(
 
 @pytest.mark.gpu
 def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt2block.cuda.arrays import Bound  # noqa: PLC0415
-
     runs = {"count": 0}
     run = Bound.run
 
@@ -131,9 +125,8 @@ def test_an_output_that_is_not_written_is_wrong(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Bound, "run", only_the_first)
     operation = find("softmax")
     stored = measure.check_storage(operation)
-    ceiling = Ceilings(4000.0, 50.0)
     sizes = small(operation)
-    rows, _ = measure.measure(operation, operation.variants, sizes, ceiling, stored)
+    rows, _ = measure_variants(operation, operation.variants, sizes, BEST, stored)
     assert [row.right for row in rows] == [True, False, False, False]
 
 
@@ -182,15 +175,15 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     rows = sweep({"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]})
     file = tmp_path / "sweep.png"
-    draw_sweep(rows, Ceilings(100.0, 50.0), "a GPU", file)
+    draw_sweep(rows, Ceilings(100.0, {"float32": 50.0}), "a GPU", file)
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="--plot"):
-        draw_sweep(rows, Ceilings(100.0, 50.0), "a GPU", tmp_path / "none" / "sweep.png")
+        draw_sweep(rows, BEST, "a GPU", tmp_path / "none" / "sweep.png")
 
 
 def test_sizes_that_make_no_sense_together_are_refused() -> None:
     with pytest.raises(InputError, match="attention cannot run at B=1, T=5, C=50: "):
-        _inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
+        inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
 
 
 def test_nan_in_a_report_is_null() -> None:
@@ -198,18 +191,8 @@ def test_nan_in_a_report_is_null() -> None:
     assert cli_app._for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
 
 
-class OnHost:
-    """An array on the host that looks like CuPy's."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def get(self) -> np.ndarray:
-        return self.array
-
-
 class StandIn:
-    """`gpt2block.ops` with the reference behind it: measuring can then be tried without a GPU."""
+    """Stands for `gpt2block.ops`: computes with the reference, so that no GPU is needed."""
 
     def __init__(self, operation: Operation, refused: str, wrong: str) -> None:
         self.operation, self.refused, self.wrong = operation, refused, wrong
@@ -225,17 +208,19 @@ class StandIn:
             raise InputError(f"variant {name} does not take this")
         self.outs.append(out)
         result = getattr(reference, self.operation.name)(*arrays, **options)
-        host = OnHost(result + 1 if name == self.wrong else result)
-        return SimpleNamespace(out=out or host, launches=(name, block), run=lambda: host)
+        host = result + 1 if name == self.wrong else result
+        shared = host if out is None else out
+        return SimpleNamespace(out=shared, launches=(name, block), run=lambda: host)
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`measure` with stand-ins for ops and clock: a replay takes 2 ms, a call 3 µs of host."""
+    """`measure_variants` with stand-ins: a replay takes 2 ms, a call 3 µs of host time."""
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(measure, "_rotated", lambda host, traffic: ([host, host], 5))
+    monkeypatch.setattr(measure, "rotated", lambda host, traffic: [host, host])
+    monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
     monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
-    monkeypatch.setattr(measure, "poison", lambda out, inputs: None)
+    monkeypatch.setattr(measure, "poison", lambda out: None)
     monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
     monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
 
@@ -247,13 +232,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         stand_in = StandIn(operation, refused, wrong)
-        monkeypatch.setattr(measure, "ops", stand_in)
+        monkeypatch.setattr(variants, "ops", stand_in)
         sizes = small(operation)
-        found = measure.measure(
+        found = measure_variants(
             replace(operation, binder=stand_in.bind),
             operation.variants,
             sizes,
-            Ceilings(4000.0, 50.0),
+            BEST,
             (dtype, operation.layout),
             **options,
         )
@@ -280,7 +265,7 @@ def test_measuring(measured: Callable[..., Any], name: str) -> None:
         assert row.right
     first = len(operation.variants) * 2
     assert stand_in.outs[:2] == [None, None]  # the first variant's outputs serve all the others
-    assert None not in stand_in.outs[2:first]
+    assert all(out is not None for out in stand_in.outs[2:first])
 
 
 def test_a_sweep_measures_every_block(measured: Callable[..., Any]) -> None:
@@ -339,7 +324,7 @@ def test_a_series_shows_where_the_fastest_changes(capsys: pytest.CaptureFixture[
         for at in sizes[:4]
     ]
     skipped = ["mma: takes float16"] * 2
-    print_series(Console(width=120), operation, series, skipped, Ceilings(4000.0, 50.0, 700.0))
+    print_series(Console(width=120), operation, series, skipped, BEST)
     printed = capsys.readouterr().out
     assert "from M = 8 on, mma is faster than matvec" in printed
     assert printed.count("WRONG") == 1
@@ -361,16 +346,73 @@ def test_when_no_variant_can_run_the_reason_is_raised(measured: Callable[..., An
         measured(alone, refused="rows")
 
 
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The emulator, where a replay takes 1 ms; one round over two copies of the inputs."""
+    if emulator.missing():
+        pytest.skip(f"no CUDA on the CPU: {emulator.missing()}")
+    monkeypatch.setattr(measure, "MOST_SETS", 2)
+    monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(timing, "REPLAYS", 1)
+    monkeypatch.setattr(ceilings, "measured", lambda names: BEST)
+    with emulator.emulated():
+        yield
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_command_measures_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["kernels", "softmax", "--shape", "B=1,NH=1,T=5", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert done.value.code == 0
+    assert found["ceilings"] == {
+        "copy_gb_s": 4000.0,
+        "fp32_tflop_s": 50.0,
+        "fp16_tflop_s": 700.0,
+    }
+    assert found["skipped"] == []
+    softmax = find("softmax")
+    assert [row["variant"] for row in found["rows"]] == [v.name for v in softmax.variants]
+    for row in found["rows"]:
+        assert list(row) == [field.name for field in fields(Measurement)]
+        assert row["sizes"] == {"B": 1, "NH": 1, "T": 5}
+        assert row["gpu_us"] == 500.0  # 1 ms, two copies, one round
+        assert row["call_us"] > 0
+        assert row["rate"] == pytest.approx(softmax.traffic(row["sizes"]) / 500e-6 / 1e9)
+        assert row["percent"] == pytest.approx(row["rate"] / 40)
+        assert 0 < row["max_rel"] < tolerance("float32")
+        assert row["peers"] == {}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", ["to_fp8", "trimat", "sample_token", "rmsnorm_ffn"])
+def test_results_are_checked_on_the_emulator(name: str) -> None:
+    """Bytes, elements without a truth, an operation with a state, and weights."""
+    operation = find(name)
+    stored = measure.check_storage(operation)
+    rows, _ = measure_variants(operation, operation.variants[:1], small(operation), BEST, stored)
+    assert [row.right for row in rows] == [True]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_output_that_is_never_written_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bound, "run", lambda bound: bound.out)
+    operation = find("softmax")
+    stored = measure.check_storage(operation)
+    rows, _ = measure_variants(operation, operation.variants, small(operation), BEST, stored)
+    assert not any(row.right for row in rows)
+
+
 @pytest.mark.gpu
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     sizes = {**small(operation), "C": 48} if "C" in operation.sizes else small(operation)
     stored = measure.check_storage(operation)
-    ceiling = Ceilings(4000.0, 50.0)
-    variants = [v for v in operation.variants if stored[0] in (v.dtypes or operation.dtypes)]
-    rows, skipped = measure.measure(operation, variants, sizes, ceiling, stored)
+    chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.dtypes)]
+    rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
     assert skipped == []
-    assert [row.variant for row in rows] == [variant.name for variant in variants]
+    assert [row.variant for row in rows] == [variant.name for variant in chosen]
     for row in rows:
         assert row.right
         assert 0 < row.gpu_us < 1000

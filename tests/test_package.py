@@ -77,3 +77,18 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         program = sha256(kernels.program(file).encode()).hexdigest()
         assert f"{file} {' '.join(kernels.signatures(file))} {program}\n" in done.stdout
     assert "Likeliest next tokens" in done.stdout
+
+
+def test_every_module_imports_without_cupy() -> None:
+    code = (
+        "import pkgutil, sys; sys.modules['cupy'] = None\n"
+        "import gpt2block\n"
+        "for module in pkgutil.walk_packages(gpt2block.__path__, 'gpt2block.'):\n"
+        "    if module.name != 'gpt2block.__main__': __import__(module.name)\n"
+        "try: gpt2block.ops.add(1, 2)\n"
+        "except gpt2block.DeviceError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "CuPy cannot be imported" in done.stdout
+    assert "`gpt2block check`" in done.stdout

@@ -47,8 +47,9 @@ class Recorder:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    cp = pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
+    pytest.importorskip("cupy", reason="the ops need CuPy, if not a GPU")
     from gpt2block.cuda import arrays as _arrays  # noqa: PLC0415
+    from gpt2block.cuda import cupy as cp  # noqa: PLC0415
 
     recorder = Recorder(cp)
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}

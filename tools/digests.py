@@ -103,10 +103,10 @@ def operation(found: Operation, sizes: dict[str, int]) -> Made:
     options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
     for dtype in found.dtypes:
         for layout in ("KN", "NK") if found.matrices else ("KN",):
-            host, _ = measure._inputs_and_truth(found, sizes, dtype, layout)
-            arrays = tuple(map(measure._uploaded, host))
+            host, _ = measure.inputs_and_truth(found, sizes, dtype, layout)
+            arrays = tuple(map(measure.uploaded, host))
             for variant in found.variants:
-                chosen = options | measure.chosen(found, variant, None)
+                chosen = options | measure.options_for(found, variant)
                 name = f"{found.name} {variant.name} {dtype} {layout} {sizes}"
                 with contextlib.suppress(InputError):
                     bound = found.bind(arrays, **chosen)

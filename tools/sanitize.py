@@ -83,11 +83,11 @@ def operation(found: Operation) -> None:
     options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
     for dtype in found.dtypes:
         for layout in ("KN", "NK") if found.matrices else ("KN",):
-            host, truth = measure._inputs_and_truth(found, sizes, dtype, layout)
+            host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
             stated = np.isfinite(truth)
-            arrays = tuple(map(measure._uploaded, host))
+            arrays = tuple(map(measure.uploaded, host))
             for variant in found.variants:
-                chosen = options | measure.chosen(found, variant, None)
+                chosen = options | measure.options_for(found, variant)
                 try:
                     bound = found.bind(arrays, **chosen)
                 except InputError as error:

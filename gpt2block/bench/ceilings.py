@@ -1,50 +1,51 @@
-"""What a GPU does at best, measured in the run whose figures are held against it."""
+"""Best rates of the current GPU, measured in the same run as the figures compared with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 
 import numpy as np
 
-from gpt2block.bench import measure
 from gpt2block.cuda import cupy, timing
 
 SIZE = 8192  # of the square matrices
+COPIED = 1 << 30  # bytes
+TF32 = "tf32"
+ARITHMETICS = ("float32", TF32, "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """cuBLAS on large square matrices, and a copy from device to device; NaN without cuBLAS."""
+    """GB/s of a copy within device memory, and TFLOP/s of cuBLAS by arithmetic.
 
-    copy_gb_s: float  # bytes read and written
-    tflop_s: Mapping[str, float]  # of "float32", "tf32", "float16", "bfloat16"
+    The copy counts bytes read and written. cuBLAS multiplies square matrices; "float32" is without
+    TF32. A rate is NaN where CuPy finds no cuBLAS.
+    """
 
-
-def ceilings() -> Ceilings:
-    """Measured on the current device, in some seconds."""
-    known = measure.ceilings()
-    rates = {
-        "float32": known.fp32_tflop_s,
-        "tf32": _product("float32", tf32=True),
-        "float16": known.fp16_tflop_s,
-        "bfloat16": _product("bfloat16"),
-    }
-    return Ceilings(known.copy_gb_s, rates)
+    copy_gb_s: float
+    tflop_s: Mapping[str, float]
 
 
-def _product(dtype: str, tf32: bool = False) -> float:
-    """TFLOP/s; NaN where CuPy finds no cuBLAS, or one that does not take the dtype."""
-    linalg = cupy._core._routines_linalg
+def measured(arithmetics: Iterable[str] = ARITHMETICS) -> Ceilings:
+    """Ceilings of the current device, measured within a few seconds."""
+    a, b = cupy.zeros(COPIED, "uint8"), cupy.zeros(COPIED, "uint8")
+    ms = timing.interleaved_ms({"": lambda: b.data.copy_from_device_async(a.data, COPIED)})[""]
+    return Ceilings(2e-6 * COPIED / ms, {name: _cublas_tflop_s(name) for name in arithmetics})
+
+
+def _cublas_tflop_s(arithmetic: str) -> float:
+    """NaN where CuPy finds no cuBLAS, or where cuBLAS does not take the dtype."""
     host = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)
-    m = cupy.asarray(host.astype(dtype))
-    out = cupy.empty_like(m)
+    matrix = cupy.asarray(host.astype("float32" if arithmetic == TF32 else arithmetic))
+    out = cupy.empty_like(matrix)
+    linalg = cupy._core._routines_linalg
     before = linalg.get_compute_type(np.float32)
-    if tf32:
+    if arithmetic == TF32:
         linalg.set_compute_type(np.float32, linalg.COMPUTE_TYPE_TF32)
     try:
-        ms = timing.interleaved_ms({"": lambda: cupy.dot(m, m, out=out)})[""]
+        ms = timing.interleaved_ms({"": lambda: cupy.dot(matrix, matrix, out=out)})[""]
     except (ImportError, TypeError, ValueError):
         return nan
     finally:

@@ -1,4 +1,4 @@
-"""Times on a GPU: the block beside the document its kernels come from; whole GPT-2, decoding."""
+"""Times of the block, compared with LeetGPU's GPT-2 block challenge, and of GPT-2's decoding."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gpt2block.run.model import DTYPES
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 
-# On an H200: T → ms of the document's own `solve`, which allocates device memory in every call.
+# T → ms of the challenge's own `solve` on an H200; every call of it allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """GPT-2 small's block, B = 1: its graph on the GPU, and warm calls seen from Python.
+    """GPT-2 small's block, B = 1: GPU time of its graph, and host times of repeated calls.
 
-    The host times are of one call that does not wait for the GPU.
+    A host time is that of one call, which does not wait for the GPU.
     """
 
     device: str
@@ -36,7 +36,7 @@ class BlockTime:
     ms: float
     document_ms: float | None
     out_us: float  # host time of block(x, out=out)
-    call_us: float  # host time of block(x), whose result is let go at once
+    call_us: float  # host time of block(x), whose result is freed at once
 
     @property
     def speedup(self) -> float | None:
@@ -44,7 +44,7 @@ class BlockTime:
 
 
 def block_against_document(device: str | None = None) -> list[BlockTime]:
-    """The skeleton block at the document's lengths, with and without a mask, and at T = 1."""
+    """The skeleton block at the challenge's lengths and at T = 1, with and without a mask."""
     doctor.require_cuda("the bench")
     rows = []
     weights = BlockWeights.random(0)
@@ -64,13 +64,15 @@ def block_against_document(device: str | None = None) -> list[BlockTime]:
 POSITION = 512  # tokens in the cache when a step is timed
 BATCHES = (1, 8, 16)
 STEPS, REPEATS = 50, 7
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=0.8, top_k=50, top_p=0.9)
 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """A token for each row of GPT-2 small, sampled on the device, as a program sees it.
+    """Time of a token for each row of GPT-2 small, sampled on the device, as the host sees it.
 
-    From one call of `Decoding.next` to the next, the token on the host; median of some runs of 50.
+    It is the time of a call of `Decoding.next`, which returns the tokens on the host: the median of
+    REPEATS runs of STEPS calls.
     """
 
     device: str
@@ -78,7 +80,7 @@ class DecodeTime:
     batch: int
     greedy_us: float
     sampled_us: float  # with temperature, top-k and top-p
-    prompt_ms: float  # a prompt of 1,024 tokens to its last logits, on the host; one row
+    prompt_ms: float  # from a prompt of 1,024 tokens to its last logits on the host; one row
     weights_mb: float
 
     @property
@@ -87,7 +89,7 @@ class DecodeTime:
 
 
 def decoding(device: str | None = None, size: str = "gpt2") -> list[DecodeTime]:
-    """Every dtype, a few batch sizes; weights are random, prompts have 512 random tokens."""
+    """Every dtype at a few batch sizes; random weights, prompts of 512 random tokens."""
     doctor.require_cuda("the bench")
     weights = GPT2Weights.random(0, size)
     ids = np.random.default_rng(0).integers(weights.config.vocab_size, size=(17, 1024))
@@ -99,27 +101,24 @@ def decoding(device: str | None = None, size: str = "gpt2") -> list[DecodeTime]:
         prompt_ms = 1e3 * min(_seconds(partial(model, prompt, last=True)) for _ in range(REPEATS))
         for batch in BATCHES:
             prompts = list(ids[:batch, :POSITION].astype(np.int32))
-            us = []
-            for way in (Sampling(temperature=0), Sampling(temperature=0.8, top_k=50, top_p=0.9)):
-                us.append(median(_step_us(model, prompts, way) for _ in range(REPEATS)))
-            megabytes = model.nbytes / 1e6
-            rows.append(DecodeTime(model.device, dtype, batch, us[0], us[1], prompt_ms, megabytes))
+            greedy_us, sampled_us = (
+                median(_step_us(model, prompts, sampling) for _ in range(REPEATS))
+                for sampling in (GREEDY, SAMPLED)
+            )
+            times = greedy_us, sampled_us, prompt_ms
+            rows.append(DecodeTime(model.device, dtype, batch, *times, model.nbytes / 1e6))
     return rows
 
 
-def _step_us(model: GPT2, prompts: list[np.ndarray], way: Sampling) -> float:
-    steps = model.engine.decode(prompts, [way] * len(prompts))
+def _step_us(model: GPT2, prompts: list[np.ndarray], sampling: Sampling) -> float:
+    steps = model.engine.decode(prompts, [sampling] * len(prompts))
     for _ in range(3):
         steps.next()
-
-    def run() -> None:
-        for _ in range(STEPS):
-            steps.next()
-
-    return 1e6 * _seconds(run) / STEPS
+    return 1e6 * _seconds(steps.next, STEPS) / STEPS
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object], times: int = 1) -> float:
     start = perf_counter()
-    call()
+    for _ in range(times):
+        call()
     return perf_counter() - start

@@ -1,4 +1,4 @@
-"""The picture of a report: operations for each byte against TFLOP/s, under the ceilings."""
+"""The roofline plot of a report: TFLOP/s by operations per byte, with the ceilings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench.race import TF32, Report, Row
+from gpt2block.bench.ceilings import TF32
+from gpt2block.bench.report import Report, Row
 from gpt2block.bench.works import KINDS
 from gpt2block.errors import InputError
 
@@ -17,23 +18,31 @@ COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf
 TITLES = {"block": "blocks (B x T, mask)", "gemm": "products + bias", "attention": "attention"}
 CEILINGS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "TF32", "float32": "fp32"}
 LABEL_SIZE = 7.0
+LEADER = {
+    "arrowstyle": "-",
+    "linewidth": 0.4,
+    "alpha": 0.6,
+    "relpos": (0.0, 0.5),
+    "shrinkA": 0,
+    "shrinkB": 3,
+}
 APART = 0.029  # of a panel's height between labels, at least
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A work in the picture: TFLOP/s of our fastest right result and of a peer's."""
+    """A work in the plot: TFLOP/s of the fastest right result of gpt2block and of a peer."""
 
     work: str
     dtype: str
     intensity: float
     ours: float | None
     peer: float | None  # in the same arithmetic
-    tf32: float | None  # a peer's that rounds float32 to it
+    tf32: float | None  # of a peer that rounds float32 to TF32
 
     @property
     def rate(self) -> float:
-        """Where the label points to."""
+        """The rate that the label points to."""
         return self.ours or self.peer or self.tf32 or 0.0
 
     @property
@@ -46,7 +55,7 @@ class Mark:
 
 
 def marks(rows: Sequence[Row], kind: str) -> list[Mark]:
-    """In the order of the rows; a work with no right result has none."""
+    """The marks in the order of the rows; a work without a right result has none."""
     found = []
     for work, dtype in dict.fromkeys((row.work, row.dtype) for row in rows if row.what == kind):
         of_it = [row for row in rows if (row.what, row.work, row.dtype) == (kind, work, dtype)]
@@ -63,9 +72,9 @@ def _fastest(rows: Iterable[Row]) -> float | None:
 
 
 def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
-    """Heights in 0…1 moved as little as it takes to stand `apart`; their order stays.
+    """Heights in 0…1, moved as little as possible to be at least `apart`, in the same order.
 
-    Where there is no room for that, evenly over all of it.
+    Too many heights for that are spread evenly.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     apart = min(apart, 1 / max(1, len(heights) - 1))
@@ -85,7 +94,7 @@ def spread(heights: Sequence[float], apart: float = APART) -> list[float]:
 
 
 def check_file(file: Path) -> None:
-    """InputError when no picture could be drawn there, before anything is timed for it."""
+    """InputError if no plot can be written there; to be called before anything is timed."""
     if find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib: pip install matplotlib")
     if not file.parent.is_dir():
@@ -95,7 +104,7 @@ def check_file(file: Path) -> None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """A panel for each kind of work, as a PNG; InputError when there is nothing to draw."""
+    """Plot a panel for each kind of work to a PNG file; InputError if there is nothing to draw."""
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -117,7 +126,7 @@ def draw(report: Report, file: Path) -> None:
 
 
 def _panel(ax: Any, found: list[Mark], report: Report) -> None:
-    """Ceilings and marks, and the labels to the right of them."""
+    """Draw the ceilings, the marks, and the labels to the right of them."""
     ceilings = _shown(found, report)
     rates = [rate for mark in found for rate in (mark.ours, mark.peer, mark.tf32) if rate]
     span = [end([mark.intensity for mark in found]) for end in (min, max)]
@@ -134,8 +143,8 @@ def _panel(ax: Any, found: list[Mark], report: Report) -> None:
     _ceilings(ax, ceilings, report.ceilings.copy_gb_s)
     for mark in found:
         color = COLORS[mark.dtype]
-        all_of_it = [rate for rate in (mark.ours, mark.peer, mark.tf32) if rate]
-        ends = [min(all_of_it), max(all_of_it)]
+        own = [rate for rate in (mark.ours, mark.peer, mark.tf32) if rate]
+        ends = [min(own), max(own)]
         ax.plot([mark.intensity] * 2, ends, color=color, linewidth=0.8, alpha=0.6)
         for rate, edge in ((mark.peer, color), (mark.tf32, COLORS[TF32])):
             if rate:
@@ -147,12 +156,12 @@ def _panel(ax: Any, found: list[Mark], report: Report) -> None:
 
 
 def _minor(value: float, _place: int) -> str:
-    """2 and 5 of each decade."""
+    """Label 2 and 5 of each decade."""
     return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _shown(found: list[Mark], report: Report) -> dict[str, float]:
-    """The products' ceilings that concern these works."""
+    """The cuBLAS ceilings of the arithmetics of these works."""
     dtypes = {mark.dtype for mark in found}
     shown = dtypes | ({TF32} if "float32" in dtypes else set())
     rates = report.ceilings.tflop_s
@@ -160,7 +169,7 @@ def _shown(found: list[Mark], report: Report) -> dict[str, float]:
 
 
 def _ceilings(ax: Any, rates: Mapping[str, float], copy_gb_s: float) -> None:
-    """The slope of the copy, up to the highest of the products' level lines."""
+    """Draw the slope of the copy up to the highest of the horizontal cuBLAS lines."""
     left, right = ax.get_xlim()
     slope = 1e-3 * copy_gb_s  # TFLOP/s of one operation for each byte
     for name, rate in rates.items():
@@ -185,15 +194,7 @@ def _labels(ax: Any, found: list[Mark]) -> None:
             fontsize=LABEL_SIZE,
             color=COLORS[mark.dtype],
             va="center",
-            arrowprops={
-                "arrowstyle": "-",
-                "linewidth": 0.4,
-                "color": COLORS[mark.dtype],
-                "alpha": 0.6,
-                "relpos": (0.0, 0.5),
-                "shrinkA": 0,
-                "shrinkB": 3,
-            },
+            arrowprops=LEADER | {"color": COLORS[mark.dtype]},
         )
 
 

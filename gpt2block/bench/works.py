@@ -1,8 +1,8 @@
-"""What is timed beside PyTorch: blocks, products and attentions of GPT-2 small.
+"""What `gpt2block bench` times: blocks, matrix products and attention of GPT-2 small.
 
-Inputs are random but repeat: sequences after some thousand tokens, rows of a product after a prime
-number of them. So every value of the largest output is held against float64, from a truth that
-NumPy works out in a second or two.
+The inputs are random but repeat: sequences after some thousand tokens, rows of a product after a
+prime number of rows. So every value of the largest output is compared with float64, whose result
+NumPy computes within seconds.
 """
 
 from __future__ import annotations
@@ -13,38 +13,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures.gpt2 import ten_step_plan
+from gpt2block.bench.measure import Host, Truth, matrix, widened
 from gpt2block.errors import InputError
 from gpt2block.weights.gpt2 import BlockWeights
 from gpt2block.weights.matrix import WeightMatrix
 
 C, NH = 768, 12
 TOKENS = 3072  # in different sequences
-ROWS = 509  # different rows of a product: no tile's height divides it or is divided by it
-DTYPES: Mapping[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-    "float32": np.float32,
-}
+ROWS = 509  # different rows of a product; a prime, so that no tile of rows divides it
+DTYPES = ("bfloat16", "float16", "float32")
 MATRICES = ("w_qkv", "w_attn", "w_fc", "w_proj")
-STEPS_OF_A_BLOCK = 7  # whose results are rounded to the block's dtype
-
-Host = Mapping[str, Any]  # name → NumPy array, or WeightMatrix of one
-Truth = NDArray[np.floating[Any]]  # float64
+STEPS_OF_A_BLOCK = 7  # the result of each is rounded to the dtype of the block
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """One thing to time. Bytes and operations are those that no way to do it gets around."""
+    """One thing to time. Bytes and operations are the minimum that every implementation needs."""
 
     dtype: str
     what: ClassVar[str]
-    roundings: ClassVar[int] = 1  # results in a row that are rounded to the dtype
+    named: ClassVar[tuple[str, ...]]  # the fields that are sizes
+    roundings: ClassVar[int] = 1  # consecutive results that are rounded to the dtype
 
     @property
     @abstractmethod
@@ -53,12 +46,8 @@ class Work(ABC):
 
     @property
     @abstractmethod
-    def sizes(self) -> dict[str, int]: ...
-
-    @property
-    @abstractmethod
     def flops(self) -> int:
-        """A multiplication and an addition count as two; what a mask hides does not count."""
+        """A multiplication and an addition count as two; masked scores do not count."""
 
     @property
     @abstractmethod
@@ -67,38 +56,53 @@ class Work(ABC):
 
     @abstractmethod
     def host(self) -> Host:
-        """The inputs, as they lie in memory."""
+        """The inputs, as stored."""
 
     @abstractmethod
     def truth(self) -> Truth:
         """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in self.named}
+
+    @property
     def item(self) -> int:
-        return int(np.dtype(DTYPES[self.dtype]).itemsize)
+        return int(np.dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
-class BlockWork(Work):
-    """The whole block on (B, T, C)."""
+class _SequenceWork(Work):
+    """B sequences of T tokens."""
 
     B: int
     T: int
     causal: bool
-    what = "block"
-    roundings = STEPS_OF_A_BLOCK
+    named = "B", "T", "causal"
 
     @property
     def name(self) -> str:
         return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {"B": self.B, "T": self.T, "causal": int(self.causal)}
+    def flops(self) -> int:
+        """Of attention: scores and their use."""
+        scores = self.T * (self.T + 1) // 2 if self.causal else self.T * self.T
+        return 4 * self.B * scores * C
+
+    def repeated(self, width: int) -> NDArray[Any]:
+        return np.resize(_sequences(self.T, width, self.dtype), (self.B, self.T, width))
+
+
+class BlockWork(_SequenceWork):
+    """The whole block on (B, T, C)."""
+
+    what = "block"
+    roundings = STEPS_OF_A_BLOCK
 
     @property
     def flops(self) -> int:
-        return 24 * self.B * self.T * C * C + _attention_flops(self.B, self.T, self.causal)
+        return 24 * self.B * self.T * C * C + super().flops
 
     @property
     def traffic(self) -> int:
@@ -109,11 +113,26 @@ class BlockWork(Work):
         return _block_weights(self.dtype)
 
     def host(self) -> Host:
-        x = np.resize(_sequences(self.T, C, self.dtype), (self.B, self.T, C))
-        return {"x": x, **_stored_weights(self.dtype)}
+        return {"x": self.repeated(C), **_stored_weights(self.dtype)}
 
     def truth(self) -> Truth:
         return _block_truth(self.T, self.causal, self.dtype)
+
+
+class AttentionWork(_SequenceWork):
+    """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
+
+    what = "attention"
+
+    @property
+    def traffic(self) -> int:
+        return self.item * 4 * self.B * self.T * C
+
+    def host(self) -> Host:
+        return {"qkv": self.repeated(3 * C)}
+
+    def truth(self) -> Truth:
+        return _attention_truth(self.T, self.causal, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,14 +146,11 @@ class GemmWork(Work):
     gelu: bool = False
     residual: bool = False
     what = "gemm"
+    named = "M", "N", "K"
 
     @property
     def name(self) -> str:
         return f"{self.product} M={self.M}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.M, "N": self.N, "K": self.K}
 
     @property
     def flops(self) -> int:
@@ -148,48 +164,13 @@ class GemmWork(Work):
     def host(self) -> Host:
         a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
         arrays = {"a": np.resize(a, (self.M, self.K)), "w": w, "bias": bias}
-        return arrays | (
-            {"residual": np.resize(residual, (self.M, self.N))} if self.residual else {}
-        )
+        added = {"residual": np.resize(residual, (self.M, self.N))} if self.residual else {}
+        return arrays | added
 
     def truth(self) -> Truth:
         a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
-        out: Truth = wide(a) @ wide(w.dequantized()) + wide(bias)
-        if self.gelu:
-            out = reference.gelu(out)
-        return out + wide(residual) if self.residual else out
-
-
-@dataclass(frozen=True)
-class AttentionWork(Work):
-    """Attention of 12 heads of 64 on packed rows: qkv (B, T, 3C) → (B, T, C)."""
-
-    B: int
-    T: int
-    causal: bool
-    what = "attention"
-
-    @property
-    def name(self) -> str:
-        return f"{self.B}x{self.T} {'causal' if self.causal else 'full'}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"B": self.B, "T": self.T, "causal": int(self.causal)}
-
-    @property
-    def flops(self) -> int:
-        return _attention_flops(self.B, self.T, self.causal)
-
-    @property
-    def traffic(self) -> int:
-        return self.item * 4 * self.B * self.T * C
-
-    def host(self) -> Host:
-        return {"qkv": np.resize(_sequences(self.T, 3 * C, self.dtype), (self.B, self.T, 3 * C))}
-
-    def truth(self) -> Truth:
-        return _attention_truth(self.T, self.causal, self.dtype)
+        added = widened(residual) if self.residual else None
+        return reference.gemm(widened(a), widened(w.dequantized()), widened(bias), added, self.gelu)
 
 
 BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))
@@ -218,7 +199,10 @@ KINDS = tuple(DEFAULT_DTYPES)
 def chosen_works(
     what: str = "all", dtype: str | None = None, only: str | None = None
 ) -> list[Work]:
-    """In the order they are timed; `only`: those whose name contains it. Raises InputError."""
+    """The works in the order they are timed; only those with `only` in their name.
+
+    Raises InputError.
+    """
     if what not in (*KINDS, "all"):
         raise InputError(f"--what: expected one of {', '.join(KINDS)}, all, got {what!r}")
     if dtype not in (None, *DTYPES):
@@ -243,40 +227,27 @@ def _works(kind: str, dtype: str) -> Iterable[Work]:
     return [GemmWork(dtype, name, M, *of_it) for M in MANY_ROWS for name, of_it in PRODUCTS.items()]
 
 
-def wide(array: NDArray[Any]) -> NDArray[np.float64]:
-    return array.astype(np.float64)
-
-
-def _attention_flops(B: int, T: int, causal: bool) -> int:
-    scores = T * (T + 1) // 2 if causal else T * T
-    return 4 * B * scores * C
-
-
 @lru_cache(maxsize=8)
 def _sequences(T: int, width: int, dtype: str) -> NDArray[Any]:
-    """Different ones (n, T, width), as stored."""
+    """Different sequences (n, T, width), as stored."""
     count = max(1, TOKENS // T)
     rng = np.random.default_rng(T)
-    return rng.standard_normal((count, T, width), dtype=np.float32).astype(DTYPES[dtype])
+    return rng.standard_normal((count, T, width), dtype=np.float32).astype(dtype)
 
 
 @lru_cache(maxsize=4)
 def _block_weights(dtype: str) -> BlockWeights:
     random = BlockWeights.random(0)
-    tensors = {n: a.astype(DTYPES[dtype]).astype(np.float32) for n, a in random.tensors().items()}
+    tensors = {n: a.astype(dtype).astype(np.float32) for n, a in random.tensors().items()}
     return BlockWeights(**tensors, n_head=random.n_head, eps=random.eps)
 
 
 def _stored_weights(dtype: str) -> dict[str, Any]:
-    """float32 as the skeleton has them; else matrices (N, K) in the dtype, vectors in float32."""
+    """As the skeleton plan takes them in float32; else matrices (N, K) in the dtype."""
     tensors: dict[str, Any] = _block_weights(dtype).tensors()
     if dtype == "float32":
         return tensors
-    return {n: _matrix(a, dtype) if n in MATRICES else a for n, a in tensors.items()}
-
-
-def _matrix(w: NDArray[Any], dtype: str) -> WeightMatrix:
-    return WeightMatrix.quantize(np.ascontiguousarray(w.T), dtype, "NK")
+    return {n: matrix(a, dtype, "NK") if n in MATRICES else a for n, a in tensors.items()}
 
 
 @lru_cache(maxsize=4)
@@ -285,32 +256,20 @@ def _product_inputs(
 ) -> tuple[NDArray[Any], WeightMatrix, NDArray[Any], NDArray[Any]]:
     """a, w, bias and residual; a bias of values that the dtype has."""
     rng = np.random.default_rng(N + K)
-    stored = DTYPES[dtype]
-    a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(stored)
+    a = rng.standard_normal((ROWS, K), dtype=np.float32).astype(dtype)
     w = rng.standard_normal((K, N), dtype=np.float32) / np.float32(K**0.5)
-    bias = rng.standard_normal(N, dtype=np.float32).astype(stored).astype(np.float32)
-    residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(stored)
-    return a, _matrix(w, dtype), bias, residual
+    bias = rng.standard_normal(N, dtype=np.float32).astype(dtype).astype(np.float32)
+    residual = rng.standard_normal((ROWS, N), dtype=np.float32).astype(dtype)
+    return a, matrix(w, dtype, "NK"), bias, residual
 
 
 @lru_cache(maxsize=8)
 def _block_truth(T: int, causal: bool, dtype: str) -> Truth:
-    """All rows in one matrix, which makes the products fast; attention alone has sequences."""
-    weights = _block_weights(dtype).astype(np.float64)
-    plan = ten_step_plan(weights.n_head, causal, weights.eps, weights.tensors())
-    x = wide(_sequences(T, C, dtype)).reshape(-1, C)
-    known: dict[str, Any] = {**weights.tensors(), plan.input: x}
-    for step in plan.steps:
-        inputs = [known[name] for name in step.inputs]
-        if step.op == "attention":
-            inputs = [inputs[0].reshape(-1, T, 3 * C)]
-        out = getattr(reference, step.op)(*inputs, **step.attrs)
-        known[step.name] = out.reshape(len(x), -1)
-    truth: Truth = known[plan.output]
-    return truth
+    x = widened(_sequences(T, C, dtype))
+    return reference.block_forward(x, _block_weights(dtype), causal).reshape(-1, C)
 
 
 @lru_cache(maxsize=8)
 def _attention_truth(T: int, causal: bool, dtype: str) -> Truth:
-    qkv = wide(_sequences(T, 3 * C, dtype))
+    qkv = widened(_sequences(T, 3 * C, dtype))
     return reference.attention(qkv, NH, causal).reshape(-1, C)

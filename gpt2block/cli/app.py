@@ -18,12 +18,14 @@ from rich.table import Table
 
 from gpt2block import bench as benches
 from gpt2block import doctor, walkthrough
-from gpt2block.bench import DecodeTime, block_against_document, decoding, measure
-from gpt2block.bench.peers import check_peer
+from gpt2block.bench import DecodeTime, block_against_document, ceilings, decoding, measure
 from gpt2block.bench.roofline import check_file, draw
+from gpt2block.bench.torch_peers import check_peer
+from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
 from gpt2block.checkpoints import ON_BOARD
 from gpt2block.cli import FAILED, INTERRUPTED, WRONG
 from gpt2block.cli import bench as cli_bench
+from gpt2block.cli import compare as cli_compare
 from gpt2block.cli import convert as cli_convert
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
@@ -53,6 +55,7 @@ app = typer.Typer(
 )
 cli_map.register(app)
 cli_convert.register(app)
+cli_compare.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
 Peer = Annotated[
     OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
@@ -354,8 +357,8 @@ def kernels(
         raise typer.Exit(FAILED)
     every = sweep or plot is not None
     series = [sizes] if shape or every else all_sizes(found)
-    ceiling = measure.ceilings()
-    results = [measure.measure(found, variants, at, ceiling, stored, every, peer) for at in series]
+    ceiling = ceilings.measured(CEILINGS)
+    results = [measure_variants(found, variants, at, ceiling, stored, every, peer) for at in series]
     if not _show_measured(found, ceiling, results, as_json, plot):
         raise typer.Exit(FAILED)
 
@@ -371,8 +374,8 @@ def _print_not_run(found: Operation, problem: str, as_json: bool) -> None:
 
 def _show_measured(
     found: Operation,
-    ceiling: measure.Ceilings,
-    results: list[tuple[list[measure.Measurement], list[str]]],
+    ceiling: benches.Ceilings,
+    results: list[tuple[list[Measurement], list[str]]],
     as_json: bool,
     plot: Path | None,
 ) -> bool:
@@ -380,8 +383,9 @@ def _show_measured(
     measured = [rows for rows, _ in results]
     skipped = [line for _, lines in results for line in lines]
     if as_json:
+        tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
         report = {
-            "ceilings": asdict(ceiling),
+            "ceilings": {"copy_gb_s": ceiling.copy_gb_s, **tflop_s},
             "rows": [asdict(row) for rows in measured for row in rows],
             "skipped": skipped,
         }

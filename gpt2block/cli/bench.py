@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpt2block.bench import KINDS, Report, Row
+from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
-from gpt2block.bench.race import TF32
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.cuda.timing import REPLAYS
 

@@ -55,6 +55,8 @@ def compare(
     A row shows the step with the largest error of a layer. The float64 pass uses the weights as
     they are stored.
     """
+    from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
+
     hint = "--ids of generate reads token ids"
     loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
     n_layer = loaded.config.n_layer
@@ -62,7 +64,7 @@ def compare(
         raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
     assert encoding is not None  # load_model has raised otherwise
     given = DEFAULT_TEXT if text is None else text
-    ids = encoding.encode(given)
+    ids = token_ids(encoding, given, loaded.config.vocab_size, "TEXT")
     most = min(MOST_TOKENS, loaded.config.n_ctx)
     if len(ids) > most:
         raise InputError(f"TEXT: expected at most {most:,} tokens, got {len(ids):,}: shorten it")

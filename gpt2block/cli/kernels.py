@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpt2block.bench.measure import CACHES, MOST_SETS, Ceilings, Measurement, tolerance
+from gpt2block.bench import Ceilings, Measurement
+from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
+from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, Operation
@@ -80,7 +82,7 @@ def _print_method(out: Console, what: str, dtype: str, ceiling: Ceilings) -> Non
     out.print(f"fill {CACHES} times the L2 cache, at most {MOST_SETS} copies")
     out.print(
         f"ceilings in this run: copy {ceiling.copy_gb_s:.0f} GB/s, cuBLAS float32 "
-        f"{ceiling.fp32_tflop_s:.1f} and float16 {ceiling.fp16_tflop_s:.0f} TFLOP/s"
+        f"{ceiling.tflop_s['float32']:.1f} and float16 {ceiling.tflop_s['float16']:.0f} TFLOP/s"
     )
     out.print(
         f"ok: the error against float64 is at most {tolerance(dtype):.1e} of the largest value, "
@@ -149,7 +151,7 @@ def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Pa
             axes.axhline(points[0][1], color=color, label=f"{name}, one block size")
     unit = rows[0].unit
     dtype = rows[0].dtype
-    best = ceiling.copy_gb_s if unit == "GB/s" else ceiling.tflop_s(dtype)
+    best = ceiling.copy_gb_s if unit == "GB/s" else ceiling_for(ceiling, dtype)
     label = "copy" if unit == "GB/s" else f"cuBLAS {'float32' if dtype == 'float32' else 'float16'}"
     axes.axhline(best, color="black", linestyle="--", label=f"{label}, {best:.0f} {unit}")
     axes.set_xscale("log", base=2)

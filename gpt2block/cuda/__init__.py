@@ -21,6 +21,8 @@ class _CuPy:
     _module: Any = None  # what stands in for CuPy
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what inspection asks of any object
+            raise AttributeError(name)
         if self._module is None:
             try:
                 found = getattr(import_module("cupy"), name)

@@ -1,4 +1,4 @@
-"""Timing on a GPU so that a figure counts: graph replays, medians, nothing of Python in between."""
+"""Time work on a GPU: medians of CUDA graph replays, without the overhead of Python."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from gpt2block.cuda import cupy
 
 REPLAYS = 7
-CALLS = 20  # from Python in one measurement; few enough that the host never waits for the GPU
-TARGET_MS = 2.0  # one replay: long against the resolution of an event, short for the user
+CALLS = 20  # from Python in one measurement; so few that the host never waits for the GPU
+TARGET_MS = 2.0  # of one replay; long compared with the resolution of an event
 
 
 class Launchable(Protocol):
@@ -19,10 +19,10 @@ class Launchable(Protocol):
 
 
 def gpu_ms(launches: Iterable[Launchable]) -> float:
-    """Milliseconds the launches take on the current device, one after the other.
+    """Milliseconds that the launches take on the current device, one after another.
 
-    Many repetitions are captured in one CUDA graph; the median of seven replays counts. The data
-    stays where it is, so what fits in the L2 cache is read from there.
+    A CUDA graph holds many repetitions; the result is the median of seven replays. All repetitions
+    use the same arrays, so what fits in the L2 cache is read from there.
     """
     launches = tuple(launches)
     once = interleaved_ms({"": captured(launches)}, count=1)[""]
@@ -31,10 +31,10 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
 
 
 def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
-    """The launches as one CUDA graph; calling it replays the graph on the current stream."""
+    """Capture the launches as one CUDA graph; the result replays it on the current stream."""
     launches = tuple(launches)
     for launch in {id(launch): launch for launch in launches}.values():
-        launch.run()  # loads the kernels, which a capture cannot
+        launch.run()  # loads the kernel, which a capture cannot do
     cupy.cuda.get_current_stream().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -48,7 +48,7 @@ def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
 def interleaved_ms(
     replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
 ) -> dict[str, float]:
-    """Name → median ms of `count` replays, which take turns, so that all see the same GPU."""
+    """Name → median ms of `count` replays, interleaved, so that a change of clocks affects all."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(count + 1):  # the first turn warms up
@@ -62,7 +62,7 @@ def interleaved_ms(
 
 
 def call_times(call: Callable[[], Any]) -> tuple[float, float]:
-    """GPU ms and host µs of a warm call: calls queued one behind the other, none waited for."""
+    """GPU ms and host µs of a repeated call; calls are queued without waiting for the GPU."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     gpu: list[float] = []
     host: list[float] = []

@@ -43,6 +43,24 @@ class MemoryPointer:
         self.mem, self.ptr = mem, int(mem.ptr) + offset
 
 
+class _Pointer:
+    """Where the memory of an array begins."""
+
+    device_id = -1
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def memset(self, value: int, nbytes: int) -> None:
+        ctypes.memset(self.ptr, value, nbytes)
+
+    def copy_from_device_async(self, source: Any, nbytes: int, stream: Any = None) -> None:
+        def copy() -> None:
+            ctypes.memmove(self.ptr, source.ptr, nbytes)
+
+        _now_or_captured(copy)
+
+
 class UnownedMemory:
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr, self.size, self.owner = ptr, size, owner
@@ -71,7 +89,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
         address = self.ctypes.data
         if _allocation(address) is None:  # NumPy made it, as the result of an expression
             adopt(self)
-        return SimpleNamespace(ptr=address)
+        return _Pointer(address)
 
     @property
     def device(self) -> Any:

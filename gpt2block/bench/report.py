@@ -1,0 +1,190 @@
+"""What `gpt2block bench` measures of works: a race of gpt2block against PyTorch and the ceilings.
+
+Every contender reads the same buffers and is compared with float64.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2block import doctor
+from gpt2block.bench import contenders, measure
+from gpt2block.bench.ceilings import TF32, Ceilings, measured
+from gpt2block.bench.contenders import Contender
+from gpt2block.bench.race import Timed, first_line, race
+from gpt2block.bench.torch_peers import TorchPeers
+from gpt2block.bench.works import Work
+from gpt2block.block import resolve_device
+from gpt2block.cuda import cupy
+from gpt2block.errors import InputError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one work."""
+
+    what: str
+    work: str
+    dtype: str
+    sizes: Mapping[str, int]
+    contender: str
+    peer: bool
+    arithmetic: str  # of its matrix products: the dtype, or "tf32"
+    us: float
+    tflop_s: float
+    gb_s: float
+    percent_matmul: float  # of cuBLAS on large matrices in the same arithmetic
+    percent_copy: float
+    intensity: float  # operations for each byte that has to move
+    max_abs: float  # largest difference from float64
+    max_rel: float  # the same relative to the largest value
+    right: bool  # whether that difference is rounding
+    copies: int  # of the data, used in turn
+    note: str = ""
+    # Name of a peer → its time as a multiple of this one; for right results of gpt2block alone.
+    peers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    versions: Mapping[str, str]
+    ceilings: Ceilings
+    rows: list[Row]
+    skipped: list[str]  # a line for each contender that did not run
+
+    @property
+    def right(self) -> bool:
+        """Whether every result of gpt2block is right."""
+        return all(row.right for row in self.rows if not row.peer)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(
+    works: Iterable[Work],
+    device: str | None = None,
+    peer: str | None = None,
+    progress: Callable[[list[Work]], Iterable[Work]] = iter,
+) -> Report:
+    """Time every work. peer: "torch" or None. Raises InputError, DeviceError."""
+    if peer not in (None, "torch"):
+        raise InputError(f"--peer: expected torch, got {peer!r}")
+    doctor.require_cuda("the bench")
+    index = resolve_device(device)
+    if index is None:
+        raise InputError(f"--device {device}: the bench times a GPU")
+    rows: list[Row] = []
+    skipped: list[str] = []
+    with cupy.cuda.Device(index):
+        torch = TorchPeers(index) if peer else None  # first, since it loads cuBLAS
+        best = measured()
+        for work in progress(list(works)):
+            try:
+                sets = measure.rotated(work.host(), work.traffic)
+                peers = torch.contenders(work, sets) if torch else ()
+                entrants = [*contenders.contenders(work, sets, index), *peers]
+                found, lines = rows_of(work, entrants, len(sets), best)
+            except MemoryError as error:
+                found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
+            rows += found
+            skipped += lines
+            sets, entrants = [], []  # so that their memory can be freed
+            cupy.get_default_memory_pool().free_all_blocks()
+            if torch:
+                torch.tidy()
+        versions = _versions(index, torch.versions if torch else {})
+    return Report(versions, best, rows, list(dict.fromkeys(skipped)))
+
+
+def rows_of(
+    work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
+) -> tuple[list[Row], list[str]]:
+    """A row for each contender that can run, and a line for each other one."""
+    timed, refused = race(entrants, copies, work.truth())
+    rows = with_peers([row_of(work, each, copies, best) for each in timed])
+    return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
+
+
+def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> Row:
+    each, us, (max_abs, max_rel) = timed
+    tflop_s, gb_s = 1e-6 * work.flops / us, 1e-3 * work.traffic / us
+    return Row(
+        what=work.what,
+        work=work.name,
+        dtype=work.dtype,
+        sizes=work.sizes,
+        contender=each.name,
+        peer=each.peer,
+        arithmetic=each.arithmetic,
+        us=us,
+        tflop_s=tflop_s,
+        gb_s=gb_s,
+        percent_matmul=100 * tflop_s / best.tflop_s[each.arithmetic],
+        percent_copy=100 * gb_s / best.copy_gb_s,
+        intensity=work.flops / work.traffic,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        right=max_rel <= tolerance(work, each.arithmetic),  # False for NaN
+        copies=copies,
+        note=each.note(),
+    )
+
+
+def tolerance(work: Work, arithmetic: str) -> float:
+    """The largest relative error that is rounding."""
+    dtype = "float16" if arithmetic == TF32 else arithmetic  # both have 11 significant bits
+    return work.roundings * measure.tolerance(dtype)
+
+
+def with_peers(rows: list[Row]) -> list[Row]:
+    """The rows of gpt2block compared with every peer; wrong results are left out."""
+    peers = {row.contender: row.us for row in rows if row.peer and row.right}
+    return [
+        row
+        if row.peer or not row.right
+        else replace(row, peers={name: us / row.us for name, us in peers.items()})
+        for row in rows
+    ]
+
+
+def _versions(index: int, torch: Mapping[str, str]) -> dict[str, str]:
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(index)
+    found = {
+        "GPU": properties["name"].decode(),
+        "SMs": str(properties["multiProcessorCount"]),
+        "driver": _driver(),
+        "driver's CUDA": _dotted(runtime.driverGetVersion()),
+        "CUDA": _dotted(runtime.runtimeGetVersion()),
+        "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "CuPy": cupy.__version__,
+        "NumPy": np.__version__,
+        "Python": platform.python_version(),
+        **torch,
+    }
+    with suppress(PackageNotFoundError):
+        found["gpt2block"] = version("gpt2block")
+    return found
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the driver, where its kernel module shows it."""
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
