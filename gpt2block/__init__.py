@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpt2block.config import SIZES, GPT2Config
     from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
     from gpt2block.model import GPT2
-    from gpt2block.text.sampling import Sampling
+    from gpt2block.sampling import Sampling
     from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import SplitMatrix
@@ -58,7 +58,7 @@ _MODULE_OF = {
     "GPT2Weights": "weights.gpt2",
     "InputError": "errors",
     "KernelError": "errors",
-    "Sampling": "text.sampling",
+    "Sampling": "sampling",
     "SplitMatrix": "weights.two_part",
     "WeightMatrix": "weights.matrix",
     "random_input": "weights.gpt2",

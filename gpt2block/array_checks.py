@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.checks import check_flag, check_integer, check_number, is_plain
 from gpt2block.config import check_count, check_eps
@@ -20,6 +22,8 @@ R = TypeVar("R")
 Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
 
 MOST_POSITIONS = 2**31 - 1
+DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
+FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # Kind of array → its dtype characters, and the dtypes in words. E is bfloat16 of ml_dtypes.
 _KINDS: Mapping[str, tuple[str, str]] = {
     "float": ("efdE", "float16, bfloat16, float32 or float64"),
@@ -154,3 +158,25 @@ def check_real(name: str, value: Any) -> None:
 def _overflows(value: Any) -> bool:
     """Whether an integer is too large for a float."""
     return isinstance(value, int) and abs(value) > math.ldexp(1, 1023)
+
+
+def host_array(x: Any) -> NDArray[Any] | None:
+    """`x` as a NumPy array without a copy when it lives in host memory, else None."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise InputError("x: expected an array without a mask, got a NumPy masked array")
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
+        shared: NDArray[Any] = imported(np.from_dlpack, x)
+        return shared
+    return None
+
+
+def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
+    """A foreign array through `from_library`; what is not shared is an InputError."""
+    try:
+        return from_library(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"expected an array that can be shared, got {type(x).__name__}: {error}"
+        ) from error

@@ -23,8 +23,8 @@ from gpt2block.run.model import (
     TracedEngine,
     check_dtype,
 )
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
-from gpt2block.text.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.weights.gpt2 import GPT2Weights
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpt2block.array_checks import check_real, takes
 from gpt2block.errors import InputError
-from gpt2block.text.sampling import Sampling, choose, rows_of
+from gpt2block.sampling import Sampling, choose, rows_of
 
 if TYPE_CHECKING:
     from gpt2block.weights.gpt2 import BlockWeights

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block.config import GPT2Config
 from gpt2block.run.model import CacheKind, Floats, Ids, Tensors, Want
-from gpt2block.text.sampling import Sampling
+from gpt2block.sampling import Sampling
 
 END = "<|endoftext|>"
 

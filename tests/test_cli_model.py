@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2block import cli
+from gpt2block import cli, sampling
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import model as cli_model
 from gpt2block.errors import CheckpointError
-from gpt2block.text import sampling
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 ROOT = Path(__file__).parent.parent
@@ -482,7 +481,7 @@ SLOW = """
 import sys, time
 from gpt2block import cli
 from gpt2block.cli import model as cli_model
-from gpt2block.text import sampling
+from gpt2block import sampling
 from tests.markov import MarkovEngine, cycle
 from tests.test_cli_model import stand_in
 

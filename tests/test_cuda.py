@@ -28,9 +28,9 @@ from gpt2block.cuda import kernels
 from tests import plain
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
+from gpt2block.array_checks import FLOATS
 from gpt2block.run import program
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
-from gpt2block.weights.matrix import FLOATS
 
 pytestmark = pytest.mark.gpu
 Block = partial(gpt2block.Block, kernels="skeleton")  # the documents' kernels

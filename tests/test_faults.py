@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, KernelError, random_input
+from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import kernels
-from gpt2block.weights.matrix import FLOATS
 
 pytestmark = pytest.mark.gpu
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=64, vocab_size=96)

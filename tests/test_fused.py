@@ -36,6 +36,7 @@ from gpt2block import (
 from gpt2block import (
     block as block_module,
 )
+from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
 from gpt2block.cuda import kernels, overlap
@@ -43,7 +44,7 @@ from gpt2block.emulator import loader
 from gpt2block.ops.registry import OPERATIONS, largest
 from gpt2block.plan import Plan
 from gpt2block.run import program
-from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.weights.matrix import WeightMatrix
 from tests import test_warm
 from tests.gpus import cupy_with
 from tests.test_warm import Recorder

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2block import InputError
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from gpt2block.text.generation import Generation, Run, Text, generate, stream
-from gpt2block.text.sampling import DEFAULT_TEMPERATURE, Sampling
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 BYTES = byte_encoding(end=False)

@@ -18,8 +18,8 @@ from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
 from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import DTYPES, kv_cache_dtype
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from gpt2block.text import generation
-from gpt2block.text.sampling import DEFAULT_TEMPERATURE, Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
 from gpt2block.weights.matrix import WeightMatrix
 from tests.plain import rounding

@@ -25,15 +25,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, emulator, reference
+from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader, stand_in
 from gpt2block.ops.attention import _not_here
 from gpt2block.ops.gemm import WAYS as GEMM_WAYS
 from gpt2block.run.cuda_model import CudaCache, CudaModel
 from gpt2block.run.model import filled_up, kv_cache_dtype
-from gpt2block.text.sampling import Sampling
+from gpt2block.sampling import Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
-from gpt2block.weights.matrix import FLOATS
 from tests.plain import rounding
 
 Array = NDArray[Any]

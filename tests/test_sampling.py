@@ -19,7 +19,7 @@ from gpt2block import InputError, reference
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
 from gpt2block.ops.sample_token import FILE, SampleState, bind_state, geometry
-from gpt2block.text.sampling import Sampling, choose, masses, parameters, philox, random_bits
+from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
 
 Array = NDArray[Any]

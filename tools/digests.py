@@ -27,10 +27,10 @@ from gpt2block import (
     emulator,
     random_input,
 )
+from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.run.model import DTYPES
-from gpt2block.weights.matrix import FLOATS
 
 SMALL = {"B": 2, "T": 6, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 9, "K": 144, "N": 37}
 SMALL |= {"H": 3, "D": 34}

@@ -31,13 +31,13 @@ from gpt2block import (
     random_input,
     reference,
 )
+from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.ops.registry import OPERATIONS, Operation
 from gpt2block.run.model import DTYPES
-from gpt2block.weights.matrix import FLOATS
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 HEADS = {"H": 3, "D": 34}

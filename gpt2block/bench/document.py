@@ -16,7 +16,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
 from gpt2block.model import GPT2
 from gpt2block.run.model import DTYPES
-from gpt2block.text.sampling import Sampling
+from gpt2block.sampling import Sampling
 from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 
 # T → ms of the challenge's own `solve` on an H200; every call of it allocates device memory.

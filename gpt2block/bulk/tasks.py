@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from gpt2block.config import GPT2Config, check_count
 from gpt2block.errors import InputError
 from gpt2block.run.model import Ids, ModelEngine
+from gpt2block.sampling import Sampling
 from gpt2block.text import scoring
 from gpt2block.text.encoding import Encoding, token_sizes
 from gpt2block.text.generation import Overflow, Run
-from gpt2block.text.sampling import Sampling
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]

@@ -33,7 +33,7 @@ from gpt2block.cli.model import (
     TopP,
 )
 from gpt2block.errors import InputError, printable
-from gpt2block.text.sampling import DEFAULT_TEMPERATURE
+from gpt2block.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome

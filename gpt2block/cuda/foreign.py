@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.array_checks import FLOATS, host_array, imported
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
-from gpt2block.run import host_array, imported
-from gpt2block.weights.matrix import FLOATS
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 MOST_VIEWS = 64  # of torch tensors; then the oldest is forgotten

@@ -14,7 +14,7 @@ from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at
 from gpt2block.cuda.kernels import Defines, Geometry, launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
-from gpt2block.text.sampling import Sampling, check_step, parameters, rows_of
+from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 THREADS = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
-
-DLPACK_HOST = (1, 3)  # DLDeviceType kDLCPU and kDLCUDAHost, pinned memory
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,6 @@ class Engine(Protocol):
     @property
     def weight_bytes(self) -> int:
         """What the weights take, as they are stored."""
-
-
-def host_array(x: Any) -> NDArray[Any] | None:
-    """`x` as a NumPy array without a copy when it lives in host memory, else None."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise InputError("x: expected an array without a mask, got a NumPy masked array")
-    if isinstance(x, np.ndarray):
-        return x
-    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in DLPACK_HOST:
-        shared: NDArray[Any] = imported(np.from_dlpack, x)
-        return shared
-    return None
-
-
-def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
-    """A foreign array through `from_library`; what is not shared is an InputError."""
-    try:
-        return from_library(x)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(
-            f"expected an array that can be shared, got {type(x).__name__}: {error}"
-        ) from error
 
 
 def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
+from gpt2block.array_checks import host_array
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Bound, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import as_cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Shape, Step
-from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.run import StepResult, check_array, check_out
 from gpt2block.run.program import Program, bind_step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, decode_plan, head_plan
+from gpt2block.array_checks import FLOATS
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, pinned
@@ -47,8 +48,8 @@ from gpt2block.run.model import (
     vector_magnitude,
 )
 from gpt2block.run.program import Program
-from gpt2block.text.sampling import Sampling
-from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.sampling import Sampling
+from gpt2block.weights.matrix import WeightMatrix
 
 TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
 KEPT_SHAPES = 4  # of a prefill, with its launches, its results and what it has for a cache

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block.config import GPT2Config, block_shapes, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
-from gpt2block.text.sampling import Sampling
+from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence

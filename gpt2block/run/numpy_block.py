@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
-from gpt2block.run import StepResult, check_array, check_out, host_array
+from gpt2block.run import StepResult, check_array, check_out
 from gpt2block.run.numpy_walk import apply, walk
-from gpt2block.weights.matrix import FLOATS
 
 
 class NumpyEngine:

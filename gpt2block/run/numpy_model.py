@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures.gpt2 import model_plan
+from gpt2block.array_checks import FLOATS
 from gpt2block.config import GPT2Config
 from gpt2block.plan import Plan, Step
 from gpt2block.run.model import (
@@ -31,8 +32,8 @@ from gpt2block.run.model import (
     vector_magnitude,
 )
 from gpt2block.run.numpy_walk import apply, walk
-from gpt2block.text.sampling import Sampling, choose
-from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.sampling import Sampling, choose
+from gpt2block.weights.matrix import WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits, when likelihoods are asked for
 

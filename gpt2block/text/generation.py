@@ -19,9 +19,9 @@ from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
 from gpt2block.run.model import Ids, ModelEngine
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, bytes_of_id
-from gpt2block.text.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 
 FinishReason = Literal["length", "stop", "context"]
 Overflow = Literal["error", "truncate"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.array_checks import FLOATS
 from gpt2block.checks import is_plain
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.kernels import FP8, STORAGE
@@ -21,7 +21,6 @@ SCALED = "float8_e4m3fn"  # the one dtype that has scales
 # a float32 without subnormal numbers, as on the GPU, would make a difference.
 SMALLEST = 2.0**-91
 AT_ONCE = 2**18  # weights on the host that are looked at together
-FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 

@@ -21,11 +21,12 @@ from ml_dtypes import finfo
 
 from fuzzing import Area, Difference, Outcome, refused_or
 from gpt2block import ops, reference
+from gpt2block.array_checks import FLOATS
 from gpt2block.bench.measure import tolerance
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.text.sampling import Sampling
-from gpt2block.weights.matrix import FLOATS, WeightMatrix
+from gpt2block.sampling import Sampling
+from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
 
 Rng = np.random.Generator
