@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, emulator, reference
 from gpt2block.emulator import loader
-from gpt2block.ops.encoder import FILE, OPERATION, grid
+from gpt2block.ops.encoder import FILE, OPERATION, Job
 from gpt2block.ops.encoder import bind as bind_encoder
+from tests.launches import geometry_of
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -49,11 +50,11 @@ def evaluate(
     (V, C), T = wte.shape, ids.shape[-1]
     out = np.full((*ids.shape, C), np.nan, np.float32)
     chosen = OPERATION.variant(variant)
-    block = block or chosen.block
     order: Any = where.removeprefix("cpu-")
     args = [ids, wte, wpe, out, ids.size, T, C, V]
-    blocks = grid(chosen, ids.size, C, block)
-    loader.run(FILE, chosen.kernels[0], blocks, (block,), args, order=order)
+    job = Job(*map(emulator.adopted, (ids, wte, wpe, out)), block=block)
+    geometry = geometry_of(chosen, job)
+    loader.run(FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order)
     return out
 
 
