@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpt2block.cuda import kernels
@@ -12,9 +14,11 @@ from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops.operation import Variant
 
 
-def stub(dtype: str = "float32") -> Any:
-    """Stands for an array on the device: a launch reads its dtype and its address alone."""
-    return SimpleNamespace(dtype=dtype, data=SimpleNamespace(ptr=512), itemsize=4)
+def stub(dtype: str = "float32", shape: tuple[int, ...] = (1,), address: int = 512) -> Any:
+    """Stands for an array on the device, which no launch reads."""
+    kind, data = np.dtype(dtype), SimpleNamespace(ptr=address)
+    size = math.prod(shape)
+    return SimpleNamespace(dtype=kind, itemsize=kind.itemsize, shape=shape, size=size, data=data)
 
 
 def geometry_of(variant: Variant, job: Any) -> Geometry:

@@ -52,7 +52,8 @@ def evaluate(
     chosen = OPERATION.variant(variant)
     order: Any = where.removeprefix("cpu-")
     args = [ids, wte, wpe, out, ids.size, T, C, V]
-    job = Job(*map(emulator.adopted, (ids, wte, wpe, out)), block=block)
+    on_device = [emulator.adopted(array) for array in (ids, wte, wpe, out)]
+    job = Job._make([*on_device, block])
     geometry = geometry_of(chosen, job)
     loader.run(FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order)
     return out

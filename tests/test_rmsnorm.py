@@ -129,7 +129,7 @@ def on_gpu(
     return results[0]
 
 
-# --- what it means, and geometry rows are shared out ---------------------------------------------------
+# --- what it means, and how rows are shared out ---------------------------------------------------
 
 
 def test_the_reference_against_a_loop_by_hand() -> None:
