@@ -195,7 +195,7 @@ def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
     x[rows - 1] = 0
     x[1, 7] = np.nan
     scale = scale_for(layernorm_bound(gamma, beta))
-    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, split=True)
+    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, two_part=True)
     parts = np.full((2, rows, C), np.nan, np.float16)
     args = [x, gamma, beta, parts, 1 / scale, EPS, rows, C]
     options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
