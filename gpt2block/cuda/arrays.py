@@ -89,11 +89,11 @@ def check(
         )
 
 
-def check_matrix(name: str, array: Any, dtype: str = "float32") -> tuple[int, int]:
-    """`check`, and raise InputError unless there are two axes; their sizes."""
-    check(name, array, dtype=dtype)
+def check_matrix(name: str, array: Any, axes: str = "two axes") -> tuple[int, int]:
+    """`check`, and raise InputError unless there are two axes, such as "(B, V)"; their sizes."""
+    check(name, array)
     if array.ndim != 2:
-        raise InputError(f"{name}: expected two axes, got shape {array.shape}")
+        raise InputError(f"{name}: expected {axes}, got shape {array.shape}")
     rows, columns = array.shape
     return rows, columns
 

@@ -112,7 +112,7 @@ def bind_state(
     position stays below n_ctx. out is `state.token`. report (2, 2, B) int32 gets a copy of token
     and of the bits of logprob, in its first half for even steps; it may be host memory.
     """
-    B, V = check_matrix("logits", logits)
+    B, V = check_matrix("logits", logits, "(B, V)")
     check_rows("logits", logits, MAX_V)
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
@@ -136,7 +136,7 @@ def bind(
     seen (B, V) is copied; without it, no token was seen. Each run is a step.
     """
     (logits,) = inputs
-    B, V = check_matrix("logits", logits)
+    B, V = check_matrix("logits", logits, "(B, V)")
     token = output(out, (B,), "int32", apart={"logits": logits, "seen": seen})
     state = SampleState.allocate(B, V)._replace(token=token)
     state.set(rows_of(sampling, B))
