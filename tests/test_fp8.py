@@ -560,7 +560,7 @@ def test_bad_input(cp: ModuleType) -> None:
         ((x,), {"scale": scale[:47]}, r"scale: expected shape \(48,\), got \(47,\)"),
         ((x,), {"scale": scale, "layout": "NK"}, r"scale: expected shape \(3,\)"),
         ((x,), {"scale": scale, "layout": "kn"}, "layout 'kn': expected 'KN' or 'NK'"),
-        ((x[0],), {"scale": scale}, r"x: expected a matrix, as it has scales, got shape \(48,\)"),
+        ((x[0],), {"scale": scale}, r"x: expected a matrix, as scale is given, got shape \(48,\)"),
         ((x,), {"scale": scale.astype("float16")}, "scale: expected float32, got float16"),
         ((x,), {"out": x}, "out: expected uint8, got float32"),
         ((x,), {"variant": "fast"}, "unknown variant 'fast': expected one of element, vectors"),
