@@ -541,7 +541,7 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
         arrays = cupy.asarray(ids), cupy.asarray(positions), moved, cupy.asarray(wpe)
         out = ops.encoder_rows(*arrays).get()
     else:
-        how = encoder_rows_geometry(7, C, wte.data.itemsize, 16)
+        how = encoder_rows_geometry(7, C, 16)
         fp8 = dtype if dtype in FP8 else None
         args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
         on_shim(where, "embedding/encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)

@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, emulator, reference
 from gpt2block.emulator import loader
-from gpt2block.ops.encoder import FILE, OPERATION, grid
+from gpt2block.ops.encoder import FILE, OPERATION, Job
 from gpt2block.ops.encoder import bind as bind_encoder
+from tests.launches import geometry_of
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
@@ -49,11 +50,12 @@ def evaluate(
     (V, C), T = wte.shape, ids.shape[-1]
     out = np.full((*ids.shape, C), np.nan, np.float32)
     chosen = OPERATION.variant(variant)
-    block = block or chosen.block
     order: Any = where.removeprefix("cpu-")
     args = [ids, wte, wpe, out, ids.size, T, C, V]
-    blocks = grid(chosen, ids.size, C, block)
-    loader.run(FILE, chosen.kernels[0], blocks, (block,), args, order=order)
+    on_device = [emulator.adopted(array) for array in (ids, wte, wpe, out)]
+    job = Job._make([*on_device, block])
+    geometry = geometry_of(chosen, job)
+    loader.run(FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order)
     return out
 
 
@@ -178,7 +180,9 @@ def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
     got = ops.encoder(ids, moved, cp.asarray(wpe)).get()
     np.testing.assert_array_equal(got, wte[ids] + wpe[:5])
     for variant in (2, 3):
-        with pytest.raises(InputError, match="rows that start on 16 bytes: use variant 1"):
+        with pytest.raises(
+            InputError, match="rows that start on a multiple of 16 bytes: use variant 1"
+        ):
             ops.encoder(ids, moved, cp.asarray(wpe), variant=variant)
 
 

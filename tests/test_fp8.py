@@ -18,10 +18,10 @@ from gpt2block import InputError, WeightMatrix, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.to_fp8 import FILE, OPERATION, absmax_geometry
+from gpt2block.ops.to_fp8 import FILE, OPERATION, Job, absmax_geometry
 from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
-from gpt2block.ops.to_fp8 import geometry as to_fp8_geometry
 from gpt2block.weights.matrix import SMALLEST
+from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -97,8 +97,11 @@ def evaluate(
         pytest.skip(problem)
     out = np.full(x.shape, 0xCD, np.uint8)
     row = None if scale is None else x.shape[1]
-    chosen = OPERATION.variant(variant)
-    how = to_fp8_geometry(chosen, x.size, x.itemsize, alignment, row, layout, saturate, block)
+    given = stub(x.dtype.name, x.shape, alignment * x.itemsize)
+    job = Job(
+        given, None if scale is None else stub(), stub("uint8"), format, saturate, layout, block
+    )
+    how = geometry_of(OPERATION.variant(variant), job)
     loader.run(
         FILE,
         how.kernel,
@@ -293,11 +296,10 @@ def test_largest_magnitudes(where: str, layout: str, dtype: str, shape: tuple[in
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_spills(layout: str | None, dtype: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    itemsize = np.dtype(DTYPES[dtype]).itemsize
-    row = None if layout is None else 4096
-    how = to_fp8_geometry(OPERATION.variant("vectors"), 1 << 24, itemsize, 16, row, layout or "KN")
-    defines = (*kernels.stored_as(dtype, E4M3), *how.defines)
-    log = kernels.compile_for(FILE, "sm_90", defines).log
+    x, scale = stub(dtype, (4096, 4096)), layout and stub()
+    job = Job(x, scale, stub("uint8"), E4M3, True, layout or "KN", None)
+    how = geometry_of(OPERATION.variant("vectors"), job)
+    log = kernels.compile_for(FILE, "sm_90", how.defines).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == 3
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
@@ -558,7 +560,7 @@ def test_bad_input(cp: ModuleType) -> None:
         ((x,), {"scale": scale[:47]}, r"scale: expected shape \(48,\), got \(47,\)"),
         ((x,), {"scale": scale, "layout": "NK"}, r"scale: expected shape \(3,\)"),
         ((x,), {"scale": scale, "layout": "kn"}, "layout 'kn': expected 'KN' or 'NK'"),
-        ((x[0],), {"scale": scale}, r"x: expected a matrix, as it has scales, got shape \(48,\)"),
+        ((x[0],), {"scale": scale}, r"x: expected a matrix, as scale is given, got shape \(48,\)"),
         ((x,), {"scale": scale.astype("float16")}, "scale: expected float32, got float16"),
         ((x,), {"out": x}, "out: expected uint8, got float32"),
         ((x,), {"variant": "fast"}, "unknown variant 'fast': expected one of element, vectors"),

@@ -12,13 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, emulator, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 from gpt2block.ops._rows import THREADS, VALUES, share
-from gpt2block.ops.layernorm_gelu import FILE, OPERATION, geometry, layernorm_gelu
+from gpt2block.ops.layernorm_gelu import FILE, OPERATION, Job, layernorm_gelu
 from gpt2block.ops.layernorm_gelu import bind as bind_layernorm_gelu
 from tests import plain
+from tests.launches import geometry_of, stub
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -60,9 +61,9 @@ def evaluate(
     C = x.shape[-1]
     rows = x.size // C
     out = np.full_like(x, np.nan)
-    chosen = OPERATION.variant(variant)
-    affine = gamma is not None or beta is not None
-    how = geometry(chosen, rows, C, 1 if C % 4 else 4, sms, block, affine)
+    arrays = [None if a is None else emulator.adopted(a) for a in (x, gamma, beta, out)]
+    job = Job._make([*arrays, eps, rows, C, 1 if C % 4 else 4, sms, block])
+    how = geometry_of(OPERATION.variant(variant), job)
     args = [x, out, gamma, beta, rows, eps] if variant == "rows" else [x, out, rows, C, eps]
     order: Any = where.removeprefix("cpu-")
     loader.run(
@@ -240,8 +241,8 @@ def test_the_error_of_gelu_by_exp2() -> None:
 def test_rows_in_place(where: str, C: int) -> None:
     x = normal(0, 9, C)
     expected = evaluate(where, "rows", x)
-    chosen = OPERATION.variant("rows")
-    how = geometry(chosen, 9, C, 4, H200, None, False)
+    job = Job(stub(), None, None, stub(), 1e-5, 9, C, 4, H200, None)
+    how = geometry_of(OPERATION.variant("rows"), job)
     order: Any = where.removeprefix("cpu-")
     args = [x, x, None, None, 9, 1e-5]
     loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
@@ -290,7 +291,9 @@ def test_a_row_that_does_not_fit() -> None:
 )
 def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how = geometry(OPERATION.variant("rows"), rows, n, 1 if n % 4 else 4, H200, None, True)
+    arrays = (stub(), stub(), stub(), stub())
+    job = Job(*arrays, 1e-5, rows, n, 1 if n % 4 else 4, H200, None)
+    how = geometry_of(OPERATION.variant("rows"), job)
     log = kernels.compile_for(FILE, arch, how.defines).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == 3

@@ -272,7 +272,7 @@ def test_the_public_function_and_bad_input(cp: ModuleType) -> None:
     assert ops.layernorm(x, gamma.astype("bfloat16"), beta.astype("bfloat16")).dtype == x.dtype
     for args, options, message in (
         ((x, gamma, beta), {"variant": NARROW, "stats": True}, "it gives no mean and rstd"),
-        ((x, gamma, beta), {"variant": NARROW, "block": 64}, "it has no block, mean and rstd"),
+        ((x, gamma, beta), {"variant": NARROW, "block": 64}, "narrow has no block, mean and rstd"),
         ((x, gamma.astype("bfloat16"), beta), {"variant": NARROW}, "gamma: expected float32, got"),
         ((x, gamma, beta[1:]), {}, r"beta: expected shape \(768,\)"),
         ((x[:0], gamma, beta), {}, "at least one element"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.emulator import loader
-from gpt2block.ops.log_likelihood import FILE, geometry
+from gpt2block.ops.log_likelihood import FILE, choose_geometry
 from gpt2block.ops.log_likelihood import bind as bind_log_likelihood
 from tests import plain
 from tests.plain import normal
@@ -51,10 +51,18 @@ def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
     if problem := loader.missing():
         pytest.skip(problem)
     out = np.full(targets.shape, np.inf, np.float32)
-    how = geometry(targets.size, threads)
+    geometry = choose_geometry(targets.size, threads)
     args = [x, targets, out, x.shape[-1]]
     order: Any = where.removeprefix("cpu-")
-    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    loader.run(
+        FILE,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
+        args,
+        defines=geometry.defines,
+        order=order,
+    )
     return out
 
 
@@ -166,5 +174,3 @@ def test_calls_and_bad_inputs() -> None:
     ):
         with pytest.raises(InputError, match=message):
             ops.log_likelihood(logits, ids)
-    with pytest.raises(InputError, match="unknown variant"):
-        ops.log_likelihood(x, targets, variant="9")

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from gpt2block import InputError, KernelError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.ops._rows import VALUES
-from gpt2block.ops.rmsnorm import BLOCKS, FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops._rows import LONGEST_IN_REGISTERS, VALUES
+from gpt2block.ops.rmsnorm import BLOCKS, FILE, OPERATION, choose_geometry
 from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
 from tests import plain
 
 Array = NDArray[Any]
-ROWS = OPERATION.variant("rows")
+
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CPU = [f"cpu-{order}" for order in loader.ORDERS]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -86,13 +86,15 @@ def evaluate(
         pytest.skip(problem)
     dtype = x.dtype.name
     width = widest(dtype, C, C + apart)
-    how = geometry(ROWS, M, C, width, sms, block, residual is not None)
+    geometry = choose_geometry(M, C, width, sms, block, residual is not None)
     out = np.full_like(x, np.nan)
     total = None if residual is None else np.full_like(x, np.nan)
     args = [wide, residual, weight, total, out, C + apart, eps, M]
-    options: dict[str, Any] = {"defines": how.defines, "storage": dtype}
+    options: dict[str, Any] = {"defines": geometry.defines, "storage": dtype}
     order: Any = where.removeprefix("cpu-")
-    loader.run(source or FILE, how.kernel, how.grid, how.block, args, order=order, **options)
+    loader.run(
+        source or FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order, **options
+    )
     if residual is not None:
         np.testing.assert_array_equal(total, added(x, residual))
     return out
@@ -154,17 +156,17 @@ def test_a_row_is_shared_out_whole(M: int, C: int, width: int, sms: int, block: 
         with pytest.raises(
             InputError, match=r"registers of .* threads hold .*: use a larger block"
         ):
-            geometry(ROWS, M, C, width, sms, block)
+            choose_geometry(M, C, width, sms, block)
         return
-    how = geometry(ROWS, M, C, width, sms, block)
-    at = dict(how.defines)
+    geometry = choose_geometry(M, C, width, sms, block)
+    at = dict(geometry.defines)
     threads, vectors, rows = (int(at[f"RMS_{x}"]) for x in ("THREADS", "VECTORS", "ROWS"))
     assert (vectors - 1) * threads * width < C
     assert vectors * threads * width >= C or (vectors == 0 and C > LONGEST_IN_REGISTERS)
     assert vectors * width <= VALUES
-    assert how.block == (threads * rows,)
-    assert how.block[0] % 32 == 0
-    assert (how.grid[0] - 1) * rows < M <= how.grid[0] * rows
+    assert geometry.block == (threads * rows,)
+    assert geometry.block[0] % 32 == 0
+    assert (geometry.grid[0] - 1) * rows < M <= geometry.grid[0] * rows
 
 
 def test_the_operation_describes_itself() -> None:
@@ -275,8 +277,8 @@ def test_a_missing_barrier_shows() -> None:
 )
 def test_rows_compile_without_spills(dtype: str, M: int, C: int, arch: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how = geometry(ROWS, M, C, widest(dtype, C), H200)
-    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *how.defines)).log
+    geometry = choose_geometry(M, C, widest(dtype, C), H200)
+    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *geometry.defines)).log
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "warning" not in log
 
@@ -414,7 +416,6 @@ def test_bad_input(cp: ModuleType) -> None:
         ((x, weight), {"out": x}, "out: overlaps x"),
         ((flat[:4096], weight), {"out": flat[4095:8191]}, "out: overlaps x"),
         ((x, weight), {"out": x[:2]}, r"out: expected shape \(3, 4096\)"),
-        ((x, weight), {"variant": "6"}, "unknown variant '6': expected one of rows"),
         ((x, weight), {"block": 48}, "block size 48: expected one of 32, 64"),
         ((x, weight), {"block": 64}, "registers of 64 threads hold 2,048: use a larger block"),
     ):

@@ -22,14 +22,14 @@ from gpt2block.ops.rope import (
     FILE,
     MOST_POSITIONS,
     OPERATION,
+    choose_geometry,
     exponent_step,
-    geometry,
 )
 from gpt2block.ops.rope import bind as bind_rope
 from tests import plain
 
 Array = NDArray[Any]
-PAIRS = OPERATION.variant("pairs")
+
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CPU = [f"cpu-{order}" for order in loader.ORDERS]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -77,7 +77,7 @@ def evaluate(
     out = rows if in_place else np.full_like(x, np.nan)
     item, unit = x.dtype.itemsize, D // 2 if half_split else D
     width = width or next(w for w in (16 // item, 4, 2, 1) if unit % w == 0)
-    how = geometry(PAIRS, B, T, H, D, half_split, width, sms, block)
+    geometry = choose_geometry(B, T, H, D, half_split, width, sms, block)
     heads = H * D
     distances = [T * parts * heads, T * heads, parts * heads, heads, D, D]
     if in_place:
@@ -86,7 +86,14 @@ def evaluate(
     order: Any = where.removeprefix("cpu-")
     dtype = x.dtype.name
     loader.run(
-        FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order, storage=dtype
+        FILE,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
+        args,
+        defines=geometry.defines,
+        order=order,
+        storage=dtype,
     )
     if in_place:
         assert np.isnan(rows[:, :, 1:]).all()
@@ -162,16 +169,20 @@ def test_everything_is_taken_once(
     B, T, H, half = sizes
     D = 2 * half
     most = math.gcd(widest, half if half_split else D)
-    how = geometry(PAIRS, B, T, H, D, half_split, most, sms, block)
-    at = {name: int(value) for name, value in how.defines}
+    geometry = choose_geometry(B, T, H, D, half_split, most, sms, block)
+    at = {name: int(value) for name, value in geometry.defines}
     width, x, heads = at["ROPE_WIDTH"], at["ROPE_THREADS"], at["ROPE_HEADS"]
     assert most % width == 0
-    assert how.block[0] == x
-    assert math.prod(how.block) <= (block or PAIRS.block)
-    assert how.block[2] <= 64
-    assert (how.grid[0] - 1) * how.block[2] < T <= how.grid[0] * how.block[2]
-    assert (how.grid[1] - 1) * how.block[1] * heads < H <= how.grid[1] * how.block[1] * heads
-    assert how.grid[2] == B
+    assert geometry.block[0] == x
+    assert math.prod(geometry.block) <= (block or OPERATION.variant("pairs").block)
+    assert geometry.block[2] <= 64
+    assert (geometry.grid[0] - 1) * geometry.block[2] < T <= geometry.grid[0] * geometry.block[2]
+    assert (
+        (geometry.grid[1] - 1) * geometry.block[1] * heads
+        < H
+        <= geometry.grid[1] * geometry.block[1] * heads
+    )
+    assert geometry.grid[2] == B
     assert heads * width <= 64  # in registers
 
 
@@ -291,8 +302,8 @@ def test_block_sizes_on_the_cpu(block: int) -> None:
 def test_compiles_without_spills(dtype: str, half_split: bool, T: int, arch: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     width = 16 // np.dtype(DTYPES[dtype]).itemsize
-    how = geometry(PAIRS, 1, T, 32, 128, half_split, width, H200)
-    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *how.defines)).log
+    geometry = choose_geometry(1, T, 32, 128, half_split, width, H200)
+    log = kernels.compile_for(FILE, arch, (*kernels.STORAGE[dtype], *geometry.defines)).log
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "warning" not in log
 
@@ -431,14 +442,13 @@ def test_bad_input(cp: ModuleType) -> None:
         (x, {"theta": "10000"}, "theta: expected a number from 1"),
         (x, {"out": x[:2]}, r"out: expected shape \(3, 2, 8\)"),
         (flat[:48].reshape(x.shape), {"out": flat[2:50].reshape(x.shape)}, "out: overlaps x"),
-        (x, {"variant": "halves"}, "unknown variant 'halves': expected one of pairs"),
         (x, {"block": 48}, "block size 48: expected one of 32, 64"),
     )
     for array, options, message in cases:
         with pytest.raises(InputError, match=message):
             ops.rope(array, **options)
-    with pytest.raises(InputError, match="x: expected neighbours along the last axis"):
+    with pytest.raises(InputError, match="x: expected a contiguous last axis"):
         bind_rope((x.transpose(0, 2, 1),))
     same = cp.broadcast_to(x[0], (5, 2, 8))
-    with pytest.raises(InputError, match="x has elements at one place in memory"):
+    with pytest.raises(InputError, match="elements of x share memory"):
         ops.rope(same, out=same)

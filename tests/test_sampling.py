@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
-from gpt2block.ops.sample_token import FILE, SampleState, bind_state, geometry
+from gpt2block.ops.sample_token import FILE, SampleState, bind_state, choose_geometry
 from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
 
@@ -343,7 +343,7 @@ def run(
     if problem := loader.missing():
         pytest.skip(problem)
     after = State(*(a.copy() for a in before))
-    how = geometry(B, threads, defines)
+    how = choose_geometry(B, threads, defines)
     asked = parameters(rows)
     report = np.full((2, 2, B), -9, np.int32)
     args = [x, *asked.values(), *after, report, V, n_ctx]

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.ops.softmax import FILE, LONGEST_IN_REGISTERS, OPERATION, geometry
+from gpt2block.ops._rows import LONGEST_IN_REGISTERS
+from gpt2block.ops.softmax import FILE, OPERATION, Job
 from gpt2block.ops.softmax import bind as bind_softmax
 from tests import plain
+from tests.launches import geometry_of, stub
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -64,10 +66,19 @@ def evaluate(
     rows = x.size // n
     x = x.copy()
     out = x if in_place else np.full_like(x, np.nan)
-    how = geometry(OPERATION.variant(variant), rows, n, 1 if n % 4 else 4, sms, block, causal)
+    job = Job(stub(), stub(), rows, n, causal, 1 if n % 4 else 4, sms, block)
+    geometry = geometry_of(OPERATION.variant(variant), job)
     order: Any = where.removeprefix("cpu-")
     args = [x, out, rows, n]
-    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
+    loader.run(
+        FILE,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
+        args,
+        defines=geometry.defines,
+        order=order,
+    )
     return out
 
 
@@ -206,9 +217,9 @@ def test_a_causal_row_of_minus_infinity(where: str, variant: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int, causal: bool) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    variant = OPERATION.variant("rows")
-    how = geometry(variant, rows, n, 1 if n % 4 else 4, H200, None, causal)
-    log = kernels.compile_for(FILE, arch, how.defines).log
+    job = Job(stub(), stub(), rows, n, causal, 1 if n % 4 else 4, H200, None)
+    geometry = geometry_of(OPERATION.variant("rows"), job)
+    log = kernels.compile_for(FILE, arch, geometry.defines).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == len(VARIANTS)
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)

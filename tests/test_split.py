@@ -195,7 +195,7 @@ def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
     x[rows - 1] = 0
     x[1, 7] = np.nan
     scale = scale_for(layernorm_bound(gamma, beta))
-    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, split=True)
+    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, two_part=True)
     parts = np.full((2, rows, C), np.nan, np.float16)
     args = [x, gamma, beta, parts, 1 / scale, EPS, rows, C]
     options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
@@ -398,7 +398,7 @@ def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
         gemm((a, w, None, ones), SplitMatrix.empty((64, 64), 1.0))
     with pytest.raises(InputError, match="out: expected one scale for all rows"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5)
-    with pytest.raises(InputError, match="layernorm: a result in two parts is for variant narrow"):
+    with pytest.raises(InputError, match="a result in two parts is for variant narrow"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
     qkv = SplitMatrix.split(cp.ones((4, 192), "float32"))
     for options, message in (

@@ -37,20 +37,20 @@ class Bound(NamedTuple):
 
 def launch_at(
     file: str,
-    where: Geometry,
+    geometry: Geometry,
     args: tuple[Any, ...],
     storage: str = "float32",
     weights: str | None = None,
 ) -> Launch:
-    """`kernels.launch` of what a geometry says."""
+    """`kernels.launch` with a geometry."""
     return launch(
         file,
-        where.kernel,
-        where.grid,
-        where.block,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
         args,
-        shared=where.shared,
-        defines=where.defines,
+        shared=geometry.shared,
+        defines=geometry.defines,
         storage=storage,
         weights=weights,
     )
@@ -87,6 +87,15 @@ def check(
             f"{name}: expected an array on the current device {device}, it is on device "
             f"{array.device.id}: use `with cupy.cuda.Device({array.device.id}):`"
         )
+
+
+def check_matrix(name: str, array: Any, axes: str = "two axes") -> tuple[int, int]:
+    """`check`, and raise InputError unless there are two axes, such as "(B, V)"; their sizes."""
+    check(name, array)
+    if array.ndim != 2:
+        raise InputError(f"{name}: expected {axes}, got shape {array.shape}")
+    rows, columns = array.shape
+    return rows, columns
 
 
 def check_alignment(name: str, array: CudaArray) -> None:
@@ -138,13 +147,13 @@ def check_apart(
         for kind, inputs in (("", apart), (" in part", in_place or {})):
             for given, value in inputs.items():
                 for part, array in arrays_of(given, value).items():
-                    itself = kind and _same_memory(written, array)
+                    itself = kind and same_memory(written, array)
                     if not itself and overlap(written, array):
                         expected = f"{part} itself or another array" if kind else "another array"
                         raise InputError(f"{name}: overlaps {part}{kind}: expected {expected}")
 
 
-def _same_memory(a: CudaArray, b: CudaArray) -> bool:
+def same_memory(a: CudaArray, b: CudaArray) -> bool:
     """Whether the elements of both are the same."""
     return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
 
@@ -227,6 +236,15 @@ def alignment(*addresses: int) -> int:
     for address in addresses:
         together |= address
     return together & -together
+
+
+def row_alignment(n: int, *arrays: CudaArray | None) -> int:
+    """The largest power of two, up to 16, that divides the byte address of every row.
+
+    n: elements of a row, the rows of an array follow each other. None counts as no array.
+    """
+    given = [array for array in arrays if array is not None]
+    return alignment(*(a.data.ptr for a in given), *(n * a.itemsize for a in given))
 
 
 def device_attribute(name: str) -> int:

@@ -1,16 +1,21 @@
-"""Launches of row kernels: how many threads share a row that stays in registers."""
+"""What row kernels have in common: limits, and how many threads share a row kept in registers."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.cuda.arrays import CudaArray
 from gpt2block.errors import InputError
 
+MAX_ROWS = 2**31 - 1  # of any kernel here, as many as a grid has blocks
+MAX_VALUES = 2**30  # of a row
 WARP = 32
 VALUES = 32  # that a thread keeps in registers
 THREADS = 512  # that can share a row
-FEW_THREADS = 256  # more share it only where the row asks for them
+LONGEST_IN_REGISTERS = VALUES * THREADS
+FEW_THREADS = 256  # more share it only where the row does not fit otherwise
 FILLED = 1024  # threads on an SM that keep its memory busy
 BLOCK = 128  # where a row has one warp or a part of one
 
@@ -28,11 +33,22 @@ class RowShape(NamedTuple):
         return self.threads * self.rows
 
 
+def check_rows(name: str, x: CudaArray, longest: int = MAX_VALUES) -> int:
+    """The number of rows of x (..., n); InputError where a kernel cannot count them or n."""
+    rows = int(x.size) // int(x.shape[-1])
+    if rows > MAX_ROWS or x.shape[-1] > longest:
+        raise InputError(
+            f"{name}: expected at most {MAX_ROWS:,} rows of {longest:,} values, got {x.shape}"
+        )
+    return rows
+
+
+@lru_cache(maxsize=1024)
 def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> RowShape:
     """The shape for `rows` of `n` values, `width` a load, on a GPU with `sms` multiprocessors.
 
-    Few rows get a thread for every load, so that all of the row is waited for at once; many rows
-    get a warp each, which needs no barrier. `block` sets the threads of a row, one row a block.
+    Few rows get a thread for every load, so that all loads are in flight at once; many rows get a
+    warp each, which needs no barrier. `block` sets the threads of a row, one row a block.
     Raises InputError when a row does not fit in the registers of its threads.
     """
     loads, most = n // width, VALUES // width
@@ -49,7 +65,7 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 
 
 def _threads(loads: int, most: int, wanted: int) -> int:
-    """About `wanted` threads for a row, and as few of them idle as can be."""
+    """About `wanted` threads for a row, with as few of them idle as possible."""
     if loads < WARP:
         return 1 << (loads - 1).bit_length()
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))

@@ -1,4 +1,7 @@
-"""The operations of the ten-step block that have one kernel each."""
+"""Residual addition and GELU, the elementwise operations of LeetGPU's ten-step GPT-2 block.
+
+Kernels: elementwise/residual.cu and elementwise/gelu.cu.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,43 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, check_alignment, contiguous, output
-from gpt2block.cuda.kernels import launch
+from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 
 TEN_STEPS = "ten-step block"
+BLOCK = 256
+
+
+def _launch_add(job: tuple[CudaArray, CudaArray, CudaArray]) -> tuple[Launch, ...]:
+    """job: a, b, out."""
+    size = job[0].size
+    grid, args = (ceil(size / BLOCK),), (*job, size)
+    return (launch("elementwise/residual.cu", "add_kernel", grid, (BLOCK,), args),)
+
+
+def bind_add(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (a, b), out; all of one shape. out may be a or b."""
+    a, b = inputs
+    check("a", a)
+    check("b", b, a.shape)
+    out = output(out, a.shape, apart={}, in_place={"a": a, "b": b})
+    return Bound(out, _launch_add((a, b, out)))
+
+
+def _launch_gelu(x: CudaArray) -> tuple[Launch, ...]:
+    grid, args = (ceil(x.size / BLOCK),), (x, x.size)
+    return (launch("elementwise/gelu.cu", "gelu_kernel", grid, (BLOCK,), args),)
+
+
+def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (x,); the kernel works in place, so `out` is x itself."""
+    (x,) = inputs
+    check("x", x)
+    if out is not None and out.data.ptr != x.data.ptr:
+        raise InputError("out: gelu_kernel works in place, expected x itself")
+    return Bound(x, _launch_gelu(x))
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
@@ -27,37 +61,20 @@ def _elements(s: Sizes) -> int:
     return s["N"] * s["C"]
 
 
-BLOCK = 256
-
-
-def bind_add(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (a, b), out; all of one shape."""
-    a, b = inputs
-    check("a", a)
-    check("b", b, a.shape)
-    out = output(out, a.shape, apart={}, in_place={"a": a, "b": b})
-    grid = (ceil(a.size / BLOCK),)
-    return Bound(
-        out, (launch("elementwise/residual.cu", "add_kernel", grid, (BLOCK,), (a, b, out, a.size)),)
-    )
-
-
-def bind_gelu(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (x,); the kernel works in place, so `out` is x itself."""
-    (x,) = inputs
-    check("x", x)
-    if out is not None and out.data.ptr != x.data.ptr:
-        raise InputError("out: gelu_kernel works in place, expected x itself")
-    grid = (ceil(x.size / BLOCK),)
-    return Bound(x, (launch("elementwise/gelu.cu", "gelu_kernel", grid, (BLOCK,), (x, x.size)),))
-
-
 ADD = Operation(
     name="add",
     document=TEN_STEPS,
     idea="a + b, the residual connection",
     sizes={"N": 8192, "C": 768},
-    variants=(Variant("add", "elementwise/residual.cu", ("add_kernel",), "a thread an element"),),
+    variants=(
+        Variant(
+            "add",
+            "elementwise/residual.cu",
+            ("add_kernel",),
+            "a thread an element",
+            launch=_launch_add,
+        ),
+    ),
     make=lambda s, rng: (_normal(rng, s["N"], s["C"]), _normal(rng, s["N"], s["C"])),
     traffic=lambda s: 12 * _elements(s),
     flops=_elements,
@@ -77,7 +94,15 @@ GELU = Operation(
     document=TEN_STEPS,
     idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
     sizes={"N": 8192, "C": 3072},
-    variants=(Variant("gelu", "elementwise/gelu.cu", ("gelu_kernel",), "a thread an element"),),
+    variants=(
+        Variant(
+            "gelu",
+            "elementwise/gelu.cu",
+            ("gelu_kernel",),
+            "a thread an element",
+            launch=_launch_gelu,
+        ),
+    ),
     make=lambda s, rng: (_normal(rng, s["N"], s["C"]),),
     traffic=lambda s: 8 * _elements(s),
     flops=lambda s: 8 * _elements(s),

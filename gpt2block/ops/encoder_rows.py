@@ -1,9 +1,12 @@
-"""Token plus position embedding of rows with a position each: its variant, and the launch."""
+"""Token plus position embedding of rows with a position each: out = wte[ids] + wpe[positions].
+
+Kernel: embedding/encoder_rows.cu.
+"""
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,17 +15,77 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
+    check_matrix,
     contiguous,
     launch_at,
     output,
 )
-from gpt2block.cuda.kernels import FP8, Geometry
+from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
+FILE = "embedding/encoder_rows.cu"
 MOST_THREADS = 256
+
+
+def geometry(N: int, C: int, alignment: int) -> Geometry:
+    """For N rows; alignment: in bytes, of the arrays, counting every element as 4 bytes."""
+    width = 4
+    while C % width or 4 * width > alignment:
+        width //= 2
+    threads = min(32 * ceil(C / (32 * width)), MOST_THREADS)
+    return Geometry("encoder_rows", (N,), (threads,), defines=(("ER_WIDTH", width),))
+
+
+class Job(NamedTuple):
+    """A checked call: ids and positions (N,), wte (V, C), wpe (n_ctx, C), out (N, C)."""
+
+    ids: CudaArray
+    positions: CudaArray
+    wte: WeightMatrix
+    wpe: CudaArray
+    out: CudaArray
+
+
+def _launch(job: Job) -> tuple[Launch, ...]:
+    wte, data, (N, C) = job.wte, job.wte.data, job.out.shape
+    aligned = min(
+        alignment(job.wpe.data.ptr, job.out.data.ptr), alignment(data.data.ptr) * 4 // data.itemsize
+    )
+    args = (job.ids, job.positions, data, wte.scale, job.wpe, job.out, C, wte.N, len(job.wpe))
+    fp8 = wte.dtype if wte.dtype in FP8 else None
+    stored = "float32" if fp8 else wte.dtype
+    return (launch_at(FILE, geometry(N, C, aligned), args, stored, fp8),)
+
+
+def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (ids (N,), positions (N,), both int32, wte, wpe (n_ctx, C)), out (N, C) float32.
+
+    wte: float32 (V, C), or a WeightMatrix of layout "NK" with V outputs. ids and positions are not
+    read back: one that is outside its table makes its row NaN.
+    """
+    ids, positions, wte, wpe = inputs
+    if not isinstance(wte, WeightMatrix):
+        check_matrix("wte", wte)
+        wte = WeightMatrix(wte, "float32", layout="NK")
+    if wte.layout != "NK":
+        raise InputError(f'wte: expected layout "NK", a row a token, got "{wte.layout}"')
+    check("wte", wte.data, dtype="uint8" if wte.dtype in FP8 else wte.dtype)
+    if wte.scale is not None:
+        check("wte's scale", wte.scale, (wte.N,))
+    check("ids", ids, dtype="int32")
+    if ids.ndim != 1:
+        raise InputError(f"ids: expected (N,), got shape {ids.shape}")
+    check("positions", positions, ids.shape, "int32")
+    check("wpe", wpe)
+    if wpe.ndim != 2 or wpe.shape[1] != wte.K:
+        raise InputError(f"wpe: expected (n_ctx, {wte.K}), got {wpe.shape}")
+    given = {"ids": ids, "positions": positions, "wte": wte, "wpe": wpe}
+    out = output(out, (ids.size, wte.K), apart=given)
+    job = Job(ids, positions, wte, wpe, out)
+    return Bound(out, OPERATION.variants[0].launch(job))
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -33,60 +96,6 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
         for rows in ("V", "T")
     )
     return ids, positions, wte, wpe
-
-
-def geometry(N: int, C: int, itemsize: int, alignment: int) -> Geometry:
-    """For N rows. itemsize: of wte; alignment: in bytes, of the arrays, as 16 bytes of floats."""
-    width = 4
-    while C % width or 4 * width > alignment:
-        width //= 2
-    threads = min(32 * ceil(C / (32 * width)), MOST_THREADS)
-    return Geometry("encoder_rows", (N,), (threads,), defines=(("ER_WIDTH", width),))
-
-
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str = "rows") -> Bound:
-    """inputs (ids (N,), positions (N,), both int32, wte, wpe (n_ctx, C)), out (N, C) float32.
-
-    wte: float32 (V, C), or a WeightMatrix of layout "NK" with V outputs. ids and positions are not
-    read back: one that is outside its table makes its row NaN.
-    """
-    ids, positions, wte, wpe = inputs
-    chosen = OPERATION.variant(variant)
-    weights = wte if isinstance(wte, WeightMatrix) else _as_weights(wte)
-    if weights.layout != "NK":
-        raise InputError(f'wte: expected layout "NK", a row a token, got "{weights.layout}"')
-    check("wte", weights.data, dtype="uint8" if weights.dtype in FP8 else weights.dtype)
-    check("ids", ids, dtype="int32")
-    if ids.ndim != 1:
-        raise InputError(f"ids: expected (N,), got shape {ids.shape}")
-    check("positions", positions, ids.shape, "int32")
-    V, C = weights.N, weights.K
-    check("wpe", wpe)
-    if wpe.ndim != 2 or wpe.shape[1] != C:
-        raise InputError(f"wpe: expected (n_ctx, {C}), got {wpe.shape}")
-    if weights.scale is not None:
-        check("wte's scale", weights.scale, (V,))
-    N = ids.size
-    out = output(
-        out, (N, C), apart={"ids": ids, "positions": positions, "wte": weights, "wpe": wpe}
-    )
-    itemsize = weights.data.itemsize
-    aligned = min(
-        alignment(wpe.data.ptr, out.data.ptr),
-        alignment(weights.data.data.ptr) * 4 // itemsize,  # as many elements, of 4 bytes
-    )
-    where = geometry(N, C, itemsize, aligned)
-    args = (ids, positions, weights.data, weights.scale, wpe, out, C, V, wpe.shape[0])
-    fp8 = weights.dtype if weights.dtype in FP8 else None
-    stored = "float32" if fp8 else weights.dtype
-    return Bound(out, (launch_at(chosen.file, where, args, stored, fp8),))
-
-
-def _as_weights(wte: Any) -> WeightMatrix:
-    check("wte", wte)
-    if wte.ndim != 2:
-        raise InputError(f"wte: expected two axes, got shape {wte.shape}")
-    return WeightMatrix(wte, "float32", layout="NK")
 
 
 OPERATION = Operation(
@@ -101,6 +110,7 @@ OPERATION = Operation(
             ("encoder_rows",),
             "a block a row, a thread 4 channels; ids and positions in device memory, wte in any "
             "weight dtype",
+            launch=_launch,
         ),
     ),
     make=_make,
@@ -117,11 +127,10 @@ def encoder_rows(
     positions: CudaArray,
     wte: CudaArray | WeightMatrix,
     wpe: CudaArray,
-    variant: str = "rows",
 ) -> CudaArray:
     """`reference.encoder_rows` on CuPy arrays; raises InputError.
 
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
     read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
     """
-    return call(bind, contiguous(ids, positions, wte, wpe), variant=variant).out
+    return call(bind, contiguous(ids, positions, wte, wpe)).out

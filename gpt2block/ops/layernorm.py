@@ -1,9 +1,13 @@
-"""LayerNorm forward: five kernels of the documents, and two beyond them."""
+"""LayerNorm: (x - mean) · rstd · γ + β over each row.
+
+Kernels: layernorm/skeleton.cu (LeetGPU's GPT-2 block challenge: the default for float32);
+layernorm/ladder.cu and warp.cu (llm.c's kernels, 1 to 5); layernorm/rows.cu (6) and narrow.cu.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 from typing import Any, Literal, NamedTuple, overload
 
@@ -24,15 +28,16 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import share
+from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.two_part import SPLIT, check_one_scale
 from gpt2block.ops.warm import call
 from gpt2block.weights.two_part import SplitMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
+SKELETON_BLOCK = 256
 KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
 MAX_THREADS = 1024  # of a block
 KEPT_BY_MOST = 32  # where a row takes so many threads, which leaves each of them 64 registers
@@ -41,6 +46,7 @@ MANY = 2**31  # rows: a team of `narrow` is as for so many of them, whatever the
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
 MOST_EACH = 2  # rows of a team
+STATS_VARIANT = 6  # the default for what the skeleton's kernels do not do
 
 
 class RowShape(NamedTuple):
@@ -54,7 +60,7 @@ class RowShape(NamedTuple):
 def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
     """The widest loads that C and the alignment of the arrays (in bytes) allow, up to 16 bytes.
 
-    Then the fewest threads that can keep the row, because a row of one warp needs no barrier.
+    Then the fewest threads that can keep the row: a row of one warp needs no barrier.
     """
     width = 16 // itemsize
     while C % width or alignment % (width * itemsize):
@@ -71,13 +77,13 @@ def row_shape(C: int, itemsize: int, alignment: int = 16) -> RowShape:
 
 @lru_cache(maxsize=1024)
 def narrow_geometry(
-    float_x: bool, rows: int, C: int, width: int, sms: int, split: bool = False
+    float_x: bool, rows: int, C: int, width: int, sms: int, two_part: bool = False
 ) -> Geometry:
     """Of variant `narrow` for `rows` of C channels, `width` elements a vector.
 
-    split: x of float, out in two parts. How a row is shared out follows from C and width alone, so
-    that its bits do; teams take several rows where there are more than `sms` multiprocessors hold
-    at once. Raises InputError when a row does not fit in registers.
+    two_part: x of float, out in two parts. How a row is shared among threads follows from C and
+    width alone, and so do its bits; teams take several rows where there are more than `sms`
+    multiprocessors hold at once. Raises InputError when a row does not fit in registers.
     """
     shape = share(MANY, C, width, sms)
     values = shape.held * width
@@ -96,31 +102,139 @@ def narrow_geometry(
         ("LN_ROWS", shape.rows),
         ("LN_EACH", each),
     )
-    kernel = OPERATION.variant(NARROW).kernels[2 if split else 1 if float_x else 0]
+    kernel = "layernorm_narrow" + ("_split" if two_part else "_float" if float_x else "")
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
-def make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    """x (B, T, C), gamma (C,), beta (C,)."""
-    B, T, C = sizes["B"], sizes["T"], sizes["C"]
-    normal = (rng.standard_normal(shape) + 0.5 for shape in ((B, T, C), (C,), (C,)))
-    return tuple(array.astype(np.float32) for array in normal)
+class Request(NamedTuple):
+    """What decides whether a variant can compute a call."""
+
+    stored: str  # the dtype of x
+    two_part: bool  # the result is a SplitMatrix
+    options: bool  # block, mean or rstd is given
 
 
-BLOCK = 256  # of the ten-step kernels
-MAX_ROWS = 2**31 - 1
-MAX_C = 2**30
-STATS_VARIANT = 6  # where none is asked for, but something that the ten-step kernels do not do
+class Job(NamedTuple):
+    """A checked call: x and out (..., C) as N rows, mean and rstd (...) or None."""
+
+    x: CudaArray
+    gamma: CudaArray
+    beta: CudaArray
+    out: Any  # an array or a SplitMatrix
+    mean: CudaArray | None
+    rstd: CudaArray | None
+    eps: float
+    N: int
+    C: int
+    block: int
+    requested: bool  # whether the caller chose the block
+
+    @property
+    def every(self) -> tuple[Any, ...]:
+        """The arguments of a kernel that computes everything."""
+        return self[:9]
 
 
-def layernorm_bound(gamma: Any, beta: Any) -> float:
-    """The largest magnitude of LayerNorm's result: C values of variance 1 are sqrt(C) at most."""
-    return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
+def _launch_skeleton(job: Job) -> tuple[Launch, ...]:
+    name, width = ("layernorm768_kernel", ()) if job.C == 768 else ("layernorm_kernel", (job.C,))
+    args = (job.x, job.out, job.gamma, job.beta, job.N, *width)
+    defines = (("LN_EPS", f"{job.eps!r}f"),)
+    file, block = "layernorm/skeleton.cu", (SKELETON_BLOCK,)
+    return (launch(file, name, (job.N,), block, args, defines=defines),)
+
+
+def _ladder(job: Job, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
+    defines = (("LN_BLOCK", job.block),)
+    return launch("layernorm/ladder.cu", kernel, grid, (job.block,), args, defines=defines)
+
+
+def _launch_threads(job: Job) -> tuple[Launch, ...]:
+    return (_ladder(job, "layernorm_forward_kernel1", (ceil(job.N / job.block),), job.every),)
+
+
+def _launch_three(job: Job) -> tuple[Launch, ...]:
+    x, gamma, beta, out, mean, rstd, eps, N, C, block, _ = job
+    return (
+        _ladder(job, "mean_kernel", (N,), (x, mean, C)),
+        _ladder(job, "rstd_kernel", (N,), (x, mean, rstd, eps, C)),
+        _ladder(
+            job,
+            "normalization_kernel",
+            (N, ceil(C / block)),
+            (x, mean, rstd, gamma, beta, out, C),
+        ),
+    )
+
+
+def _launch_warps(kernel: str, job: Job) -> tuple[Launch, ...]:
+    """The kernel reads the block size at run time: one program serves all."""
+    grid = (ceil(job.N / (job.block // 32)),)
+    return (launch("layernorm/warp.cu", kernel, grid, (job.block,), job.every),)
+
+
+def _launch_blocks(job: Job) -> tuple[Launch, ...]:
+    return (_ladder(job, "layernorm_forward_kernel5", (job.N,), (*job[:7], job.C)),)
+
+
+def _launch_rows(job: Job) -> tuple[Launch, ...]:
+    """With the constants that fit C and the arrays' alignment."""
+    x, gamma, beta, out, *_ = job
+    itemsize = x.dtype.itemsize
+    shape = row_shape(job.C, itemsize, alignment(*(a.data.ptr for a in (x, gamma, beta, out))))
+    if job.requested and shape.threads > job.block:
+        raise InputError(
+            f"layernorm variant 6: block size {job.block}: a row of {job.C:,} channels takes "
+            f"{shape.threads} threads: expected at least that, at most {MAX_THREADS}"
+        )
+    block = max(job.block, shape.threads)
+    rows = block // shape.threads
+    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
+    defines = tuple(zip(names, (*shape, rows), strict=True))
+    file, kernel, grid = "layernorm/rows.cu", "layernorm_forward_kernel6", (ceil(job.N / rows),)
+    stored = x.dtype.name
+    return (launch(file, kernel, grid, (block,), job.every, defines=defines, storage=stored),)
+
+
+def _launch_narrow(job: Job) -> tuple[Launch, ...]:
+    x, gamma, beta, out, _, _, eps, N, C, *_ = job
+    two_part = isinstance(out, SplitMatrix)
+    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if two_part else (out, ())
+    width = _width(C, x, gamma, beta, written)
+    sms = device_attribute("MultiProcessorCount")
+    geometry = narrow_geometry(x.dtype == np.float32, N, C, width, sms, two_part)
+    args = (x, gamma, beta, written, *scale, eps, N, C)
+    return (launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name),)
+
+
+def _width(C: int, *arrays: CudaArray) -> int:
+    """Elements of a vector: 16 bytes of the last array, unless C or an address forbids it."""
+    width = 16 // int(arrays[-1].itemsize)
+    while C % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width
+
+
+def _skeleton_problem(request: Request) -> str | None:
+    return "block, mean and rstd need a variant: pass variant=1 to 6" if request.options else None
+
+
+def _rows_problem(request: Request) -> str | None:
+    return "a result in two parts is for variant narrow alone" if request.two_part else None
+
+
+def _ladder_problem(request: Request) -> str | None:
+    if request.stored != "float32":
+        return f"x: expected float32, got {request.stored}: use .astype('float32')"
+    return _rows_problem(request)
+
+
+def _narrow_problem(request: Request) -> str | None:
+    return "narrow has no block, mean and rstd: use variant 6" if request.options else None
 
 
 def bind(
     inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
+    out: CudaArray | SplitMatrix | None = None,
     *,
     eps: float,
     variant: str | int | None = None,
@@ -133,180 +247,96 @@ def bind(
 ) -> Bound:
     """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C); `extra` is (mean, rstd), (...).
 
-    variant 1 to 6: the ladder, where None is the ten-step block's kernel, which has no `extra`.
-    Variant 6 takes float16 and bfloat16 too, and leaves mean and rstd out without `stats`.
+    variant 1 to 6: the ladder. None is the kernel of the ten-step block, without `extra`, for
+    float32, and "narrow" for 16 bits. Variant 6 takes float16 and bfloat16 too, and leaves mean and
+    rstd out without `stats`.
 
-    "narrow", which None is where x has 16 bits: no `extra`, gamma and beta float32; x is float32 or
-    has the dtype of out. Also where out is a SplitMatrix with one scale, and x float32; dtype
-    "split" makes a new one, with the scale of `bound`, or of what gamma and beta allow.
+    "narrow" has no `extra`; gamma and beta are float32, and x is float32 or has the dtype of out.
+    Also where out is a SplitMatrix with one scale, and x float32; dtype "split" makes a new one,
+    with the scale of `bound`, or of what gamma and beta allow.
     """
     x, gamma, beta = inputs
-    check_eps(eps)
+    eps = check_eps(eps)
     check_flag("stats", stats)
-    if isinstance(out, SplitMatrix) or dtype is not None or bound is not None:
-        unused = (block, mean, rstd)
-        if variant not in (None, NARROW) or any(each is not None for each in unused):
-            raise InputError("layernorm: a result in two parts is for variant narrow alone")
-        return _bind_split(x, gamma, beta, out, float(eps), dtype, bound)
-    if variant == NARROW or (variant is None and storage(x) != "float32"):
-        if block is not None or mean is not None or rstd is not None:
-            raise InputError("layernorm variant narrow: it has no block, mean and rstd: use 6")
-        return _bind_narrow(x, gamma, beta, out, float(eps))
-    if variant is None:
-        if block is not None or mean is not None or rstd is not None:
-            raise InputError("layernorm: block, mean and rstd need a variant: pass variant=1 to 6")
-        return _bind_ten_step(x, gamma, beta, out, eps)
-    chosen = OPERATION.variant(variant)
-    dtype = _storage(chosen, x)
-    check("x", x, dtype=dtype)
-    *rows, C = x.shape
-    check("gamma", gamma, (C,), dtype)
-    check("beta", beta, (C,), dtype)
-    N = x.size // C
-    if N > MAX_ROWS or C > MAX_C:
-        raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
+    two_part = isinstance(out, SplitMatrix) or dtype is not None or bound is not None
+    stored = "float32" if two_part else storage(x)
+    options = any(option is not None for option in (block, mean, rstd))
+    request = Request(stored, two_part, options)
+    if variant is None and not two_part and stored == "float32":
+        chosen = SKELETON
+        if problem := chosen.problem(request):
+            raise InputError(f"layernorm: {problem}")
+    else:
+        chosen = OPERATION.choose(request, variant, (NARROW,))
+    check("x", x, dtype=stored)
+    C = x.shape[-1]
+    vectors = "float32" if chosen.name == NARROW else stored
+    check("gamma", gamma, (C,), vectors)
+    check("beta", beta, (C,), vectors)
+    N = check_rows("x", x)
     size = check_block(OPERATION.name, chosen, block)
     given = {"x": x, "gamma": gamma, "beta": beta}
-    out = output(out, x.shape, dtype, apart=given)
-    if not stats and chosen.name == "6" and (mean is not None or rstd is not None):
-        raise InputError("layernorm: mean and rstd are written with stats only: pass stats=True")
+    if two_part:
+        out = _two_part_output(x, gamma, beta, out, dtype, bound)
+    else:
+        narrowed = chosen.name == NARROW and stored == "float32" and out is not None
+        out = output(out, x.shape, storage(out) if narrowed else stored, apart=given)
     extra: tuple[CudaArray, ...] = ()
-    if stats or chosen.name != "6":
-        mean = output(mean, tuple(rows), name="mean", apart={**given, "out": out})
-        rstd = output(rstd, tuple(rows), name="rstd", apart={**given, "out": out, "mean": mean})
-        extra = (mean, rstd)
-    arrays = (x, gamma, beta, out, *(extra or (None, None)))
-    if chosen.name == "6":
-        return Bound(out, (_rows(arrays, float(eps), N, C, size, block),), extra)
-    return Bound(out, _ladder(chosen, arrays, float(eps), N, C, size), extra)
+    if chosen.name not in (NARROW, SKELETON.name):
+        if stats or chosen.launch is not _launch_rows:  # the ladder always writes them
+            given["out"] = out
+            mean = output(mean, x.shape[:-1], name="mean", apart=given)
+            rstd = output(rstd, x.shape[:-1], name="rstd", apart={**given, "mean": mean})
+            extra = (mean, rstd)
+        elif mean is not None or rstd is not None:
+            raise InputError(
+                "layernorm: mean and rstd are written with stats only: pass stats=True"
+            )
+    job = Job(x, gamma, beta, out, mean, rstd, eps, N, C, size, block is not None)
+    return Bound(out, chosen.launch(job), extra)
 
 
-def _bind_ten_step(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: float) -> Bound:
-    check("x", x)
-    C = x.shape[-1]
-    check("gamma", gamma, (C,))
-    check("beta", beta, (C,))
-    out = output(out, x.shape, apart={"x": x, "gamma": gamma, "beta": beta})
-    rows = x.size // C
-    name, width = ("layernorm768_kernel", ()) if C == 768 else ("layernorm_kernel", (C,))
-    args = (x, out, gamma, beta, rows, *width)
-    defines = (("LN_EPS", f"{float(eps)!r}f"),)
-    return Bound(
-        out, (launch("layernorm/skeleton.cu", name, (rows,), (BLOCK,), args, defines=defines),)
-    )
-
-
-def _bind_split(
-    x: Any,
-    gamma: Any,
-    beta: Any,
+def _two_part_output(
+    x: CudaArray,
+    gamma: CudaArray,
+    beta: CudaArray,
     out: SplitMatrix | None,
-    eps: float,
     dtype: str | None,
     bound: float | None,
-) -> Bound:
-    """float32 rows in, two parts with one scale out."""
+) -> SplitMatrix:
+    """`out`, checked, or a new SplitMatrix with one scale."""
     if dtype not in (None, SPLIT):
         raise InputError(f"dtype {dtype!r}: expected {SPLIT!r} or none")
-    check("x", x)
-    C = x.shape[-1]
-    check("gamma", gamma, (C,))
-    check("beta", beta, (C,))
     if out is None:
         if bound is None:
             bound = layernorm_bound(cupy.asnumpy(gamma), cupy.asnumpy(beta))
-        out = SplitMatrix.empty(x.shape, bound)
-    else:
-        check_one_scale(out, x.shape, bound)
-        check_apart("out", out, {"x": x, "gamma": gamma, "beta": beta})
-    rows = x.size // C
-    if rows > MAX_ROWS:
-        raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
-    width = _width(C, x, gamma, beta, out.parts)
-    sms = device_attribute("MultiProcessorCount")
-    where = narrow_geometry(True, rows, C, width, sms, split=True)
-    args = (x, gamma, beta, out.parts, 1 / (out.one_scale or 1.0), eps, rows, C)
-    file = OPERATION.variant(NARROW).file
-    return Bound(out, (launch_at(file, where, args, storage="float16"),))
+        return SplitMatrix.empty(x.shape, bound)
+    check_one_scale(out, x.shape, bound)
+    check_apart("out", out, {"x": x, "gamma": gamma, "beta": beta})
+    return out
 
 
-def _width(C: int, *arrays: CudaArray) -> int:
-    """Elements of a vector: 16 bytes of the last array, unless C or how arrays start forbids it."""
-    width = 16 // int(arrays[-1].itemsize)
-    while C % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
-        width //= 2
-    return width
+def layernorm_bound(gamma: Any, beta: Any) -> float:
+    """The largest magnitude of LayerNorm's result: C values of variance 1 are sqrt(C) at most."""
+    return math.sqrt(len(gamma)) * float(np.abs(gamma).max()) + float(np.abs(beta).max())
 
 
-def _bind_narrow(x: Any, gamma: Any, beta: Any, out: CudaArray | None, eps: float) -> Bound:
-    stored = storage(x)
-    check("x", x, dtype=stored)
-    C = x.shape[-1]
-    check("gamma", gamma, (C,))
-    check("beta", beta, (C,))
-    dtype = storage(out) if stored == "float32" and out is not None else stored
-    out = output(out, x.shape, dtype, apart={"x": x, "gamma": gamma, "beta": beta})
-    rows = x.size // C
-    if rows > MAX_ROWS:
-        raise InputError(f"x: at most {MAX_ROWS:,} rows, got {rows:,}")
-    float_x = stored == "float32"
-    width = _width(C, x, gamma, beta, out)
-    where = narrow_geometry(float_x, rows, C, width, device_attribute("MultiProcessorCount"))
-    args = (x, gamma, beta, out, eps, rows, C)
-    file = OPERATION.variant(NARROW).file
-    return Bound(out, (launch_at(file, where, args, storage=dtype),))
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    """x (B, T, C), gamma (C,), beta (C,)."""
+    B, T, C = sizes["B"], sizes["T"], sizes["C"]
+    normal = (rng.standard_normal(shape) + 0.5 for shape in ((B, T, C), (C,), (C,)))
+    return tuple(array.astype(np.float32) for array in normal)
 
 
-def _storage(variant: Variant, x: Any) -> str:
-    """The dtype that x, gamma, beta and out must have; InputError when the variant has no such."""
-    return storage(x) if variant.name == "6" else "float32"
-
-
-def _ladder(
-    variant: Variant, arrays: tuple[Any, ...], eps: float, N: int, C: int, block: int
-) -> tuple[Launch, ...]:
-    """The documents' kernels, 1 to 5; arrays: x, gamma, beta, out, mean, rstd."""
-    x, gamma, beta, out, mean, rstd = arrays
-    grids_and_args: dict[str, list[tuple[tuple[int, ...], tuple[Any, ...]]]] = {
-        "1": [((ceil(N / block),), (*arrays, eps, N, C))],
-        "2": [
-            ((N,), (x, mean, C)),
-            ((N,), (x, mean, rstd, eps, C)),
-            ((N, ceil(C / block)), (x, mean, rstd, gamma, beta, out, C)),
-        ],
-        "3": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],
-        "4": [((ceil(N / (block // 32)),), (*arrays, eps, N, C))],
-        "5": [((N,), (*arrays, eps, C))],
-    }
-    # 3 and 4 ask their group for the block's size: one program serves all.
-    defines: Defines = () if variant.name in "34" else (("LN_BLOCK", block),)
-    return tuple(
-        launch(variant.file, kernel, grid, (block,), args, defines=defines)
-        for kernel, (grid, args) in zip(variant.kernels, grids_and_args[variant.name], strict=True)
-    )
-
-
-def _rows(
-    arrays: tuple[Any, ...], eps: float, N: int, C: int, block: int, asked: int | None
-) -> Launch:
-    """Kernel 6, with the constants that fit C and the arrays' alignment."""
-    x = arrays[0]
-    together = alignment(*(array.data.ptr for array in arrays[:4]))
-    shape = row_shape(C, x.dtype.itemsize, together)
-    if shape.threads > block:
-        if asked is not None:
-            raise InputError(
-                f"layernorm variant 6: block size {block}: a row of {C:,} channels takes "
-                f"{shape.threads} threads: expected at least that, at most {MAX_THREADS}"
-            )
-        block = shape.threads
-    rows = block // shape.threads
-    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    defines = tuple(zip(names, (*shape, rows), strict=True))
-    args, grid = (*arrays, eps, N, C), (ceil(N / rows),)
-    file, kernel = "layernorm/rows.cu", "layernorm_forward_kernel6"
-    return launch(file, kernel, grid, (block,), args, defines=defines, storage=x.dtype.name)
-
+SKELETON = Variant(
+    "none",
+    "layernorm/skeleton.cu",
+    ("layernorm768_kernel", "layernorm_kernel"),
+    "what the ten-step block runs: a block a row, without mean and rstd",
+    source="ten-step block",
+    launch=_launch_skeleton,
+    problem=_skeleton_problem,
+)
 
 OPERATION = Operation(
     name="layernorm",
@@ -321,6 +351,8 @@ OPERATION = Operation(
             "a thread a row, loops over C",
             BLOCKS,
             block=64,
+            launch=_launch_threads,
+            problem=_ladder_problem,
         ),
         Variant(
             "2",
@@ -328,6 +360,8 @@ OPERATION = Operation(
             ("mean_kernel", "rstd_kernel", "normalization_kernel"),
             "three kernels: a block a row with a tree in shared memory, then a thread an element",
             BLOCKS,
+            launch=_launch_three,
+            problem=_ladder_problem,
         ),
         Variant(
             "3",
@@ -336,6 +370,8 @@ OPERATION = Operation(
             "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
             BLOCKS,
             block=512,
+            launch=partial(_launch_warps, "layernorm_forward_kernel3"),
+            problem=_ladder_problem,
         ),
         Variant(
             "4",
@@ -344,6 +380,8 @@ OPERATION = Operation(
             "as 3 with var = E[x²] - E[x]²: one pass over x less",
             BLOCKS,
             block=512,
+            launch=partial(_launch_warps, "layernorm_forward_kernel4"),
+            problem=_ladder_problem,
         ),
         Variant(
             "5",
@@ -352,6 +390,8 @@ OPERATION = Operation(
             "a block a row, reduced in two stages: warps, then the first warp",
             BLOCKS,
             block=128,
+            launch=_launch_blocks,
+            problem=_ladder_problem,
         ),
         Variant(
             "6",
@@ -361,6 +401,8 @@ OPERATION = Operation(
             BLOCKS,
             block=64,
             source="beyond the documents",
+            launch=_launch_rows,
+            problem=_rows_problem,
         ),
         Variant(
             NARROW,
@@ -369,23 +411,17 @@ OPERATION = Operation(
             "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
             "team, overlapping launches",
             source="beyond the documents",
+            launch=_launch_narrow,
+            problem=_narrow_problem,
         ),
     ),
-    make=make,
+    make=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
     flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
     bound="memory",
     attrs={"eps": 1e-5},
     dtypes=("float32", "float16", "bfloat16"),
-    auxiliary=(
-        Variant(
-            "none",
-            "layernorm/skeleton.cu",
-            ("layernorm768_kernel", "layernorm_kernel"),
-            "what the ten-step block runs: a block a row, without mean and rstd",
-            source="ten-step block",
-        ),
-    ),
+    auxiliary=(SKELETON,),
     largest=lambda _, weights, names: layernorm_bound(weights[names[1]], weights[names[2]]),
     binder=bind,
 )
@@ -429,11 +465,11 @@ def layernorm(
 ) -> CudaArray | tuple[CudaArray, CudaArray, CudaArray]:
     """`reference.layernorm` on CuPy arrays; raises InputError.
 
-    variant: 1 to 5 are the documents' ladder, float32; 6 is the fastest, float16 and bfloat16 too.
+    variant: 1 to 5 are llm.c's kernels, float32; 6 is the fastest, float16 and bfloat16 too.
     "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. None is the
     ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "split": narrow of a
-    float32 x, and the result is a SplitMatrix, which `gemm` takes. With `stats`: (out, mean,
-    rstd), where mean and rstd are float32 of shape x.shape[:-1].
+    float32 x; the result is a SplitMatrix, which `gemm` takes. With `stats`: (out, mean, rstd),
+    where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)
     if stats and variant == NARROW:

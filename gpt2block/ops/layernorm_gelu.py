@@ -1,10 +1,12 @@
-"""LayerNorm and GELU in one kernel: its variants, and the launch of each."""
+"""LayerNorm and GELU in one kernel: y = GELU((x - mean) · rstd · γ + β).
+
+Kernels: layernorm/gelu.cu, one for each variant.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,47 +17,70 @@ from gpt2block.cuda.arrays import (
     check,
     contiguous,
     device_attribute,
-    launch_at,
     output,
+    row_alignment,
+    same_memory,
 )
-from gpt2block.cuda.kernels import Geometry
-from gpt2block.errors import InputError
+from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.ops._rows import THREADS, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
+BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    x = rng.standard_normal((sizes["N"], sizes["C"]), dtype=np.float32)
-    return (x + np.float32(0.5),)
+class Job(NamedTuple):
+    """A checked call: x and out (..., C) as `rows` rows, loaded `width` (4 or 1) at a time."""
+
+    x: CudaArray
+    gamma: CudaArray | None
+    beta: CudaArray | None
+    out: CudaArray
+    eps: float
+    rows: int
+    C: int
+    width: int
+    sms: int
+    block: int | None  # None: the variant's default
 
 
-@lru_cache(maxsize=1024)
-def geometry(
-    variant: Variant, rows: int, hidden: int, width: int, sms: int, block: int | None, affine: bool
-) -> Geometry:
-    """For `rows` of `hidden` values, `width` a load (4 or 1), on a GPU with `sms` multiprocessors.
+def _launch_baseline(job: Job) -> tuple[Launch, ...]:
+    block = job.block or BLOCK
+    grid = (ceil(job.rows * job.C / block),)
+    args = (job.x, job.out, job.rows, job.C, job.eps)
+    return (launch(FILE, "layernorm_gelu_baseline", grid, (block,), args),)
 
-    `block` None: the best there is; for the variant `rows` it is the threads that share a row.
-    """
-    (kernel,) = variant.kernels
-    if variant.name == "rows":
-        shape = share(rows, hidden, width, sms, block)
-        defines = (
-            ("LG_HIDDEN", hidden),
-            ("LG_WIDTH", width),
-            ("LG_THREADS", shape.threads),
-            ("LG_ROWS", shape.rows),
-            ("LG_AFFINE", int(affine)),
-        )
-        return Geometry(kernel, (shape.grid,), (shape.block,), defines=defines)
-    block = block or variant.block
-    if variant.name == "optimized":
-        return Geometry(kernel, (rows,), (block,), shared=2 * 4 * block)
-    return Geometry(kernel, (ceil(rows * hidden / block),), (block,))
+
+def _launch_optimized(job: Job) -> tuple[Launch, ...]:
+    block, grid = job.block or BLOCK, (job.rows,)
+    args = (job.x, job.out, job.rows, job.C, job.eps)
+    shared = 2 * 4 * block
+    return (launch(FILE, "layernorm_gelu_optimized", grid, (block,), args, shared=shared),)
+
+
+def _launch_rows(job: Job) -> tuple[Launch, ...]:
+    """Here `block` is the number of threads that share a row; None chooses it."""
+    shape = share(job.rows, job.C, job.width, job.sms, job.block)
+    defines = (
+        ("LG_HIDDEN", job.C),
+        ("LG_WIDTH", job.width),
+        ("LG_THREADS", shape.threads),
+        ("LG_ROWS", shape.rows),
+        ("LG_AFFINE", int(job.gamma is not None or job.beta is not None)),
+    )
+    args = (job.x, job.out, job.gamma, job.beta, job.rows, job.eps)
+    grid, block = (shape.grid,), (shape.block,)
+    return (launch(FILE, "layernorm_gelu_rows", grid, block, args, defines=defines),)
+
+
+def _documented_problem(job: Job) -> str | None:
+    if job.gamma is not None or job.beta is not None:
+        return "has no gamma and beta: use variant 'rows'"
+    if same_memory(job.x, job.out):
+        return "out: overlaps x: expected another array"
+    return None
 
 
 def bind(
@@ -70,36 +95,26 @@ def bind(
 
     With variant "rows" out may be x.
     """
-    chosen = OPERATION.variant(variant)
     x, gamma, beta = (*inputs, None, None)[:3]
     check_eps(eps)
     check("x", x)
-    hidden = x.shape[-1]
-    affine = [array for array in (gamma, beta) if array is not None]
-    for name, array in (("gamma", gamma), ("beta", beta)):
+    C = x.shape[-1]
+    affine = {"gamma": gamma, "beta": beta}
+    for name, array in affine.items():
         if array is not None:
-            check(name, array, (hidden,))
-    if affine and chosen.name != "rows":
-        raise InputError(
-            f"layernorm_gelu variant {chosen.name}: has no gamma and beta: use variant 'rows'"
-        )
-    others = {"gamma": gamma, "beta": beta}
-    if chosen.name == "rows":
-        out = output(out, x.shape, apart=others, in_place={"x": x})
-    else:
-        out = output(out, x.shape, apart={"x": x, **others})
-
-    rows = x.size // hidden
-    if block is not None:
-        check_block(OPERATION.name, chosen, block)
-    on_16_bytes = hidden % 4 == 0 and all(a.data.ptr % 16 == 0 for a in (x, out, *affine))
-    width = 4 if on_16_bytes else 1
+            check(name, array, (C,))
+    out = output(out, x.shape, apart=affine, in_place={"x": x})
+    width = 4 if row_alignment(C, x, gamma, beta, out) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, rows, hidden, width, sms, block, bool(affine))
-    args: tuple[Any, ...] = (x, out, rows, hidden, float(eps))
-    if chosen.name == "rows":
-        args = (x, out, gamma, beta, rows, float(eps))
-    return Bound(out, (launch_at(FILE, where, args),))
+    job = Job(x, gamma, beta, out, float(eps), x.size // C, C, width, sms, block)
+    chosen = OPERATION.choose(job, variant)
+    check_block(OPERATION.name, chosen, block)
+    return Bound(out, chosen.launch(job))
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    x = rng.standard_normal((sizes["N"], sizes["C"]), dtype=np.float32)
+    return (x + np.float32(0.5),)
 
 
 OPERATION = Operation(
@@ -114,6 +129,8 @@ OPERATION = Operation(
             ("layernorm_gelu_baseline",),
             "a thread an element, each adds up its whole row",
             BLOCKS,
+            launch=_launch_baseline,
+            problem=_documented_problem,
         ),
         Variant(
             "optimized",
@@ -121,6 +138,8 @@ OPERATION = Operation(
             ("layernorm_gelu_optimized",),
             "a block a row, sum and sum of squares in one pass, tree over shared memory",
             BLOCKS,
+            launch=_launch_optimized,
+            problem=_documented_problem,
         ),
         Variant(
             "rows",
@@ -129,6 +148,7 @@ OPERATION = Operation(
             "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
             tuple(block for block in BLOCKS if block <= THREADS),
             source="beyond the documents",
+            launch=_launch_rows,
         ),
     ),
     make=_make,

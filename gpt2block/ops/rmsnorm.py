@@ -1,10 +1,13 @@
-"""RMSNorm over rows: its variant, and the launch."""
+"""RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
+
+Kernel: llama/rmsnorm.cu.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,29 +24,21 @@ from gpt2block.cuda.arrays import (
     in_rows,
     launch_at,
     output,
+    row_alignment,
     storage,
 )
-from gpt2block.cuda.kernels import Geometry
-from gpt2block.errors import InputError
-from gpt2block.ops._rows import THREADS, VALUES, share
+from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "llama/rmsnorm.cu"
 BLOCKS = (32, 64, 128, 256, 512)
-LONGEST_IN_REGISTERS = VALUES * THREADS
 MOST_THREADS = 1024  # of a longer row
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    M, C = sizes["M"], sizes["C"]
-    normal = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, C), C))
-    return tuple(array + np.float32(0.5) for array in normal)
-
-
 @lru_cache(maxsize=1024)
-def geometry(
-    variant: Variant,
+def choose_geometry(
     rows: int,
     C: int,
     width: int,
@@ -53,11 +48,9 @@ def geometry(
 ) -> Geometry:
     """For `rows` of C channels, `width` a load, on a GPU with `sms` multiprocessors.
 
-    `block`: the threads that share a row; None: the best there is. residual: whether there is one
-    to be added first. Raises InputError when a row
-    does not fit in the registers of so few threads.
+    block: the threads that share a row; None chooses them. residual: whether one is added first.
+    Raises InputError when a row does not fit in the registers of `block` threads.
     """
-    (kernel,) = variant.kernels
     if C > LONGEST_IN_REGISTERS:
         threads, held, together = block or MOST_THREADS, 0, 1
     else:
@@ -71,11 +64,33 @@ def geometry(
         ("RMS_ROWS", together),
         ("RMS_RESIDUAL", int(residual)),
     )
-    return Geometry(kernel, (ceil(rows / together),), (threads * together,), defines=defines)
+    return Geometry(
+        "rmsnorm_rows", (ceil(rows / together),), (threads * together,), defines=defines
+    )
 
 
-MAX_ROWS = 2**31 - 1
-MAX_C = 2**30
+class Job(NamedTuple):
+    """A checked call: x (..., C), its rows `stride` elements apart; total is x + residual."""
+
+    x: CudaArray
+    weight: CudaArray
+    residual: CudaArray | None
+    total: CudaArray | None
+    out: CudaArray
+    stride: int
+    eps: float
+    block: int | None
+
+
+def _launch(job: Job) -> tuple[Launch, ...]:
+    x, weight, residual, total, out, stride, eps, block = job
+    C, item = x.shape[-1], x.dtype.itemsize
+    rows = x.size // C
+    aligned = alignment(x.data.ptr, item * stride, row_alignment(C, weight, residual, total, out))
+    sms = device_attribute("MultiProcessorCount")
+    geometry = choose_geometry(rows, C, aligned // item, sms, block, residual is not None)
+    args = (x, residual, weight, total, out, stride, eps, rows)
+    return (launch_at(FILE, geometry, args, storage=x.dtype.name),)
 
 
 def bind(
@@ -83,42 +98,34 @@ def bind(
     out: CudaArray | None = None,
     *,
     eps: float = 1e-6,
-    variant: str = "rows",
     block: int | None = None,
 ) -> Bound:
     """inputs (x (..., C), weight (C,), maybe residual (..., C)), out (..., C), all of one dtype.
 
-    With a residual, x + residual takes the place of x, and is what `extra` holds.
-    The rows of x may lie apart, at one distance. block: the threads that share a row.
+    With a residual, x + residual takes the place of x, and is what `extra` holds. The rows of x may
+    be any constant distance apart. block: the threads that share a row.
     """
     x, weight, residual = (*inputs, None)[:3]
-    chosen = OPERATION.variant(variant)
     check_eps(eps)
-    if block is not None:
-        check_block(OPERATION.name, chosen, block)
+    check_block(OPERATION.name, OPERATION.variants[0], block)
     dtype = storage(x)
     check("x", x, dtype=dtype, strided=True)
-    C = x.shape[-1]
-    check("weight", weight, (C,), dtype)
-    rows = x.size // C
-    if rows > MAX_ROWS or C > MAX_C:
-        raise InputError(f"x: at most {MAX_ROWS:,} rows of {MAX_C:,} channels, got {x.shape}")
+    check("weight", weight, x.shape[-1:], dtype)
+    check_rows("x", x)
     stride = checked_row_stride("x", x)
-    total = None
     if residual is not None:
         check("residual", residual, x.shape, dtype)
-        total = cupy.empty(x.shape, dtype)
+    total = None if residual is None else cupy.empty(x.shape, dtype)
     given = {"x": x, "weight": weight, "residual": residual}
     out = output(out, x.shape, dtype, apart=given)
+    launches = _launch(Job(x, weight, residual, total, out, stride, float(eps), block))
+    return Bound(out, launches, () if total is None else (total,))
 
-    item = x.dtype.itemsize
-    places = [a.data.ptr for a in (x, weight, residual, total, out) if a is not None]
-    width = alignment(*places, item * C, item * stride) // item
-    sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, rows, C, width, sms, block, residual is not None)
-    args = (x, residual, weight, total, out, stride, float(eps), rows)
-    launch = launch_at(chosen.file, where, args, storage=dtype)
-    return Bound(out, (launch,), () if total is None else (total,))
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    M, C = sizes["M"], sizes["C"]
+    normal = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, C), C))
+    return tuple(array + np.float32(0.5) for array in normal)
 
 
 OPERATION = Operation(
@@ -131,8 +138,9 @@ OPERATION = Operation(
             "rows",
             FILE,
             ("rmsnorm_rows",),
-            "rows in registers, x read once, the weight asked for with it; at most one barrier",
+            "rows in registers, x read once, the weight loaded with it; at most one barrier",
             BLOCKS,
+            launch=_launch,
         ),
     ),
     make=_make,
@@ -149,17 +157,16 @@ def rmsnorm(
     x: CudaArray,
     weight: CudaArray,
     eps: float = 1e-6,
-    variant: str = "rows",
     block: int | None = None,
     out: CudaArray | None = None,
 ) -> CudaArray:
     """`reference.rmsnorm` on float16, bfloat16 or float32 CuPy arrays; raises InputError.
 
-    x (..., C), weight (C,) of the same dtype; sums are float32. A view whose rows lie at one
-    distance, such as some columns of a matrix, is read where it is; any other is copied first.
+    x (..., C), weight (C,) of the same dtype; sums are float32. A view whose rows are a constant
+    distance apart, such as some columns of a matrix, is read in place; any other is copied first.
     With `out` (..., C), not x itself, the result is written there.
     More threads share a row where there are few rows, so the same row may differ in its last bits
     in a batch of another size; `block`, the threads of a row, fixes it.
     """
     (weight,) = contiguous(weight)
-    return call(bind, (in_rows(x), weight), out, eps=eps, variant=variant, block=block).out
+    return call(bind, (in_rows(x), weight), out, eps=eps, block=block).out

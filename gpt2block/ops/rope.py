@@ -1,4 +1,8 @@
-"""Rotary position embedding: its variant, and the launch."""
+"""Rotary position embedding: a pair of channels turns by an angle that grows with its position.
+
+(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D) for pair k. Kernel:
+llama/rope.cu.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 from functools import lru_cache
 from math import ceil
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,26 +26,23 @@ from gpt2block.cuda.arrays import (
     element_strides,
     launch_at,
     output,
+    same_memory,
     storage,
 )
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "llama/rope.cu"
+BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512)
 FILLED = 256  # threads on an SM: with so many each may take several heads
-MOST_POSITIONS = (
-    2**20
-)  # llama/rotation.cuh: further on its angles would leave its polynomials' range
-_HELD = 8  # loads of a thread on their way
+MOST_POSITIONS = 2**20  # beyond it, angles leave the range of the polynomials in llama/rotation.cuh
+MAX_BATCH = 65535  # an axis of the grid
+MAX_STRIDE = 2**31 - 1
+_HELD = 8  # loads of a thread in flight
 _LAST_AXIS = 64  # threads of a block along its third axis: CUDA's limit
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = sizes["T"], sizes["H"], sizes["D"]
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
 
 
 def exponent_step(theta: float, D: int) -> tuple[float, float]:
@@ -55,8 +56,7 @@ def exponent_step(theta: float, D: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1024)
-def geometry(
-    variant: Variant,
+def choose_geometry(
     B: int,
     T: int,
     H: int,
@@ -68,11 +68,10 @@ def geometry(
 ) -> Geometry:
     """For B sequences of T positions and H heads of D channels, on `sms` multiprocessors.
 
-    width: elements a load at most; few threads get fewer pairs each, as it is their arithmetic
-    that is waited for. block: threads of a block at most.
+    width: elements a load at most; where there are few threads, each gets fewer pairs, as their
+    arithmetic takes the longest. block: threads of a block at most.
     """
-    (kernel,) = variant.kernels
-    block = block or variant.block
+    block = block or BLOCK
 
     def across(width: int) -> int:
         """Threads for a head of a position."""
@@ -98,11 +97,33 @@ def geometry(
         ("ROPE_HEADS", together),
     )
     grid = (ceil(T / z), ceil(H / (y * together)), B)
-    return Geometry(kernel, grid, (x, y, z), defines=defines)
+    return Geometry("rope_pairs", grid, (x, y, z), defines=defines)
 
 
-MAX_BATCH = 65535  # an axis of the grid
-MAX_STRIDE = 2**31 - 1
+class Job(NamedTuple):
+    """A checked call; strides of batch, position and head are in elements."""
+
+    x: CudaArray
+    out: CudaArray
+    strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+    start: int
+    theta: float
+    half_split: bool
+    block: int | None
+
+
+def _launch(job: Job) -> tuple[Launch, ...]:
+    x, out, strides, out_strides, start, theta, half_split, block = job
+    B, T, H, D = x.shape if x.ndim == 4 else (1, *x.shape)
+    item = x.dtype.itemsize
+    distances = (D // 2 if half_split else D, *strides, *out_strides)
+    aligned = alignment(x.data.ptr, out.data.ptr, *(item * distance for distance in distances))
+    sms = device_attribute("MultiProcessorCount")
+    geometry = choose_geometry(B, T, H, D, half_split, aligned // item, sms, block)
+    pairs = (stride for pair in zip(strides, out_strides, strict=True) for stride in pair)
+    args = (x, out, *pairs, start, *exponent_step(theta, D), T, H)
+    return (launch_at(FILE, geometry, args, storage=x.dtype.name),)
 
 
 def bind(
@@ -112,56 +133,44 @@ def bind(
     start: int = 0,
     theta: float = 10000.0,
     half_split: bool = False,
-    variant: str = "pairs",
     block: int | None = None,
 ) -> Bound:
     """inputs (x (T, H, D) or (B, T, H, D),), out as x, or x itself.
 
-    x may have any strides but that of its last axis, where neighbours must be neighbours.
+    x may have any strides, except that the last axis must be contiguous.
     """
     (x,) = inputs
     half_split = check_flag("half_split", half_split)
-    chosen = OPERATION.variant(variant)
-    if block is not None:
-        check_block(OPERATION.name, chosen, block)
+    check_block(OPERATION.name, OPERATION.variants[0], block)
     dtype = storage(x)
     check("x", x, dtype=dtype, strided=True)
-    B, T, H, D = _sizes(x)
-    check_turn(start, theta, T)
+    _check_sizes(x)
+    check_turn(start, theta, x.shape[-3])
     strides = _strides(x)
     if strides is None:
         raise InputError(
-            f"x: expected neighbours along the last axis, got strides {x.strides} for shape "
+            f"x: expected a contiguous last axis, got strides {x.strides} for shape "
             f"{x.shape}: use cupy.ascontiguousarray"
         )
-    if out is None or not _same(x, out):
+    if out is None or not (isinstance(out, cupy.ndarray) and same_memory(x, out)):
         out = output(out, x.shape, dtype, apart={"x": x})
     elif not _distinct(x):
-        raise InputError("out: x has elements at one place in memory: expected another array")
+        raise InputError("out: elements of x share memory: expected another array")
     out_strides = _strides(out)
     if out_strides is None:
         raise InputError(f"x: expected at most {MAX_STRIDE:,} channels a position, got {x.shape}")
-
-    item = x.dtype.itemsize
-    half = D // 2 if half_split else D
-    distances = (item * stride for stride in (half, *strides, *out_strides))
-    width = alignment(x.data.ptr, out.data.ptr, *distances) // item
-    sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, B, T, H, D, half_split, width, sms, block)
-    both = (number for pair in zip(strides, out_strides, strict=True) for number in pair)
-    args = (x, out, *both, int(start), *exponent_step(float(theta), D), T, H)
-    return Bound(out, (launch_at(chosen.file, where, args, storage=dtype),))
+    job = Job(x, out, strides, out_strides, int(start), float(theta), half_split, block)
+    return Bound(out, _launch(job))
 
 
-def _sizes(x: CudaArray) -> tuple[int, int, int, int]:
+def _check_sizes(x: CudaArray) -> None:
     if x.ndim not in (3, 4):
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
-    B, T, H, D = x.shape if x.ndim == 4 else (1, *x.shape)
+    B, D = x.shape[0] if x.ndim == 4 else 1, x.shape[-1]
     if D % 2:
         raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
     if B > MAX_BATCH:
         raise InputError(f"x: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
-    return B, T, H, D
 
 
 def check_turn(start: Any, theta: Any, T: int) -> None:
@@ -185,21 +194,19 @@ def _strides(x: CudaArray) -> tuple[int, int, int] | None:
     return batch, position, head
 
 
-def _same(x: CudaArray, out: Any) -> bool:
-    return isinstance(out, cupy.ndarray) and (
-        (x.data.ptr, x.shape, x.strides, x.dtype)
-        == (out.data.ptr, out.shape, out.strides, out.dtype)
-    )
-
-
 def _distinct(x: CudaArray) -> bool:
-    """Whether every element has a place of its own, as far as strides tell."""
+    """Whether, as far as strides tell, no two elements share memory."""
     reach = x.dtype.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if stride < reach:
             return False
         reach = stride * n
     return True
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    shape = sizes["T"], sizes["H"], sizes["D"]
+    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
 
 
 OPERATION = Operation(
@@ -214,7 +221,8 @@ OPERATION = Operation(
             ("rope_pairs",),
             "a thread the same pairs of several heads: sines and cosines are taken once for all",
             BLOCKS,
-            block=256,
+            BLOCK,
+            launch=_launch,
         ),
     ),
     make=_make,
@@ -232,17 +240,16 @@ def rope(
     start: int = 0,
     theta: float = 10000.0,
     half_split: bool = False,
-    variant: str = "pairs",
     block: int | None = None,
     out: CudaArray | None = None,
 ) -> CudaArray:
     """`reference.rope` on a float16, bfloat16 or float32 CuPy array; raises InputError.
 
     x (T, H, D) or (B, T, H, D), D even; position t of it is start + t, at most 2²⁰ - 1. A view is
-    read where it is, such as Q or K in rows of QKV, as long as its last axis has neighbours in
-    memory; else it is copied first. The result is contiguous; with `out=x` it takes the place of x.
+    read in place, such as Q or K in rows of QKV, where its last axis is contiguous; else it is
+    copied first. The result is contiguous; `out=x` overwrites x.
     """
     if isinstance(x, cupy.ndarray) and x.ndim and x.size and out is not x and _strides(x) is None:
         (x,) = contiguous(x)
     turn = {"start": start, "theta": theta, "half_split": half_split}
-    return call(bind, (x,), out, **turn, variant=variant, block=block).out
+    return call(bind, (x,), out, **turn, block=block).out

@@ -1,42 +1,38 @@
-"""Choosing the next token: the launch of its kernel."""
+"""The choice of the next token from logits.
+
+The first token whose cumulative mass exp(logit / temperature), of those kept, passes a random
+number. Kernels: tokens/sample.cu.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
-from gpt2block.cuda.kernels import Defines, Geometry, launch
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    check,
+    check_matrix,
+    contiguous,
+    launch_at,
+    output,
+)
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch
 from gpt2block.errors import InputError
+from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
 THREADS = 1024
 MARK_BLOCK = 256
-MAX_V = 2**23  # so that all masses together are less than 2^64
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = (sizes["B"], sizes["V"])
-    return (np.float32(3) * rng.standard_normal(shape, dtype=np.float32),)
-
-
-@lru_cache(maxsize=1024)
-def geometry(rows: int, threads: int = THREADS, defines: Defines = ()) -> Geometry:
-    """For `rows` rows of any length; `defines` change constants of the kernel."""
-    (kernel,) = OPERATION.variants[0].kernels
-    sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
-    return Geometry(kernel, (rows,), (threads,), defines=(*sizes, *defines))
-
-
-MAX_ROWS = 2**31 - 1
-ENDLESS = 2**31 - 1  # positions, where nobody counts them
+MAX_V = 2**23  # so that the sum of all masses is less than 2^64
+ENDLESS = 2**31 - 1  # positions without a limit
 DTYPES = {
     "temperature": "float32",
     "top_p": "float32",
@@ -71,11 +67,11 @@ class SampleState(NamedTuple):
 
     @classmethod
     def allocate(cls, B: int, V: int) -> SampleState:
-        """All 0: nothing seen or drawn; `set` says what the rows ask for."""
+        """All 0: nothing seen or drawn; `set` gives the rows their parameters."""
         return cls(**{name: cupy.zeros(_shape(name, B, V), DTYPES[name]) for name in cls._fields})
 
     def set(self, rows: Sequence[Sampling]) -> None:
-        """What each row asks for from now on; the arrays stay where they are."""
+        """The parameters of each row from now on, written into the same arrays."""
         if len(rows) != len(self.token):
             raise InputError(f"sampling: expected {len(self.token)}, one a row, got {len(rows)}")
         for name, values in parameters(rows).items():
@@ -86,29 +82,45 @@ def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
     return (B, V) if name == "seen" else (B,)
 
 
+def choose_geometry(rows: int, threads: int = THREADS, defines: Defines = ()) -> Geometry:
+    """A block for each row; other threads and constants of the kernel are for tests."""
+    sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
+    return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
+
+
+class Job(NamedTuple):
+    """A checked call: logits (B, V)."""
+
+    logits: CudaArray
+    state: SampleState
+    report: CudaArray | None
+    n_ctx: int
+
+
+def _launch(job: Job) -> tuple[Launch, ...]:
+    B, V = job.logits.shape
+    args = (job.logits, *job.state, job.report, V, job.n_ctx)
+    return (launch_at(FILE, choose_geometry(B), args),)
+
+
 def bind_state(
     logits: Any, state: SampleState, n_ctx: int = ENDLESS, report: CudaArray | None = None
 ) -> Bound:
-    """The launch that chooses for each row of logits (B, V), as `state` has it, and changes that.
+    """Choose a token for each row of logits (B, V) by the parameters in `state`, and update it.
 
-    token and logprob are the new ones, seen has the token, position and step are one more;
-    position stays below n_ctx. out is `state.token`. report (2, 2, B) int32: token and the bits of
-    logprob once more, for even steps in its first half; it may be memory of the host.
+    A run writes token and logprob, marks the token in seen, and adds one to position and step;
+    position stays below n_ctx. out is `state.token`. report (2, 2, B) int32 gets a copy of token
+    and of the bits of logprob, in its first half for even steps; it may be host memory.
     """
-    check("logits", logits)
-    if logits.ndim != 2:
-        raise InputError(f"logits: expected (B, V), got shape {logits.shape}")
-    B, V = logits.shape
-    if B > MAX_ROWS or V > MAX_V:
-        raise InputError(f"logits: at most {MAX_ROWS:,} rows of {MAX_V:,}, got {logits.shape}")
+    B, V = check_matrix("logits", logits, "(B, V)")
+    check_rows("logits", logits, MAX_V)
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
     for name, array in state._asdict().items():
         check(name, array, _shape(name, B, V), DTYPES[name])
     if report is not None:
         check("report", report, (2, 2, B), "int32")
-    args = (logits, *state, report, V, n_ctx)
-    return Bound(state.token, (launch_at(FILE, geometry(B), args),), state)
+    return Bound(state.token, _launch(Job(logits, state, report, n_ctx)), state)
 
 
 def bind(
@@ -118,18 +130,13 @@ def bind(
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: CudaArray | None = None,
-    variant: str | int | None = None,
 ) -> Bound:
     """inputs (logits (B, V),), out (B,) of int32; extra is the rest of a `SampleState`.
 
-    Without `seen`, a copy of which is used, nothing was seen. Each run is a step.
+    seen (B, V) is copied; without it, no token was seen. Each run is a step.
     """
     (logits,) = inputs
-    check("logits", logits)
-    if logits.ndim != 2:
-        raise InputError(f"logits: expected (B, V), got shape {logits.shape}")
-    OPERATION.variant(variant or OPERATION.variants[0].name)
-    B, V = logits.shape
+    B, V = check_matrix("logits", logits, "(B, V)")
     token = output(out, (B,), "int32", apart={"logits": logits, "seen": seen})
     state = SampleState.allocate(B, V)._replace(token=token)
     state.set(rows_of(sampling, B))
@@ -138,6 +145,11 @@ def bind(
         check("seen", seen, (B, V), "uint8")
         state.seen[...] = seen
     return bind_state(logits, state)
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    shape = (sizes["B"], sizes["V"])
+    return (np.float32(3) * rng.standard_normal(shape, dtype=np.float32),)
 
 
 OPERATION = Operation(
@@ -152,6 +164,7 @@ OPERATION = Operation(
             ("sample_token",),
             "a block a row; after exp all is integers: the same bits in any batch",
             block=THREADS,
+            launch=_launch,
         ),
     ),
     auxiliary=(
@@ -171,20 +184,19 @@ def sample_token(
     sampling: Sampling | Sequence[Sampling] | None = None,
     step: int = 0,
     seen: CudaArray | None = None,
-    variant: str | int | None = None,
 ) -> CudaArray:
     """`reference.sample_token` on CuPy arrays: float32, `seen` uint8; raises InputError.
 
-    It copies what is asked for to the device in each call: `SampleState` and `bind_state` do not.
+    Each call copies the parameters to the device; `SampleState` and `bind_state` avoid this.
     """
     (logits,) = contiguous(logits)
-    return bind((logits,), sampling=sampling, step=step, seen=seen, variant=variant).run()
+    return bind((logits,), sampling=sampling, step=step, seen=seen).run()
 
 
 def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
     """tokens (N,), rows (N,) of int32, seen (B, V) of uint8, which is out.
 
-    seen[rows[i], tokens[i]] becomes 1; what is outside is passed over.
+    seen[rows[i], tokens[i]] becomes 1; places outside of it are skipped.
     """
     check("tokens", tokens, dtype="int32")
     check("rows", rows, tokens.shape, "int32")
@@ -193,10 +205,9 @@ def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
         raise InputError(
             f"expected up to {MAX_ROWS:,} tokens and seen (B, V), got {tokens.shape}, {seen.shape}"
         )
-    (kernel,) = OPERATION.auxiliary[0].kernels
     args = (tokens, rows, seen, tokens.size, *seen.shape)
     grid = (ceil(tokens.size / MARK_BLOCK),)
-    return Bound(seen, (launch(FILE, kernel, grid, (MARK_BLOCK,), args),))
+    return Bound(seen, (launch(FILE, "mark_seen", grid, (MARK_BLOCK,), args),))
 
 
 def _integers(name: str, given: Any) -> CudaArray:

@@ -1,10 +1,12 @@
-"""Softmax over rows: its variants, and the launch of each."""
+"""Softmax over rows, optionally causal: y = exp(x - max) / Σ exp(x - max).
+
+Kernels: softmax/ladder.cu, one for each variant.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,60 +17,79 @@ from gpt2block.cuda.arrays import (
     check,
     contiguous,
     device_attribute,
-    launch_at,
     output,
+    row_alignment,
 )
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import THREADS, VALUES, share
+from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
+BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-LONGEST_IN_REGISTERS = VALUES * THREADS
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = (sizes["B"], sizes["NH"], sizes["T"], sizes["T"])
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
+class Job(NamedTuple):
+    """A checked call: `rows` rows of n scores, loaded `width` (4 or 1) at a time."""
+
+    scores: CudaArray
+    out: CudaArray
+    rows: int
+    n: int
+    causal: bool
+    width: int
+    sms: int
+    block: int | None  # None: the variant's default
 
 
-def _scores(sizes: Sizes) -> int:
-    return sizes["B"] * sizes["NH"] * sizes["T"] ** 2
+def _launch(
+    job: Job, kernel: str, grid: int, block: int, *defines: tuple[str, int]
+) -> tuple[Launch, ...]:
+    defines = (("SOFTMAX_CAUSAL", int(job.causal)), *defines)
+    args = (job.scores, job.out, job.rows, job.n)
+    return (launch(FILE, kernel, (grid,), (block,), args, defines=defines),)
 
 
-@lru_cache(maxsize=1024)
-def geometry(
-    variant: Variant, rows: int, n: int, width: int, sms: int, block: int | None, causal: bool
-) -> Geometry:
-    """For `rows` of n values, `width` a load (4 or 1), on a GPU with `sms` multiprocessors.
-
-    `block` None: the best there is; for the variant `rows` it is the threads that share a row.
-    """
-    (kernel,) = variant.kernels
-    mask = ("SOFTMAX_CAUSAL", int(causal))
-    if variant.name == "rows":
-        shape = share(rows, n, width, sms, block)
-        held = 1 << (shape.held - 1).bit_length()  # few kernels for many lengths
-        defines = (
-            mask,
-            ("SOFTMAX_WIDTH", width),
-            ("SOFTMAX_THREADS", shape.threads),
-            ("SOFTMAX_HELD", held),
-            ("SOFTMAX_ROWS", shape.rows),
-        )
-        return Geometry(kernel, (shape.grid,), (shape.block,), defines=defines)
-    block = block or variant.block
-    if variant.name == "three_pass":
-        return Geometry(kernel, (rows,), (block,), defines=(mask, ("SOFTMAX_BLOCK", block)))
-    if variant.name == "online_warp":
-        return Geometry(kernel, (ceil(rows / (block // 32)),), (block,), defines=(mask,))
-    return Geometry(kernel, (rows,), (block,), defines=(mask, ("SOFTMAX_WIDTH", width)))
+def _launch_three_pass(job: Job) -> tuple[Launch, ...]:
+    block = job.block or BLOCK
+    return _launch(job, "softmax_forward_kernel1", job.rows, block, ("SOFTMAX_BLOCK", block))
 
 
-MAX_ROWS = 2**31 - 1
-MAX_N = 2**30
+def _launch_online_warp(job: Job) -> tuple[Launch, ...]:
+    block = job.block or BLOCK
+    return _launch(job, "softmax_forward_kernel2", ceil(job.rows / (block // 32)), block)
+
+
+def _launch_online_block(job: Job) -> tuple[Launch, ...]:
+    block = job.block or BLOCK
+    return _launch(job, "softmax_forward_kernel3", job.rows, block, ("SOFTMAX_WIDTH", job.width))
+
+
+def _launch_rows(job: Job) -> tuple[Launch, ...]:
+    """Here `block` is the number of threads that share a row; None chooses it."""
+    shape = share(job.rows, job.n, job.width, job.sms, job.block)
+    held = 1 << (shape.held - 1).bit_length()  # few kernels for many lengths
+    return _launch(
+        job,
+        "softmax_forward_kernel4",
+        shape.grid,
+        shape.block,
+        ("SOFTMAX_WIDTH", job.width),
+        ("SOFTMAX_THREADS", shape.threads),
+        ("SOFTMAX_HELD", held),
+        ("SOFTMAX_ROWS", shape.rows),
+    )
+
+
+def _rows_problem(job: Job) -> str | None:
+    if job.n <= LONGEST_IN_REGISTERS:
+        return None
+    return (
+        f"rows of {job.n:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
+        f"registers: use another variant"
+    )
 
 
 def bind(
@@ -81,7 +102,7 @@ def bind(
 ) -> Bound:
     """inputs (scores (..., n),), with `causal` (..., T, T); out as scores, or scores itself.
 
-    Without a variant: rows in registers where they fit, else online_block.
+    Without a variant: "rows" where a row fits in registers, else "online_block".
     """
     (scores,) = inputs
     causal = check_flag("causal", causal)
@@ -89,23 +110,23 @@ def bind(
     n = scores.shape[-1]
     if causal and scores.shape[-2:] != (n, n):
         raise InputError(f"scores: expected (..., T, T) with causal, got {scores.shape}")
-    rows = scores.size // n
-    if rows > MAX_ROWS or n > MAX_N:
-        raise InputError(
-            f"scores: at most {MAX_ROWS:,} rows of {MAX_N:,} values, got {scores.shape}"
-        )
+    rows = check_rows("scores", scores)
     out = output(out, scores.shape, apart={}, in_place={"scores": scores})
-
-    if variant is None:
-        variant = "rows" if n <= LONGEST_IN_REGISTERS else "online_block"
-    chosen = OPERATION.variant(variant)
-    if block is not None:
-        check_block(OPERATION.name, chosen, block)
-    width = 1 if n % 4 or scores.data.ptr % 16 or out.data.ptr % 16 else 4
+    width = 4 if row_alignment(n, scores, out) == 16 else 1
     sms = device_attribute("MultiProcessorCount")
-    where = geometry(chosen, rows, n, width, sms, block, causal)
-    args = (scores, out, rows, n)
-    return Bound(out, (launch_at(FILE, where, args),))
+    job = Job(scores, out, rows, n, causal, width, sms, block)
+    chosen = OPERATION.choose(job, variant, ("rows", "online_block"))
+    check_block(OPERATION.name, chosen, block)
+    return Bound(out, chosen.launch(job))
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    shape = (sizes["B"], sizes["NH"], sizes["T"], sizes["T"])
+    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
+
+
+def _scores(sizes: Sizes) -> int:
+    return sizes["B"] * sizes["NH"] * sizes["T"] ** 2
 
 
 OPERATION = Operation(
@@ -120,6 +141,7 @@ OPERATION = Operation(
             ("softmax_forward_kernel1",),
             "a block a row: maximum, sum, quotient, each a pass over x",
             BLOCKS,
+            launch=_launch_three_pass,
         ),
         Variant(
             "online_warp",
@@ -127,6 +149,7 @@ OPERATION = Operation(
             ("softmax_forward_kernel2",),
             "a warp a row: maximum and sum in one pass",
             BLOCKS,
+            launch=_launch_online_warp,
         ),
         Variant(
             "online_block",
@@ -134,6 +157,7 @@ OPERATION = Operation(
             ("softmax_forward_kernel3",),
             "a block a row, 16-byte loads: rows of any length",
             BLOCKS,
+            launch=_launch_online_block,
         ),
         Variant(
             "rows",
@@ -141,6 +165,8 @@ OPERATION = Operation(
             ("softmax_forward_kernel4",),
             "rows in registers: x is read once",
             tuple(block for block in BLOCKS if block <= THREADS),
+            launch=_launch_rows,
+            problem=_rows_problem,
         ),
     ),
     make=_make,
@@ -161,9 +187,8 @@ def softmax(
 ) -> CudaArray:
     """`reference.softmax` on a float32 CuPy array; in place with `out=scores`. Raises InputError.
 
-    With `causal` row t of each (T, T) sees columns 0..t: 0 is written to the others, and what
-    stood there is never read. What a row of -inf alone sees becomes NaN, as in NumPy.
-    Without a variant: the fastest that fits.
+    With `causal` row t of each (T, T) sees columns 0..t: the others become 0 and are never read.
+    A row that sees only -inf becomes NaN, as in NumPy. Without a variant: the fastest that fits.
     """
     if out is not scores:
         (scores,) = contiguous(scores)

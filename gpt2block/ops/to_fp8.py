@@ -1,30 +1,47 @@
-"""To FP8, and the largest magnitudes that scales are made of: their variants and launches."""
+"""To FP8: x, or x / scale, as a byte; and the largest magnitudes, from which scales are made.
+
+Kernels: fp8/convert.cu.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.checks import check_flag
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output, storage
-from gpt2block.cuda.kernels import FP8, Geometry
+from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.weights.matrix import LAYOUTS, check_layout
 
 FILE = "fp8/convert.cu"
+BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
-ELEMENTS = 16  # of a thread, all on their way at once
-LANES = 4  # threads side by side in a row of absmax_kn_kernel
+ELEMENTS = 16  # of a thread, all in flight at once
+LANES = 4  # neighbouring threads in a row of absmax_kn_kernel
 ABSMAX_BLOCK = 512
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    return (rng.standard_normal((sizes["K"], sizes["N"]), dtype=np.float32) + np.float32(0.5),)
+class Job(NamedTuple):
+    """A checked call: x, scale (N,) or None with its layout, and out."""
+
+    x: CudaArray
+    scale: CudaArray | None
+    out: CudaArray
+    format: str
+    saturate: bool
+    layout: str
+    block: int | None
+
+
+def _alignment(*arrays: CudaArray | None) -> int:
+    """Of all of them, in elements."""
+    return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays if a is not None)
 
 
 def _width(itemsize: int, row: int, alignment: int) -> int:
@@ -36,22 +53,13 @@ def _width(itemsize: int, row: int, alignment: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def geometry(
-    variant: Variant,
-    size: int,
-    itemsize: int,
-    alignment: int,
-    row: int | None = None,
-    layout: str = "KN",
-    saturate: bool = True,
-    block: int | None = None,
+def choose_geometry(
+    size: int, row: int | None, layout: str, saturate: bool, width: int, vectors: int, block: int
 ) -> Geometry:
-    """For `size` elements, aligned to `alignment` of them; with scales, in rows of `row`."""
-    block = block or variant.block
-    width, vectors = 1, 1
-    if variant.name == "vectors":
-        width = _width(itemsize, row or 0, alignment)  # without rows the kernel sees to the end
-        vectors = ELEMENTS // width
+    """For `size` elements, in rows of `row` where they have scales.
+
+    A thread takes `vectors` loads of `width` elements.
+    """
     defines = (
         ("FP8_WIDTH", width),
         ("FP8_VECTORS", vectors),
@@ -62,20 +70,22 @@ def geometry(
     return Geometry("to_fp8_kernel", grid, (block,), defines=defines)
 
 
-def absmax_geometry(
-    layout: str, rows: int, columns: int, itemsize: int, alignment: int
-) -> Geometry:
-    """For a matrix as it lies in memory: rows are K of layout "KN", N of "NK"."""
-    width = _width(itemsize, columns, alignment)
-    defines = (("FP8_WIDTH", width), ("FP8_BLOCK", ABSMAX_BLOCK), ("FP8_LANES", LANES))
-    if layout == "KN":
-        kernel, grid = "absmax_kn_kernel", (ceil(columns / (LANES * width)),)
-    else:
-        kernel, grid = "absmax_nk_kernel", (rows,)
-    return Geometry(kernel, grid, (ABSMAX_BLOCK,), defines=defines)
+def _launch(job: Job, width: int, vectors: int) -> tuple[Launch, ...]:
+    x, row = job.x, None if job.scale is None else job.x.shape[1]
+    block = job.block or BLOCK
+    geometry = choose_geometry(x.size, row, job.layout, job.saturate, width, vectors, block)
+    args = (x, job.scale, job.out, x.size, row or x.size)
+    return (launch_at(FILE, geometry, args, storage=x.dtype.name, weights=job.format),)
 
 
-FASTEST = "vectors"
+def _launch_element(job: Job) -> tuple[Launch, ...]:
+    return _launch(job, 1, 1)
+
+
+def _launch_vectors(job: Job) -> tuple[Launch, ...]:
+    row = 0 if job.scale is None else job.x.shape[1]  # without rows the kernel checks the end
+    width = _width(job.x.itemsize, row, _alignment(job.x, job.scale, job.out))
+    return _launch(job, width, ELEMENTS // width)
 
 
 def bind(
@@ -95,23 +105,21 @@ def bind(
     check("x", x, dtype=dtype)
     if not isinstance(format, str) or format not in FP8:
         raise InputError(f"unknown FP8 format {format!r}: expected one of {', '.join(FP8)}")
-    arrays = [x]
     saturate = check_flag("saturate", saturate)
     check_layout(layout)
     if scale is not None:
         if x.ndim != 2:
-            raise InputError(f"x: expected a matrix, as it has scales, got shape {x.shape}")
+            raise InputError(f"x: expected a matrix, as scale is given, got shape {x.shape}")
         check("scale", scale, (x.shape[layout.index("N")],))
-        arrays.append(scale)
     out = output(out, x.shape, "uint8", apart={"x": x, "scale": scale})
-    arrays.append(out)
-    chosen = OPERATION.variant(FASTEST if variant is None else variant)
-    if block is not None:
-        check_block(OPERATION.name, chosen, block)
-    row = None if scale is None else x.shape[1]
-    where = geometry(chosen, x.size, x.itemsize, _alignment(arrays), row, layout, saturate, block)
-    args = (x, scale, out, x.size, row or x.size)
-    return Bound(out, (launch_at(FILE, where, args, storage=dtype, weights=format),))
+    job = Job(x, scale, out, format, saturate, layout, block)
+    chosen = OPERATION.choose(job, variant, ("vectors",))
+    check_block(OPERATION.name, chosen, block)
+    return Bound(out, chosen.launch(job))
+
+
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    return (rng.standard_normal((sizes["K"], sizes["N"]), dtype=np.float32) + np.float32(0.5),)
 
 
 OPERATION = Operation(
@@ -120,13 +128,21 @@ OPERATION = Operation(
     idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
     sizes={"K": 4096, "N": 11008},
     variants=(
-        Variant("element", FILE, ("to_fp8_kernel",), "a thread an element", BLOCKS),
+        Variant(
+            "element",
+            FILE,
+            ("to_fp8_kernel",),
+            "a thread an element",
+            BLOCKS,
+            launch=_launch_element,
+        ),
         Variant(
             "vectors",
             FILE,
             ("to_fp8_kernel",),
-            "a thread 16 elements, 16-byte loads, all of them on their way first",
+            "a thread 16 elements, 16-byte loads, all in flight at once",
             BLOCKS,
+            launch=_launch_vectors,
         ),
     ),
     make=_make,
@@ -169,6 +185,19 @@ def to_fp8(
     return bind((x,), out, variant=variant, block=block, **options).run()
 
 
+def absmax_geometry(
+    layout: str, rows: int, columns: int, itemsize: int, alignment: int
+) -> Geometry:
+    """For a matrix as it lies in memory: rows are K of layout "KN", N of "NK"."""
+    width = _width(itemsize, columns, alignment)
+    defines = (("FP8_WIDTH", width), ("FP8_BLOCK", ABSMAX_BLOCK), ("FP8_LANES", LANES))
+    if layout == "KN":
+        kernel, grid = "absmax_kn_kernel", (ceil(columns / (LANES * width)),)
+    else:
+        kernel, grid = "absmax_nk_kernel", (rows,)
+    return Geometry(kernel, grid, (ABSMAX_BLOCK,), defines=defines)
+
+
 def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
     """The largest magnitude of each output channel: w (K, N) or, "NK", (N, K) → (N,) float32.
 
@@ -183,14 +212,8 @@ def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
     rows, columns = w.shape
     if max(rows, columns) >= 2**31:
         raise InputError(f"w: expected fewer than 2^31 rows and columns, got {w.shape}")
-    where = absmax_geometry(layout, rows, columns, w.itemsize, _alignment([w]))
+    geometry = absmax_geometry(layout, rows, columns, w.itemsize, _alignment(w))
     most = cupy.empty(w.shape[layout.index("N")], "float32")
     sizes = (rows, columns) if layout == "KN" else (columns,)
-    args = (w, most, *sizes)
-    launch_at(FILE, where, args, storage=dtype).run()
+    launch_at(FILE, geometry, (w, most, *sizes), storage=dtype).run()
     return most
-
-
-def _alignment(arrays: list[CudaArray]) -> int:
-    """Of all of them, in elements."""
-    return min(int(a.data.ptr & -a.data.ptr) // int(a.itemsize) for a in arrays)

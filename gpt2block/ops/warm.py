@@ -1,4 +1,4 @@
-"""Warm calls: what an op was bound to once serves every call that differs in addresses alone.
+"""Warm calls: a bound op serves every repeated call that differs in addresses alone.
 
 Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
 alignment, and on the options. Where all of these have been seen together, a call allocates its
@@ -19,7 +19,7 @@ from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import SplitMatrix
 
 MOST = 4096  # recipes kept; then the oldest is forgotten
-ALIGNED = 16  # bytes that the ops ask for at most
+ALIGNED = 16  # bytes: no op looks at a larger alignment
 
 
 class Recipe(NamedTuple):

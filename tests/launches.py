@@ -1,0 +1,34 @@
+"""The geometry of a launch that a variant makes for a job, without a device."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block.cuda import kernels
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops.operation import Variant
+
+
+def stub(dtype: str = "float32", shape: tuple[int, ...] = (1,), address: int = 512) -> Any:
+    """Stands for an array on the device, which no launch reads."""
+    kind, data = np.dtype(dtype), SimpleNamespace(ptr=address)
+    size = math.prod(shape)
+    return SimpleNamespace(dtype=kind, itemsize=kind.itemsize, shape=shape, size=size, data=data)
+
+
+def geometry_of(variant: Variant, job: Any) -> Geometry:
+    """Kernel, grid, block, shared memory and defines of the variant's one launch."""
+
+    def load(file: str, name: str, defines: kernels.Defines = ()) -> Any:
+        assert file == variant.file
+        return SimpleNamespace(max_dynamic_shared_size_bytes=0, defines=defines)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "load", load)
+        (launch,) = variant.launch(job)
+    return Geometry(launch.name, launch.grid, launch.block, launch.shared, launch.function.defines)
