@@ -31,7 +31,7 @@ from gpt2block import GPT2, GPT2Config, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 from gpt2block.ops.attention import _not_here
-from gpt2block.ops.gemm import WAYS as GEMM_WAYS
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
@@ -600,9 +600,8 @@ def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) 
     """The kernels that this GPU would not take by itself, too."""
 
     m = GPT2(weights(SMALL), "cuda", dtype)
-    ways = {name: way for name, way in GEMM_WAYS.items() if name == variant}
-    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "WAYS", ways)
-    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "LAST", variant)
+    gemm = replace(GEMM, variants=(GEMM.variant(variant),))
+    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "OPERATION", gemm)
     monkeypatch.setattr(
         import_module("gpt2block.ops.attention"), "_on_tensor_cores", lambda: variant
     )

@@ -37,20 +37,20 @@ class Bound(NamedTuple):
 
 def launch_at(
     file: str,
-    where: Geometry,
+    geometry: Geometry,
     args: tuple[Any, ...],
     storage: str = "float32",
     weights: str | None = None,
 ) -> Launch:
-    """`kernels.launch` of what a geometry says."""
+    """`kernels.launch` with a geometry."""
     return launch(
         file,
-        where.kernel,
-        where.grid,
-        where.block,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
         args,
-        shared=where.shared,
-        defines=where.defines,
+        shared=geometry.shared,
+        defines=geometry.defines,
         storage=storage,
         weights=weights,
     )
@@ -94,6 +94,14 @@ def check_alignment(name: str, array: CudaArray) -> None:
     if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
         raise InputError(
             f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
+        )
+
+
+def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
+    """Raise InputError unless the first element is at a multiple of so many bytes."""
+    if array.data.ptr % multiple:
+        raise InputError(
+            f"{name}: expected data aligned to {multiple} bytes: pass a copy, {name}.copy()"
         )
 
 
@@ -227,6 +235,15 @@ def alignment(*addresses: int) -> int:
     for address in addresses:
         together |= address
     return together & -together
+
+
+def row_alignment(n: int, *arrays: CudaArray | None) -> int:
+    """The largest power of two, up to 16, that divides the byte address of every row.
+
+    n: elements of a row, the rows of an array follow each other. None counts as no array.
+    """
+    given = [array for array in arrays if array is not None]
+    return alignment(*(a.data.ptr for a in given), *(n * a.itemsize for a in given))
 
 
 def device_attribute(name: str) -> int:
