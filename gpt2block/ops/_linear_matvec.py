@@ -1,4 +1,4 @@
-"""The kernels of the linear layer for few rows, matmul/decode.cu: how a product is cut."""
+"""The linear layer for few rows, matmul/decode.cu: its layouts and its geometry."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     span: int  # columns of a thread
     depth: int  # of a slice along K
     stages: int  # slices in shared memory, or fewer where they do not fit
-    blocks: int  # that an SM shall have registers for
+    blocks: int  # that an SM should have registers for
     speed: float  # of an SM that is busy with such tiles, relative to the largest
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
+
+Tile = TypeVar("Tile")
 
 
 def check_weights(name: str, w: Any, inputs: tuple[str, Any], layout: str | None = "NK") -> None:
@@ -44,33 +45,20 @@ def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | N
     return (with_fp8, w.dtype) if w.dtype in FP8 else (w.dtype, None)
 
 
-class _Tile(Protocol):
-    @property
-    def rows(self) -> int: ...
-    @property
-    def columns(self) -> int: ...
+def count_tiles(tile: Any, M: int, N: int) -> int:
+    """How many tiles, of `rows` and `columns`, cover an output (M, N)."""
+    rows: int = tile.rows
+    columns: int = tile.columns
+    return ceil(M / rows) * ceil(N / columns)
 
 
-class _TimedTile(_Tile, Protocol):
-    @property
-    def speed(self) -> float: ...
-
-
-_Timed = TypeVar("_Timed", bound=_TimedTile)
-
-
-def count_tiles(tile: _Tile, M: int, N: int) -> int:
-    """How many tiles cover an output (M, N)."""
-    return ceil(M / tile.rows) * ceil(N / tile.columns)
-
-
-def fastest(tiles: Iterable[_Timed], M: int, N: int, sms: int) -> _Timed:
+def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
     """The tile that gets the outputs done first on `sms` multiprocessors; of equals the first.
 
-    The speed of a tile is that of a multiprocessor busy with such tiles, relative to the others.
+    tiles: with `rows`, `columns` and `speed`, that of a multiprocessor busy with such tiles.
     """
 
-    def duration(tile: _Timed) -> float:
+    def duration(tile: Any) -> Any:
         return ceil(count_tiles(tile, M, N) / sms) * tile.rows * tile.columns / tile.speed
 
     return min(tiles, key=duration)

@@ -37,7 +37,7 @@ from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
 from gpt2block.ops._gemm_hopper import SLICE
-from gpt2block.ops._matrix import check_weights
+from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
@@ -80,12 +80,6 @@ class Job(NamedTuple):
         return str(self.x.dtype.name)
 
     @property
-    def weights(self) -> str | None:
-        """The FP8 format of the weights, if they have one."""
-        dtype = self.matrices[0].dtype
-        return dtype if dtype in FP8 else None
-
-    @property
     def sizes(self) -> tuple[int, int, int]:
         """M, N, K."""
         K = self.x.shape[-1]
@@ -115,7 +109,7 @@ class Job(NamedTuple):
         return self.launch_at(file, geometry, (*args, *self.rotated(head_dim)))
 
     def launch_at(self, file: str, geometry: Geometry, args: tuple[Any, ...]) -> Launch:
-        return launch_at(file, geometry, args, self.storage, self.weights)
+        return launch_at(file, geometry, args, *storage_of(self.matrices[0], self.storage))
 
     def rope(self) -> tuple[Launch, ...]:
         """RoPE of the result as a launch of its own."""
@@ -249,7 +243,7 @@ def _launch_hopper(job: Job) -> Bound:
 def _hopper_problem(job: Job) -> str | None:
     if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
-    if job.storage == "float32" or job.weights:
+    if job.storage == "float32" or job.matrices[0].dtype in FP8:
         return "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     _, N, K = job.sizes
     if not _aligned(job) or N % MULTIPLE or K % MULTIPLE:
@@ -288,21 +282,29 @@ def _check(
     check("gamma", gamma, (x.shape[-1],), dtype)
     if residual is not None:
         check("residual", residual, x.shape, dtype)
-    for name, w in weights.items():
-        if not isinstance(w, WeightMatrix) or w.dtype not in FP8:
-            check(name, w.data if isinstance(w, WeightMatrix) else w, dtype=dtype)
-        weights[name] = w if isinstance(w, WeightMatrix) else WeightMatrix(w, dtype)
-        check_weights(name, weights[name], ("x", x), layout=None)
-    (first_name, first), *others = weights.items()
+    matrices = {name: _matrix(name, w, x) for name, w in weights.items()}
+    (first_name, first), *others = matrices.items()
     for name, w in others:
         if (w.N, w.dtype, w.layout) != (first.N, first.dtype, first.layout):
             raise InputError(
                 f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
                 f"{first_name}, got N {w.N}, {w.dtype}, layout {w.layout}"
             )
-    given = {"x": x, "residual": residual, "gamma": gamma, **weights}
+    given = {"x": x, "residual": residual, "gamma": gamma, **matrices}
     out = output(out, (*x.shape[:-1], first.N), dtype, apart=given)
-    return Job(x, residual, gamma, tuple(weights.values()), out, float(eps), stride)
+    return Job(x, residual, gamma, tuple(matrices.values()), out, float(eps), stride)
+
+
+def _matrix(name: str, w: Any, x: CudaArray) -> WeightMatrix:
+    """Weights in the dtype of x or FP8, checked; an array is (K, N)."""
+    dtype = storage(x)
+    if not isinstance(w, WeightMatrix):
+        check(name, w, dtype=dtype)
+        w = WeightMatrix(w, dtype)
+    elif w.dtype not in FP8:
+        check(name, w.data, dtype=dtype)
+    check_weights(name, w, ("x", x), layout=None)
+    return w
 
 
 def bind_matmul(
