@@ -20,7 +20,7 @@ from gpt2block.cuda.kernels import FP8, STORAGE, Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops._linear_tiles import FILE, TILES, Tile, geometry
 from gpt2block.ops._matrix import fastest
-from gpt2block.ops.linear import OPERATION
+from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.plain import normal
@@ -135,7 +135,7 @@ def on_device(given: Given) -> tuple[Any, ...]:
 def bind_tiles(inputs: tuple[Any, ...], out: Any = None, gelu: bool = False) -> Bound:
     """The variant tiles for x, w, bias and residual."""
     x, w, bias, residual = inputs
-    return OPERATION.bind((x, w, bias, None, None, residual), out, gelu=gelu, variant="tiles")
+    return bind_linear((x, w, bias, None, None, residual), out, gelu=gelu, variant="tiles")
 
 
 def on_gpu(given: Given, in_place: bool = False) -> Array:

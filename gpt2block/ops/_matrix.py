@@ -13,8 +13,10 @@ from gpt2block.weights.matrix import WeightMatrix
 Tile = TypeVar("Tile")
 
 
-def check_weights(name: str, w: Any, inputs: tuple[str, Any], layout: str | None = "NK") -> None:
-    """InputError unless it is a WeightMatrix on the current device that fits the input.
+def check_weights(
+    name: str, w: Any, inputs: tuple[str, Any], layout: str | None = "NK"
+) -> WeightMatrix:
+    """w itself; InputError unless it is a WeightMatrix on the current device that fits the input.
 
     inputs: name and array (..., K) of what w is multiplied with. layout: None for either.
     """
@@ -35,6 +37,7 @@ def check_weights(name: str, w: Any, inputs: tuple[str, Any], layout: str | None
         raise InputError(
             f"{name}: expected K {array.shape[-1]} to match {other}, got {w.K} ({w.layout})"
         )
+    return w
 
 
 def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | None]:

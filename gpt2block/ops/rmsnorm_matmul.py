@@ -303,8 +303,7 @@ def _matrix(name: str, w: Any, x: CudaArray) -> WeightMatrix:
         w = WeightMatrix(w, dtype)
     elif w.dtype not in FP8:
         check(name, w.data, dtype=dtype)
-    check_weights(name, w, ("x", x), layout=None)
-    return w
+    return check_weights(name, w, ("x", x), layout=None)
 
 
 def bind_matmul(
