@@ -21,8 +21,8 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
+from gpt2block.ops._gemm_mma import FILE, TILES, Tile, geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.gemm import FILE, TILES, Tile, geometry
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
@@ -62,7 +62,7 @@ class Case:
             self.K,
             gelu=self.gelu,
             residual=self.residual,
-            float_out=self.float_out,
+            other_out=self.float_out,
             tile=tile,
             **gpu,
         )
@@ -441,8 +441,8 @@ def test_the_function() -> None:
         ({"dtype": "float16"}, "dtype 'float16': expected bfloat16, as a has, or float32"),
         ({"a": ((4, 64), "float32")}, "a: expected bfloat16 or float16, got float32"),
         ({"a": ((4, 72), "bfloat16")}, "w: expected K 72 to match a, got 64"),
-        ({"a": ((4, 64), "float16")}, "w: expected float16, as a has, in layout 'NK'"),
-        ({"w": ((64, 48), "bfloat16", "KN")}, "w: expected bfloat16, .* got bfloat16, 'KN'"),
+        ({"a": ((4, 64), "float16")}, "w: expected float16, as a has, got bfloat16"),
+        ({"w": ((64, 48), "bfloat16", "KN")}, "w: expected layout 'NK', .* got 'KN'"),
         ({"w": ((44, 64), "bfloat16", "NK")}, "K and N in multiples of 8, got K 64, N 44"),
         ({"bias": ((47,), "float32")}, r"bias: expected shape \(48,\), got \(47,\)"),
         ({"bias": ((48,), "bfloat16")}, "bias: expected float32, got bfloat16"),

@@ -6,7 +6,6 @@ What both tiers have in common is in test_gemm.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,16 @@ from numpy.typing import NDArray
 
 from gpt2block import SplitMatrix
 from gpt2block.cuda import kernels
+from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
     FILE,
-    SPLIT_FILE,
-    SPLIT_TILES,
     TILES,
+    TWO_PART_FILE,
+    TWO_PART_TILES,
     Tile,
     choose_tile,
     geometry,
-    split_geometry,
 )
-from gpt2block.ops._gemm_hopper import geometry as gemm_hopper_geometry
-from gpt2block.ops._gemm_hopper import split_geometry as gemm_hopper_split_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
@@ -59,8 +56,8 @@ def test_the_fastest_tile_on_an_h200(
     """Those that were the fastest, or within 2 % of it, when all were timed."""
     chosen = choose_tile(TILES, M, *product, True, SMS)
     assert (chosen.rows, chosen.columns) == tile
-    assert chosen.splits == splits
-    assert choose_tile(TILES, M, *product, False, SMS).splits == 1
+    assert chosen.split_k == splits
+    assert choose_tile(TILES, M, *product, False, SMS).split_k == 1
 
 
 @pytest.mark.parametrize(
@@ -77,22 +74,22 @@ def test_the_fastest_tile_on_an_h200(
 def test_the_fastest_tile_of_split_numbers(
     M: int, product: tuple[int, int], tile: tuple[int, int]
 ) -> None:
-    chosen = choose_tile(SPLIT_TILES, M, *product, False, SMS)
+    chosen = choose_tile(TWO_PART_TILES, M, *product, False, SMS)
     assert (chosen.rows, chosen.columns) == tile
 
 
 def test_a_tile_of_split_numbers_has_room_and_does_not_spill() -> None:
     jobs = []
-    for tile in SPLIT_TILES:
+    for tile in TWO_PART_TILES:
         for gelu, residual, split_out in (
             (True, False, True),
             (False, False, True),
             (False, True, False),
         ):
-            ends: Any = {"gelu": gelu, "residual": residual, "split_out": split_out}
-            how, _ = split_geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
+            ends: Any = {"gelu": gelu, "residual": residual, "other_out": split_out}
+            how, _ = geometry(500, 768, 768, two_part=True, **ends, sms=SMS, tile=tile)
             assert how.shared <= MOST_SHARED
-            jobs.append((SPLIT_FILE, "sm_90a", how.defines))
+            jobs.append((TWO_PART_FILE, "sm_90a", how.defines))
     assert_clean(jobs)
 
 
@@ -100,15 +97,15 @@ def test_a_tile_of_split_numbers_has_room_and_does_not_spill() -> None:
 def test_a_tile_has_room(tile: Tile) -> None:
     for M in (1, 130, 100_000):
         for float_out in (False, True):
-            how, _ = geometry(M, 768, 3072, float_out=float_out, sms=SMS, tile=tile)
+            how, _ = geometry(M, 768, 3072, other_out=float_out, sms=SMS, tile=tile)
             assert how.shared <= MOST_SHARED
             assert how.grid[0] % tile.cluster == 0
-            assert how.grid[0] <= SMS or tile.splits > 1
+            assert how.grid[0] <= SMS or tile.split_k > 1
 
 
 def test_a_short_k_is_not_split_into_nothing() -> None:
     for K in (8, 64, 72, 128, 192):
-        assert choose_tile(TILES, 128, 768, K, True, SMS).splits <= -(-K // 64)
+        assert choose_tile(TILES, 128, 768, K, True, SMS).split_k <= -(-K // 64)
 
 
 def test_no_tile_spills() -> None:
@@ -119,7 +116,7 @@ def test_no_tile_spills() -> None:
     jobs = []
     for i, tile in enumerate(TILES):
         for case in (*of_a_block, others[i % len(others)]):
-            ends: Any = {"gelu": case.gelu, "residual": case.residual, "float_out": case.float_out}
+            ends: Any = {"gelu": case.gelu, "residual": case.residual, "other_out": case.float_out}
             how, _ = geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
             jobs.append((FILE, "sm_90a", (*kernels.stored_as(case.storage), *how.defines)))
     assert_clean(jobs)
@@ -136,8 +133,8 @@ def cp() -> Any:
 def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> NDArray[Any]:
     """With this tile, twice, for the same bits."""
 
-    monkeypatch.setattr(import_module("gpt2block.ops._gemm_hopper"), "choose_tile", lambda *_: tile)
-    gemm_hopper_geometry.cache_clear()
+    monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_: tile)
+    geometry.cache_clear()
     case = given.case
     a, w, bias, residual = (
         x if x is None else cp.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
@@ -148,7 +145,7 @@ def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) ->
         out = cp.asarray(given.poisoned())
         bind_gemm(inputs, out, gelu=case.gelu, variant="hopper").run()
         results.append(out.get())
-    gemm_hopper_geometry.cache_clear()
+    geometry.cache_clear()
     np.testing.assert_array_equal(*results)
     first: NDArray[Any] = results[0]
     return first
@@ -166,7 +163,7 @@ def test_every_tile(cp: Any, epilogue: Case, monkeypatch: pytest.MonkeyPatch) ->
             if expected is None:
                 given.assert_right(got, cp)
                 expected = got
-            elif tile.splits == 1:
+            elif tile.split_k == 1:
                 np.testing.assert_array_equal(got, expected)
             else:
                 given.assert_right(got, cp)
@@ -180,7 +177,7 @@ def test_a_short_k(cp: Any, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(cp, given, TILES[0], monkeypatch)
     given.assert_right(expected, cp)
     for tile in TILES[1:]:
-        if tile.splits == 1:
+        if tile.split_k == 1:
             np.testing.assert_array_equal(run(cp, given, tile, monkeypatch), expected)
 
 
@@ -201,19 +198,17 @@ def test_every_tile_of_split_numbers(
     others = (x if x is None else cp.asarray(x) for x in (given.bias, given.residual))
     inputs = (*arrays, *others)
     results = []
-    for tile in SPLIT_TILES:
-        monkeypatch.setattr(
-            import_module("gpt2block.ops._gemm_hopper"), "choose_tile", lambda *_, tile=tile: tile
-        )
+    for tile in TWO_PART_TILES:
+        monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
         for _ in range(2):
-            gemm_hopper_split_geometry.cache_clear()
+            geometry.cache_clear()
             out: Any = cp.asarray(given.poisoned())
             if epilogue.split_out:
                 scale = cp.full(M, given.scale, "float32")
                 out = SplitMatrix(out, scale, (M, N), given.scale)
             bind_gemm(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
             results.append((out.parts if epilogue.split_out else out).get())
-    gemm_hopper_split_geometry.cache_clear()
+    geometry.cache_clear()
     given.assert_right(results[0], cp)
     for got in results[1:]:
         np.testing.assert_array_equal(got, results[0])

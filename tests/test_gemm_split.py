@@ -17,7 +17,7 @@ from gpt2block import reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
-from gpt2block.ops.gemm import SPLIT_FILE, SPLIT_TILES, Tile, split_geometry
+from gpt2block.ops._gemm_mma import TWO_PART_FILE, TWO_PART_TILES, Tile, geometry
 from gpt2block.reference import split
 from tests import plain
 from tests.compiling import assert_clean
@@ -51,13 +51,14 @@ class Case:
     size: float = 1.0
 
     def geometry(self, gpu: Gpu, tile: Tile | None = None) -> Geometry:
-        return split_geometry(
+        return geometry(
             self.M,
             self.N,
             self.K,
+            two_part=True,
             gelu=self.gelu,
             residual=self.residual,
-            split_out=self.split_out,
+            other_out=self.split_out,
             tile=tile,
             **gpu,
         )
@@ -139,7 +140,7 @@ def launched_on_cpu(
     out = given.poisoned()
     how = given.case.geometry({"sms": 2, "most_shared": H200["most_shared"]}, tile)
     loader.run(
-        SPLIT_FILE,
+        TWO_PART_FILE,
         how.kernel,
         how.grid,
         how.block,
@@ -203,14 +204,14 @@ def test_epilogues_on_the_cpu(i: int) -> None:
 
 def test_no_tile_spills() -> None:
     jobs = []
-    for i, tile in enumerate(SPLIT_TILES):
+    for i, tile in enumerate(TWO_PART_TILES):
         for j, epilogue in enumerate(EPILOGUES[1:]):
             arch, gpu = GPUS[(i + j) % len(GPUS)]
             try:
                 how = replace(epilogue, M=500, N=768, K=768).geometry(gpu, tile)
             except ValueError:  # no room for this tile, and none is left to choose from
                 continue
-            jobs.append((SPLIT_FILE, arch, (*kernels.stored_as("float16"), *how.defines)))
+            jobs.append((TWO_PART_FILE, arch, (*kernels.stored_as("float16"), *how.defines)))
     assert_clean(jobs)
 
 
@@ -229,7 +230,7 @@ def run_on_gpu(given: Problem, tile: Tile | None = None) -> Array:
         args = tuple(
             cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in given.arguments(out)
         )
-        launch_at(SPLIT_FILE, how, args, storage="float16").run()
+        launch_at(TWO_PART_FILE, how, args, storage="float16").run()
         results.append(out.get())
     first: Array
     first, again = results
@@ -268,7 +269,7 @@ def test_every_tile_gives_the_same_bits_on_the_gpu() -> None:
     given = Problem(Case(260, 520, 1032))
     expected = run_on_gpu(given)
     given.assert_right(expected, cupy)
-    for tile in SPLIT_TILES:
+    for tile in TWO_PART_TILES:
         try:
             got = run_on_gpu(given, tile)
         except ValueError:  # no room for this tile, and none is left to choose from

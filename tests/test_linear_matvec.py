@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import loader
-from gpt2block.ops.linear import FILE, OPERATION, Layout, bind_qkv, geometry, layout, order
+from gpt2block.ops._linear_matvec import FILE, Layout, geometry, layout, order
+from gpt2block.ops.linear import OPERATION, bind_qkv
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
@@ -203,7 +204,7 @@ def run_linear(
     """linear_matvec on the CPU, with so many blocks of columns where it loops."""
     M, N, K = len(given.x), given.w.N, given.w.K
     size = given.w.data.itemsize
-    where = geometry("linear_matvec", M, N, K, size, norm=case.norm, how=case.how)
+    where = geometry("linear_matvec", M, N, K, size, norm=case.norm, cut=case.how)
     assert where is not None
     if blocks:
         where = where._replace(grid=(blocks, where.grid[1]))
@@ -265,7 +266,7 @@ def test_qkv(M: int, dtype: str, cache: str, order: loader.Order) -> None:
     K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
     given = arrays(M, K, 3 * C, dtype)
     how = ROUNDS if dtype == "bfloat16" else None
-    where = geometry("qkv_matvec", M, 3 * C, K, given.w.data.itemsize, norm=True, how=how)
+    where = geometry("qkv_matvec", M, 3 * C, K, given.w.data.itemsize, norm=True, cut=how)
     assert where is not None
     position = np.array([2, -1, n_ctx], np.int32)[:M]  # of which two are nowhere
     q = poisoned(M, C)
@@ -406,13 +407,13 @@ def test_the_function() -> None:
     ("change", "message"),
     [
         ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
-        ({"x": (2, 63)}, "w: expected K 63 to match the input, got 64"),
+        ({"x": (2, 63)}, "w: expected K 63 to match x, got 64"),
         ({"x": ()}, "x: expected at least one element"),
         ({"bias": (47,)}, r"bias: expected shape \(48,\), got \(47,\)"),
         ({"gamma": None}, "gamma and beta: expected both, or neither"),
         ({"beta": (63,)}, r"beta: expected shape \(64,\), got \(63,\)"),
         ({"residual": (1, 48)}, r"residual: expected shape \(2, 48\), got \(1, 48\)"),
-        ({"w": "array"}, "w: expected a WeightMatrix, got ndarray: use .quantize"),
+        ({"w": "array"}, "w: expected a WeightMatrix, got ndarray: use WeightMatrix"),
         ({"w": "KN"}, r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'"),
         ({"w": "NumPy"}, "w: expected a CuPy array, got ndarray"),
         ({"w": "unaligned"}, "w: expected data aligned to 16 bytes: pass a copy"),

@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
+from gpt2block.cuda.arrays import Bound
 from gpt2block.cuda.kernels import FP8, STORAGE, Geometry
 from gpt2block.emulator import loader
-from gpt2block.ops._linear_tiles import FILE, TILES, Tile, choose_tile, geometry
+from gpt2block.ops._linear_tiles import FILE, TILES, Tile, geometry
+from gpt2block.ops._matrix import fastest
+from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.plain import normal
@@ -118,7 +121,7 @@ def on_shim(
 
 
 def on_device(given: Given) -> tuple[Any, ...]:
-    """The four inputs of bind_tiles."""
+    """x, w, bias and residual."""
     import cupy  # noqa: PLC0415
 
     x, bias, residual, scale = (
@@ -129,11 +132,15 @@ def on_device(given: Given) -> tuple[Any, ...]:
     return x, w, bias, residual
 
 
+def bind_tiles(inputs: tuple[Any, ...], out: Any = None, gelu: bool = False) -> Bound:
+    """The variant tiles for x, w, bias and residual."""
+    x, w, bias, residual = inputs
+    return bind_linear((x, w, bias, None, None, residual), out, gelu=gelu, variant="tiles")
+
+
 def on_gpu(given: Given, in_place: bool = False) -> Array:
     """Twice, with the same bits."""
     import cupy  # noqa: PLC0415
-
-    from gpt2block.ops._linear_tiles import bind_tiles  # noqa: PLC0415
 
     results: list[Array] = []
     for _ in range(2):
@@ -167,7 +174,7 @@ def evaluate(where: str, given: Given, in_place: bool = False) -> Array:
     ],
 )
 def test_the_tile_fits_the_gpu(M: int, N: int, sides: tuple[int, int]) -> None:
-    tile = choose_tile(M, N, H200)
+    tile = fastest(TILES, M, N, H200)
     assert (tile.rows, tile.columns) == sides
 
 
@@ -323,7 +330,6 @@ def test_large_sizes(cp: ModuleType, dtype: str, M: int, K: int, N: int) -> None
 def test_every_tile_gives_the_same_bits_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, dtype: str, gelu: bool
 ) -> None:
-
     for sizes in ((517, 1000, 516), (300, 77, 333)):
         given = inputs(*sizes, dtype, gelu)
         results = []
@@ -366,8 +372,6 @@ def test_one_product_after_the_other_on_the_gpu(cp: ModuleType) -> None:
 
 @pytest.mark.gpu
 def test_more_outputs_than_an_int_counts(cp: ModuleType) -> None:
-    from gpt2block.ops._linear_tiles import bind_tiles  # noqa: PLC0415
-
     M, N = 70_001, 32_003  # 9 GB
     if cp.cuda.Device().mem_info[1] < 24 << 30:
         pytest.skip("needs a GPU with 24 GB")
@@ -382,8 +386,6 @@ def test_more_outputs_than_an_int_counts(cp: ModuleType) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2"])
 def test_arrays_that_lie_anywhere(cp: ModuleType, dtype: str) -> None:
-    from gpt2block.ops._linear_tiles import bind_tiles  # noqa: PLC0415
-
     given = inputs(42, 48, 52, dtype)
     x, w, bias, residual = on_device(given)
     batch = x.reshape(2, 21, 48), w, bias, residual.reshape(2, 21, 52)
@@ -423,8 +425,6 @@ def test_the_variant_of_the_op() -> None:
 
 @pytest.mark.gpu
 def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block.ops._linear_tiles import bind_tiles  # noqa: PLC0415
-
     x, data = cp.zeros((3, 8), "float32"), cp.zeros((4, 8), "float32")
     w, out = WeightMatrix(data, "float32", None, "NK"), cp.zeros((3, 4), "float32")
     host = WeightMatrix(data.get(), "float32", None, "NK")
@@ -432,7 +432,7 @@ def test_bad_input(cp: ModuleType) -> None:
     for arrays, given_out, message in (
         ((x.get(), w, None, None), None, "x: expected a CuPy array, got ndarray"),
         ((x.astype("float16"), w, None, None), None, "x: expected float32, got float16"),
-        ((x, data, None, None), None, "w: expected a WeightMatrix, got ndarray: use .quantize"),
+        ((x, data, None, None), None, "w: expected a WeightMatrix, got ndarray: use WeightMatrix"),
         ((x, host, None, None), None, "w: expected a CuPy array, got ndarray"),
         ((x, WeightMatrix(data.T.copy(), "float32"), None, None), None, "expected layout 'NK'"),
         ((x[:, :7].copy(), w, None, None), None, "w: expected K 7 to match x, got 8"),

@@ -22,8 +22,10 @@ from gpt2block.ops.matmul_bias import (
     TILES,
     Tile,
     choose_tile,
-    geometry,
+    coarsened_geometry,
+    naive_geometry,
     registers_geometry,
+    tiled_geometry,
 )
 from gpt2block.ops.matmul_bias import bind as bind_matmul_bias
 from tests import plain
@@ -31,7 +33,6 @@ from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
-KERNEL3 = "matmul_forward_kernel3"
 ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in loader.ORDERS]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 on_every_backend = pytest.mark.parametrize("where", [*ORDERS, GPU])
@@ -70,13 +71,20 @@ def on_shim(
     return out
 
 
+def geometry(variant: str, M: int, N: int) -> Geometry:
+    """As on an H200."""
+    if variant == "registers":
+        return registers_geometry(*choose_tile(M, N, H200), M, N, 1 if N % 4 else 4)
+    of = {"naive": naive_geometry, "tiled": tiled_geometry, "coarsened": coarsened_geometry}
+    return of[variant](M, N)
+
+
 def evaluate(where: str, variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
     """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
     if where == "gpu":
         return on_gpu(variant, a, w, bias)
-    chosen, N = OPERATION.variant(variant), w.shape[1]
-    how = geometry(chosen, a.shape[0], N, 1 if N % 4 else 4, H200)
-    return on_shim(chosen.file, how, where, a, w, bias)
+    how = geometry(variant, len(a), w.shape[1])
+    return on_shim(OPERATION.variant(variant).file, how, where, a, w, bias)
 
 
 def on_gpu(variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
@@ -124,7 +132,7 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
 def test_the_tile_fits_the_gpu(M: int, N: int, sides: tuple[int, int]) -> None:
     tile, groups = choose_tile(M, N, H200)
     assert (tile.rows, tile.columns) == sides
-    how = geometry(OPERATION.variant("registers"), M, N, 4, H200)
+    how = geometry("registers", M, N)
     assert groups == tile.groups * (2 if how.grid[0] <= H200 else 1)
 
 
@@ -133,7 +141,7 @@ def test_the_tile_fits_the_gpu(M: int, N: int, sides: tuple[int, int]) -> None:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_every_tile_compiles_and_fits(arch: str, tile: Tile, groups: int, width: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    how = registers_geometry(KERNEL3, tile, groups, 1000, 1000, width)
+    how = registers_geometry(tile, groups, 1000, 1000, width)
     assert how.block[0] <= 512
     assert how.shared <= 64 << 10  # what a block can have from sm_75 on
     log = kernels.compile_for(REGISTERS, arch, how.defines).log
@@ -160,7 +168,7 @@ def test_every_variant(where: str, variant: str, M: int, K: int, N: int, with_bi
 @pytest.mark.parametrize(("M", "K", "N"), [(131, 70, 132), (70, 19, 101)])
 def test_every_tile(tile: Tile, groups: int, M: int, K: int, N: int) -> None:
     a, w, bias = inputs(M, K, N)
-    how = registers_geometry(KERNEL3, tile, groups, M, N, 1 if N % 4 else 4)
+    how = registers_geometry(tile, groups, M, N, 1 if N % 4 else 4)
     for order in loader.ORDERS if K == 19 else ("shuffled",):
         assert_right(on_shim(REGISTERS, how, order, a, w, bias), a, w, bias)
 
@@ -201,7 +209,7 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     parts = source.text.split("__syncthreads();")
     assert len(parts) == barriers + 1
     a, w, bias = inputs(20, 270, 20)
-    how = geometry(chosen, 20, 20, 4, H200)
+    how = geometry(variant, 20, 20)
     right = on_shim(chosen.file, how, "forward", a, w, bias)
     for n in range(barriers):
         edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
@@ -240,9 +248,8 @@ def test_large_sizes(cp: ModuleType, variant: str, M: int, K: int, N: int) -> No
 def test_every_tile_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, tile: Tile, groups: int, M: int, K: int, N: int
 ) -> None:
-
-    how = registers_geometry(KERNEL3, tile, groups, M, N, 1 if N % 4 else 4)
-    monkeypatch.setattr(import_module("gpt2block.ops.matmul_bias"), "geometry", lambda *_: how)
+    module = import_module("gpt2block.ops.matmul_bias")
+    monkeypatch.setattr(module, "choose_tile", lambda *_: (tile, groups))
     a, w, bias = inputs(M, K, N)
     assert_right(on_gpu("registers", a, w, bias), a, w, bias)
 
@@ -253,13 +260,12 @@ def test_one_group_gives_the_same_bits_as_the_other_variants(
     monkeypatch: pytest.MonkeyPatch, M: int, K: int, N: int
 ) -> None:
     """Each adds the products in the order of k: what differs is how they come to the registers."""
-
     a, w, bias = inputs(M, K, N)
     expected = on_gpu("tiled", a, w, bias)
     for variant in ("naive", "coarsened"):
         np.testing.assert_array_equal(on_gpu(variant, a, w, bias), expected)
-    how = registers_geometry(KERNEL3, TILES[0], 1, M, N, 1 if N % 4 else 4)
-    monkeypatch.setattr(import_module("gpt2block.ops.matmul_bias"), "geometry", lambda *_: how)
+    module = import_module("gpt2block.ops.matmul_bias")
+    monkeypatch.setattr(module, "choose_tile", lambda *_: (TILES[0], 1))
     np.testing.assert_array_equal(on_gpu("registers", a, w, bias), expected)
 
 

@@ -29,7 +29,7 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader, stand_in
 from gpt2block.ops.attention import _not_here
-from gpt2block.ops.gemm import WAYS as GEMM_WAYS
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.run.cuda_model import CudaCache, CudaModel
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.sampling import Sampling
@@ -478,9 +478,8 @@ def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) 
     """The kernels that this GPU would not take by itself, too."""
 
     m = GPT2(weights(SMALL), "cuda", dtype)
-    ways = {name: way for name, way in GEMM_WAYS.items() if name == variant}
-    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "WAYS", ways)
-    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "LAST", variant)
+    gemm = replace(GEMM, variants=(GEMM.variant(variant),))
+    monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "OPERATION", gemm)
     monkeypatch.setattr(
         import_module("gpt2block.ops.attention"), "_on_tensor_cores", lambda: variant
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -17,18 +16,12 @@ from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import loader
-from gpt2block.ops._rmsnorm_hopper import FILE as RMSNORM_HOPPER_FILE
-from gpt2block.ops._rmsnorm_hopper import geometry as rmsnorm_hopper_geometry
+from gpt2block.ops import _rmsnorm_hopper
 from gpt2block.ops._rmsnorm_hopper import tiles
+from gpt2block.ops._rmsnorm_matvec import FILE
+from gpt2block.ops._rmsnorm_matvec import geometry as matvec
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.rmsnorm_matmul import (
-    FILE,
-    RMSNORM_FFN,
-    RMSNORM_MATMUL,
-    bind_ffn,
-    bind_matmul,
-    matvec,
-)
+from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL, bind_ffn, bind_matmul
 from gpt2block.ops.rope import exponent_step
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
@@ -227,21 +220,21 @@ def test_the_hopper_tile_for_llama(
     matrices: int, N: int, layout: str, M: int, tile: tuple[int, int, int]
 ) -> None:
     """Those that were the fastest of the ones timed on an H200."""
-    _, chosen = rmsnorm_hopper_geometry(matrices, M, N, 4096, layout=layout, sms=132)
-    assert (chosen.rows, chosen.columns, chosen.splits) == tile
+    _, chosen = _rmsnorm_hopper.geometry(matrices, M, N, 4096, layout=layout, sms=132)
+    assert (chosen.rows, chosen.columns, chosen.split_k) == tile
 
 
 def test_a_hopper_tile_has_room_and_does_not_spill() -> None:
     jobs = []
     for matrices, layout, tile in HOPPER_TILES:
         for dtype, turns in (("float16", True), ("bfloat16", False)):
-            how, _ = rmsnorm_hopper_geometry(
+            how, _ = _rmsnorm_hopper.geometry(
                 matrices, 500, 4096, 4096, layout=layout, turns=turns, sms=H200["sms"], tile=tile
             )
             assert how.shared <= H200["most_shared"]
             assert how.grid[0] % tile.cluster == 0
             defines = (*kernels.stored_as(dtype), *how.defines)
-            jobs.append((RMSNORM_HOPPER_FILE, "sm_90a", defines))
+            jobs.append((_rmsnorm_hopper.FILE, "sm_90a", defines))
     assert_clean(jobs)
 
 
@@ -389,8 +382,7 @@ def test_products_on_the_gpu(
     device = on_device(given)
     inputs = (device.x, device.gamma, device.first)
     options = {"head_dim": case.head_dim, "start": START, "theta": THETA, "half_split": half_split}
-    bind = bind_matmul
-    got = run_twice(bind, inputs, variant=variant, eps=EPS, **options)
+    got = run_twice(bind_matmul, inputs, variant=variant, eps=EPS, **options)
     assert_product(got[0], given, case, START, THETA)
 
 
@@ -425,10 +417,8 @@ def test_every_hopper_tile(
     """One tile a block, and many; the last ones beyond the matrix."""
 
     cupy_with(HOPPER_CAPABILITY)
-    monkeypatch.setattr(
-        import_module("gpt2block.ops._rmsnorm_hopper"), "choose_tile", lambda *_: tile
-    )
-    rmsnorm_hopper_geometry.cache_clear()
+    monkeypatch.setattr(_rmsnorm_hopper, "choose_tile", lambda *_: tile)
+    _rmsnorm_hopper.geometry.cache_clear()
     for case in (
         Case(1, 264, 40, "float16", None, 10),
         Case(129, 72, 520, "bfloat16", None, 8),
@@ -444,10 +434,9 @@ def test_every_hopper_tile(
             assert_ffn(got[0], given, False)
         else:
             options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
-            bind = bind_matmul
-            got = run_twice(bind, inputs, variant="hopper", eps=EPS, **options)
+            got = run_twice(bind_matmul, inputs, variant="hopper", eps=EPS, **options)
             assert_product(got[0], given, case, START, THETA)
-    rmsnorm_hopper_geometry.cache_clear()
+    _rmsnorm_hopper.geometry.cache_clear()
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from gpt2block import InputError, SplitMatrix, reference
 from gpt2block.emulator import loader
 from gpt2block.ops.layernorm import NARROW, OPERATION, layernorm_bound, narrow_geometry
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.two_part import ROWS_FILE, rows_geometry
+from gpt2block.ops.two_part import FILE, geometry
 from gpt2block.weights.two_part import scale_for
 from tests import plain
 from tests.gpus import cupy_with
@@ -153,12 +153,12 @@ def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> Spli
     if problem := loader.missing():
         pytest.skip(problem)
     rows, K = x.shape
-    how = rows_geometry(rows, width or next(w for w in (4, 2, 1) if K % w == 0))
+    how = geometry(rows, width or next(w for w in (4, 2, 1) if K % w == 0))
     parts = np.full((2, rows, K), np.nan, np.float16)
     scale = np.full(rows, np.nan, np.float32)
     args = [x, parts, scale, rows, K]
     options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
-    loader.run(ROWS_FILE, how.kernel, how.grid, how.block, args, **options)
+    loader.run(FILE, how.kernel, how.grid, how.block, args, **options)
     return SplitMatrix(parts, scale, x.shape)
 
 
@@ -357,9 +357,9 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
         ({"w": "dense"}, "w: expected a SplitMatrix, got ndarray: use SplitMatrix.split"),
         ({"a": "short"}, "w: expected K 56 to match a, got 64"),
         ({"a": "half"}, "a: expected float32, got float16"),
-        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' beside a split"),
+        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' with a Split"),
         ({"dtype": "split"}, "bound: expected the largest magnitude that the result can have"),
-        ({"bound": 1.0}, "bound: of a result in two parts: expected dtype 'split'"),
+        ({"bound": 1.0}, "bound: expected dtype 'split', of a two-part result"),
         ({"dtype": "split", "bound": math.inf}, "bound: expected a magnitude from 0"),
         ({"variant": "split"}, "unknown variant 'split': expected one of mma, hopper"),
     ],
@@ -394,7 +394,7 @@ def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
     ):
         with pytest.raises(InputError, match=message):
             gemm((a, w), out)
-    with pytest.raises(InputError, match="residual: expected none beside a result in two parts"):
+    with pytest.raises(InputError, match="residual: expected none with a two-part result"):
         gemm((a, w, None, ones), SplitMatrix.empty((64, 64), 1.0))
     with pytest.raises(InputError, match="out: expected one scale for all rows"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5)

@@ -1,4 +1,4 @@
-"""Launches of matmul/hopper.cu and matmul/hopper_two_part.cu: which tile, and what it takes."""
+"""Tiles and geometry of matmul/hopper.cu and matmul/hopper_two_part.cu, products by wgmma."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.ops._gemm_mma import epilogue
 
 FILE = "matmul/hopper.cu"
 KERNEL = "gemm_hopper"
-SPLIT_FILE = "matmul/hopper_two_part.cu"
-SPLIT_KERNEL = "gemm_split_hopper"
+TWO_PART_FILE = "matmul/hopper_two_part.cu"
+TWO_PART_KERNEL = "gemm_split_hopper"
 SLICE = 64  # of K
 CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
-BUFFERS = 2  # chunks of a warpgroup on their way out
+BUFFERS = 2  # chunks of a warpgroup's output in flight
 ALIGNMENT = 1024  # of shared memory
 
 
@@ -27,15 +28,15 @@ class Tile(NamedTuple):
     group: tuple[int, int]  # rows and columns of a warpgroup: all of the tile, or half
     stages: int
     chunk: int
-    splits: int  # of K
+    split_k: int  # parts that K is divided into, a block each
     shares: int  # blocks that load w together
     start_us: float  # once
     slice_us: float  # for a slice of K
-    wave_us: float  # for a tile, beside its slices
+    wave_us: float  # for a tile, besides its slices
 
     @property
     def cluster(self) -> int:
-        return self.splits * self.shares
+        return self.split_k * self.shares
 
 
 # Fitted to GPT-2's four products at M from 128 to 8192, in a row of overlapping launches: the three
@@ -55,8 +56,8 @@ TILES = (
     Tile(128, 64, (64, 64), 8, 16, 4, 1, 0.0, 0.228, 2.7),
 )
 
-# Of numbers in two parts: three accumulators an output.
-SPLIT_TILES = (
+# For two-part matrices: three accumulators an output.
+TWO_PART_TILES = (
     Tile(64, 128, (64, 128), 4, 32, 1, 2, 2.2, 0.471, 1.6),
     Tile(64, 96, (64, 96), 5, 32, 1, 2, 2.0, 0.355, 1.5),
     Tile(64, 48, (64, 48), 7, 16, 1, 1, 2.0, 0.246, 0.7),
@@ -69,9 +70,9 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, 
 
     def us(tile: Tile) -> float:
         waves = ceil(_tiles(tile, M, N) / _at_once(tile, sms))
-        return tile.start_us + waves * (ceil(slices / tile.splits) * tile.slice_us + tile.wave_us)
+        return tile.start_us + waves * (ceil(slices / tile.split_k) * tile.slice_us + tile.wave_us)
 
-    allowed = (t for t in tiles if t.splits == 1 or (split_k and t.splits <= slices))
+    allowed = (t for t in tiles if t.split_k == 1 or (split_k and t.split_k <= slices))
     return min(allowed, key=us)
 
 
@@ -91,47 +92,29 @@ def geometry(
     N: int,
     K: int,
     *,
+    two_part: bool = False,
     gelu: bool = False,
     residual: bool = False,
-    float_out: bool = False,
+    other_out: bool = False,
     split_k: bool = False,
     sms: int,
     tile: Tile | None = None,
 ) -> tuple[Geometry, Tile]:
-    """The launch of gemm_hopper for a (M, K) and w (N, K), and its tile, for the tensor maps.
+    """The launch of gemm_hopper, or gemm_split_hopper for two-part matrices, and its tile.
 
-    tile: instead of the best of `TILES`. Without splits of K the bits are the same for any.
+    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, tile: as for the geometry of
+    mma. Without splits of K the bits are the same for any tile.
     """
-    tile = tile or choose_tile(TILES, M, N, K, split_k, sms)
-    ends = epilogue(gelu, residual, "GEMM_FLOAT_OUT", float_out)
-    biases = tile.group[1] // tile.splits
-    shared = shared_bytes(tile, 1, 0 if float_out else BUFFERS, biases)
-    return launched(KERNEL, tile, M, N, sms, shared, ends), tile
-
-
-@lru_cache(maxsize=1024)
-def split_geometry(
-    M: int,
-    N: int,
-    K: int,
-    *,
-    gelu: bool = False,
-    residual: bool = False,
-    split_out: bool = False,
-    sms: int,
-    tile: Tile | None = None,
-) -> tuple[Geometry, Tile]:
-    """The launch of gemm_split_hopper; as `geometry`, with the tiles `SPLIT_TILES`."""
-    tile = tile or choose_tile(SPLIT_TILES, M, N, K, False, sms)
-    ends = epilogue(gelu, residual, "GEMM_SPLIT_OUT", split_out)
-    biases_and_scales = 2 * tile.group[1]
-    shared = shared_bytes(tile, 2, 2 if split_out else 0, biases_and_scales)
-    return launched(SPLIT_KERNEL, tile, M, N, sms, shared, ends), tile
-
-
-def epilogue(gelu: bool, residual: bool, output: str, special: bool) -> Defines:
-    """What follows the sums, in both tiers; `output`: the constant for the less usual result."""
-    return (("GEMM_GELU", int(gelu)), ("GEMM_RESIDUAL", int(residual)), (output, int(special)))
+    candidates = TWO_PART_TILES if two_part else TILES
+    tile = tile or choose_tile(candidates, M, N, K, split_k and not two_part, sms)
+    if two_part:
+        kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
+    else:
+        kernel, chunks = KERNEL, BUFFERS * (not other_out)
+        floats = tile.group[1] // tile.split_k  # of the bias; else of bias and scales
+    shared = shared_bytes(tile, 1 + two_part, chunks, floats)
+    ends = epilogue(two_part, gelu, residual, other_out)
+    return launched(kernel, tile, M, N, sms, shared, ends), tile
 
 
 def launched(
@@ -145,21 +128,21 @@ def launched(
         ("GEMM_GROUP_M", rows),
         ("GEMM_GROUP_N", columns),
         ("GEMM_STAGES", tile.stages),
-        ("GEMM_SPLITS", tile.splits),
+        ("GEMM_SPLITS", tile.split_k),
         ("GEMM_SHARES", tile.shares),
         ("GEMM_CHUNK", tile.chunk),
         *ends,
     )
     # A cluster goes from tile to tile; where K is split, each has one.
     clusters = _tiles(tile, M, N)
-    if tile.splits == 1:
+    if tile.split_k == 1:
         clusters = min(clusters, sms // tile.shares)
     return Geometry(kernel, (clusters * tile.cluster,), (THREADS,), shared, defines)
 
 
 def shared_bytes(tile: Tile, parts: int, chunks: int, floats: int) -> int:
     """Bytes: the ring, a warpgroup's chunks, received sums, its floats of columns, barriers."""
-    received = 4 * (tile.splits - 1) * tile.rows * (tile.columns // tile.splits)
+    received = 4 * (tile.split_k - 1) * tile.rows * (tile.columns // tile.split_k)
     ring = tile.stages * parts * 2 * SLICE * (tile.rows + tile.columns)
     each = chunks * 64 * tile.chunk * 2 + 4 * floats
     barriers = 8 * (2 * tile.stages + CONSUMERS * (BUFFERS + 2))

@@ -1,4 +1,4 @@
-"""Launches of llama/rmsnorm_matmul_hopper.cu: which tile, and what it takes."""
+"""Tiles and geometry of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def geometry(
         ("NORM_TURNS", int(turns)),
     )
     kernel = "rmsnorm_matmul_hopper" if matrices == 1 else "rmsnorm_ffn_hopper"
-    shared = shared_bytes(tile, 1, BUFFERS, tile.group[1] // tile.splits)
+    shared = shared_bytes(tile, 1, BUFFERS, tile.group[1] // tile.split_k)
     return launched(kernel, tile, M, columns, sms, shared, ends), tile
 
 
 def rows_loaded(tile: Tile, M: int) -> int:
-    """Of a tile, in steps of 16: what is copied beyond the rows there are takes time, too."""
+    """Rows of a tile that are copied, in steps of 16: copying rows that do not exist takes time."""
     return min(tile.rows, ceil(M / 16) * 16)
 
 
 def weight_box(tile: Tile, matrices: int, layout: str) -> tuple[int, int, int]:
-    """What a block loads at once of w, an array (1, N, K) or (1, K, N)."""
+    """The part of w, an array (1, N, K) or (1, K, N), that a block loads at once."""
     if layout == "KN":
         return 1, SLICE // tile.shares, SLICE
-    beside = tile.columns if matrices == 1 else tile.group[1] // 2
-    return 1, beside // tile.shares, SLICE
+    columns = tile.columns if matrices == 1 else tile.group[1] // 2  # of this matrix
+    return 1, columns // tile.shares, SLICE

@@ -1,4 +1,4 @@
-"""Launches of llama/rmsnorm_matmul_mma.cu: which tile, and what it takes."""
+"""Tiles and geometry of llama/rmsnorm_matmul_mma.cu, products by mma.sync."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops._matrix import count_tiles
 from gpt2block.ops._tensor_cores import room
 
 FILE = "llama/rmsnorm_matmul_mma.cu"
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
     blocks: int  # on an SM
 
 
-# Few rows are a matter of memory: many slices on their way, the warps share K. Many rows are a
+# Few rows are a matter of memory: many slices in flight, the warps share K. Many rows are a
 # matter of the tensor cores: a warp's part is then as near to 64x64 as can be, for shared memory's
 # sake. 16x192 and 128x224 fit 2 · 11,008 columns, Llama's feed-forward, to 132 SMs.
 TILES = (
@@ -48,7 +49,7 @@ TILES = (
 
 
 def fits(N: int, K: int, x_stride: int, weight: int, layout: str) -> bool:
-    """Whether the kernels take these sizes: all that is copied lies on 16 bytes.
+    """Whether the kernels take these sizes: every copy starts on 16 bytes.
 
     weight: bytes of one. layout: "KN" or "NK". The arrays themselves must start on 16 bytes, too.
     """
@@ -74,7 +75,7 @@ def geometry(
     """For x (M, K) and one (rmsnorm_matmul_mma) or two (rmsnorm_ffn_mma) matrices of N columns.
 
     weight: bytes of one. layout: "KN" or "NK". sms, most_shared: the GPU's multiprocessors, and
-    the bytes of shared memory that a block of it may ask for. norm: whether there is a gamma.
+    the bytes of shared memory that a block of it may request. norm: whether there is a gamma.
     residual: whether there is one. tile: instead of the best of `TILES`.
     """
     whole = [
@@ -100,19 +101,15 @@ def geometry(
     )
     kernel = "rmsnorm_matmul_mma" if matrices == 1 else "rmsnorm_ffn_mma"
     shared = max(chosen.stages * _stage(chosen, weight, layout, norm, residual), _end(chosen))
-    grid = _blocks(chosen, matrices, M, N)
+    grid = count_tiles(chosen, M, N * matrices)
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n * warps_k,), shared, defines)
-
-
-def _blocks(tile: Tile, matrices: int, M: int, N: int) -> int:
-    return ceil(M / tile.rows) * ceil(N * matrices / tile.columns)
 
 
 def _cost(tile: Tile, matrices: int, M: int, N: int, weight: int, sms: int) -> float:
     """Clocks for one value of K, of the SM that has most tiles."""
     multiply = tile.rows * tile.columns / MULTIPLY_ADDS
     load = (2 * tile.rows + weight * tile.columns) / BYTES
-    return ceil(_blocks(tile, matrices, M, N) / sms) * max(multiply, load)
+    return ceil(count_tiles(tile, M, N * matrices) / sms) * max(multiply, load)
 
 
 def _stage(tile: Tile, weight: int, layout: str, norm: bool, residual: bool) -> int:
@@ -125,7 +122,7 @@ def _stage(tile: Tile, weight: int, layout: str, norm: bool, residual: bool) -> 
 
 
 def _end(tile: Tile) -> int:
-    """Bytes of what the warps of a block tell each other after the last slice."""
+    """Bytes that the warps of a block exchange after the last slice."""
     _, warps_n, warps_k = tile.warps
     return 4 * tile.rows * warps_k * (tile.columns + 8 + warps_n)
 

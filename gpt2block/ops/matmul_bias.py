@@ -1,8 +1,14 @@
-"""Matrix product with bias: its variants, and the launch of each."""
+"""Matrix product with bias in float32, a w + bias: the skeleton and the steps that make it fast.
+
+Use it for plain float32 matrices (K, N), as in LeetGPU's GPT-2 block challenge. `linear` takes
+weights of any dtype and fuses LayerNorm or GELU; `gemm` uses tensor cores. Kernels:
+matmul/skeleton.cu, matmul/ladder.cu, matmul/registers.cu.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -17,30 +23,40 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     launch_at,
     output,
+    row_alignment,
 )
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
+from gpt2block.ops._matrix import count_tiles, fastest
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
 from gpt2block.ops.warm import call
 
-FILE = "matmul/ladder.cu"
+SKELETON = "matmul/skeleton.cu"
+LADDER = "matmul/ladder.cu"
 REGISTERS = "matmul/registers.cu"
-NAMED = "named with the LayerNorm kernels"
-GPT2_FC = {"M": 1024, "K": 768, "N": 3072}
-TILE = 16  # side of matmul_bias_tiled's block and tile
 WARP = 32
-BLOCK = (32, 8)  # of kernels 1 and 2
-SPAN = 64  # rows of kernel 2's tile
+TILE = 16  # side of matmul_bias_tiled's block and tile
+MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
+TOO_MANY_ROWS = f"{{:,}} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}"
+MAX_SIZE = 2**31 - 1024  # of M, K and N: what an int holds, and a tile more
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    M, K, N = sizes["M"], sizes["K"], sizes["N"]
-    shapes = ((M, K), (K, N), (N,))
-    return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
+def naive_geometry(M: int, N: int) -> Geometry:
+    """A thread an output, blocks of 8 rows."""
+    return Geometry("matmul_forward_kernel1", (ceil(M / 8) * ceil(N / WARP),), (WARP, 8))
+
+
+def tiled_geometry(M: int, N: int) -> Geometry:
+    return Geometry("matmul_bias_tiled", (ceil(N / TILE), ceil(M / TILE)), (TILE, TILE))
+
+
+def coarsened_geometry(M: int, N: int) -> Geometry:
+    """A thread 8 outputs of a column, blocks of 64 rows."""
+    return Geometry("matmul_forward_kernel2", (ceil(M / 64) * ceil(N / WARP),), (WARP, 8))
 
 
 class Tile(NamedTuple):
-    """The constants of matmul_forward_kernel3, but for the number of groups and the width."""
+    """The constants of matmul_forward_kernel3, except the number of groups and the width."""
 
     rows: int
     columns: int
@@ -61,40 +77,18 @@ TILES = (
 )
 
 
-def tiles(tile: Tile, M: int, N: int) -> int:
-    """How many make (M, N)."""
-    return ceil(M / tile.rows) * ceil(N / tile.columns)
-
-
+@lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[Tile, int]:
     """The tile that gets the outputs done first on `sms` multiprocessors, and its groups.
 
     Where an SM has one tile at most, twice the groups: else it would have too few warps.
     """
-
-    def duration(tile: Tile) -> float:
-        return ceil(tiles(tile, M, N) / sms) * tile.rows * tile.columns / tile.speed
-
-    tile = min(TILES, key=duration)
-    return tile, tile.groups * (2 if tiles(tile, M, N) <= sms else 1)
+    tile = fastest(TILES, M, N, sms)
+    return tile, tile.groups * (2 if count_tiles(tile, M, N) <= sms else 1)
 
 
-@lru_cache(maxsize=1024)
-def geometry(variant: Variant, M: int, N: int, width: int, sms: int) -> Geometry:
-    """For (M, K) · (K, N); `width` 4 where rows of w and of the output lie on 16 bytes, else 1."""
-    (kernel,) = variant.kernels
-    if variant.name == "registers":
-        return registers_geometry(kernel, *choose_tile(M, N, sms), M, N, width)
-    if variant.name == "tiled":
-        return Geometry(kernel, (ceil(N / TILE), ceil(M / TILE)), (TILE, TILE))
-    rows = BLOCK[1] if variant.name == "naive" else SPAN
-    return Geometry(kernel, (ceil(M / rows) * ceil(N / BLOCK[0]),), BLOCK)
-
-
-def registers_geometry(
-    kernel: str, tile: Tile, groups: int, M: int, N: int, width: int
-) -> Geometry:
-    """Of matmul_forward_kernel3 with a given tile."""
+def registers_geometry(tile: Tile, groups: int, M: int, N: int, width: int) -> Geometry:
+    """width: 4 where rows of w and of the output lie on 16 bytes, else 1."""
     warps = tile.rows // (8 * tile.side) * (tile.columns // WARP) * groups
     buffers = tile.stages * tile.depth * (tile.rows + 4 + tile.columns)
     sums = groups // 2 * tile.rows * tile.columns
@@ -108,17 +102,52 @@ def registers_geometry(
         ("MM_BLOCKS", 2 if warps <= 8 else 1),
         ("MM_WIDTH", width),
     )
-    return Geometry(kernel, (tiles(tile, M, N),), (WARP * warps,), 4 * max(buffers, sums), defines)
+    grid, shared = (count_tiles(tile, M, N),), 4 * max(buffers, sums)
+    return Geometry("matmul_forward_kernel3", grid, (WARP * warps,), shared, defines)
 
 
-MAX_ROWS = 65535 * TILE  # of the variant tiled: the grid's second axis
-MAX_SIZE = 2**31 - 1024  # of M, K and N: what an int holds, and a tile more
+class Job(NamedTuple):
+    """A product, checked."""
+
+    a: CudaArray  # (..., K)
+    w: CudaArray  # (K, N)
+    bias: CudaArray | None
+    out: CudaArray  # (..., N)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K, N."""
+        K, N = self.w.shape
+        return self.a.size // K, K, N
+
+
+def _launch(file: str, geometry: Callable[[int, int], Geometry], job: Job) -> Launch:
+    """A kernel whose geometry depends on M and N alone."""
+    M, K, N = job.sizes
+    return launch_at(file, geometry(M, N), (*job, M, K, N))
+
+
+def _launch_registers(job: Job) -> Launch:
+    M, K, N = job.sizes
+    width = 4 if row_alignment(N, job.w, job.out) == 16 else 1
+    tile, groups = choose_tile(M, N, device_attribute("MultiProcessorCount"))
+    return launch_at(REGISTERS, registers_geometry(tile, groups, M, N, width), (*job, M, K, N))
+
+
+def _tiled_problem(job: Job) -> str | None:
+    rows = job.sizes[0]
+    return TOO_MANY_ROWS.format(rows) if rows > MAX_ROWS else None
+
+
+def check_limits(a: Shape, *_: Shape) -> None:
+    """InputError when the rows pass the grid's second axis in the variant tiled."""
+    if (rows := prod(a[:-1])) > MAX_ROWS:
+        raise InputError(TOO_MANY_ROWS.format(rows))
 
 
 def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str = "tiled") -> Bound:
     """inputs (a (..., K), w (K, N), bias (N,) or None), out (..., N)."""
     a, w, bias = inputs
-    chosen = OPERATION.variant(variant)
     check("a", a)
     check("w", w)
     K = a.shape[-1]
@@ -127,57 +156,56 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str 
     N = w.shape[1]
     if bias is not None:
         check("bias", bias, (N,))
-    if chosen.name == "tiled":
-        check_limits(a.shape)
-    M = a.size // K
-    if max(M, K, N) > MAX_SIZE:
+    if max(a.size // K, K, N) > MAX_SIZE:
         raise InputError(f"a {a.shape}, w {w.shape}: expected at most {MAX_SIZE:,} rows or columns")
     out = output(out, (*a.shape[:-1], N), apart={"a": a, "w": w, "bias": bias})
-
-    width = 1 if N % 4 or w.data.ptr % 16 or out.data.ptr % 16 else 4
-    how = geometry(chosen, M, N, width, device_attribute("MultiProcessorCount"))
-    return Bound(out, (launch_at(chosen.file, how, (a, w, bias, out, M, K, N)),))
+    job = Job(a, w, bias, out)
+    return Bound(out, (OPERATION.choose(job, variant).launch(job),))
 
 
-def check_limits(a: Shape, *_: Shape) -> None:
-    """InputError when the rows pass the grid's second axis."""
-    rows = prod(a[:-1])
-    if rows > MAX_ROWS:
-        raise InputError(f"{rows:,} rows (B · T): matmul_bias_tiled takes at most {MAX_ROWS:,}")
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    M, K, N = sizes["M"], sizes["K"], sizes["N"]
+    shapes = ((M, K), (K, N), (N,))
+    return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
 
 
 OPERATION = Operation(
     name="matmul_bias",
     document="ten-step block",
     idea="a · w + bias",
-    sizes=GPT2_FC,
+    sizes={"M": 1024, "K": 768, "N": 3072},  # GPT-2's first product of the feed-forward
     variants=(
         Variant(
             "naive",
-            FILE,
+            LADDER,
             ("matmul_forward_kernel1",),
             "a thread an output, straight from global memory",
-            source=NAMED,
+            source="named with the LayerNorm kernels",
+            launch=partial(_launch, LADDER, naive_geometry),
         ),
         Variant(
             "tiled",
-            "matmul/skeleton.cu",
+            SKELETON,
             ("matmul_bias_tiled",),
-            "a thread an output, 16x16 tiles in shared memory, the next tile on its way",
+            "a thread an output, 16x16 tiles in shared memory, the next tile in flight",
+            launch=partial(_launch, SKELETON, tiled_geometry),
+            problem=_tiled_problem,
         ),
         Variant(
             "coarsened",
-            FILE,
+            LADDER,
             ("matmul_forward_kernel2",),
             "thread coarsening: a thread 8 outputs of a column, a value of w loaded once for them",
-            source=NAMED,
+            source="named with the LayerNorm kernels",
+            launch=partial(_launch, LADDER, coarsened_geometry),
         ),
         Variant(
             "registers",
             REGISTERS,
             ("matmul_forward_kernel3",),
             "a thread 8x8 outputs in registers, 16-byte loads, cp.async, no bank conflicts",
-            source=NAMED,
+            source="named with the LayerNorm kernels",
+            launch=_launch_registers,
         ),
     ),
     make=_make,

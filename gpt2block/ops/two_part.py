@@ -1,23 +1,34 @@
-"""float32 rows in two parts on CUDA: kernels_cu/matmul/two_part.cu."""
+"""float32 rows as two-part matrices: high and low float16 parts, a scale a row.
+
+Kernel: matmul/two_part.cu. `gemm`, `attention` and `layernorm` take or make such matrices.
+"""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, contiguous, launch_at
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    arrays_of,
+    check,
+    check_address,
+    check_apart,
+    contiguous,
+    launch_at,
+)
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
 from gpt2block.weights.two_part import SplitMatrix
 
-ROWS_FILE = "matmul/two_part.cu"
+FILE = "matmul/two_part.cu"
 WARPS = 4  # of a block of split_rows, a row each
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
-ALIGNED = 16  # bytes
 SPLIT = "split"  # in place of a dtype: a SplitMatrix
 
 
-def rows_geometry(rows: int, width: int) -> Geometry:
+def geometry(rows: int, width: int) -> Geometry:
     """The launch of split_rows, `width` elements a load."""
     defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", WARPS))
     return Geometry("split_rows", (ceil(rows / WARPS),), (32 * WARPS,), defines=defines)
@@ -40,7 +51,7 @@ def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
     while K % width or x.data.ptr % (4 * width) or out.parts.data.ptr % (2 * width):
         width //= 2
     args = (x, out.parts, out.scale, rows, K)
-    return Bound(out, (launch_at(ROWS_FILE, rows_geometry(rows, width), args, "float16"),))
+    return Bound(out, (launch_at(FILE, geometry(rows, width), args, "float16"),))
 
 
 def split(x: CudaArray) -> SplitMatrix:
@@ -60,21 +71,15 @@ def check_split(name: str, matrix: Any, shape: tuple[int, ...] | None = None) ->
         )
     if shape is not None and matrix.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {matrix.shape}")
-    for part, array, dtype in (
-        ("parts", matrix.parts, "float16"),
-        ("scale", matrix.scale, "float32"),
-    ):
-        check(f"{name}.{part}", array, dtype=dtype)
-        if array.data.ptr % ALIGNED:
-            raise InputError(
-                f"{name}.{part}: expected data aligned to {ALIGNED} bytes: pass a copy"
-            )
+    for part, array in arrays_of(name, matrix).items():
+        check(part, array, dtype=array.dtype.name)
+        check_address(part, array)
 
 
 def check_one_scale(out: Any, shape: tuple[int, ...], bound: float | None) -> None:
     """InputError unless it is a SplitMatrix as `SplitMatrix.empty(shape, bound)` makes it.
 
-    Its bound belongs there, and not beside it.
+    A bound is given to `empty`, not in addition to its result.
     """
     check_split("out", out, shape)
     if bound is not None or out.one_scale is None:

@@ -1,0 +1,67 @@
+"""What operations check of a weight matrix, and how many tiles a product has."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, TypeVar
+
+from gpt2block.cuda.arrays import check
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.weights.matrix import WeightMatrix
+
+Tile = TypeVar("Tile")
+
+
+def check_weights(
+    name: str, w: Any, inputs: tuple[str, Any], layout: str | None = "NK"
+) -> WeightMatrix:
+    """w itself; InputError unless it is a WeightMatrix on the current device that fits the input.
+
+    inputs: name and array (..., K) of what w is multiplied with. layout: None for either.
+    """
+    if not isinstance(w, WeightMatrix):
+        raise InputError(
+            f"{name}: expected a WeightMatrix, got {type(w).__name__}: use WeightMatrix.quantize"
+        )
+    if layout not in (None, w.layout):
+        raise InputError(
+            f"{name}: expected layout 'NK', (N, K) in memory, got {w.layout!r}: "
+            f"use WeightMatrix.quantize(w, {w.dtype!r}, 'NK')"
+        )
+    check(name, w.data, dtype="uint8" if w.dtype in FP8 else w.dtype)
+    if w.scale is not None:
+        check(f"{name}.scale", w.scale)
+    other, array = inputs
+    if array.shape[-1] != w.K:
+        raise InputError(
+            f"{name}: expected K {array.shape[-1]} to match {other}, got {w.K} ({w.layout})"
+        )
+    return w
+
+
+def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | None]:
+    """`storage` and `weights` of a launch with such weights: the types `T` and `W` of its source.
+
+    with_fp8: `T` where the weights are FP8; else it is the dtype of the weights.
+    """
+    return (with_fp8, w.dtype) if w.dtype in FP8 else (w.dtype, None)
+
+
+def count_tiles(tile: Any, M: int, N: int) -> int:
+    """How many tiles, of `rows` and `columns`, cover an output (M, N)."""
+    rows: int = tile.rows
+    columns: int = tile.columns
+    return ceil(M / rows) * ceil(N / columns)
+
+
+def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
+    """The tile that gets the outputs done first on `sms` multiprocessors; of equals the first.
+
+    tiles: with `rows`, `columns` and `speed`, that of a multiprocessor busy with such tiles.
+    """
+
+    def duration(tile: Any) -> Any:
+        return ceil(count_tiles(tile, M, N) / sms) * tile.rows * tile.columns / tile.speed
+
+    return min(tiles, key=duration)

@@ -1,0 +1,79 @@
+"""Geometry of llama/rmsnorm_matmul.cu: few rows, every weight read once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from gpt2block.cuda.kernels import Geometry
+
+FILE = "llama/rmsnorm_matmul.cu"
+WARP = 32
+MOST_ROWS = 4  # of x that a block takes
+MOST_SUMS = 64  # that a thread keeps in registers
+Pairing = Literal["neighbours", "halves", "two matrices"]
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    M: int,
+    N: int,
+    K: int,
+    x_width: int,
+    weight: int,
+    layout: str,
+    pairing: Pairing,
+    head_dim: int,
+    alignment: int,
+    most_shared: int,
+) -> Geometry | None:
+    """The launch of a matvec kernel; None when a row does not fit in `most_shared` bytes.
+
+    x_width: values of x in a load. weight: bytes of one. pairing: how columns go together,
+    neighbours, those half a head apart, or those of two matrices. alignment: of the weights, in
+    bytes. Threads, strips and unrolling are the best ones measured on an H200 at one row.
+    """
+    two = pairing == "two matrices"
+    halves = pairing == "halves"
+    rows = min(MOST_ROWS, 1 << (M - 1).bit_length())
+    strips = 2 if layout == "NK" or pairing != "neighbours" else 1
+    unit = K if layout == "NK" else head_dim // 2 if halves else N  # vectors do not cross its end
+    width = 16 // weight
+    if layout == "KN":
+        width = min(width, MOST_SUMS // (strips * rows))
+    while unit % width or alignment % (width * weight):
+        width //= 2
+    if layout == "NK":
+        threads, lanes = 256, WARP
+        step, pairs = WARP * width, threads // WARP
+        unroll = 8 if weight > 1 else 2 if two else 4
+        parts = 0
+    else:
+        threads = 256 if two else 512
+        lanes = min(WARP, max(1, (64 if two else 32 // strips) // width))
+        while halves and unit % (lanes * width):
+            lanes //= 2
+        step, pairs = threads // lanes, lanes * width * strips // 2
+        unroll = 8 if weight > 1 and strips == 1 else 4
+        parts = 4 * threads // WARP * strips * lanes * width
+    row = 4 * step * ceil(K / step) + parts
+    while rows > 1 and rows * row > most_shared:
+        rows //= 2
+    if row > most_shared:
+        return None
+    defines = (
+        ("MV_NK", int(layout == "NK")),
+        ("MV_ROWS", rows),
+        ("MV_X", x_width),
+        ("MV_WIDTH", width),
+        ("MV_UNROLL", min(unroll, ceil(K / step))),
+        ("MV_THREADS", threads),
+        ("MV_LANES", lanes),
+        ("MV_STRIPS", strips),
+        ("MV_HALF_SPLIT", int(halves)),
+    )
+    columns = N if two else ceil(N / 2)
+    kernel = "rmsnorm_ffn_matvec" if two else "rmsnorm_matvec"
+    grid = (ceil(columns / pairs), ceil(M / rows))
+    return Geometry(kernel, grid, (threads,), rows * row, defines)
