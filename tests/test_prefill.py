@@ -30,13 +30,14 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.ops.attention import _not_here
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import WAYS as GEMM_WAYS
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.text.sampling import Sampling
 from gpt2block.weights.gpt2 import GPT2Weights
 from gpt2block.weights.matrix import FLOATS, WeightMatrix
 from tests import test_warm
+from tests.gpus import cupy_with
 from tests.plain import rounding
 from tests.test_warm import Recorder
 
@@ -603,11 +604,8 @@ def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) 
     ways = {name: way for name, way in GEMM_WAYS.items() if name == variant}
     monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "WAYS", ways)
     monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "LAST", variant)
-    monkeypatch.setattr(
-        import_module("gpt2block.ops.attention"), "_on_tensor_cores", lambda: variant
-    )
-    if _not_here(variant):
-        pytest.skip(f"this GPU has no variant {variant}")
+    monkeypatch.setattr(import_module("gpt2block.ops.attention"), "TENSOR_CORES", (variant,))
+    cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
     for b, length in enumerate((63, 257)):
         ids, truth, meaning = truth_and_meaning(SMALL, dtype, b, length)
         assert_close(m(ids), truth.logits, meaning.logits)

@@ -97,6 +97,14 @@ def check_alignment(name: str, array: CudaArray) -> None:
         )
 
 
+def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
+    """Raise InputError unless the first element is at a multiple of so many bytes."""
+    if array.data.ptr % multiple:
+        raise InputError(
+            f"{name}: expected data aligned to {multiple} bytes: pass a copy, {name}.copy()"
+        )
+
+
 def output(
     out: CudaArray | None,
     shape: tuple[int, ...],

@@ -31,6 +31,11 @@ def _never(job: Any) -> str | None:
     return None
 
 
+def _no_launch(job: Any) -> Any:
+    """Of kernels that no `bind` chooses among."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to compute an operation: its kernels, in launch order, and what is new about it.
@@ -48,7 +53,7 @@ class Variant:
     block: int = 256  # the default of these
     source: str = ""  # where it comes from, if not from the operation's document
     dtypes: tuple[str, ...] = ()  # of the operation's, those it takes; () for all
-    launch: Callable[..., Any] | None = None
+    launch: Callable[..., Any] = _no_launch
     problem: Callable[[Any], str | None] = _never
 
     def described(self) -> dict[str, Any]:
