@@ -88,12 +88,13 @@ def on_cpu(
         ],
         "online": [[qkv, out, T, int(causal)]],
     }
-    launches = {
-        "mha": lambda: (mha_geometry(*sizes, causal),),
-        "naive": lambda: naive_geometry(*sizes, block or BLOCK),
-        "online": lambda: (online_geometry(*sizes, block=block, most_shared=shared_limit),),
-    }[variant]()
-    for geometry, args in zip(launches, arguments[variant], strict=True):
+    if variant == "naive":
+        geometries = naive_geometry(*sizes, block or BLOCK)
+    elif variant == "mha":
+        geometries = (mha_geometry(*sizes, causal),)
+    else:
+        geometries = (online_geometry(*sizes, block=block, most_shared=shared_limit),)
+    for geometry, args in zip(geometries, arguments[variant], strict=True):
         options: dict[str, Any] = {
             "shared": geometry.shared,
             "defines": geometry.defines,
