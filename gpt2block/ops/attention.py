@@ -129,11 +129,8 @@ def _naive_problem(job: Job) -> str | None:
 
 
 def _online_problem(job: Job) -> str | None:
-    if problem := _naive_problem(job):
-        return problem
-    if job.HS > LARGEST_HEAD:
-        return f"head size {job.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
-    return None
+    large = f"head size {job.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
+    return _naive_problem(job) or (large if job.HS > LARGEST_HEAD else None)
 
 
 def _mha_problem(job: Job) -> str | None:
@@ -272,9 +269,8 @@ def bind(
 
 def _check_qkv(qkv: Any, n_head: int) -> str:
     """The dtype of qkv, "split" for a SplitMatrix; InputError for a wrong array or shape."""
-    two_part = isinstance(qkv, SplitMatrix)
-    dtype = SPLIT if two_part else storage(qkv)
-    if two_part:
+    dtype = SPLIT if isinstance(qkv, SplitMatrix) else storage(qkv)
+    if dtype == SPLIT:
         check_split("qkv", qkv)
     else:
         check("qkv", qkv, dtype=dtype)
@@ -391,8 +387,8 @@ OPERATION = Operation(
             "hopper",
             HOPPER,
             ("attention_hopper",),
-            "tensor cores (wgmma), 64 queries a warpgroup: a warp has K and V copied (TMA), scores "
-            "and P V are multiplied beside the softmax, a block has many tiles; ragged batches",
+            "tensor cores (wgmma), 64 queries a warpgroup: a warp copies K and V (TMA), scores and "
+            "P V are multiplied during the softmax, a block takes many tiles; ragged batches",
             block=HOPPER_THREADS,
             source="beyond the documents",
             dtypes=SIXTEEN_BITS,
@@ -411,7 +407,7 @@ OPERATION = Operation(
             "mma_fp32",
             TWO_PART,
             ("attention_fp32_mma",),
-            "the accuracy of float32 from tensor cores: matrices split into two of fp16, three "
+            "the accuracy of float32 from tensor cores: each float32 matrix in two of fp16, three "
             "products for one",
             source="Ootomo and Yokota (2022), for the split",
             launch=_launch_mma,

@@ -50,13 +50,7 @@ START = 512  # of the documented sizes
 
 @lru_cache(maxsize=1024)
 def tiles_geometry(
-    B: int,
-    longest: int,
-    NH: int,
-    HS: int,
-    itemsize: int,
-    shared_limit: int,
-    narrow: bool = False,
+    B: int, longest: int, NH: int, HS: int, itemsize: int, shared_limit: int, narrow: bool = False
 ) -> Geometry:
     """For B sequences of at most `longest` queries; narrow: those have the cache's dtype.
 
@@ -297,8 +291,8 @@ OPERATION = Operation(
             "tiles",
             TILES,
             ("attention_cached", "attention_cached_narrow"),
-            "the walk of attention's `online` over packed rows of several sequences; a query's "
-            "bits depend on its own sequence alone; q in float32, or in 16 bits",
+            "attention's `online` over packed rows of several sequences; a query's bits depend on "
+            "its own sequence alone; q in float32, or in 16 bits",
             launch=_launch_tiles,
         ),
     ),
@@ -312,14 +306,14 @@ OPERATION = Operation(
             "split",
             SPLIT,
             ("attention_split",),
-            "decoding: a block 128 keys of a head, all loads on their way at once; the last block "
-            "puts the splits together",
+            "decoding: a block 128 keys of a head, all loads in flight at once; the last block "
+            "combines the splits",
         ),
         Variant(
             "append",
             APPEND,
             ("kv_append", "kv_append_narrow"),
-            "K and V of packed rows into the kv_cache, narrowed to its dtype, or in it already",
+            "writes K and V of packed rows to the kv_cache, converted to its dtype where needed",
         ),
     ),
     binder=bind_sequence,

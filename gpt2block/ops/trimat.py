@@ -265,7 +265,7 @@ OPERATION = Operation(
             "tri6",
             MMA,
             ("matmul_tri6",),
-            "tensor cores at float accuracy: rows split in two of float16 as they arrive",
+            "tensor cores with the accuracy of float32: each row in two of float16, made on load",
             block=MMA_THREADS,
             source="beyond the documents",
             launch=_launch_tri6,
@@ -280,9 +280,7 @@ OPERATION = Operation(
     bound="compute",
     attrs={"fill": None},
     auxiliary=(
-        Variant(
-            "any", FILE, (FILL,), "writes what stands above the diagonal, where it is asked for"
-        ),
+        Variant("any", FILE, (FILL,), "writes one value above the diagonal, where `fill` is given"),
     ),
     binder=bind,
 )
