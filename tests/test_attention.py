@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
-from gpt2block.ops.attention import OPERATION, geometry
+from gpt2block.cuda import cupy, kernels
+from gpt2block.emulator import emulated, loader
+from gpt2block.ops._attention_tiles import online_geometry
+from gpt2block.ops.attention import BLOCK, OPERATION, mha_geometry, naive_geometry
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.plain import normal
@@ -74,7 +76,7 @@ def on_cpu(
     chosen = OPERATION.variant(variant)
     *batch, T, three_c = qkv.shape
     B, C = batch[0] if batch else 1, three_c // 3
-    where = geometry(chosen, B, T, n_head, C // n_head, causal, block, shared_limit)
+    sizes = B, T, n_head, C // n_head
     out: Array = np.full((*batch, T, C), np.nan, np.float32)
     scores: Array = np.full((B, n_head, T, T) if variant == "naive" else 1, np.nan, np.float32)
     arguments: dict[str, list[list[Any]]] = {
@@ -86,9 +88,21 @@ def on_cpu(
         ],
         "online": [[qkv, out, T, int(causal)]],
     }
-    for how, args in zip(where, arguments[variant], strict=True):
-        options: dict[str, Any] = {"shared": how.shared, "defines": how.defines, "order": order}
-        loader.run(source or chosen.file, how.kernel, how.grid, how.block, args, **options)
+    if variant == "naive":
+        geometries = naive_geometry(*sizes, block or BLOCK)
+    elif variant == "mha":
+        geometries = (mha_geometry(*sizes, causal),)
+    else:
+        geometries = (online_geometry(*sizes, block=block, most_shared=shared_limit),)
+    for geometry, args in zip(geometries, arguments[variant], strict=True):
+        options: dict[str, Any] = {
+            "shared": geometry.shared,
+            "defines": geometry.defines,
+            "order": order,
+        }
+        loader.run(
+            source or chosen.file, geometry.kernel, geometry.grid, geometry.block, args, **options
+        )
     return out
 
 
@@ -162,8 +176,8 @@ def test_block_sizes(where: str, variant: str, block: int) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_tiles_for_little_shared_memory(where: str, size: int) -> None:
     """As on a GPU with 64 KB a block."""
-    (how,) = geometry(OPERATION.variant("online"), 1, 150, 1, size, True, None, T4)
-    assert how.shared <= T4
+    geometry = online_geometry(1, 150, 1, size, block=None, most_shared=T4)
+    assert geometry.shared <= T4
     qkv = normal(size, 150, 3 * size)
     got = evaluate(where, "online", qkv, 1, True, shared_limit=T4)
     assert_right(got, qkv, 1, True)
@@ -261,35 +275,37 @@ def test_a_missing_barrier_shows(n: int) -> None:
 
 
 def test_tiles_fit_the_shared_memory() -> None:
-    online = OPERATION.variant("online")
-    (how,) = geometry(online, 8, 1024, 12, 64, True, None, H200)
-    assert (how.grid, how.block) == ((96, 8), (128,))
-    assert 2 * (how.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
+    geometry = online_geometry(8, 1024, 12, 64, block=None, most_shared=H200)
+    assert (geometry.grid, geometry.block) == ((96, 8), (128,))
+    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for size in (4, 64, 128, 256):
         for limit in (99 * 1024, H200):
-            (how,) = geometry(online, 1, 4096, 1, size, True, None, limit)
-            assert how.shared <= limit
-    (short,) = geometry(online, 1, 5, 1, 64, True, None, H200)
+            geometry = online_geometry(1, 4096, 1, size, block=None, most_shared=limit)
+            assert geometry.shared <= limit
+    short = online_geometry(1, 5, 1, 64, block=None, most_shared=H200)
     assert short.block == (32,)
     with pytest.raises(InputError, match=r"head size 256: the smallest tiles .* use variant mha"):
-        geometry(online, 1, 4096, 1, 256, True, None, T4)
+        online_geometry(1, 4096, 1, 256, block=None, most_shared=T4)
     with pytest.raises(InputError, match=r"take 85,760 .* 65,536 for them: use a smaller block"):
-        geometry(online, 1, 4096, 1, 256, True, 64, T4)
+        online_geometry(1, 4096, 1, 256, block=64, most_shared=T4)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
-    naive, online = OPERATION.variant("naive"), OPERATION.variant("online")
+    online = partial(online_geometry, block=None, most_shared=H200)
     with pytest.raises(
         InputError, match=r"make a grid of 12,096,000,000 blocks, .* variant online"
     ):
-        geometry(naive, 1000, 64000, 3, 4, True, 1024, H200)
-    assert geometry(online, 2**25, 1, 12, 64, True, None, H200)[0].grid == (12 * 2**25, 1)
-    assert geometry(online, 1, 8_388_480, 1, 64, True, None, H200)[0].grid == (1, 65535)
+        naive_geometry(1000, 64000, 3, 4, 1024)
+    assert online(2**25, 1, 12, 64).grid == (12 * 2**25, 1)
+    assert online(1, 8_388_480, 1, 64).grid == (1, 65535)
     with pytest.raises(InputError, match="T 8,388,481: variant online takes at most 8,388,480"):
-        geometry(online, 1, 8_388_481, 1, 64, True, None, H200)
-    with pytest.raises(InputError, match="head size 257: variant online takes at most 256"):
-        geometry(online, 1, 5, 1, 257, True, None, H200)
-    assert len(geometry(naive, 1, 5, 1, 257, True, None, H200)) == 3
+        online(1, 8_388_481, 1, 64)
+    options: dict[str, Any] = {"n_head": 1, "causal": True}
+    with emulated():
+        qkv = cupy.empty((5, 3 * 257))
+        with pytest.raises(InputError, match="variant online: head size 257: expected at most 256"):
+            bind_attention((qkv,), **options, variant="online")
+        assert len(bind_attention((qkv,), **options, variant="naive").launches) == 3
 
 
 @pytest.mark.parametrize(
@@ -297,8 +313,8 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
 )
 def test_every_head_stays_in_registers(arch: str, size: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    (how,) = geometry(OPERATION.variant("online"), 8, 1024, 3, size, True, None, H200)
-    log = kernels.compile_for("attention/online.cu", arch, how.defines).log
+    geometry = online_geometry(8, 1024, 3, size, block=None, most_shared=H200)
+    log = kernels.compile_for("attention/online.cu", arch, geometry.defines).log
     (spills,) = (line for line in log.splitlines() if "spill" in line)
     assert "0 bytes spill stores, 0 bytes spill loads" in spills
 

@@ -39,13 +39,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 few = settings(max_examples=2)
 
 
-def on_shim(where: Any, file: str, how: Any, args: list[Any], *dtypes: Any) -> None:
+def on_shim(where: Any, file: str, geometry: Any, args: list[Any], *dtypes: Any) -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     storage, weights = (*dtypes, None)[:2]
     options: dict[str, Any] = {"storage": storage, "weights": weights, "order": where}
-    options |= {"shared": how.shared, "defines": how.defines}
-    loader.run(file, how.kernel, how.grid, how.block, args, **options)
+    options |= {"shared": geometry.shared, "defines": geometry.defines}
+    loader.run(file, geometry.kernel, geometry.grid, geometry.block, args, **options)
 
 
 def poisoned(*shape: int) -> Array:
@@ -149,12 +149,12 @@ def split(
     parts, stats = poisoned(B, S, n_head, C // n_head), poisoned(B, S, n_head, 2)
     out, arrived = poisoned(B, C), np.zeros((B, n_head), np.int32)
     if where != "gpu":
-        how = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
+        geometry = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
         args = [q, k, v, position, parts, stats, n_ctx, out, arrived]
         for _ in range(runs):
             for array in (parts, stats, out):
                 array.fill(np.nan)
-            on_shim(where, file, how, args, k.dtype.name)
+            on_shim(where, file, geometry, args, k.dtype.name)
             assert not arrived.any()
         return Split(parts, stats, out)
     return split_on_gpu(q, k, v, position, n_head, out)
@@ -340,11 +340,11 @@ def packed(
     out = poisoned(N, C).astype(qkv.dtype)
     if where != "gpu":
         narrow = qkv.dtype != np.float32
-        how = attention_cached_tiles(
+        geometry = attention_cached_tiles(
             B, longest, n_head, C // n_head, k.itemsize, shared_limit, narrow
         )
         args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, N, B, 0]
-        on_shim(where, "attention/cached.cu", how, args, k.dtype.name)
+        on_shim(where, "attention/cached.cu", geometry, args, k.dtype.name)
         return out
     import cupy  # noqa: PLC0415
 
@@ -444,11 +444,11 @@ def test_queries_of_a_thread_leave_the_bits_as_they_are() -> None:
     k, v = cache(0, [90], 90, C, "bfloat16")
     qkv, seams, starts = normal(1, 90, 3 * C), np.array([0, 90], np.int32), np.zeros(1, np.int32)
     right = packed("forward", qkv, k, v, [90], [0], 1)
-    how = attention_cached_tiles(1, 90, 1, 64, 2, H200)
-    how = how._replace(grid=(1, 2), defines=(*how.defines, ("AO_ROWS", 4)))
+    geometry = attention_cached_tiles(1, 90, 1, 64, 2, H200)
+    geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     out = poisoned(90, C)
     args = [qkv, k, v, seams, starts, out, 3 * C, 90, 90, 1, 0]
-    on_shim("forward", "attention/cached.cu", how, args, "bfloat16")
+    on_shim("forward", "attention/cached.cu", geometry, args, "bfloat16")
     np.testing.assert_array_equal(out, right)
 
 
@@ -458,9 +458,9 @@ def test_what_lies_outside_is_left_out() -> None:
     k, v = cache(0, [n_ctx] * 3, n_ctx, C, "float32")
     qkv, out = normal(1, 30, 3 * C), poisoned(30, C)
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
-    how = attention_cached_tiles(3, 30, 2, 16, 4, H200)
+    geometry = attention_cached_tiles(3, 30, 2, 16, 4, H200)
     args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, 30, 3, 0]
-    on_shim("forward", "attention/cached.cu", how, args, "float32")
+    on_shim("forward", "attention/cached.cu", geometry, args, "float32")
     assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
     assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
     assert np.isnan(out[17:]).all()
@@ -474,7 +474,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     k, v = cache(0, [130], 130, 32, "bfloat16")
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
     right = packed("forward", qkv, k, v, [130], [0], 2)
-    how = attention_cached_tiles(1, 130, 2, 16, 2, H200)
+    geometry = attention_cached_tiles(1, 130, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
@@ -483,7 +483,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
             out = poisoned(130, 32)
             seams = np.array([0, 130], np.int32)
             args = [qkv, k, v, seams, starts, out, 96, 130, 130, 1, 0]
-            on_shim(order, racing, how, args, "bfloat16")  # type: ignore[arg-type]
+            on_shim(order, racing, geometry, args, "bfloat16")  # type: ignore[arg-type]
             different |= not np.array_equal(out, right)
         assert different
 
@@ -514,8 +514,10 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
         ops.kv_append(*arrays)
         k, v = arrays[1].get(), arrays[2].get()
     else:
-        how = attention_cached_append(7, C, k.itemsize, 16, 16, narrow)
-        on_shim(where, "attention/kv_cache.cu", how, [qkv, row, position, k, v, C, B, n_ctx], dtype)
+        geometry = attention_cached_append(7, C, k.itemsize, 16, 16, narrow)
+        on_shim(
+            where, "attention/kv_cache.cu", geometry, [qkv, row, position, k, v, C, B, n_ctx], dtype
+        )
     np.testing.assert_array_equal(k, truth_k)
     np.testing.assert_array_equal(v, truth_v)
 
@@ -541,10 +543,12 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
         arrays = cupy.asarray(ids), cupy.asarray(positions), moved, cupy.asarray(wpe)
         out = ops.encoder_rows(*arrays).get()
     else:
-        how = encoder_rows_geometry(7, C, 16)
+        geometry = encoder_rows_geometry(7, C, 16)
         fp8 = dtype if dtype in FP8 else None
         args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
-        on_shim(where, "embedding/encoder_rows.cu", how, args, "float32" if fp8 else dtype, fp8)
+        on_shim(
+            where, "embedding/encoder_rows.cu", geometry, args, "float32" if fp8 else dtype, fp8
+        )
     assert np.isnan(out[3:]).all()
     table = wte.dequantized().T
     truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
@@ -555,18 +559,18 @@ def test_encoder_rows(where: str, C: int, dtype: str) -> None:
 
 
 def test_launches() -> None:
-    how = attention_cached_split(8, 1024, 12, 64, 2)
-    assert (how.grid, how.block) == ((8, 12, 8), (128,))
+    geometry = attention_cached_split(8, 1024, 12, 64, 2)
+    assert (geometry.grid, geometry.block) == ((8, 12, 8), (128,))
     assert attention_cached_split(8, 1000, 12, 64, 4).block == (256,)
-    assert how.shared == 64
+    assert geometry.shared == 64
     with pytest.raises(InputError, match=r"n_ctx 262,145: .* at most 262,144 keys"):
         attention_cached_split(1, 262145, 1, 64, 2)
-    assert dict(how.defines)["AS_WIDTH"] == 8
-    how = attention_cached_tiles(8, 1024, 12, 64, 2, H200)
-    assert (how.grid, how.block) == ((96, 8), (128,))
-    assert 2 * (how.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
+    assert dict(geometry.defines)["AS_WIDTH"] == 8
+    geometry = attention_cached_tiles(8, 1024, 12, 64, 2, H200)
+    assert (geometry.grid, geometry.block) == ((96, 8), (128,))
+    assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys of a tile follow from the head alone
-        assert attention_cached_tiles(1, longest, 12, 64, 2, H200).defines == how.defines
+        assert attention_cached_tiles(1, longest, 12, 64, 2, H200).defines == geometry.defines
     with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
         attention_cached_split(1, 10, 1, 257, 4)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
@@ -590,8 +594,8 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
         attention_cached_tiles(1, 100, 2, size, itemsize, H200),
         attention_cached_split(1, 100, 2, size, itemsize),
     )
-    for file, how in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
-        log = kernels.compile_for(file, arch, (*stored, *how.defines)).log
+    for file, geometry in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
+        log = kernels.compile_for(file, arch, (*stored, *geometry.defines)).log
         spills = [line for line in log.splitlines() if "spill" in line]
         assert len(spills) == len(kernels.signatures(file))
         assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)

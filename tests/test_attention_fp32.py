@@ -1,6 +1,6 @@
 """Attention with the accuracy of float32 on tensor cores: attention/mma_two_part.cu.
 
-Its inputs and its result are split matrices: (hi + lo 2^-11) scale, with a scale for each row.
+Its inputs and its result are two-part matrices: (hi + lo 2^-11) scale, with a scale for each row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.ops.attention import MMA_FP32, mma_fp32_geometry
+from gpt2block.ops._attention_tiles import two_part_geometry
+from gpt2block.ops.attention import TWO_PART
 from gpt2block.reference import joined, split
 from tests import plain
 from tests.compiling import assert_clean
@@ -38,18 +39,24 @@ def evaluate(
 ) -> Array:
     """On the CPU in a thread order; on the GPU, twice, where there is none."""
     B, T = len(lengths), max(lengths)
-    how, side_by_side = mma_fp32_geometry(B, T, n_head, causal, most_shared=MOST_SHARED)
+    geometry, side_by_side = two_part_geometry(B, T, n_head, causal, most_shared=MOST_SHARED)
     starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
     inputs, scale = split(qkv)
     out = np.full((2, len(qkv), 64 * n_head), np.nan, np.float16)
     top = np.full(len(qkv), np.nan, np.float32)
     last = [len(qkv), B, T, n_head, side_by_side]
-    options: dict[str, Any] = {"shared": how.shared, "defines": how.defines, "storage": "float16"}
+    options: dict[str, Any] = {
+        "shared": geometry.shared,
+        "defines": geometry.defines,
+        "storage": "float16",
+    }
     if order is not None:
         if problem := loader.missing():
             pytest.skip(problem)
         host = [inputs, scale, starts, out, top, *last]
-        loader.run(MMA_FP32, how.kernel, how.grid, how.block, host, order=order, **options)
+        loader.run(
+            TWO_PART, geometry.kernel, geometry.grid, geometry.block, host, order=order, **options
+        )
         return joined(out, top)
     import cupy  # noqa: PLC0415
 
@@ -58,7 +65,9 @@ def evaluate(
     for _ in range(2):
         outs = [cupy.asarray(out), cupy.asarray(top)]
         args = (*given, *outs, *last)
-        kernels.launch(MMA_FP32, how.kernel, how.grid, how.block, args, **options).run()
+        kernels.launch(
+            TWO_PART, geometry.kernel, geometry.grid, geometry.block, args, **options
+        ).run()
         results.append(joined(outs[0].get(), outs[1].get()))
     np.testing.assert_array_equal(results[0], results[1])
     return results[0]
@@ -131,9 +140,9 @@ def test_what_a_row_does_not_see_leaves_no_trace(value: float) -> None:
 def test_no_spills() -> None:
     jobs = []
     for causal in (False, True):
-        how, _ = mma_fp32_geometry(8, 1024, 12, causal, most_shared=MOST_SHARED)
-        assert 2 * (how.shared + 1024) <= MOST_SHARED + 1024
-        jobs += [(MMA_FP32, arch, how.defines) for arch in ("sm_80", "sm_90")]
+        geometry, _ = two_part_geometry(8, 1024, 12, causal, most_shared=MOST_SHARED)
+        assert 2 * (geometry.shared + 1024) <= MOST_SHARED + 1024
+        jobs += [(TWO_PART, arch, geometry.defines) for arch in ("sm_80", "sm_90")]
     assert_clean(jobs)
 
 

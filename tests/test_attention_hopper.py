@@ -14,14 +14,9 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.cuda import kernels
+from gpt2block.ops._attention_tiles import HOPPER_SHARED, HOPPER_THREADS, hopper_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.attention import (
-    HOPPER,
-    HOPPER_SHARED,
-    HOPPER_THREADS,
-    _on_tensor_cores,
-    hopper_geometry,
-)
+from gpt2block.ops.attention import HOPPER, OPERATION, TENSOR_CORES, Job
 from tests import test_attention_mma
 from tests.gpus import cupy_with
 from tests.test_attention_mma import (
@@ -40,10 +35,10 @@ def test_the_grid() -> None:
     """A block for every tile, and no more than multiprocessors; all other numbers are fixed."""
     for B, T, NH, blocks in ((1, 1, 1, 1), (1, 1024, 12, 96), (8, 1024, 12, 132), (3, 129, 2, 12)):
         for causal in (False, True):
-            how, band = hopper_geometry(B, T, NH, causal, sms=132)
-            assert how.grid == (blocks,)
-            assert (how.block, how.shared) == ((HOPPER_THREADS,), HOPPER_SHARED)
-            assert how.defines == (("ATT_CAUSAL", int(causal)),)
+            geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
+            assert geometry.grid == (blocks,)
+            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS,), HOPPER_SHARED)
+            assert geometry.defines == (("ATT_CAUSAL", int(causal)),)
             assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
         hopper_geometry(2**20, 2**20, 12, True, sms=132)
@@ -206,20 +201,22 @@ def test_bad_input(cp: ModuleType) -> None:
 
     x = cp.zeros((5, 384), "float16")
     for args, message in (
-        ((x.astype("float32"), 2), "qkv: expected float16 or bfloat16 for variant hopper"),
-        ((x, 1), "head size 128: variant hopper takes 64"),
+        (
+            (x.astype("float32"), 2),
+            "variant hopper: qkv: expected float16 or bfloat16, got float32",
+        ),
+        ((x, 1), "variant hopper: head size 128: tensor cores take 64"),
     ):
         with pytest.raises(InputError, match=message):
             ops.attention(*args, variant="hopper")
 
 
 def test_other_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cupy")
-
+    job = Job(None, None, "float16", 1, 5, 1, 64, False)
     for capability, best in ((80, "mma"), (90, "hopper"), (120, "mma")):
         monkeypatch.setattr(
             import_module("gpt2block.ops.attention"),
             "compute_capability",
             lambda now=capability: now,
         )
-        assert _on_tensor_cores() == best
+        assert OPERATION.choose(job, None, TENSOR_CORES).name == best

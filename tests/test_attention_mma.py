@@ -24,14 +24,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
-from gpt2block.ops.attention import (
-    MMA,
-    MMA_STAGE,
-    MMA_TILES,
-    Tile,
-    mma_geometry,
-    together,
-)
+from gpt2block.ops._attention_tiles import MMA_STAGE, MMA_TILES, Tile, mma_geometry, together
+from gpt2block.ops.attention import MMA
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.compiling import assert_clean
@@ -113,17 +107,17 @@ def on_cpu(
     if problem := loader.missing():
         pytest.skip(problem)
     B, T = len(lengths), max(lengths)
-    how, side_by_side = mma_geometry(B, T, n_head, causal, **H200, tile=tile)
+    geometry, side_by_side = mma_geometry(B, T, n_head, causal, **H200, tile=tile)
     starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
     out = np.full((len(qkv), 64 * n_head), np.nan, qkv.dtype)
     loader.run(
         source,
-        how.kernel,
-        how.grid,
-        how.block,
+        geometry.kernel,
+        geometry.grid,
+        geometry.block,
         [qkv, starts, out, B, T, n_head, side_by_side],
-        shared=how.shared,
-        defines=how.defines,
+        shared=geometry.shared,
+        defines=geometry.defines,
         storage=qkv.dtype.name,
         order=order,
         copies_at_once=at_once,
@@ -314,9 +308,9 @@ def same(right: Array, qkv: Array, tile: Tile, order: loader.Order, source: load
 def test_the_tile_fits_the_gpu(
     B: int, T: int, causal: bool, grid: int, queries: int, side_by_side: int
 ) -> None:
-    how, heads = mma_geometry(B, T, 12, causal, **H200)
-    chosen: dict[str, Any] = dict(how.defines)
-    assert how.grid == (grid,)
+    geometry, heads = mma_geometry(B, T, 12, causal, **H200)
+    chosen: dict[str, Any] = dict(geometry.defines)
+    assert geometry.grid == (grid,)
     assert 16 * chosen["ATT_WARPS"] * chosen["ATT_FRAGS"] == queries
     assert heads == side_by_side
 
@@ -324,9 +318,9 @@ def test_the_tile_fits_the_gpu(
 @pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
 def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
     for tile in MMA_TILES:
-        how, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
-        assert 2 * MMA_STAGE <= how.shared <= gpu["most_shared"]
-        assert how.shared == dict(how.defines)["ATT_STAGES"] * MMA_STAGE
+        geometry, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
+        assert 2 * MMA_STAGE <= geometry.shared <= gpu["most_shared"]
+        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * MMA_STAGE
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
@@ -345,8 +339,8 @@ def test_no_tile_spills() -> None:
         ("sm_120", RTX, True),
     ):
         for tile, dtype in zip(MMA_TILES, DTYPES, strict=True):
-            how, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
-            jobs.append((MMA, arch, (*kernels.stored_as(dtype), *how.defines)))
+            geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
+            jobs.append((MMA, arch, (*kernels.stored_as(dtype), *geometry.defines)))
     assert_clean(jobs)
 
 
@@ -511,17 +505,21 @@ def test_bad_input(cp: ModuleType) -> None:
     ragged = {"cu_seqlens": starts, "max_seqlen": 3}
     for args, options, message in (
         ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),
-        ((x.astype("float32"), 2), {"variant": "mma"}, "expected float16 or bfloat16 for var"),
+        (
+            (x.astype("float32"), 2),
+            {"variant": "mma"},
+            "mma: qkv: expected float16 or bfloat16, got float32",
+        ),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 1), {"variant": "mma"}, "head size 128: variant mma takes 64: use float32"),
+        ((x, 1), {"variant": "mma"}, "mma: head size 128: tensor cores take 64: use float32"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
         ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),
-        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected 1 to the 5 rows"),
+        ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
         ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
         ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
-        ((x[None], 2), ragged, r"qkv: expected \(N, 3C\) beside cu_seqlens"),
-        ((x.astype("float32"), 2), ragged, "variant mha takes sequences of one length"),
+        ((x[None], 2), ragged, r"qkv: expected \(N, 3C\) with cu_seqlens"),
+        ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
     ):
         with pytest.raises(InputError, match=message):
             ops.attention(*args, **options)

@@ -28,7 +28,6 @@ from gpt2block import GPT2, GPT2Config, emulator, reference
 from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader, stand_in
-from gpt2block.ops.attention import _not_here
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.run.cuda_model import CudaCache, CudaModel
 from gpt2block.run.model import filled_up, kv_cache_dtype
@@ -476,15 +475,11 @@ def test_decoding_behind_a_prefill(dtype: str) -> None:
 @pytest.mark.parametrize("variant", ["mma", "hopper"])
 def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that this GPU would not take by itself, too."""
-
+    cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
     m = GPT2(weights(SMALL), "cuda", dtype)
     gemm = replace(GEMM, variants=(GEMM.variant(variant),))
     monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "OPERATION", gemm)
-    monkeypatch.setattr(
-        import_module("gpt2block.ops.attention"), "_on_tensor_cores", lambda: variant
-    )
-    if _not_here(variant):
-        pytest.skip(f"this GPU has no variant {variant}")
+    monkeypatch.setattr(import_module("gpt2block.ops.attention"), "TENSOR_CORES", (variant,))
     for b, length in enumerate((63, 257)):
         ids, truth, meaning = truth_and_meaning(SMALL, dtype, b, length)
         assert_close(m(ids), truth.logits, meaning.logits)

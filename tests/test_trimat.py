@@ -23,9 +23,12 @@ from gpt2block.ops.trimat import (
     FILE,
     MMA,
     OPERATION,
+    THREADS,
     fill_geometry,
-    geometry,
     mma_geometry,
+    thread_tiles_geometry,
+    tri4_geometry,
+    tri5_geometry,
 )
 from gpt2block.ops.trimat import bind as bind_trimat
 from tests import plain
@@ -60,7 +63,11 @@ def launch_of(
     threads = check_block("trimat", chosen, block)
     if variant == "tri6":
         return mma_geometry(B, T, NH, HS, **FEW_SMS, **{"tile": 64} if T < 128 else {}, **cut)
-    return geometry(chosen, B, T, NH, HS, threads), ()
+    if variant in ("tri4", "tri5"):
+        assert threads == THREADS
+        return (tri4_geometry if variant == "tri4" else tri5_geometry)(B, T, NH, HS), ()
+    (kernel,) = chosen.kernels
+    return thread_tiles_geometry(kernel, B, T, NH, HS, threads), ()
 
 
 class OnShim:
@@ -79,15 +86,15 @@ class OnShim:
         chosen = OPERATION.variant(variant)
         B, T, _, NH, HS = qkv.shape
         out = untouched(B, T, NH)
-        how, more = launch_of(variant, qkv, block, **self.cut)
-        self._run(chosen.file, how, [qkv, out, T, *more])
+        geometry, more = launch_of(variant, qkv, block, **self.cut)
+        self._run(chosen.file, geometry, [qkv, out, T, *more])
         if fill is not None:
             self._run(FILE, fill_geometry(B, T, NH, HS), [out, T, B * NH * T, fill])
         return out
 
-    def _run(self, file: str, how: Geometry, args: list[Any]) -> None:
-        where = (how.kernel, how.grid, how.block)
-        options: dict[str, Any] = {"shared": how.shared, "defines": how.defines}
+    def _run(self, file: str, geometry: Geometry, args: list[Any]) -> None:
+        where = (geometry.kernel, geometry.grid, geometry.block)
+        options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
         loader.run(file, *where, args, **options, order=self.order)
 
 
@@ -290,15 +297,15 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     parts = text.split("__syncthreads();")
     assert len(parts) == barriers + 1
     qkv = random(1, 40, 1, 64)
-    how, more = launch_of(variant, qkv)
+    geometry, more = launch_of(variant, qkv)
     for n in range(barriers):
         edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
         results = []
         for order in loader.ORDERS:
             out = untouched(1, 40, 1)
             racing = replace(source, text=edited)
-            where, args = (how.kernel, how.grid, how.block), [qkv, out, 40, *more]
-            options: dict[str, Any] = {"shared": how.shared, "defines": how.defines}
+            where, args = (geometry.kernel, geometry.grid, geometry.block), [qkv, out, 40, *more]
+            options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
             loader.run(racing, *where, args, **options, order=order)
             results.append(below(out))
         right = below(OnShim("forward")(variant, qkv))
@@ -374,9 +381,9 @@ def test_no_spills() -> None:
     jobs = []
     for arch, gpu in GPUS:
         for HS in (64, 128):
-            how, _ = mma_geometry(8, 1024, 12, HS, **gpu)
-            assert how.shared <= gpu["most_shared"]
-            jobs.append((MMA, arch, how.defines))
+            geometry, _ = mma_geometry(8, 1024, 12, HS, **gpu)
+            assert geometry.shared <= gpu["most_shared"]
+            jobs.append((MMA, arch, geometry.defines))
     assert_clean(jobs)
 
 

@@ -6,14 +6,24 @@ CuPy runs here instead. g++ is needed once a kernel is launched.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gpt2block.cuda import replaced_by
-from gpt2block.emulator.loader import ORDERS, ShimError, Source, compile_kernel_file, missing, run
+from gpt2block.emulator.loader import (
+    ORDERS,
+    Order,
+    ShimError,
+    Source,
+    compile_kernel_file,
+    missing,
+    run,
+)
 
 __all__ = [
     "ORDERS",
+    "Order",
     "ShimError",
     "Source",
     "adopted",
@@ -24,11 +34,17 @@ __all__ = [
 ]
 
 
-def emulated() -> AbstractContextManager[None]:
-    """The CPU in the place of the GPU, for the whole process, until the context ends."""
+@contextmanager
+def emulated(order: Order = "forward") -> Iterator[Any]:
+    """The CPU in the place of the GPU, for the whole process, until the context ends.
+
+    order: in which the threads of a block run between two barriers, and the blocks. Gives the
+    stand-in for the cupy module, whose arrays every function of this package takes.
+    """
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
 
-    return replaced_by(stand_in)
+    with replaced_by(stand_in), stand_in.thread_order(order):
+        yield stand_in
 
 
 def adopted(array: Any) -> Any:

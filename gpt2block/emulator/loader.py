@@ -153,6 +153,7 @@ def run_spans(
     args: Sequence[Span | np.generic],
     shared: int = 0,
     defines: kernels.Defines = (),
+    order: Order = "forward",
 ) -> None:
     """Launch a kernel on allocations: pointers are a Span or 0, numbers of the prototype's types.
 
@@ -171,7 +172,7 @@ def run_spans(
             message.append(packed + arg.memory.tobytes())
         else:
             message.append(struct.pack("<qqq", -2, known, arg.offset))
-    output = _launch(source, signature, (grid, block, shared), message, defines)
+    output = _launch(source, signature, (grid, block, shared), message, defines, order)
     start = 0
     for i in first.values():
         span = args[i]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -240,7 +241,9 @@ class Function:
         values = [
             _span(self.name, arg) if isinstance(arg, np.uintp) and arg else arg for arg in args
         ]
-        loader.run_spans(self._source, self.name, grid, block, values, shared, self._defines)
+        loader.run_spans(
+            self._source, self.name, grid, block, values, shared, self._defines, _state.order
+        )
 
 
 def _span(kernel: str, pointer: Any) -> loader.Span:
@@ -336,7 +339,17 @@ class Device:
         pass
 
 
-_state = SimpleNamespace(stream=Stream())
+_state = SimpleNamespace(stream=Stream(), order="forward")
+
+
+@contextmanager
+def thread_order(order: loader.Order) -> Iterator[None]:
+    """The order in which threads of a block, and blocks, run in launches from now on."""
+    before, _state.order = _state.order, order
+    try:
+        yield
+    finally:
+        _state.order = before
 
 
 def _now_or_captured(call: Callable[[], None]) -> None:

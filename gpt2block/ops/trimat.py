@@ -1,25 +1,30 @@
-"""The causal half of attention's scores: its variants, and the launch of each."""
+"""The causal half of attention's scores: out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i.
+
+A ladder of variants: naive, registers, tri3 and tri4 (trimat/ladder.cu), tri5 (trimat/pipelined.cu)
+and tri6 on tensor cores (trimat/mma.cu).
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     check,
+    check_address,
     compute_capability,
     device_attribute,
     launch_at,
     on_16_bytes,
     output,
 )
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
@@ -28,46 +33,42 @@ from gpt2block.ops.warm import call
 FILE = "trimat/ladder.cu"
 PIPELINED = "trimat/pipelined.cu"
 MMA = "trimat/mma.cu"
-FILL = "trimat_fill"  # after each variant, when what stands above the diagonal matters
+FILL = "trimat_fill"  # runs after each variant where `fill` is given
 BLOCKS = (32, 64, 128, 256)
+THREADS = 256  # of a block, by default; of tri4 and tri5 always
 SIDE = 8  # of a thread's tile
 TILE = 128  # side of a block's tile, from tri4 on
 FILL_ROWS = 8  # that a block of trimat_fill takes, a warp each
+MAX_HEADS = 65535  # of all sequences: an axis of the grid
+MOST_BLOCKS = 2**31 - 1  # of a grid
 
 # Of tri6, on tensor cores.
 MMA_LARGEST_HEAD = 128
 MMA_THREADS = 128
-MMA_BLOCKS = 3  # on an SM, at most: what its registers and shared memory hold
+MMA_BLOCKS = 3  # on a multiprocessor, at most: what its registers and shared memory hold
 MOST_SPAN = 8  # tiles of K for one of Q
 CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes through it
-MOST_BLOCKS = 2**31 - 1  # of a grid
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = (sizes["B"], sizes["T"], 3, sizes["NH"], sizes["HS"])
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
+def thread_tiles_geometry(kernel: str, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
+    """naive, registers and tri3: each thread loads what its tile of 8 by 8 needs by itself."""
+    rows = threads // SIDE  # of threads' tiles in a block, 8 in each
+    grid = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
+    return Geometry(kernel, grid, (SIDE, rows), defines=(("NH", NH), ("HS", HS)))
 
 
-def _outputs(sizes: Sizes) -> int:
-    """Elements on and below the diagonal."""
-    return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
-
-
-def geometry(variant: Variant, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
-    """For B sequences of length T with NH heads of HS channels; `threads` of a block.
-
-    Of every variant but tri6, which has `mma_geometry`.
-    """
+def tri4_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
+    """A block for every tile of the square; those above the diagonal end at once."""
     tiles = ceil(T / TILE)
-    rows = threads // SIDE  # 8 tiles side by side, this many one above the other
-    grid: tuple[int, ...] = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
-    block: tuple[int, ...] = (SIDE, rows)
-    if variant.name == "tri5":
-        grid, block = (tiles * (tiles + 1) // 2, B * NH), (threads,)
-    elif variant.name == "tri4":
-        grid, block = (tiles, tiles, B * NH), (16, 16)
-    (kernel,) = variant.kernels
-    return Geometry(kernel, grid, block, defines=(("NH", NH), ("HS", HS)))
+    grid = (tiles, tiles, B * NH)
+    return Geometry("matmul_tri4", grid, (16, 16), defines=(("NH", NH), ("HS", HS)))
+
+
+def tri5_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
+    """A block for every tile on or below the diagonal."""
+    tiles = ceil(T / TILE)
+    grid = (tiles * (tiles + 1) // 2, B * NH)
+    return Geometry("matmul_tri5", grid, (THREADS,), defines=(("NH", NH), ("HS", HS)))
 
 
 def mma_geometry(
@@ -84,8 +85,8 @@ def mma_geometry(
 ) -> tuple[Geometry, tuple[int, int, int]]:
     """The launch of tri6, and its arguments after T: heads, span and together.
 
-    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block of it
-    may ask for. span, together, tile: instead of the best; the results are the same bits for any.
+    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block can
+    have. span, together, tile: instead of the best; the bits of the result do not depend on them.
     Raises InputError for more blocks than a grid can have.
     """
     heads, most_blocks = B * NH, MMA_BLOCKS if HS <= 64 else MMA_BLOCKS - 1
@@ -106,8 +107,8 @@ def mma_geometry(
             f"takes {MOST_BLOCKS:,}: use smaller batches"
         )
     defines = (("NH", NH), ("HS", HS), ("TRI_TILE", tile), ("TRI_BLOCKS", blocks))
-    how = Geometry("matmul_tri6", (heads * segments,), (MMA_THREADS,), shared, defines)
-    return how, (heads, span, together)
+    geometry = Geometry("matmul_tri6", (heads * segments,), (MMA_THREADS,), shared, defines)
+    return geometry, (heads, span, together)
 
 
 def fill_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
@@ -116,7 +117,47 @@ def fill_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
     return Geometry(FILL, grid, (32 * FILL_ROWS,), defines=(("NH", NH), ("HS", HS)))
 
 
-MAX_HEADS = 65535  # an axis of the grid
+class Job(NamedTuple):
+    """A checked call."""
+
+    qkv: CudaArray
+    B: int
+    T: int
+    NH: int
+    HS: int
+    block: int | None  # threads; None for the variant's own choice
+
+
+def _launch_thread_tiles(kernel: str, job: Job, out: CudaArray) -> Launch:
+    sizes, threads = (job.B, job.T, job.NH, job.HS), job.block or THREADS
+    geometry = thread_tiles_geometry(kernel, *sizes, threads)
+    return launch_at(FILE, geometry, (job.qkv, out, job.T))
+
+
+def _launch_tri4(job: Job, out: CudaArray) -> Launch:
+    geometry = tri4_geometry(job.B, job.T, job.NH, job.HS)
+    return launch_at(FILE, geometry, (job.qkv, out, job.T))
+
+
+def _launch_tri5(job: Job, out: CudaArray) -> Launch:
+    geometry = tri5_geometry(job.B, job.T, job.NH, job.HS)
+    return launch_at(PIPELINED, geometry, (job.qkv, out, job.T))
+
+
+def _tri6_problem(job: Job) -> str | None:
+    if job.HS > MMA_LARGEST_HEAD:
+        return f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {job.HS}: use variant tri5"
+    if compute_capability() < MMA_CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or newer: use variant tri5"
+    return None
+
+
+def _launch_tri6(job: Job, out: CudaArray) -> Launch:
+    sms = device_attribute("MultiProcessorCount")
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    sizes = (job.B, job.T, job.NH, job.HS)
+    geometry, more = mma_geometry(*sizes, sms=sms, most_shared=most_shared)
+    return launch_at(MMA, geometry, (job.qkv, out, job.T, *more))
 
 
 def bind(
@@ -129,10 +170,6 @@ def bind(
 ) -> Bound:
     """inputs (qkv (B, T, 3, NH, HS),), out (B, NH, T, T). variant None: as `trimat`."""
     (qkv,) = inputs
-    if variant is None:
-        variant = "tri5" if _not_on_tensor_cores(qkv) else "tri6"
-    chosen = OPERATION.variant(variant)
-    threads = check_block(OPERATION.name, chosen, block)
     value = _checked_fill(fill)
     check("qkv", qkv)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
@@ -142,41 +179,19 @@ def bind(
         raise InputError(
             f"qkv: head size {HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
         )
-    if chosen.name == "tri6" and (problem := _not_on_tensor_cores(qkv)):
-        raise InputError(f"variant tri6: {problem}: use variant tri5")
     if B * NH > MAX_HEADS:
         raise InputError(f"B · NH {B * NH:,}: expected at most {MAX_HEADS:,} heads in a call")
+    job = Job(qkv, B, T, NH, HS, block)
+    chosen = OPERATION.choose(job, variant, ("tri6", "tri5"))
+    check_block(OPERATION.name, chosen, block)
     out = output(out, (B, NH, T, T), apart={"qkv": qkv})
-    for name, array in (("qkv", qkv), ("out", out)):
-        if array.data.ptr % 16:
-            raise InputError(f"{name}: expected data aligned to 16 bytes: pass a copy, .copy()")
-
-    if chosen.name == "tri6":
-        where, more = mma_geometry(
-            B,
-            T,
-            NH,
-            HS,
-            sms=device_attribute("MultiProcessorCount"),
-            most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
-        )
-        launches = [launch_at(chosen.file, where, (qkv, out, T, *more))]
-    else:
-        where = geometry(chosen, B, T, NH, HS, threads)
-        launches = [launch_at(chosen.file, where, (qkv, out, T))]
+    check_address("qkv", qkv)
+    check_address("out", out)
+    launches = [chosen.launch(job, out)]
     if value is not None and T > 1:
         args = (out, T, B * NH * T, value)
         launches.append(launch_at(FILE, fill_geometry(B, T, NH, HS), args))
     return Bound(out, tuple(launches))
-
-
-def _not_on_tensor_cores(qkv: Any) -> str | None:
-    """Why tri6 cannot run; None: it can, or qkv is nothing that any variant takes."""
-    if isinstance(qkv, cupy.ndarray) and qkv.ndim and qkv.shape[-1] > MMA_LARGEST_HEAD:
-        return f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {qkv.shape[-1]}"
-    if compute_capability() < MMA_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or newer"
-    return None
 
 
 def _checked_fill(fill: Any) -> float | None:
@@ -191,6 +206,16 @@ def _checked_fill(fill: Any) -> float | None:
     return float(fill)
 
 
+def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
+    shape = (sizes["B"], sizes["T"], 3, sizes["NH"], sizes["HS"])
+    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
+
+
+def _outputs(sizes: Sizes) -> int:
+    """Elements on and below the diagonal."""
+    return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
+
+
 OPERATION = Operation(
     name="trimat",
     document="attention's causal scores",
@@ -203,6 +228,7 @@ OPERATION = Operation(
             ("matmul_tri_naive",),
             "a thread an 8×8 tile, straight from global memory; tiles above the diagonal skipped",
             BLOCKS,
+            launch=partial(_launch_thread_tiles, "matmul_tri_naive"),
         ),
         Variant(
             "registers",
@@ -210,6 +236,7 @@ OPERATION = Operation(
             ("matmul_tri_registers",),
             "8 values of Q and 8 of K in registers, 64 outer-product sums a step",
             BLOCKS,
+            launch=partial(_launch_thread_tiles, "matmul_tri_registers"),
         ),
         Variant(
             "tri3",
@@ -217,12 +244,14 @@ OPERATION = Operation(
             ("matmul_tri3",),
             "the same with float4 loads and stores",
             BLOCKS,
+            launch=partial(_launch_thread_tiles, "matmul_tri3"),
         ),
         Variant(
             "tri4",
             FILE,
             ("matmul_tri4",),
             "16×16 threads a 128×128 tile, slices of 32 through shared memory",
+            launch=_launch_tri4,
         ),
         Variant(
             "tri5",
@@ -230,14 +259,17 @@ OPERATION = Operation(
             ("matmul_tri5",),
             "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
             source="beyond the documents",
+            launch=_launch_tri5,
         ),
         Variant(
             "tri6",
             MMA,
             ("matmul_tri6",),
-            "tensor cores at float accuracy: rows split in two of float16 as they arrive",
+            "tensor cores with the accuracy of float32: each row in two of float16, made on load",
             block=MMA_THREADS,
             source="beyond the documents",
+            launch=_launch_tri6,
+            problem=_tri6_problem,
         ),
     ),
     make=_make,
@@ -248,9 +280,7 @@ OPERATION = Operation(
     bound="compute",
     attrs={"fill": None},
     auxiliary=(
-        Variant(
-            "any", FILE, (FILL,), "writes what stands above the diagonal, where it is asked for"
-        ),
+        Variant("any", FILE, (FILL,), "writes one value above the diagonal, where `fill` is given"),
     ),
     binder=bind,
 )
@@ -264,17 +294,17 @@ def trimat(
 ) -> CudaArray:
     """`reference.trimat` on a float32 CuPy array; raises InputError.
 
-    The default variant is tri6 where the GPU has what it needs, compute capability 8.0, and heads
-    have at most 128 channels, else tri5. tri6 runs on tensor cores and is at least as accurate as
-    the others, which add up in float32: it splits each value into two of float16, with a scale for
-    each row. A value keeps 22 bits, counted from the largest of its row. Source: Ootomo and Yokota,
-    "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical
-    peak performance" (2022).
+    The default variant is tri6 on GPUs of compute capability 8.0 or newer where heads have at most
+    128 channels, else tri5. tri6 runs on tensor cores and is at least as accurate as the others,
+    which sum in float32: it divides each value into two of float16, with a scale for each row. A
+    value keeps 22 bits, counted from the largest of its row. Source: Ootomo and Yokota, "Recovering
+    single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
+    performance" (2022).
 
-    With `fill` None what stands above the diagonal is whatever was in the new array's memory, or
-    computed values: up to the end of the 8×8 tile that the diagonal crosses (naive, registers,
-    tri3), of the 128×128 tile (tri4), or of the diagonal's group of four (tri5 and tri6, and there
-    only when T is a multiple of 4). HS must be a multiple of 4, and B · NH at most 65,535.
+    With `fill` None the values above the diagonal are undefined: a variant writes none beyond the
+    8×8 tile that the diagonal crosses (naive, registers, tri3), the 128×128 tile (tri4), or the
+    group of four (tri5 and tri6, if T is a multiple of 4). HS must be a multiple of 4, and B · NH
+    at most 65,535.
     """
     qkv = on_16_bytes("qkv", qkv)
     return call(bind, (qkv,), fill=fill, variant=variant, block=block).out

@@ -1,0 +1,204 @@
+"""Tiles of the attention kernels: how many queries and keys a block takes, grids, shared memory.
+
+`online`, in float32, holds tiles of Q, K and V in shared memory; attention_cached uses the same
+tiles. The kernels on tensor cores hold the queries in registers and a ring of tiles of K and V in
+shared memory. All heads there have 64 channels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.errors import InputError
+from gpt2block.ops._tensor_cores import room
+
+MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the others
+WARPS = (4, 2, 1)  # of a block of `online`, the best first
+KEYS = (64, 32)  # of a tile of `online`
+
+MMA_STAGE = 2 * 64 * 144  # bytes of shared memory for a tile of 64 keys, K and V, in rows of 144
+HOPPER_TILE = 128  # queries, and keys
+HOPPER_THREADS = 288  # two warpgroups that multiply, a warp that copies
+HOPPER_SHARED = 181408  # bytes: eight tiles of K or V, two of queries, the output to be copied
+HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
+KEY_BYTES = 2 * 2 * 64  # of K and V of a key, 64 channels of 16 bits each
+CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
+
+
+# --- float32
+
+
+def warp_queries(HS: int) -> int:
+    """Queries of a warp of `online`: fewer for a larger head, so that sums stay in registers."""
+    return 32 if HS <= 64 else 16 if HS <= 128 else 8
+
+
+def shared_bytes(HS: int, warps: int, keys: int) -> int:
+    """Shared memory for the tiles of `online`: Q, K, V, and 32 keys' weights of each query."""
+    queries = warps * warp_queries(HS)
+    stride = 4 * (ceil(HS / 4) | 1)
+    return 4 * ((queries + keys) * stride + keys * 32 * ceil(HS / 32) + queries * 48)
+
+
+@lru_cache(maxsize=1024)
+def online_geometry(
+    B: int, T: int, NH: int, HS: int, *, block: int | None, most_shared: int
+) -> Geometry:
+    """The launch of `online` for B sequences of length T.
+
+    block: threads, or None for the best number. most_shared: bytes of shared memory that a block
+    can have. Raises InputError where no tile fits, or T is too long for a grid.
+    """
+    warps, keys = _online_tile(HS, T, block, most_shared)
+    queries = warps * warp_queries(HS)
+    blocks = ceil(T / queries)
+    if blocks > MOST_BLOCKS[1]:
+        raise InputError(f"T {T:,}: variant online takes at most {MOST_BLOCKS[1] * queries:,}")
+    defines = (("NH", NH), ("HS", HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    shared = shared_bytes(HS, warps, keys)
+    return Geometry("attention_forward_online", (B * NH, blocks), (32 * warps,), shared, defines)
+
+
+def _online_tile(HS: int, T: int, block: int | None, most_shared: int) -> tuple[int, int]:
+    """Warps of a block and keys of a tile: the largest that fit, without warps that T leaves idle.
+
+    The largest is the one with most queries times keys, and of two equal ones that with more keys.
+    """
+    if block is None:
+        useful = max(1, ceil(T / warp_queries(HS)))
+        choices = [warps for warps in WARPS if warps < 2 * useful]
+    else:
+        choices = [block // 32]
+    tiles = [(warps, keys) for warps in choices for keys in KEYS]
+    tiles.sort(key=lambda tile: (-tile[0] * tile[1], -tile[1]))
+    for warps, keys in tiles:
+        if shared_bytes(HS, warps, keys) <= most_shared:
+            return warps, keys
+    smallest = min(shared_bytes(HS, *tile) for tile in tiles)
+    todo = "use variant mha" if block is None else "use a smaller block"
+    raise InputError(
+        f"head size {HS}: the smallest tiles of variant online take {smallest:,} bytes of shared "
+        f"memory, this GPU has {most_shared:,} for them: {todo}"
+    )
+
+
+# --- tensor cores
+
+
+class Tile(NamedTuple):
+    """A block of the mma kernel, and the time it takes."""
+
+    warps: int
+    frags: int  # of 16 queries, that a warp has
+    blocks: int  # that a multiprocessor holds
+    alone: int  # clocks for 64 keys when the multiprocessor has no other block
+    together: int  # and of each block when it has all of them
+
+    @property
+    def queries(self) -> int:
+        return 16 * self.warps * self.frags
+
+
+# 32 queries a warp read K and V half as often from shared memory; 16 fill a GPU with fewer rows.
+MMA_TILES = (Tile(4, 2, 2, 1700, 950), Tile(4, 1, 3, 850, 520))
+
+
+@lru_cache(maxsize=1024)
+def mma_geometry(
+    B: int,
+    T: int,
+    NH: int,
+    causal: bool,
+    *,
+    sms: int,
+    most_shared: int,
+    tile: Tile | None = None,
+) -> tuple[Geometry, int]:
+    """The launch of `mma` for B sequences, the longest of T rows; and `together`'s heads.
+
+    sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block can
+    have. tile: instead of the fastest of `MMA_TILES`. Raises InputError for too large a grid.
+    """
+    if tile is None:
+        tile = min(MMA_TILES, key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
+    grid = _grid(B, T, NH, tile.queries)
+    stages = 3 if room(most_shared, tile.blocks) >= 3 * MMA_STAGE else 2
+    defines = (
+        ("ATT_CAUSAL", int(causal)),
+        ("ATT_WARPS", tile.warps),
+        ("ATT_FRAGS", tile.frags),
+        ("ATT_STAGES", stages),
+        ("ATT_BLOCKS", tile.blocks),
+    )
+    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), stages * MMA_STAGE, defines)
+    return geometry, together(B, T, NH, causal)
+
+
+@lru_cache(maxsize=1024)
+def two_part_geometry(
+    B: int, T: int, NH: int, causal: bool, *, most_shared: int
+) -> tuple[Geometry, int]:
+    """As `mma_geometry`, for two-part matrices: one tile, 4 warps of 16 queries."""
+    warps, blocks, stage = 4, 2, 2 * MMA_STAGE
+    grid = _grid(B, T, NH, 16 * warps)
+    stages = 3 if room(most_shared, blocks) >= 3 * stage else 2
+    defines = (("ATT_CAUSAL", int(causal)), ("ATT_WARPS", warps), ("ATT_STAGES", stages))
+    geometry = Geometry("attention_fp32_mma", grid, (32 * warps,), stages * stage, defines)
+    return geometry, together(B, 2 * T, NH, causal)
+
+
+def hopper_geometry(B: int, T: int, NH: int, causal: bool, *, sms: int) -> tuple[Geometry, int]:
+    """As `mma_geometry`, for `hopper`, whose blocks take several tiles each.
+
+    Raises InputError for more tiles than the kernel can count.
+    """
+    tiles = B * NH * ceil(T / HOPPER_TILE)
+    if tiles > HOPPER_MOST_TILES:
+        raise InputError(
+            f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant hopper counts to "
+            f"{HOPPER_MOST_TILES:,}: use smaller batches"
+        )
+    grid, block, defines = (min(tiles, sms),), (HOPPER_THREADS,), (("ATT_CAUSAL", int(causal)),)
+    geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED, defines)
+    return geometry, together(B, T, NH, causal)
+
+
+def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
+    """A block for every `queries` of a head; InputError for more than a grid can have."""
+    blocks = B * NH * ceil(T / queries)
+    if blocks > MOST_BLOCKS[0]:
+        raise InputError(
+            f"B {B:,}, T {T:,} and {NH:,} heads make a grid of {blocks:,} blocks, CUDA takes "
+            f"{MOST_BLOCKS[0]:,}: use smaller batches"
+        )
+    return (blocks,)
+
+
+def together(B: int, T: int, NH: int, causal: bool) -> int:
+    """How many heads' tiles of queries are interleaved in the order of blocks.
+
+    Without a mask all tiles take equally long, and each head follows the one before. With a causal
+    mask the last tile of each head takes longest and comes first, of as many heads as have their K
+    and V in the L2 cache.
+    """
+    if not causal:
+        return 1
+    parts = ceil(B * NH * T * KEY_BYTES / CACHED)
+    return ceil(B * NH / parts)
+
+
+def _clocks(tile: Tile, B: int, T: int, NH: int, causal: bool, sms: int) -> float:
+    """Estimated clocks for a tile of 64 keys on the multiprocessor that has most blocks.
+
+    With a causal mask a block visits about half of the keys.
+    """
+    tiles = ceil(T / tile.queries)
+    blocks = B * NH * tiles / sms
+    if causal:
+        return max(tile.alone, blocks * (tiles + 1) / (2 * tiles) * tile.together)
+    rounds, rest = divmod(ceil(blocks), tile.blocks)
+    last = max(tile.alone, rest * tile.together) if rest else 0
+    return rounds * tile.blocks * tile.together + last
