@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpt2block.sampling import Sampling
     from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
     from gpt2block.weights.matrix import WeightMatrix
-    from gpt2block.weights.two_part import SplitMatrix
+    from gpt2block.weights.two_part import TwoPartMatrix
 
     __version__: str
 
@@ -39,7 +39,7 @@ __all__ = [
     "InputError",
     "KernelError",
     "Sampling",
-    "SplitMatrix",
+    "TwoPartMatrix",
     "WeightMatrix",
     "random_input",
     "reference",
@@ -59,7 +59,7 @@ _MODULE_OF = {
     "InputError": "errors",
     "KernelError": "errors",
     "Sampling": "sampling",
-    "SplitMatrix": "weights.two_part",
+    "TwoPartMatrix": "weights.two_part",
     "WeightMatrix": "weights.matrix",
     "random_input": "weights.gpt2",
     "solve": "block",

@@ -61,7 +61,7 @@ class Block:
     kernels: "skeleton", the documents' kernels, ten steps in float32; "fused", seven steps on
     tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or "auto", the
     fastest there are for the dtype. Fused float32 has the accuracy of float32: matrices, and what
-    they are multiplied with, are held in two parts of float16 (SplitMatrix); it asks for finite
+    they are multiplied with, are held in two parts of float16 (TwoPartMatrix); it asks for finite
     weights. With NumPy "auto" is the ten steps for float32.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.

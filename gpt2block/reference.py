@@ -330,7 +330,7 @@ def gemm(
 
 
 @takes(x="float32 ... K")
-def split(x: Array) -> tuple[Array, Array]:
+def two_part(x: Array) -> tuple[Array, Array]:
     """The two-part form of each row of float32: x = (hi + lo 2^-11) scale, hi and lo float16.
 
     x (..., K) → parts (2, rows, K), hi = x / scale and lo = (x / scale - hi) 2^11, rounded to

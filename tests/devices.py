@@ -20,7 +20,7 @@ every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 
 @contextmanager
 def running_on(name: str) -> Iterator[Any]:
-    """CuPy, or what stands in for it: a thread order, "gpu". Skips where the emulator cannot run."""
+    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing."""
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
     context: AbstractContextManager[Any] = (

@@ -17,8 +17,8 @@ from gpt2block import reference
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 from gpt2block.ops._attention_tiles import two_part_geometry
-from gpt2block.ops.attention import TWO_PART
-from gpt2block.reference import joined, split
+from gpt2block.ops.attention import MMA_TWO_PART
+from gpt2block.reference import joined, two_part
 from tests import plain
 from tests.compiling import assert_clean
 from tests.gpus import H200, cupy_with
@@ -41,7 +41,7 @@ def evaluate(
     B, T = len(lengths), max(lengths)
     geometry, side_by_side = two_part_geometry(B, T, n_head, causal, most_shared=MOST_SHARED)
     starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
-    inputs, scale = split(qkv)
+    inputs, scale = two_part(qkv)
     out = np.full((2, len(qkv), 64 * n_head), np.nan, np.float16)
     top = np.full(len(qkv), np.nan, np.float32)
     last = [len(qkv), B, T, n_head, side_by_side]
@@ -55,7 +55,13 @@ def evaluate(
             pytest.skip(problem)
         host = [inputs, scale, starts, out, top, *last]
         loader.run(
-            TWO_PART, geometry.kernel, geometry.grid, geometry.block, host, order=order, **options
+            MMA_TWO_PART,
+            geometry.kernel,
+            geometry.grid,
+            geometry.block,
+            host,
+            order=order,
+            **options,
         )
         return joined(out, top)
     import cupy  # noqa: PLC0415
@@ -66,7 +72,7 @@ def evaluate(
         outs = [cupy.asarray(out), cupy.asarray(top)]
         args = (*given, *outs, *last)
         kernels.launch(
-            TWO_PART, geometry.kernel, geometry.grid, geometry.block, args, **options
+            MMA_TWO_PART, geometry.kernel, geometry.grid, geometry.block, args, **options
         ).run()
         results.append(joined(outs[0].get(), outs[1].get()))
     np.testing.assert_array_equal(results[0], results[1])
@@ -142,7 +148,7 @@ def test_no_spills() -> None:
     for causal in (False, True):
         geometry, _ = two_part_geometry(8, 1024, 12, causal, most_shared=MOST_SHARED)
         assert 2 * (geometry.shared + 1024) <= MOST_SHARED + 1024
-        jobs += [(TWO_PART, arch, geometry.defines) for arch in ("sm_80", "sm_90")]
+        jobs += [(MMA_TWO_PART, arch, geometry.defines) for arch in ("sm_80", "sm_90")]
     assert_clean(jobs)
 
 

@@ -330,5 +330,5 @@ def test_one_informative_line_each(weights: BlockWeights, block: Block) -> None:
     assert repr(matrix) == (
         "WeightMatrix(K=48, N=192, float8_e4m3fn, scales, layout 'KN', NumPy, 9,984 bytes)"
     )
-    split = gpt2block.SplitMatrix.split(weights.w_fc)
-    assert repr(split) == "SplitMatrix(shape=(48, 192), NumPy, 37,056 bytes)"
+    split = gpt2block.TwoPartMatrix.from_float32(weights.w_fc)
+    assert repr(split) == "TwoPartMatrix(shape=(48, 192), NumPy, 37,056 bytes)"

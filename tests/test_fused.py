@@ -28,7 +28,7 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     InputError,
-    SplitMatrix,
+    TwoPartMatrix,
     cli,
     random_input,
     reference,
@@ -308,8 +308,8 @@ def tensors_of(
     for name, array in weights.tensors().items():
         rows = np.ascontiguousarray(array.T)
         if name in plan.matrices and dtype == "float32":
-            parts, scale = reference.split(rows)
-            tensors[name] = SplitMatrix(put(parts), put(scale), rows.shape)
+            parts, scale = reference.two_part(rows)
+            tensors[name] = TwoPartMatrix(put(parts), put(scale), rows.shape)
         elif name in plan.matrices:
             tensors[name] = WeightMatrix(put(rows.astype(FLOATS[dtype])), dtype, None, "NK")
         else:
@@ -433,7 +433,7 @@ def poison(block: Block, shape: tuple[int, ...]) -> None:
     """NaN in every buffer, so that what is left out shows; but for scales there from the start."""
     engine: Any = block._engine
     for buffer in engine._workspace(shape).buffers.values():
-        if isinstance(buffer, SplitMatrix):
+        if isinstance(buffer, TwoPartMatrix):
             buffer.parts.fill(np.nan)
             if buffer.one_scale is None:
                 buffer.scale.fill(np.nan)

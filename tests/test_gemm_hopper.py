@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import SplitMatrix
+from gpt2block import TwoPartMatrix
 from gpt2block.cuda import kernels
 from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
@@ -194,7 +194,7 @@ def test_every_tile_of_split_numbers(
 
     M, N, K = sizes
     given = test_gemm_split.Problem(replace(epilogue, M=M, N=N, K=K))
-    arrays = (SplitMatrix.split(cp.asarray(x)) for x in (given.a, given.w))
+    arrays = (TwoPartMatrix.from_float32(cp.asarray(x)) for x in (given.a, given.w))
     others = (x if x is None else cp.asarray(x) for x in (given.bias, given.residual))
     inputs = (*arrays, *others)
     results = []
@@ -205,7 +205,7 @@ def test_every_tile_of_split_numbers(
             out: Any = cp.asarray(given.poisoned())
             if epilogue.split_out:
                 scale = cp.full(M, given.scale, "float32")
-                out = SplitMatrix(out, scale, (M, N), given.scale)
+                out = TwoPartMatrix(out, scale, (M, N), given.scale)
             bind_gemm(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
             results.append((out.parts if epilogue.split_out else out).get())
     geometry.cache_clear()

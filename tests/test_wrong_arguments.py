@@ -19,7 +19,7 @@ from gpt2block import (
     GPT2Weights,
     InputError,
     Sampling,
-    SplitMatrix,
+    TwoPartMatrix,
     WeightMatrix,
     random_input,
     reference,
@@ -47,8 +47,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "GPT2Weights.random": GPT2Weights.random,
     "random_input": random_input,
     "astype": BlockWeights.random(0, CONFIG).astype,
-    "SplitMatrix": SplitMatrix,
-    "SplitMatrix.split": SplitMatrix.split,
+    "TwoPartMatrix": TwoPartMatrix,
+    "TwoPartMatrix.from_float32": TwoPartMatrix.from_float32,
     "WeightMatrix": WeightMatrix,
     "quantize": WeightMatrix.quantize,
     "Sampling": Sampling,
@@ -57,7 +57,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 # Their results are not floats that follow from float64 ones.
-EXACT = {"split", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
+EXACT = {"two_part", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
 
 
 def random_array(rng: random.Random) -> Any:

@@ -25,7 +25,7 @@ from gpt2block import (
     GPT2Weights,
     InputError,
     Sampling,
-    SplitMatrix,
+    TwoPartMatrix,
     WeightMatrix,
     ops,
     random_input,
@@ -135,11 +135,11 @@ def split_matrices() -> None:
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
     exact = [each.astype(np.float64) for each in host]
     a, w, bias, residual = map(cupy.asarray, host)
-    matrix = SplitMatrix.split(w)
+    matrix = TwoPartMatrix.from_float32(w)
     for variant in OPERATIONS["gemm"].variants:
         for gelu, (added, parts) in product((False, True), ((0, 0), (0, 1), (1, 0))):
             inputs = (a, matrix, bias, residual if added else None)
-            options: dict[str, Any] = {"dtype": "split", "bound": 100.0} if parts else {}
+            options: dict[str, Any] = {"dtype": "two_part", "bound": 100.0} if parts else {}
             try:
                 bound = OPERATIONS["gemm"].bind(inputs, gelu=gelu, variant=variant.name, **options)
             except InputError as error:
@@ -156,7 +156,7 @@ def split_matrices() -> None:
         qkv = rng.standard_normal((starts[-1], 3 * 128)).astype(np.float32)
         rows = (qkv[first:last].astype(np.float64) for first, last in pairwise(starts))
         truth = np.concatenate([reference.attention(x, 2, causal) for x in rows if len(x)])
-        matrix, ends = SplitMatrix.split(cupy.asarray(qkv)), cupy.asarray(starts)
+        matrix, ends = TwoPartMatrix.from_float32(cupy.asarray(qkv)), cupy.asarray(starts)
         got = ops.attention(matrix, 2, causal, cu_seqlens=ends, max_seqlen=max(lengths)).get()
         off = float(np.abs(got - truth).max() / np.abs(truth).max())
         assert off <= measure.tolerance("float32"), off

@@ -19,7 +19,7 @@ from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.registry import OPERATIONS, largest
 from gpt2block.plan import Plan
 from gpt2block.run.cuda_block import allocate, split_steps
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
 REFUSALS = (InputError, KernelError, MemoryError)  # reasons that a variant cannot run
@@ -176,4 +176,4 @@ class _Steps:
 def _in_two_parts(plan: Plan, arrays: Host) -> Host:
     """The arrays with the matrices as a float32 plan on tensor cores takes them."""
     matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in plan.matrices}
-    return {**arrays, **{name: SplitMatrix.split(w) for name, w in matrices.items()}}
+    return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}

@@ -148,7 +148,7 @@ def check_apart(
 ) -> None:
     """Raise InputError where an output shares memory with an input, which other blocks still read.
 
-    apart: arrays, WeightMatrix, SplitMatrix or None by name. in_place: those that `out` may be
+    apart: arrays, WeightMatrix, TwoPartMatrix or None by name. in_place: those that `out` may be
     itself, element by element, but not overlap in part.
     """
     for written in arrays_of(name, out).values():

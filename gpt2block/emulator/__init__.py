@@ -35,15 +35,16 @@ __all__ = [
 
 
 @contextmanager
-def emulated(order: Order = "forward") -> Iterator[Any]:
+def emulated(order: Order = "forward", multiprocessors: int = 4) -> Iterator[Any]:
     """The CPU in the place of the GPU, for the whole process, until the context ends.
 
-    order: in which the threads of a block run between two barriers, and the blocks. Gives the
+    order: in which the threads of a block run between two barriers, and the blocks.
+    multiprocessors: how many the device claims to have, which launches depend on. Gives the
     stand-in for the cupy module, whose arrays every function of this package takes.
     """
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
 
-    with replaced_by(stand_in), stand_in.thread_order(order):
+    with replaced_by(stand_in), stand_in.device(order, multiprocessors):
         yield stand_in
 
 

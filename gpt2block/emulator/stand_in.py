@@ -27,8 +27,9 @@ from gpt2block.emulator import loader
 
 CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine have no stand-in
 ALIGNMENT = 512  # of an allocation, in bytes, as CuPy's pool gives
+MULTIPROCESSORS = 4
 ATTRIBUTES = {
-    "MultiProcessorCount": 4,
+    "MultiProcessorCount": MULTIPROCESSORS,
     "MaxSharedMemoryPerBlockOptin": 166912,  # of compute capability 8.0
     "L2CacheSize": 1 << 20,
 }
@@ -322,7 +323,7 @@ class Event:
 class Device:
     """The one emulated device."""
 
-    id = -1  # no index of a real device
+    id = -MULTIPROCESSORS  # no index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
 
@@ -343,13 +344,19 @@ _state = SimpleNamespace(stream=Stream(), order="forward")
 
 
 @contextmanager
-def thread_order(order: loader.Order) -> Iterator[None]:
-    """The order in which threads of a block, and blocks, run in launches from now on."""
-    before, _state.order = _state.order, order
+def device(order: loader.Order, multiprocessors: int) -> Iterator[None]:
+    """How threads are ordered in launches from now on, and what the device says of itself.
+
+    What is cached for a device stays valid: its index follows from what it says.
+    """
+    before = _state.order, Device.id
+    _state.order, Device.id = order, -multiprocessors
+    ATTRIBUTES["MultiProcessorCount"] = multiprocessors
     try:
         yield
     finally:
-        _state.order = before
+        _state.order, Device.id = before
+        ATTRIBUTES["MultiProcessorCount"] = -Device.id
 
 
 def _now_or_captured(call: Callable[[], None]) -> None:

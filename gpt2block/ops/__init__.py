@@ -30,7 +30,7 @@ from gpt2block.ops.sample_token import SampleState, mark_seen, sample_token
 from gpt2block.ops.softmax import softmax
 from gpt2block.ops.to_fp8 import to_fp8
 from gpt2block.ops.trimat import trimat
-from gpt2block.ops.two_part import split
+from gpt2block.ops.two_part import two_part
 
 __all__ = [
     "Bound",
@@ -57,7 +57,7 @@ __all__ = [
     "rope",
     "sample_token",
     "softmax",
-    "split",
     "to_fp8",
     "trimat",
+    "two_part",
 ]

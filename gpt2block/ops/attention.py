@@ -43,15 +43,15 @@ from gpt2block.ops._attention_tiles import (
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
-from gpt2block.ops.two_part import SPLIT, check_split
+from gpt2block.ops.two_part import TWO_PART, check_two_part
 from gpt2block.ops.warm import call
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "attention/skeleton.cu"
 NAIVE = "attention/ladder.cu"
 ONLINE = "attention/online.cu"
 MMA = "attention/mma.cu"
-TWO_PART = "attention/mma_two_part.cu"
+MMA_TWO_PART = "attention/mma_two_part.cu"
 HOPPER = "attention/hopper.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
@@ -97,9 +97,9 @@ def naive_geometry(B: int, T: int, NH: int, HS: int, threads: int) -> tuple[Geom
 class Job(NamedTuple):
     """A checked call."""
 
-    qkv: Any  # a CuPy array or a SplitMatrix; None where only its shape and dtype matter
+    qkv: Any  # a CuPy array or a TwoPartMatrix; None where only its shape and dtype matter
     cu_seqlens: CudaArray | None
-    dtype: str  # of qkv: "float32", "float16", "bfloat16" or "split"
+    dtype: str  # of qkv: "float32", "float16", "bfloat16" or "two_part"
     B: int  # sequences
     T: int  # rows of the longest one
     NH: int
@@ -114,7 +114,7 @@ class Job(NamedTuple):
 def _dtype_problem(job: Job, *dtypes: str) -> str | None:
     if job.dtype in dtypes:
         return None
-    if job.dtype == SPLIT:
+    if job.dtype == TWO_PART:
         return "takes no two-part matrix: use variant mma"
     expected = " or ".join(dtypes)
     return f"qkv: expected {expected}, got {job.dtype}: use .astype('{dtypes[0]}')"
@@ -189,7 +189,7 @@ def _launch_online(job: Job, out: CudaArray) -> Bound:
 def _mma_problem(job: Job) -> str | None:
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
-    if job.dtype != SPLIT and (problem := _dtype_problem(job, *SIXTEEN_BITS)):
+    if job.dtype != TWO_PART and (problem := _dtype_problem(job, *SIXTEEN_BITS)):
         return problem
     if job.HS != TENSOR_HEAD:
         return (
@@ -207,13 +207,13 @@ def _hopper_problem(job: Job) -> str | None:
     return None
 
 
-def _launch_mma(job: Job, out: CudaArray | SplitMatrix) -> Bound:
+def _launch_mma(job: Job, out: CudaArray | TwoPartMatrix) -> Bound:
     sizes, most_shared = (job.B, job.T, job.NH), device_attribute("MaxSharedMemoryPerBlockOptin")
-    if isinstance(job.qkv, SplitMatrix):
+    if isinstance(job.qkv, TwoPartMatrix):
         rows = job.qkv.size // job.qkv.shape[-1]
         geometry, together = two_part_geometry(*sizes, job.causal, most_shared=most_shared)
         parts = (job.qkv.parts, job.qkv.scale, job.cu_seqlens, out.parts, out.scale)
-        launch = launch_at(TWO_PART, geometry, (*parts, rows, *sizes, together), "float16")
+        launch = launch_at(MMA_TWO_PART, geometry, (*parts, rows, *sizes, together), "float16")
         return Bound(out, (launch,))
     check_address("out", out)
     sms = device_attribute("MultiProcessorCount")
@@ -237,7 +237,7 @@ def _launch_hopper(job: Job, out: CudaArray) -> Bound:
 
 def bind(
     inputs: tuple[Any, ...],
-    out: CudaArray | SplitMatrix | None = None,
+    out: CudaArray | TwoPartMatrix | None = None,
     *,
     n_head: int,
     causal: bool,
@@ -250,7 +250,7 @@ def bind(
 
     With cu_seqlens and max_seqlen: qkv (N, 3C), out (N, C). variant None: mha for float32, for
     float16 and bfloat16 the best that the GPU has. Otherwise as `attention`. The output for a
-    SplitMatrix is a SplitMatrix.
+    TwoPartMatrix is a TwoPartMatrix.
     """
     (qkv,) = inputs
     causal = check_flag("causal", causal)
@@ -268,10 +268,10 @@ def bind(
 
 
 def _check_qkv(qkv: Any, n_head: int) -> str:
-    """The dtype of qkv, "split" for a SplitMatrix; InputError for a wrong array or shape."""
-    dtype = SPLIT if isinstance(qkv, SplitMatrix) else storage(qkv)
-    if dtype == SPLIT:
-        check_split("qkv", qkv)
+    """The dtype of qkv, "two_part" for a TwoPartMatrix; InputError for a wrong array or shape."""
+    dtype = TWO_PART if isinstance(qkv, TwoPartMatrix) else storage(qkv)
+    if dtype == TWO_PART:
+        check_two_part("qkv", qkv)
     else:
         check("qkv", qkv, dtype=dtype)
         check_address("qkv", qkv)
@@ -284,7 +284,7 @@ def _check_qkv(qkv: Any, n_head: int) -> str:
 
 
 def _sequences(
-    qkv: CudaArray | SplitMatrix, cu_seqlens: CudaArray | None, max_seqlen: int | None
+    qkv: CudaArray | TwoPartMatrix, cu_seqlens: CudaArray | None, max_seqlen: int | None
 ) -> tuple[int, int]:
     """How many, and the length of the longest."""
     if cu_seqlens is None:
@@ -308,11 +308,11 @@ def _output(job: Job, out: Any) -> Any:
     """`out`, checked, or a new output."""
     shape = (*job.qkv.shape[:-1], job.NH * job.HS)
     apart = {"qkv": job.qkv, "cu_seqlens": job.cu_seqlens}
-    if job.dtype != SPLIT:
+    if job.dtype != TWO_PART:
         return output(out, shape, job.dtype, apart=apart)
     if out is None:
-        return SplitMatrix.empty(shape)
-    check_split("out", out, shape)
+        return TwoPartMatrix.empty(shape)
+    check_two_part("out", out, shape)
     check_apart("out", out, apart)
     return out
 
@@ -405,7 +405,7 @@ OPERATION = Operation(
     auxiliary=(
         Variant(
             "mma_fp32",
-            TWO_PART,
+            MMA_TWO_PART,
             ("attention_fp32_mma",),
             "the accuracy of float32 from tensor cores: each float32 matrix in two of fp16, three "
             "products for one",
@@ -422,7 +422,7 @@ OPERATION = Operation(
 
 
 def attention(
-    qkv: CudaArray | SplitMatrix,
+    qkv: CudaArray | TwoPartMatrix,
     n_head: int,
     causal: bool = False,
     variant: str | None = None,
@@ -449,8 +449,8 @@ def attention(
     has at most max_seqlen rows. The numbers stay in device memory, unchecked: they must not
     decrease nor exceed N. Rows that belong to no sequence are not written.
 
-    A SplitMatrix with heads of 64 channels, on the same GPUs as mma: the result has the accuracy of
-    float32 and is a SplitMatrix. A row's scale is the largest of the rows that it sees.
+    A TwoPartMatrix with heads of 64 channels, on the same GPUs as mma: the result has the accuracy
+    of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it sees.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
     al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`.

@@ -38,23 +38,23 @@ from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTI
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 
 class Job(NamedTuple):
     """A product, checked."""
 
-    a: Any  # (..., K); an array or, as w, a SplitMatrix
-    w: Any  # (N, K) in memory; a WeightMatrix or a SplitMatrix
+    a: Any  # (..., K); an array or, as w, a TwoPartMatrix
+    w: Any  # (N, K) in memory; a WeightMatrix or a TwoPartMatrix
     bias: CudaArray | None
     residual: CudaArray | None
-    out: Any  # (..., N); an array, or of two-part matrices a SplitMatrix
+    out: Any  # (..., N); an array, or of two-part matrices a TwoPartMatrix
     gelu: bool
     split_k: bool
 
     @property
     def two_part(self) -> bool:
-        return isinstance(self.w, SplitMatrix)
+        return isinstance(self.w, TwoPartMatrix)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -66,7 +66,7 @@ class Job(NamedTuple):
     def other_out(self) -> bool:
         """Whether the result is the less usual one: float32, or from two-part matrices two-part."""
         if self.two_part:
-            return isinstance(self.out, SplitMatrix)
+            return isinstance(self.out, TwoPartMatrix)
         return bool(self.out.dtype.name == "float32")
 
     @property
@@ -157,17 +157,17 @@ def bind(
     depend on this row, w, bias and its residual alone; with `split_k` on the number of rows, too: K
     may then be added up in parts, which is faster for few rows. Raises InputError.
 
-    Two-part matrices: w (N, K) is a SplitMatrix, and a one too, or float32, which is split first.
-    residual is float32, and so is out, or without a residual it is a SplitMatrix with one scale; a
-    new one has that of `bound`, for dtype "split". split_k has no effect.
+    Two-part matrices: w (N, K) is a TwoPartMatrix, and a one too, or float32, which is split first.
+    residual is float32, and so is out, or without a residual it is a TwoPartMatrix with one scale;
+    a new one has that of `bound`, for dtype "two_part". split_k has no effect.
     """
     a, w, bias, residual = (*inputs, *(None,) * 2)[:4]
     gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
-    parts = isinstance(w, SplitMatrix) or isinstance(a, SplitMatrix)
+    parts = isinstance(w, TwoPartMatrix) or isinstance(a, TwoPartMatrix)
     if parts:
         _check_two_part(a, w)
     elif bound is not None:
-        raise InputError("bound: expected SplitMatrix inputs: only a two-part result has a bound")
+        raise InputError("bound: expected TwoPartMatrix inputs: only a two-part result has a bound")
     else:
         _check_16_bits(a, w)
     N, K = w.shape if parts else (w.N, w.K)
@@ -192,7 +192,7 @@ def bind(
         for each, array in arrays_of(name, value).items():
             check_address(each, array)
     before = Bound(None, ())
-    if parts and not isinstance(a, SplitMatrix):
+    if parts and not isinstance(a, TwoPartMatrix):
         before = two_part.bind((a,))
         a = before.out
         before = before._replace(extra=(a.parts, a.scale))
@@ -206,7 +206,7 @@ def _check_16_bits(a: Any, w: Any) -> None:
     check("a", a, dtype=own)
     if own not in OPERATION.dtypes:
         raise InputError(
-            f"a: expected {' or '.join(OPERATION.dtypes)}, got {own}: use a SplitMatrix as w, "
+            f"a: expected {' or '.join(OPERATION.dtypes)}, got {own}: use a TwoPartMatrix as w, "
             "or ops.linear"
         )
     check_weights("w", w, ("a", a))
@@ -232,11 +232,11 @@ def _output(
 
 
 def _check_two_part(a: Any, w: Any) -> None:
-    two_part.check_split("w", w)
+    two_part.check_two_part("w", w)
     if w.ndim != 2:
-        raise InputError(f"w: expected a SplitMatrix (N, K), got {w.shape}")
-    if isinstance(a, SplitMatrix):
-        two_part.check_split("a", a)
+        raise InputError(f"w: expected a TwoPartMatrix (N, K), got {w.shape}")
+    if isinstance(a, TwoPartMatrix):
+        two_part.check_two_part("a", a)
     else:
         check("a", a)
     if a.shape[-1] != w.shape[1]:
@@ -250,19 +250,19 @@ def _two_part_output(
     bound: float | None,
     others: dict[str, Any],
     residual: Any,
-) -> CudaArray | SplitMatrix:
-    """float32, or a SplitMatrix whose rows have one scale; apart from the other arguments."""
+) -> CudaArray | TwoPartMatrix:
+    """float32, or a TwoPartMatrix whose rows have one scale; apart from the other arguments."""
     if dtype is None:
-        dtype = two_part.SPLIT if isinstance(out, SplitMatrix) else "float32"
+        dtype = two_part.TWO_PART if isinstance(out, TwoPartMatrix) else "float32"
     if dtype == "float32":
         if bound is not None:
-            raise InputError(f"bound: expected dtype {two_part.SPLIT!r}, of a two-part result")
+            raise InputError(f"bound: expected dtype {two_part.TWO_PART!r}, of a two-part result")
         if residual is not None:
             check("residual", residual, shape)
         return output(out, shape, apart=others, in_place={"residual": residual})
-    if dtype != two_part.SPLIT:
+    if dtype != two_part.TWO_PART:
         raise InputError(
-            f"dtype {dtype!r}: expected float32 or {two_part.SPLIT!r} with a SplitMatrix"
+            f"dtype {dtype!r}: expected float32 or {two_part.TWO_PART!r} with a TwoPartMatrix"
         )
     if residual is not None:
         raise InputError("residual: expected none with a two-part result: its bound is not known")
@@ -272,7 +272,7 @@ def _two_part_output(
             "rows one scale"
         )
     if out is None:
-        return SplitMatrix.empty(shape, bound)
+        return TwoPartMatrix.empty(shape, bound)
     two_part.check_one_scale(out, shape, bound)
     check_apart("out", out, others)
     return out
@@ -342,8 +342,8 @@ OPERATION = Operation(
 
 
 def gemm(
-    a: CudaArray | SplitMatrix,
-    w: WeightMatrix | SplitMatrix,
+    a: CudaArray | TwoPartMatrix,
+    w: WeightMatrix | TwoPartMatrix,
     bias: CudaArray | None = None,
     residual: CudaArray | None = None,
     gelu: bool = False,
@@ -360,13 +360,13 @@ def gemm(
     the same bits alone and among others, unless `split_k` allows to add up K in parts, which is
     faster for few rows. Without a variant: the fastest of this GPU.
 
-    With the accuracy of float32: a is float32 or a `SplitMatrix`, and w a SplitMatrix (N, K), such
-    as SplitMatrix.split(w.T). The result is float32, or, without a residual, with dtype "split" a
-    SplitMatrix with one scale for all rows, from the largest magnitude it can have, `bound`;
-    anything more than twice as large becomes infinite. Infinity and NaN in a and w have the same
-    effect as in float32, except that infinity times a number below 2^-39 of the largest of its row
-    gives NaN. Source: Ootomo and Yokota, "Recovering single precision accuracy from
-    Tensor Cores while surpassing the FP32 theoretical peak performance" (2022).
+    With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),
+    such as TwoPartMatrix.from_float32(w.T). The result is float32, or, without a residual and with
+    dtype "two_part", a TwoPartMatrix with one scale for all rows, from the largest magnitude it can
+    have, `bound`; anything more than twice as large becomes infinite. Infinity and NaN in a and w
+    have the same effect as in float32, except that infinity times a number below 2^-39 of the
+    largest of its row gives NaN. Source: Ootomo and Yokota, "Recovering single precision accuracy
+    from Tensor Cores while surpassing the FP32 theoretical peak performance" (2022).
     """
     a, bias, residual = contiguous(a, bias, residual)
     options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}

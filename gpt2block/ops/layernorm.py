@@ -32,9 +32,9 @@ from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
-from gpt2block.ops.two_part import SPLIT, check_one_scale
+from gpt2block.ops.two_part import TWO_PART, check_one_scale
 from gpt2block.ops.warm import call
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
@@ -110,7 +110,7 @@ class Request(NamedTuple):
     """What decides whether a variant can compute a call."""
 
     stored: str  # the dtype of x
-    two_part: bool  # the result is a SplitMatrix
+    two_part: bool  # the result is a TwoPartMatrix
     options: bool  # block, mean or rstd is given
 
 
@@ -120,7 +120,7 @@ class Job(NamedTuple):
     x: CudaArray
     gamma: CudaArray
     beta: CudaArray
-    out: Any  # an array or a SplitMatrix
+    out: Any  # an array or a TwoPartMatrix
     mean: CudaArray | None
     rstd: CudaArray | None
     eps: float
@@ -197,7 +197,7 @@ def _launch_rows(job: Job) -> tuple[Launch, ...]:
 
 def _launch_narrow(job: Job) -> tuple[Launch, ...]:
     x, gamma, beta, out, _, _, eps, N, C, *_ = job
-    two_part = isinstance(out, SplitMatrix)
+    two_part = isinstance(out, TwoPartMatrix)
     written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if two_part else (out, ())
     width = _width(C, x, gamma, beta, written)
     sms = device_attribute("MultiProcessorCount")
@@ -234,7 +234,7 @@ def _narrow_problem(request: Request) -> str | None:
 
 def bind(
     inputs: tuple[Any, ...],
-    out: CudaArray | SplitMatrix | None = None,
+    out: CudaArray | TwoPartMatrix | None = None,
     *,
     eps: float,
     variant: str | int | None = None,
@@ -252,13 +252,13 @@ def bind(
     rstd out without `stats`.
 
     "narrow" has no `extra`; gamma and beta are float32, and x is float32 or has the dtype of out.
-    Also where out is a SplitMatrix with one scale, and x float32; dtype "split" makes a new one,
-    with the scale of `bound`, or of what gamma and beta allow.
+    Also where out is a TwoPartMatrix with one scale, and x float32; dtype "two_part" makes a new
+    one, with the scale of `bound`, or of what gamma and beta allow.
     """
     x, gamma, beta = inputs
     eps = check_eps(eps)
     check_flag("stats", stats)
-    two_part = isinstance(out, SplitMatrix) or dtype is not None or bound is not None
+    two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
     stored = "float32" if two_part else storage(x)
     options = any(option is not None for option in (block, mean, rstd))
     request = Request(stored, two_part, options)
@@ -300,17 +300,17 @@ def _two_part_output(
     x: CudaArray,
     gamma: CudaArray,
     beta: CudaArray,
-    out: SplitMatrix | None,
+    out: TwoPartMatrix | None,
     dtype: str | None,
     bound: float | None,
-) -> SplitMatrix:
-    """`out`, checked, or a new SplitMatrix with one scale."""
-    if dtype not in (None, SPLIT):
-        raise InputError(f"dtype {dtype!r}: expected {SPLIT!r} or none")
+) -> TwoPartMatrix:
+    """`out`, checked, or a new TwoPartMatrix with one scale."""
+    if dtype not in (None, TWO_PART):
+        raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
     if out is None:
         if bound is None:
             bound = layernorm_bound(cupy.asnumpy(gamma), cupy.asnumpy(beta))
-        return SplitMatrix.empty(x.shape, bound)
+        return TwoPartMatrix.empty(x.shape, bound)
     check_one_scale(out, x.shape, bound)
     check_apart("out", out, {"x": x, "gamma": gamma, "beta": beta})
     return out
@@ -467,8 +467,8 @@ def layernorm(
 
     variant: 1 to 5 are llm.c's kernels, float32; 6 is the fastest, float16 and bfloat16 too.
     "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. None is the
-    ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "split": narrow of a
-    float32 x; the result is a SplitMatrix, which `gemm` takes. With `stats`: (out, mean, rstd),
+    ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "two_part": narrow of a
+    float32 x; the result is a TwoPartMatrix, which `gemm` takes. With `stats`: (out, mean, rstd),
     where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)

@@ -17,7 +17,7 @@ from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
 Inputs = tuple[NDArray[Any], ...]
@@ -105,7 +105,7 @@ class Operation:
         """Check the arrays and options once; the result's `run` launches, again and again.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
-        `gpt2block.emulator`); matrices as WeightMatrix or SplitMatrix where the operation takes
+        `gpt2block.emulator`); matrices as WeightMatrix or TwoPartMatrix where the operation takes
         them. Raises InputError.
         """
         if replaced() or not any(isinstance(each, np.ndarray) for each in map(_data, inputs)):
@@ -150,13 +150,13 @@ class Operation:
 
 def _data(value: Any) -> Any:
     """The array of an input."""
-    value = value.parts if isinstance(value, SplitMatrix) else value
+    value = value.parts if isinstance(value, TwoPartMatrix) else value
     return value.data if isinstance(value, WeightMatrix) else value
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """An input with a function applied to each of its arrays."""
-    if isinstance(value, SplitMatrix):
+    if isinstance(value, TwoPartMatrix):
         return replace(value, parts=function(value.parts), scale=function(value.scale))
     if isinstance(value, WeightMatrix):
         return replace(value, data=function(value.data), scale=function(value.scale))

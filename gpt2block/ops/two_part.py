@@ -20,12 +20,12 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "matmul/two_part.cu"
 WARPS = 4  # of a block of split_rows, a row each
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
-SPLIT = "split"  # in place of a dtype: a SplitMatrix
+TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
 
 
 def geometry(rows: int, width: int) -> Geometry:
@@ -34,8 +34,8 @@ def geometry(rows: int, width: int) -> Geometry:
     return Geometry("split_rows", (ceil(rows / WARPS),), (32 * WARPS,), defines=defines)
 
 
-def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
-    """inputs (x (..., K),), float32; out: a SplitMatrix of that shape. Raises InputError."""
+def bind(inputs: tuple[Any, ...], out: TwoPartMatrix | None = None) -> Bound:
+    """inputs (x (..., K),), float32; out: a TwoPartMatrix of that shape. Raises InputError."""
     (x,) = inputs
     check("x", x)
     K = int(x.shape[-1])
@@ -43,9 +43,9 @@ def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
     if max(rows, K) > LARGEST:
         raise InputError(f"x {x.shape}: expected at most {LARGEST:,} rows, and as many columns")
     if out is None:
-        out = SplitMatrix.empty(x.shape)
+        out = TwoPartMatrix.empty(x.shape)
     else:
-        check_split("out", out, x.shape)
+        check_two_part("out", out, x.shape)
         check_apart("out", out, {"x": x})
     width = 4
     while K % width or x.data.ptr % (4 * width) or out.parts.data.ptr % (2 * width):
@@ -54,20 +54,21 @@ def bind(inputs: tuple[Any, ...], out: SplitMatrix | None = None) -> Bound:
     return Bound(out, (launch_at(FILE, geometry(rows, width), args, "float16"),))
 
 
-def split(x: CudaArray) -> SplitMatrix:
-    """`reference.split` of a float32 CuPy array (..., K): the same bits; raises InputError."""
-    made: SplitMatrix = bind(contiguous(x)).run()
+def two_part(x: CudaArray) -> TwoPartMatrix:
+    """`reference.two_part` of a float32 CuPy array (..., K): the same bits; raises InputError."""
+    made: TwoPartMatrix = bind(contiguous(x)).run()
     return made
 
 
-def check_split(name: str, matrix: Any, shape: tuple[int, ...] | None = None) -> None:
-    """InputError unless it is a SplitMatrix on the current device, of `shape` where one is given.
+def check_two_part(name: str, matrix: Any, shape: tuple[int, ...] | None = None) -> None:
+    """InputError unless it is a TwoPartMatrix on the current device, of `shape` where one is given.
 
     Its arrays start on 16 bytes.
     """
-    if not isinstance(matrix, SplitMatrix):
+    if not isinstance(matrix, TwoPartMatrix):
         raise InputError(
-            f"{name}: expected a SplitMatrix, got {type(matrix).__name__}: use SplitMatrix.split"
+            f"{name}: expected a TwoPartMatrix, got {type(matrix).__name__}: "
+            "use TwoPartMatrix.from_float32"
         )
     if shape is not None and matrix.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {matrix.shape}")
@@ -77,10 +78,10 @@ def check_split(name: str, matrix: Any, shape: tuple[int, ...] | None = None) ->
 
 
 def check_one_scale(out: Any, shape: tuple[int, ...], bound: float | None) -> None:
-    """InputError unless it is a SplitMatrix as `SplitMatrix.empty(shape, bound)` makes it.
+    """InputError unless it is a TwoPartMatrix as `TwoPartMatrix.empty(shape, bound)` makes it.
 
     A bound is given to `empty`, not in addition to its result.
     """
-    check_split("out", out, shape)
+    check_two_part("out", out, shape)
     if bound is not None or out.one_scale is None:
-        raise InputError("out: expected one scale for all rows and no bound: SplitMatrix.empty")
+        raise InputError("out: expected one scale for all rows and no bound: TwoPartMatrix.empty")

@@ -16,7 +16,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.kernels import Launch
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 MOST = 4096  # recipes kept; then the oldest is forgotten
 ALIGNED = 16  # bytes: no op looks at a larger alignment
@@ -99,7 +99,7 @@ def _arrays(inputs: tuple[Any, ...]) -> Iterable[Any]:
             yield value.data
             if value.scale is not None:
                 yield value.scale
-        elif isinstance(value, SplitMatrix):
+        elif isinstance(value, TwoPartMatrix):
             yield value.parts
             yield value.scale
         elif value is not None:
@@ -112,7 +112,7 @@ def _described(value: Any) -> Hashable:
         return None
     if isinstance(value, WeightMatrix):
         return value.dtype, value.layout, _described(value.data), _described(value.scale)
-    if isinstance(value, SplitMatrix):
+    if isinstance(value, TwoPartMatrix):
         return value.shape, _described(value.parts), _described(value.scale)
     memory = value.data
     return value.shape, value.dtype, value.strides, memory.device_id, memory.ptr % ALIGNED
@@ -123,7 +123,7 @@ def _recipe(arrays: list[CudaArray], bound: Bound) -> Recipe | None:
 
     Nor for a result in two parts, whose scale may stand in its memory from the start.
     """
-    if isinstance(bound.out, SplitMatrix):
+    if isinstance(bound.out, TwoPartMatrix):
         return None
     made = [bound.out, *bound.extra]
     place = {array.data.ptr: i for i, array in enumerate([*arrays, *made])}

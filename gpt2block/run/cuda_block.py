@@ -24,7 +24,7 @@ from gpt2block.plan import Plan, Shape, Step
 from gpt2block.run import StepResult, check_array, check_out
 from gpt2block.run.program import Program, bind_step
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
 MAX_SHAPES = 8  # buffers kept
@@ -86,7 +86,7 @@ class CudaEngine:
             return array
         rows = cupy.ascontiguousarray(array.T)
         if self._split:
-            return SplitMatrix.split(rows)
+            return TwoPartMatrix.from_float32(rows)
         return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
 
     def describe(self) -> str:
@@ -121,12 +121,12 @@ class CudaEngine:
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
-            known |= {n: SplitMatrix.split(known[n]) for n in self._split & tensors.keys()}
+            known |= {n: TwoPartMatrix.from_float32(known[n]) for n in self._split & tensors.keys()}
             out = None
             if step.name in self._split:
                 known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
                 shape = OPERATIONS[step.op].shape(*known_shapes)
-                out = SplitMatrix.empty(shape, _scale_bound(step, self._bounds))
+                out = TwoPartMatrix.empty(shape, _scale_bound(step, self._bounds))
             bound = bind_step(step, known, out)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in bound.launches)
@@ -210,7 +210,7 @@ class CudaEngine:
 
 
 def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
-    """The steps whose tensor is a SplitMatrix when the plan runs in `dtype`."""
+    """The steps whose tensor is a TwoPartMatrix when the plan runs in `dtype`."""
     return plan.operands if dtype == "float32" else frozenset()
 
 
@@ -224,7 +224,7 @@ def _shape(value: Any, weight: bool) -> Shape:
     if isinstance(value, WeightMatrix):
         return value.K, value.N
     shape: Shape = value.shape
-    return shape[::-1] if weight and isinstance(value, SplitMatrix) else shape
+    return shape[::-1] if weight and isinstance(value, TwoPartMatrix) else shape
 
 
 def allocate(
@@ -253,7 +253,7 @@ def allocate(
         if name in split:
             parts = buffers[target].parts if target else None
             bound = _scale_bound(step, bounds or {})
-            buffers[name] = SplitMatrix.empty(known[name], bound, parts)
+            buffers[name] = TwoPartMatrix.empty(known[name], bound, parts)
         else:
             buffers[name] = buffers[target] if target else cupy.empty(known[name], dtype=dtype)
     return buffers

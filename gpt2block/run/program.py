@@ -17,7 +17,7 @@ from gpt2block.ops.attention_cached import bind_append, bind_split
 from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.plan import Plan, Step
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 
 class _Take(NamedTuple):
@@ -154,7 +154,7 @@ class Program:
             self.run_step(name)
             if name in wanted:
                 made = self.tensors[name]
-                copies[name] = made.joined() if isinstance(made, SplitMatrix) else made.copy()
+                copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
         return copies
 
     def alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, str, NDArray[Any]]]:

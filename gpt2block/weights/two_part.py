@@ -1,4 +1,4 @@
-"""Matrices in two parts, for float32 accuracy on half-precision tensor cores: `SplitMatrix`."""
+"""Matrices in two parts, for float32 accuracy on half-precision tensor cores: `TwoPartMatrix`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
 
 
 @dataclass(frozen=True, eq=False)
-class SplitMatrix:
+class TwoPartMatrix:
     """float32 numbers (..., K) as (hi + lo 2^-11) scale, a scale for each row.
 
     parts (2, rows, K), hi and lo in float16, and scale (rows,), float32 powers of two: NumPy or
-    CuPy, C-contiguous. shape: (..., K), whose leading axes together are the rows. `reference.split`
-    says what the parts are; 22 bits of every number are kept, or what is above 2^-50 of the largest
-    of its row. one_scale: that of all rows where it was chosen before the numbers were known, as in
-    `empty`; else None.
+    CuPy, C-contiguous. shape: (..., K), whose leading axes together are the rows.
+    `reference.two_part` says what the parts are; 22 bits of every number are kept, or what is above
+    2^-50 of the largest of its row. one_scale: that of all rows where it was chosen before the
+    numbers were known, as in `empty`; else None.
 
     The arrays are taken as they are, not copied. Scales in device memory are not looked at. Raises
     InputError for what does not fit together.
@@ -70,27 +70,27 @@ class SplitMatrix:
             )
 
     @classmethod
-    def split(cls, x: Any) -> SplitMatrix:
+    def from_float32(cls, x: Any) -> TwoPartMatrix:
         """A float32 array (..., K) in parts: NumPy in, NumPy out; CuPy in, CuPy out, by a kernel.
 
         The parts and scales are the same on both. Raises InputError.
         """
         if is_array(x):
-            from gpt2block.ops import split  # noqa: PLC0415
+            from gpt2block.ops import two_part  # noqa: PLC0415
 
-            made: SplitMatrix = split(x)
+            made: TwoPartMatrix = two_part(x)
             return made
         if not is_plain(x):
             raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
         if x.dtype != np.float32:
             raise InputError(f"x: expected float32, got {x.dtype}: use .astype('float32')")
         _rows("x", x.shape)
-        return cls(*reference.split(x), x.shape)
+        return cls(*reference.two_part(x), x.shape)
 
     @classmethod
     def empty(
         cls, shape: tuple[int, ...], bound: float | None = None, parts: Any = None
-    ) -> SplitMatrix:
+    ) -> TwoPartMatrix:
         """Memory of the current GPU for a matrix that a kernel is yet to write.
 
         bound: the largest magnitude there can be, from which all rows have one scale; None where
@@ -105,7 +105,7 @@ class SplitMatrix:
         return cls(parts, cupy.full((rows,), one, dtype="float32"), shape, one)
 
     def __repr__(self) -> str:
-        return f"SplitMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
+        return f"TwoPartMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
 
     def arrays(self) -> dict[str, Any]:
         """What it consists of, by the end of the name for messages."""

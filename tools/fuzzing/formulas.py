@@ -413,11 +413,11 @@ def _fp8(rng: np.random.Generator) -> Outcome:
 def _split(rng: np.random.Generator) -> Outcome:
     draw = Draw(rng)
     x = draw.array(*draw.batch(), draw.size(), draw.size()).astype(np.float32)
-    parts, scale = accepted(lambda: reference.split(x))
+    parts, scale = accepted(lambda: reference.two_part(x))
     joined = accepted(lambda: reference.joined(parts, scale))
     plain.check_close("split", joined, x.reshape(-1, x.shape[-1]).astype(np.float64), 1e-6)
     odd = odd_argument(rng)
-    refused_or(lambda: reference.split(odd))
+    refused_or(lambda: reference.two_part(odd))
     refused_or(lambda: reference.joined(odd, scale))
     return "right"
 

@@ -27,10 +27,10 @@ from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import SplitMatrix
+from gpt2block.weights.two_part import TwoPartMatrix
 
 Rng = np.random.Generator
-Arrays = dict[str, Any]  # a CuPy or NumPy array, WeightMatrix, SplitMatrix or None by its name
+Arrays = dict[str, Any]  # a CuPy or NumPy array, WeightMatrix, TwoPartMatrix or None by its name
 Truth = Callable[[Arrays, dict[str, Any]], "list[Any]"]  # of what is on the host → float64 arrays
 
 SIZES = (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 200, 256, 320)
@@ -139,7 +139,7 @@ def _compare(given: Call, result: Any, host: Arrays, options: dict[str, Any]) ->
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise Difference(f"{given.op}: accepted what the reference refuses: {error}") from error
     for index, (one, true) in enumerate(zip(got, truth, strict=True)):
-        values = one.joined() if isinstance(one, SplitMatrix) else one
+        values = one.joined() if isinstance(one, TwoPartMatrix) else one
         _check_near(f"{given.op}, result {index}", values, true)
 
 
@@ -360,8 +360,8 @@ def _uploaded(value: Any) -> Any:
     if isinstance(value, WeightMatrix):
         scale = None if value.scale is None else cp.asarray(value.scale)
         return replace(value, data=cp.asarray(value.data), scale=scale)
-    if isinstance(value, SplitMatrix):
-        return SplitMatrix(cp.asarray(value.parts), cp.asarray(value.scale), value.shape)
+    if isinstance(value, TwoPartMatrix):
+        return TwoPartMatrix(cp.asarray(value.parts), cp.asarray(value.scale), value.shape)
     return cp.asarray(value) if isinstance(value, np.ndarray) else value
 
 
@@ -370,7 +370,7 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, WeightMatrix):
         scale = None if value.scale is None else cp.asnumpy(value.scale)
         return replace(value, data=cp.asnumpy(value.data), scale=scale)
-    if isinstance(value, SplitMatrix):
+    if isinstance(value, TwoPartMatrix):
         return cp.asnumpy(value.joined())
     return cp.asnumpy(value).copy() if isinstance(value, cp.ndarray) else value
 
@@ -794,7 +794,7 @@ def _gemm_split(rng: Rng) -> Call:
     """`gemm` in the accuracy of float32, on matrices in two parts."""
     K, N, rows = 8 * _size(rng, 65), 8 * _size(rng, 65), _rows(rng)
     w = cp.asarray(_normal(rng, N, K))
-    split = SplitMatrix.split(w)
+    split = TwoPartMatrix.from_float32(w)
     host = cp.asnumpy(split.joined()).T
     arrays = {
         "a": _normal(rng, *rows, K),
@@ -814,10 +814,10 @@ def _split(rng: Rng) -> Call:
     x = _normal(rng, *_rows(rng), _size(rng)) * np.float32(10.0 ** rng.integers(-20, 20))
 
     def truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
-        found = reference.joined(*reference.split(host["x"])).reshape(host["x"].shape)
+        found = reference.joined(*reference.two_part(host["x"])).reshape(host["x"].shape)
         return [found.astype(np.float64)]
 
-    return Call("split", {"x": x}, {}, truth)
+    return Call("two_part", {"x": x}, {}, truth)
 
 
 def _sample_token(rng: Rng) -> Call:
@@ -892,7 +892,7 @@ BUILDERS: Mapping[str, Callable[[Rng], Call]] = {
     "linear": _linear,
     "gemm": _gemm,
     "gemm, split": _gemm_split,
-    "split": _split,
+    "two_part": _split,
     "sample_token": _sample_token,
     "log_likelihood": _log_likelihood,
     "mark_seen": _mark_seen,

@@ -1,4 +1,4 @@
-"""Matrices in two parts: SplitMatrix, what makes one, and the ops that take one.
+"""Matrices in two parts: TwoPartMatrix, what makes one, and the ops that take one.
 
 How products and attention add up is in test_gemm_split.py and test_attention_fp32.py.
 """
@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, SplitMatrix, reference
+from gpt2block import InputError, TwoPartMatrix, reference
 from gpt2block.emulator import loader
 from gpt2block.ops.layernorm import NARROW, OPERATION, layernorm_bound, narrow_geometry
 from gpt2block.ops.registry import OPERATIONS
@@ -52,7 +52,7 @@ def wild(seed: int, rows: int, K: int) -> Array:
 def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
     x = wild(seed, rows, K)
     with np.errstate(over="ignore"):
-        parts, scale = reference.split(x)
+        parts, scale = reference.two_part(x)
     assert (parts.shape, parts.dtype.name) == ((2, rows, K), "float16")
     assert (scale.shape, scale.dtype.name) == ((rows,), "float32")
     for r in range(rows):
@@ -76,16 +76,18 @@ def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
 
 def test_split_and_joined() -> None:
     x = plain.normal(0, 2, 3, 40)
-    matrix = SplitMatrix.split(x)
+    matrix = TwoPartMatrix.from_float32(x)
     assert (matrix.shape, matrix.ndim, matrix.size) == ((2, 3, 40), 3, 240)
     assert matrix.nbytes == 2 * 2 * 240 + 4 * 6
     assert matrix.one_scale is None
     joined = matrix.joined()
     assert joined.dtype == np.float32
     assert np.abs(joined - x).max() <= np.abs(x).max() * 2.0**-22
-    np.testing.assert_array_equal(SplitMatrix.split(joined).joined(), joined)
-    np.testing.assert_array_equal(SplitMatrix.split(x[:, ::2]).joined(), matrix.joined()[:, ::2])
-    assert SplitMatrix.split(x[0, 0]).parts.shape == (2, 1, 40)
+    np.testing.assert_array_equal(TwoPartMatrix.from_float32(joined).joined(), joined)
+    np.testing.assert_array_equal(
+        TwoPartMatrix.from_float32(x[:, ::2]).joined(), matrix.joined()[:, ::2]
+    )
+    assert TwoPartMatrix.from_float32(x[0, 0]).parts.shape == (2, 1, 40)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +119,19 @@ def test_a_bound_that_is_none(bound: float) -> None:
 def test_parts_that_do_not_fit_together(parts: Any, scale: Any, shape: Any, message: str) -> None:
     made = [np.ones(*a) if isinstance(a, tuple) else a for a in (parts, scale)]
     with pytest.raises(InputError, match=message):
-        SplitMatrix(made[0], made[1], shape)
+        TwoPartMatrix(made[0], made[1], shape)
 
 
 def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
-    good = SplitMatrix.split(plain.normal(0, 3, 8))
+    good = TwoPartMatrix.from_float32(plain.normal(0, 3, 8))
     for wrong in (3.0, 0.0, -1.0, np.nan, np.inf, 2.0**-127):
         scale = good.scale.copy()
         scale[1] = wrong
         with pytest.raises(InputError, match=r"scale: expected powers of two from 2\^-126 on, got"):
-            SplitMatrix(good.parts, scale, (3, 8))
+            TwoPartMatrix(good.parts, scale, (3, 8))
     wide = np.zeros((2, 3, 16), np.float16)[..., ::2]
     with pytest.raises(InputError, match="parts: expected a C-contiguous array"):
-        SplitMatrix(wide, good.scale, (3, 8))
+        TwoPartMatrix(wide, good.scale, (3, 8))
 
 
 @pytest.mark.parametrize(
@@ -143,13 +145,13 @@ def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
 )
 def test_what_cannot_be_split(x: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        SplitMatrix.split(x)
+        TwoPartMatrix.from_float32(x)
 
 
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
-def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> SplitMatrix:
+def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> TwoPartMatrix:
     if problem := loader.missing():
         pytest.skip(problem)
     rows, K = x.shape
@@ -159,12 +161,12 @@ def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> Spli
     args = [x, parts, scale, rows, K]
     options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
     loader.run(FILE, how.kernel, how.grid, how.block, args, **options)
-    return SplitMatrix(parts, scale, x.shape)
+    return TwoPartMatrix(parts, scale, x.shape)
 
 
-def assert_same(got: SplitMatrix, x: Array) -> None:
+def assert_same(got: TwoPartMatrix, x: Array) -> None:
     """The bits of the reference, but for those of a NaN."""
-    parts, scale = reference.split(x)
+    parts, scale = reference.two_part(x)
     np.testing.assert_array_equal(got.scale.view(np.uint32), scale.view(np.uint32))
     np.testing.assert_array_equal(got.parts, parts)
     there = ~np.isnan(parts)
@@ -201,7 +203,7 @@ def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
     options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
     file = OPERATION.variant(NARROW).file
     loader.run(file, how.kernel, how.grid, how.block, args, **options)
-    got = SplitMatrix(parts, np.full(rows, scale, np.float32), x.shape).joined()
+    got = TwoPartMatrix(parts, np.full(rows, scale, np.float32), x.shape).joined()
     assert np.isnan(got[1]).all()
     finite = np.arange(rows) != 1
     assert_normalized(got[finite], (x[finite], gamma, beta))
@@ -215,8 +217,8 @@ def cp() -> ModuleType:
     return cupy_with()
 
 
-def host(matrix: SplitMatrix) -> SplitMatrix:
-    return SplitMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
+def host(matrix: TwoPartMatrix) -> TwoPartMatrix:
+    return TwoPartMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
 
 
 @pytest.mark.gpu
@@ -227,13 +229,13 @@ def test_split_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int,
     rows = math.prod(shape[:-1])
     x = wild(0, rows, shape[-1]).reshape(shape)
     for _ in range(2):
-        assert_same(host(SplitMatrix.split(cp.asarray(x))), x)
+        assert_same(host(TwoPartMatrix.from_float32(cp.asarray(x))), x)
     memory = cp.zeros(x.size + 1, "float32")
     odd = memory[1:].reshape(shape)
     odd[...] = cp.asarray(x)
-    assert_same(host(SplitMatrix.split(odd)), x)
-    got = SplitMatrix.split(cp.asarray(x))
-    expected = SplitMatrix.split(x).joined()
+    assert_same(host(TwoPartMatrix.from_float32(odd)), x)
+    got = TwoPartMatrix.from_float32(cp.asarray(x))
+    expected = TwoPartMatrix.from_float32(x).joined()
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(got.joined().get(), without_subnormals(expected))
 
@@ -270,7 +272,7 @@ def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size
         off = np.abs(got.get()[rows] - truth[rows]) / largest
         return float(off.max()), float(np.sqrt((off**2).mean()))
 
-    matrix = SplitMatrix.split(cp.asarray(w))
+    matrix = TwoPartMatrix.from_float32(cp.asarray(w))
     try:
         peer = error(cp.matmul(*here) + cp.asarray(bias))
     except ImportError:
@@ -278,7 +280,9 @@ def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size
     known, results = cp.cuda.Device().compute_capability == "90", []
     for variant in ("mma", "hopper") if known else ("mma",):
         got = ops.gemm(here[0], matrix, cp.asarray(bias), variant=variant)
-        again = ops.gemm(SplitMatrix.split(here[0]), matrix, cp.asarray(bias), variant=variant)
+        again = ops.gemm(
+            TwoPartMatrix.from_float32(here[0]), matrix, cp.asarray(bias), variant=variant
+        )
         np.testing.assert_array_equal(got.get(), again.get())
         np.testing.assert_array_equal(got.get()[5], bias)
         assert np.isnan(got.get()[6]).all()
@@ -307,7 +311,9 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
     truth = a.astype(np.float64) @ w.T.astype(np.float64)
     known = cp.cuda.Device().compute_capability == "90"
     for variant in ("mma", "hopper") if known else ("mma",):
-        got = ops.gemm(cp.asarray(a), SplitMatrix.split(cp.asarray(w)), variant=variant).get()
+        got = ops.gemm(
+            cp.asarray(a), TwoPartMatrix.from_float32(cp.asarray(w)), variant=variant
+        ).get()
         with np.errstate(over="ignore"):
             beyond = np.abs(truth) > np.finfo(np.float32).max
             np.testing.assert_array_equal(got[beyond], truth[beyond].astype(np.float32))
@@ -325,19 +331,19 @@ def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
     x, gamma, beta = inputs(0, 100, 128, "float32")
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
     vectors = cp.asarray(gamma), cp.asarray(beta)
-    n = ops.layernorm(cp.asarray(x), *vectors, dtype="split")
-    assert isinstance(n, SplitMatrix)
+    n = ops.layernorm(cp.asarray(x), *vectors, dtype="two_part")
+    assert isinstance(n, TwoPartMatrix)
     assert_normalized(n.get(), (x, gamma, beta))
-    matrix = SplitMatrix.split(cp.asarray(np.ascontiguousarray(w.T)))
+    matrix = TwoPartMatrix.from_float32(cp.asarray(np.ascontiguousarray(w.T)))
     bound = layernorm_bound(gamma, beta) * float(np.abs(w).sum(axis=0).max()) + 4
-    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="split", bound=bound)
+    qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="two_part", bound=bound)
     assert qkv.one_scale == scale_for(bound)
     np.testing.assert_allclose(qkv.get(), ops.gemm(n, matrix, cp.asarray(bias)).get(), rtol=2e-7)
     out = ops.attention(qkv, 2, True)
     assert out.shape == (100, 128)
     truth = reference.attention(qkv.get().astype(np.float64), 2, True)
     plain.assert_as_accurate(out.get(), truth, plain.attention(qkv.get(), 2, True))
-    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="split", bound=bound)
+    again = ops.gemm(n, matrix, cp.asarray(bias), dtype="two_part", bound=bound)
     np.testing.assert_array_equal(again.parts.get(), qkv.parts.get())
 
 
@@ -345,22 +351,25 @@ def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
 def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
     from gpt2block import ops  # noqa: PLC0415
 
-    a, w = cp.ones((8, 64), "float32"), SplitMatrix.split(cp.ones((8, 64), "float32"))
-    assert (ops.gemm(a, w, dtype="split", bound=33.0).get() == 64).all()
-    assert np.isinf(ops.gemm(a, w, dtype="split", bound=31.0).get()).all()
+    a, w = cp.ones((8, 64), "float32"), TwoPartMatrix.from_float32(cp.ones((8, 64), "float32"))
+    assert (ops.gemm(a, w, dtype="two_part", bound=33.0).get() == 64).all()
+    assert np.isinf(ops.gemm(a, w, dtype="two_part", bound=31.0).get()).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": "dense"}, "w: expected a SplitMatrix, got ndarray: use SplitMatrix.split"),
+        (
+            {"w": "dense"},
+            "w: expected a TwoPartMatrix, got ndarray: use TwoPartMatrix.from_float32",
+        ),
         ({"a": "short"}, "w: expected K 56 to match a, got 64"),
         ({"a": "half"}, "a: expected float32, got float16"),
         ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' with a Split"),
-        ({"dtype": "split"}, "bound: expected the largest magnitude that the result can have"),
+        ({"dtype": "two_part"}, "bound: expected the largest magnitude that the result can have"),
         ({"bound": 1.0}, "bound: expected dtype 'split', of a two-part result"),
-        ({"dtype": "split", "bound": math.inf}, "bound: expected a magnitude from 0"),
+        ({"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude from 0"),
         ({"variant": "split"}, "unknown variant 'split': expected one of mma, hopper"),
     ],
 )
@@ -372,8 +381,8 @@ def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message:
         "dense": ones,
         "short": cp.ones((8, 56), "float32"),
         "half": ones.astype("float16"),
-        "a": SplitMatrix.split(ones),
-        "w": SplitMatrix.split(ones),
+        "a": TwoPartMatrix.from_float32(ones),
+        "w": TwoPartMatrix.from_float32(ones),
     }
     a, w = (known[change.pop(name, name)] for name in ("a", "w"))
     with pytest.raises(InputError, match=message):
@@ -384,23 +393,23 @@ def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message:
 def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
 
     ones = cp.ones((64, 64), "float32")
-    a, w = SplitMatrix.split(ones), SplitMatrix.split(ones)
+    a, w = TwoPartMatrix.from_float32(ones), TwoPartMatrix.from_float32(ones)
     gemm, norm, attention = (OPERATIONS[name].bind for name in ("gemm", "layernorm", "attention"))
     for out, message in (
-        (a, r"out: expected one scale for all rows and no bound: SplitMatrix\.empty"),
-        (SplitMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
-        (SplitMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
+        (a, r"out: expected one scale for all rows and no bound: TwoPartMatrix\.empty"),
+        (TwoPartMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
+        (TwoPartMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
         (ones[:32], r"out: expected shape \(64, 64\), got \(32, 64\)"),
     ):
         with pytest.raises(InputError, match=message):
             gemm((a, w), out)
     with pytest.raises(InputError, match="residual: expected none with a two-part result"):
-        gemm((a, w, None, ones), SplitMatrix.empty((64, 64), 1.0))
+        gemm((a, w, None, ones), TwoPartMatrix.empty((64, 64), 1.0))
     with pytest.raises(InputError, match="out: expected one scale for all rows"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5)
     with pytest.raises(InputError, match="a result in two parts is for variant narrow"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
-    qkv = SplitMatrix.split(cp.ones((4, 192), "float32"))
+    qkv = TwoPartMatrix.from_float32(cp.ones((4, 192), "float32"))
     for options, message in (
         ({"n_head": 2}, "head size 32: split matrices have 64"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),

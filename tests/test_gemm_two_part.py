@@ -18,7 +18,7 @@ from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops._gemm_mma import TWO_PART_FILE, TWO_PART_TILES, Tile, geometry
-from gpt2block.reference import split
+from gpt2block.reference import two_part
 from tests import plain
 from tests.compiling import assert_clean
 from tests.gpus import GPUS, H200, Gpu, this_gpu
@@ -91,7 +91,7 @@ class Problem:
         """Of the kernel, in its order."""
         c = self.case
         outputs = [None, out] if c.split_out else [out, None]
-        operands = [*split(self.a), *split(self.w)]
+        operands = [*two_part(self.a), *two_part(self.w)]
         sizes = [1 / self.scale, c.M, c.N, c.K]
         return [*operands, self.bias, self.residual, *outputs, *sizes]
 
