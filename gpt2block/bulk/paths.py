@@ -1,4 +1,4 @@
-"""Paths as people type them: `~`, relative, empty, too long."""
+"""Checks of paths given by the user."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _GONE = "the working directory was deleted: change to one that exists"
 
 
 def absolute(name: str, given: str | Path) -> Path:
-    """The path `given`, absolute and with `~` expanded; InputError by its `name` where it is none.
+    """Return the path `given`, absolute and with `~` expanded; it need not exist.
 
-    Nothing is looked up on the disk except the working directory.
+    Raises InputError, with the argument's `name`, where it is not a path.
     """
     text = str(given)
     if not text:
-        raise InputError(f"{name}: expected a path, got an empty text")
+        raise InputError(f"{name}: expected a path, got an empty string")
     if "\0" in text:
         raise InputError(f"{name} {text!r}: a path cannot hold a NUL character")
     try:
@@ -28,13 +28,13 @@ def absolute(name: str, given: str | Path) -> Path:
 
 
 def require_working_directory() -> None:
-    """Raise InputError where it was deleted: no process can be started from there."""
+    """Raise InputError where the working directory was deleted: no process starts from there."""
     try:
         Path.cwd()
     except OSError as error:
         raise InputError(_GONE) from error
 
 
-def why(error: OSError | ValueError) -> str:
-    """What the system says of a path, without the path."""
+def reason(error: OSError | ValueError) -> str:
+    """Return the system's error message without the path."""
     return str(getattr(error, "strerror", None) or error)
