@@ -1,6 +1,6 @@
 """llm.c's model files (https://github.com/karpathy/llm.c): a header of 256 int32, then the tensors.
 
-Each kind of tensor stands there for all layers together, in this order:
+Each kind of tensor is stored for all layers together, in this order:
 
     wte (Vp, C) · wpe (n_ctx, C) · ln1w ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) ·
     attprojw (L, C, C) · attprojb (L, C) · ln2w ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) ·
@@ -46,9 +46,10 @@ _LABELS = {
 
 
 def is_model(file: Path) -> bool:
-    """Whether the file starts as llm.c's models do. Says what it is where it is another llm.c file.
+    """Return whether the file has the magic number of llm.c's models.
 
-    Raises CheckpointError for that, for a Git-LFS pointer, GGUF, and for what cannot be read.
+    Raises CheckpointError for llm.c's other files, for a Git-LFS pointer, for GGUF, and for a file
+    that cannot be read.
     """
     start = read_start(file, 64)
     check_start(file, start)
@@ -62,7 +63,7 @@ def is_model(file: Path) -> bool:
 
 
 def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
-    """The config and where the tensors are, by our names. Raises CheckpointError."""
+    """Return the config and the stored tensors by gpt2block's names. Raises CheckpointError."""
     start = read_start(file, _HEADER.size)
     if len(start) < _HEADER.size:
         raise CheckpointError(
@@ -72,7 +73,7 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
     if version not in _DTYPES:
         raise CheckpointError(
             f"{file}: expected version 3 (float32) or 5 (bfloat16), got {version}: "
-            "write it again with a present llm.c"
+            "write it again with a current llm.c"
         )
     sizes = dict(zip(_FIELDS, fields, strict=True))
     padded = sizes.pop("padded vocab_size")
@@ -90,14 +91,14 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
     if size != expected:
         problem = "truncated" if size < expected else "too long"
         raise CheckpointError(
-            f"{file}: {problem}: its header speaks of {expected:,} bytes, the file has {size:,}"
+            f"{file}: {problem}: its header expects {expected:,} bytes, the file has {size:,}"
         )
     found = dict(_tensors(file, config, padded, _DTYPES[version]))
     return config, {name: found[name] for name in model_shapes(config)}
 
 
 def _size(config: GPT2Config, padded: int, version: int) -> int:
-    """Of the whole file in bytes, before anything is made as long as the header says."""
+    """Return the file's size in bytes by its header, before anything is allocated."""
     C = config.n_embd
     block = sum(math.prod(shape) for shape in block_shapes(C).values())
     elements = (padded + config.n_ctx) * C + config.n_layer * block + 2 * C
