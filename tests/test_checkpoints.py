@@ -633,7 +633,7 @@ def test_damaged_anywhere(reused: Path, at: float, damage: bytes, in_header: boo
     opens_or_is_refused(reused)
 
 
-WRONG_VALUES = [
+WRONG_VALUES: list[Any] = [
     None, "F16", "F4", 7, -1, [], [0, 0], [48], [-48], [2**62, 4], [0, 2**63], {}, "x", [[]]
 ]  # fmt: skip
 

@@ -194,7 +194,7 @@ def test_the_settings_of_a_cached_tokenizer_are_requested(hub: Hub, folder: Path
 def test_a_cached_model_without_its_tokenizer(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The hub is asked for it; offline, GPT-2's tokenizer does not replace it."""
+    """It is downloaded from the hub; offline, GPT-2's tokenizer does not replace it."""
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
     for name in PAIR:

@@ -86,7 +86,7 @@ class _BoundedReader(io.BufferedReader):
             size = _MAX_READ
         if size > _MAX_READ:
             raise CheckpointError(
-                f"expected a part of at most {_MAX_READ:,} bytes, its header says {size:,}"
+                f"expected a part of at most {_MAX_READ:,} bytes, its header has {size:,}"
             )
         return super().read(size)
 
