@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config import LIMITS, model_shapes
+from tests.refusals import refused
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
 CONFIG = {
@@ -314,15 +316,6 @@ def nested(depth: int) -> list[Any]:
     return out
 
 
-def refused(path: Path | str, *words: str, layer: int = 0) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        BlockWeights.from_pretrained(str(path), layer=layer)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
 def test_missing(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such file or directory", "hub id")
     refused(tmp_path / "nowhere.safetensors", "no such file or directory")
@@ -367,7 +360,7 @@ def test_truncated_anywhere(reused: Path, cut: float) -> None:
 def test_a_wrong_tensor(directory: Path, name: str, tensor: Any, message: str) -> None:
     tensors = {**hugging_face_tensors(SMALL), name: tensor}
     write_weights(directory, {key: array for key, array in tensors.items() if array is not None})
-    refused(directory, message, layer=1)
+    refused(directory, message)
 
 
 def test_all_wrong_tensors_are_listed(directory: Path) -> None:
@@ -480,7 +473,8 @@ def test_the_bundled_model_is_found_next_to_a_folder_of_its_name(
 
 @pytest.mark.parametrize("layer", [-1, 2, 100])
 def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
-    refused(directory, f"layer {layer} is out of range", "2 layers", layer=layer)
+    read = partial(BlockWeights.from_pretrained, layer=layer)
+    refused(directory, f"layer {layer} is out of range", "2 layers", read=read)
 
 
 @pytest.mark.parametrize(

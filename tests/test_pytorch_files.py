@@ -26,6 +26,7 @@ from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights
 from gpt2block.checkpoints import Checkpoint, pytorch, save_pretrained
 from gpt2block.checkpoints.hugging_face import layout_of
 from gpt2block.config import model_shapes
+from tests.refusals import refused
 
 FIXTURES = Path(__file__).parent / "data" / "pytorch"  # from tools/make_pytorch_fixtures.py
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_ctx=4, vocab_size=5)
@@ -47,16 +48,6 @@ def assert_same_bits(found: Checkpoint, expected: Checkpoint) -> None:
         assert array.dtype == theirs[name].dtype
         assert array.shape == theirs[name].shape
         assert array.tobytes() == theirs[name].tobytes()
-
-
-def refused(path: Path, *words: str, read: Callable[[Path], Any] = Checkpoint.open) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read(path)
-    message = str(caught.value)
-    assert message.isprintable()
-    for word in words:
-        assert word in message
-    return message
 
 
 # Files that PyTorch wrote

@@ -54,31 +54,19 @@ def local(
     gpus = visible_gpus() if engine == "cuda" else []
     count = workers or len(gpus) or min(dask.system.CPU_COUNT, most or dask.system.CPU_COUNT)
     pinned = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(count)]
+    options = {
+        "nthreads": threads, "memory_limit": 0, "dashboard_address": None,
+        "silence_logs": logging.WARNING, "preload": ["gpt2block.bulk.worker_setup"],
+    }  # fmt: skip
     specs = {
-        number: {
-            "cls": Nanny,
-            "options": {
-                "nthreads": threads,
-                "env": env,
-                "memory_limit": 0,
-                "dashboard_address": None,
-                "silence_logs": logging.WARNING,
-                "preload": ["gpt2block.bulk.worker_setup"],
-            },
-        }
+        number: {"cls": Nanny, "options": {**options, "env": env}}
         for number, env in enumerate(pinned)
     }
-    scheduler = {
-        "cls": Scheduler,
-        "options": {
-            "protocol": "tcp://",
-            "interface": None,
-            "host": "127.0.0.1",
-            "dashboard": True,
-            "dashboard_address": "127.0.0.1:8787",
-            "allowed_failures": ALLOWED_FAILURES,
-        },
-    }
+    scheduler_options = {
+        "protocol": "tcp://", "interface": None, "host": "127.0.0.1", "dashboard": True,
+        "dashboard_address": "127.0.0.1:8787", "allowed_failures": ALLOWED_FAILURES,
+    }  # fmt: skip
+    scheduler = {"cls": Scheduler, "options": scheduler_options}
     stack = ExitStack()
     try:
         with _uninterrupted():
@@ -183,17 +171,24 @@ def check(client: Client, device: str | None) -> str:
         raise InputError(
             f"the scheduler: {_message(error)}: install gpt2block there, too"
         ) from error
-    found = client.run(job.worker_properties, device, on_error="return")
-    for address, answer in found.items():
-        if isinstance(answer, BaseException):
-            raise InputError(f"worker {address}: {_message(answer)}") from answer
+    engines = set()
+    for address, answer in _answers(client, job.worker_properties, device):
         _compare_versions(f"worker {address}", answer["versions"])
         if device == "cuda" and answer["engine"] != "cuda":
             raise DeviceError(f"worker {address}: {answer['no_cuda']}")
-    engines = sorted({answer["engine"] for answer in found.values()})
+        engines.add(answer["engine"])
     if len(engines) > 1:
         raise InputError("some workers have a GPU and some have none: give --device cuda or cpu")
-    return str(engines[0])
+    return str(engines.pop())
+
+
+def _answers(client: Client, call: Any, *arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Call a function on every worker; yield (address, result). Raises InputError, DeviceError."""
+    for address, answer in client.run(call, *arguments, on_error="return").items():
+        if isinstance(answer, BaseException):
+            kind = DeviceError if isinstance(answer, DeviceError) else InputError
+            raise kind(f"worker {address}: {_message(answer)}") from answer
+        yield address, answer
 
 
 def _compare_versions(process: str, theirs: dict[str, str]) -> None:
@@ -211,12 +206,7 @@ def prepare(client: Client, given: Job, files: Sequence[tuple[str, int]], token:
 
     Raises InputError, DeviceError.
     """
-    found = client.run(_prepare, given, files, token, on_error="return")
-    for address, answer in found.items():
-        if isinstance(answer, BaseException):
-            kind = DeviceError if isinstance(answer, DeviceError) else InputError
-            raise kind(f"worker {address}: {_message(answer)}") from answer
-    return [str(answer) for answer in found.values()]
+    return [device for _, device in _answers(client, _prepare, given, files, token)]
 
 
 async def _prepare(given: Job, files: Sequence[tuple[str, int]], token: str) -> str:

@@ -27,6 +27,7 @@ ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
 AHEAD = 4  # shards submitted for each thread: no worker is idle, and the scheduler holds few
 RECOUNT_SECONDS = 5.0  # between two counts of the workers' threads
 NAMED = 3  # files listed in a message at most
+LOST = "the connection to the scheduler is lost"
 
 
 class JobError(PrintableError, RuntimeError):
@@ -106,7 +107,8 @@ def run(
                 if engine
                 else cluster.running(str(scheduler))
             )
-            with _connection_errors(folder), connection as client:
+            lost = _job_errors(f"{folder}: {LOST}", OSError, TimeoutError, CancelledError)
+            with lost, connection as client:
                 engine = cluster.check(client, job.device)
                 work.job = job = replace(job, device=engine)  # every worker uses this engine
                 _compare(manifest, task.job(job, engine))
@@ -115,12 +117,12 @@ def run(
                 devices = cluster.prepare(client, job, expected, token)
                 start_up = perf_counter() - begun
                 watcher.say(f"{len(devices)} x {devices[0]}, ready after {start_up:.1f} s")
-                with _write_errors(folder):
+                with _job_errors(f"{folder} cannot be written", OSError):
                     manifest.begin(task.job(job, engine))
                 work.start_up = start_up
                 watcher.begin(task.lines, task.lines - sum(shard.lines for shard in todo))
                 work.compute(client, todo)
-        with _write_errors(folder):
+        with _job_errors(f"{folder} cannot be written", OSError):
             if manifest.job is None:  # an input without lines
                 manifest.begin(task.job(job, engine))
             manifest.finish()
@@ -228,7 +230,7 @@ class _Work:
         except queue.Empty:
             self._watcher.wait(self._records_in_progress(client))
             if client.status != "running":
-                raise self._stopped("the connection to the scheduler is lost") from None
+                raise self._stopped(LOST) from None
             return
         shard = self._submitted.pop(future)
         if future.status == "error":  # raised by a worker, after all retries
@@ -244,7 +246,7 @@ class _Work:
         try:
             result = future.result(timeout=ANSWER_SECONDS)
         except (OSError, TimeoutError, CancelledError) as error:
-            raise self._stopped("the connection to the scheduler is lost") from error
+            raise self._stopped(LOST) from error
         self._finished(shard, result)
 
     def _records_in_progress(self, client: Client) -> int:
@@ -299,25 +301,13 @@ class _Work:
 
 
 @contextmanager
-def _write_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError into a JobError."""
+def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
+    """Convert these errors to JobErrors."""
     try:
         yield
-    except OSError as error:
-        raise JobError(
-            f"{folder} cannot be written: {paths.reason(error)}: the same command continues the job"
-        ) from error
-
-
-@contextmanager
-def _connection_errors(folder: Path) -> Iterator[None]:
-    """Convert a lost connection to the scheduler into a JobError."""
-    try:
-        yield
-    except (OSError, TimeoutError, CancelledError) as error:
-        raise JobError(
-            f"{folder}: the connection to the scheduler is lost: the same command continues the job"
-        ) from error
+    except errors as error:
+        message = f"{problem}: {paths.reason(error)}: the same command continues the job"
+        raise JobError(message) from error
 
 
 def _check_output(folder: Path) -> None:

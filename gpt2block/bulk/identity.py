@@ -8,6 +8,7 @@ import platform
 from functools import lru_cache
 from pathlib import Path
 
+from gpt2block.bulk import paths
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.text.encoding import Encoding, rules, tokens_of
 
@@ -17,12 +18,7 @@ def of_model(name: str, revision: str | None = None) -> str:
     """Return the SHA-256 of the checkpoint's config and weights files. Raises CheckpointError."""
     checkpoint = Checkpoint.open(name, revision)
     files = sorted({tensor.file for tensor in checkpoint.stored.values()})
-    found = hashlib.sha256(repr(checkpoint.config).encode())
-    for file in files:
-        with file.open("rb") as stream:
-            while chunk := stream.read(2**24):
-                found.update(chunk)
-    return found.hexdigest()
+    return paths.sha256(files, repr(checkpoint.config).encode()).hex()
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Job:
         clash = ({*task.columns} | _RESERVED) & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
-        found = {
+        found: dict[str, Any] = {
             "model": absolute(self.model),
             "tokenizer": None if self.tokenizer is None else absolute(self.tokenizer),
             "output": str(output),
@@ -96,14 +96,11 @@ class Job:
             "model_sha256": identity.of_model(self.model, self.revision),
             "tokenizer_sha256": identity.of_tokenizer(encoding),
         }
-        return Job(**{**self._fields(), **found})
+        return replace(self, **found)
 
     def require_tokenizer(self) -> None:
         """Raise CheckpointError, with the reason, where there is no tokenizer."""
         read_tokenizer(Checkpoint.open(self.model, self.revision), self.tokenizer)
-
-    def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def memory_bytes(self) -> int:
         """Return the size in bytes of the model's weights in float32. Raises CheckpointError."""
@@ -164,28 +161,17 @@ def predictor(job: Job) -> Predictor:
     key = repr(job)
     with _loading:
         if key not in _predictors:
+            here = f"{job.model} on {socket.gethostname()}"
             if identity.of_model(job.model, job.revision) != job.model_sha256:
-                raise InputError(
-                    f"{job.model} on {socket.gethostname()} is not the client's model: "
-                    "copy it there"
-                )
+                raise InputError(f"{here} is not the client's model: copy it there")
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]
             found = Predictor(
-                job.task,
-                job.model,
-                device=job.device,
-                dtype=job.dtype,
-                tokenizer=job.tokenizer,
-                revision=job.revision,
-                batch_tokens=job.batch_tokens,
-                **job.options,
-            )
+                job.task, job.model, device=job.device, dtype=job.dtype, tokenizer=job.tokenizer,
+                revision=job.revision, batch_tokens=job.batch_tokens, **job.options,
+            )  # fmt: skip
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
-                raise InputError(
-                    f"{job.model} on {socket.gethostname()} does not have the client's tokenizer: "
-                    "copy it there"
-                )
+                raise InputError(f"{here} does not have the client's tokenizer: copy it there")
             if job.device == "cuda":
                 sys.setswitchinterval(SWITCH_SECONDS)
             _predictors[key] = found
@@ -324,9 +310,4 @@ def _part(job: Job, shard: Shard, loaded: Predictor) -> shards.Part:
 
 def _error(entry: Unreadable) -> dict[str, Any]:
     """Return an entry of the errors file, which counts lines from 1."""
-    return {
-        "index": entry.index,
-        "file": entry.file,
-        "line": entry.line + 1,
-        "reason": entry.reason,
-    }
+    return {**vars(entry), "line": entry.line + 1}

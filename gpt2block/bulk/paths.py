@@ -1,7 +1,9 @@
-"""Checks of paths given by the user."""
+"""Checks of paths given by the user, and hashes of files."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from gpt2block.errors import InputError
@@ -35,6 +37,16 @@ def require_working_directory() -> None:
         raise InputError(_GONE) from error
 
 
-def reason(error: OSError | ValueError) -> str:
+def reason(error: Exception) -> str:
     """Return the system's error message without the path."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def sha256(files: Iterable[Path], start: bytes = b"") -> bytes:
+    """Return the SHA-256 of `start` and the content of the files. Raises OSError."""
+    found = hashlib.sha256(start)
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(2**24):
+                found.update(chunk)
+    return found.digest()

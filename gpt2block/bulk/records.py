@@ -284,20 +284,12 @@ class _Cutter:
         self._add(Span(str(path), start, at, line, lines + (not ended)))
 
     def add_rows(self, path: Path, rows: int) -> None:
-        digest, row = _digest(path), 0
+        digest, row = paths.sha256([path]), 0
         while row < rows:
             count = min(self._size - self._lines, rows - row)
             self._hash.update(digest)
             self._add(Span(str(path), row, row + count, row, count))
             row += count
-
-
-def _digest(path: Path) -> bytes:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.digest()
 
 
 def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record | Unreadable]:
@@ -311,7 +303,7 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
         path = Path(span.path)
         try:
             if kind_of(path) == "parquet":
-                found.update(_digest(path))
+                found.update(paths.sha256([path]))
                 yield from _rows(span, index, column, keep)
             else:
                 as_json = kind_of(path) == "jsonl"

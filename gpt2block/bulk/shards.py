@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from gpt2block.bulk.paths import reason
+from gpt2block.bulk.paths import reason, sha256
 from gpt2block.bulk.records import Cell, require_pyarrow
 from gpt2block.bulk.tasks import Kind
 from gpt2block.errors import InputError
@@ -266,7 +266,7 @@ class Manifest:
             files = [(folder / part_name(shard, form), entry.sha256)]
             if entry.errors_sha256 is not None:
                 files.append((folder / errors_name(shard), entry.errors_sha256))
-            wrong = [path.name for path, sha256 in files if _sha256(path) != sha256]
+            wrong = [path.name for path, digest in files if _sha256(path) != digest]
             if wrong:
                 damaged += wrong
                 del self.done[shard]
@@ -294,16 +294,11 @@ def _done(entry: Any) -> Done:
 
 
 def _sha256(path: Path) -> str | None:
-    found = hashlib.sha256()
+    """Return a file's SHA-256; None where it cannot be read or is not a regular file."""
     try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            while chunk := file.read(2**24):
-                found.update(chunk)
+        return sha256([path]).hex() if path.is_file() else None
     except OSError:
         return None
-    return found.hexdigest()
 
 
 @contextmanager

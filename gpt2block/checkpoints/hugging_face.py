@@ -43,24 +43,15 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 # gpt2block's names → Hugging Face's; those of a block follow `h.N.`
 NAMES = {
-    "wte": "wte.weight",
-    "wpe": "wpe.weight",
-    "gamma1": "ln_1.weight",
-    "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight",
-    "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight",
-    "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight",
-    "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight",
-    "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight",
-    "b_proj": "mlp.c_proj.bias",
-    "gamma_f": "ln_f.weight",
-    "beta_f": "ln_f.bias",
-    "lm_head": "lm_head.weight",
-}
+    "wte": "wte.weight", "wpe": "wpe.weight",
+    "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
+    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
+    "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
+    "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
+    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
+    "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
+    "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias", "lm_head": "lm_head.weight",
+}  # fmt: skip
 # Prefixes of a name: those of torch's DistributedDataParallel and compile, and `transformer.`
 _PREFIXES = re.compile(rf"((module|_orig_mod)\.){{0,4}}({re.escape(PREFIX)})?")
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers in older files

@@ -26,23 +26,10 @@ _DTYPES = {3: "float32", 5: "bfloat16"}  # by version
 _FIELDS = ("n_ctx", "vocab_size", "n_layer", "n_head", "n_embd", "padded vocab_size")
 _OTHER_MAGICS = {20240327: "a debugging state", 20240328: "a tokenizer", 20240520: "tokens"}
 _LABELS = {
-    "wte": "wte",
-    "wpe": "wpe",
-    "gamma1": "ln1w",
-    "beta1": "ln1b",
-    "w_qkv": "qkvw",
-    "b_qkv": "qkvb",
-    "w_attn": "attprojw",
-    "b_attn": "attprojb",
-    "gamma2": "ln2w",
-    "beta2": "ln2b",
-    "w_fc": "fcw",
-    "b_fc": "fcb",
-    "w_proj": "fcprojw",
-    "b_proj": "fcprojb",
-    "gamma_f": "lnfw",
-    "beta_f": "lnfb",
-}
+    "wte": "wte", "wpe": "wpe", "gamma1": "ln1w", "beta1": "ln1b", "w_qkv": "qkvw", "b_qkv": "qkvb",
+    "w_attn": "attprojw", "b_attn": "attprojb", "gamma2": "ln2w", "beta2": "ln2b", "w_fc": "fcw",
+    "b_fc": "fcb", "w_proj": "fcprojw", "b_proj": "fcprojb", "gamma_f": "lnfw", "beta_f": "lnfb",
+}  # fmt: skip
 
 
 def is_model(file: Path) -> bool:
