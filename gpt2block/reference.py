@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.array_checks import check_real, takes
+from gpt2block.checks import check_integer
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling, choose, rows_of
 
@@ -156,6 +157,10 @@ def kv_append(
     qkv (N, 3C); k, v (B, n_ctx, C); row n belongs to sequence row[n], at position[n].
     """
     C = k.shape[-1]
+    if qkv.shape[1] != 3 * C:
+        raise InputError(f"qkv: expected (N, {3 * C}), as k has {C} channels, got {qkv.shape}")
+    _check_places("row", row, len(k))
+    _check_places("position", position, k.shape[1])
     new = qkv[:, C:].astype(k.dtype, copy=False)
     k[row, position], v[row, position] = new[:, :C], new[:, C:]
     return k
@@ -178,10 +183,17 @@ def attention_packed(
     the number of rows of the longest sequence, which only a GPU needs to know.
     """
     C = k.shape[-1]
-    out = np.empty((len(qkv), C), qkv.dtype)
-    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+    if qkv.shape[1] != 3 * C or len(cu_seqlens) != len(k) + 1:
+        raise InputError(
+            f"expected qkv (N, {3 * C}) and cu_seqlens ({len(k) + 1},), as k is {k.shape}, got "
+            f"{qkv.shape} and {cu_seqlens.shape}"
+        )
+    out = np.zeros((len(qkv), C), qkv.dtype)
+    for b, (first, end) in enumerate(_spans(cu_seqlens, len(qkv))):
         at = int(start[b])
         keys = at + end - first
+        if not 0 <= at <= keys <= k.shape[1]:
+            raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
             q = qkv[first:end, :C]
             out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head)
@@ -197,8 +209,10 @@ def attention_varlen(
     max_seqlen: int | None = None,
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`."""
-    out = np.empty((len(qkv), qkv.shape[1] // 3), qkv.dtype)
-    for first, end in pairwise(cu_seqlens.tolist()):
+    if qkv.shape[1] % 3:
+        raise InputError(f"qkv: expected (N, 3C), got {qkv.shape}")
+    out = np.zeros((len(qkv), qkv.shape[1] // 3), qkv.dtype)
+    for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:
             out[first:end] = attention(qkv[first:end], n_head, causal)
     return out
@@ -212,6 +226,8 @@ def attention_split(
 
     q (B, C); k, v (B, n_ctx, C) → (B, C). A row at a position below 0 is zero here.
     """
+    if int(position.max()) >= k.shape[1]:
+        raise InputError(f"position: expected below {k.shape[1]}, got {int(position.max())}")
     out = np.zeros_like(q)
     for b, at in enumerate(position.tolist()):
         if at >= 0:
@@ -292,6 +308,7 @@ def linear(
     return product if residual is None else residual + product
 
 
+@takes(x="B K", w="matrix K N", k="B P C", v="B P C", position="int B")
 def linear_qkv(
     x: Array,
     w: Array | WeightMatrix,
@@ -378,8 +395,11 @@ def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
     return taken
 
 
+@takes(x="... C")
 def rows(x: Array, first: int, end: int) -> Array:
     """A view of rows `first` to `end` - 1 of x."""
+    check_integer("first", first, 0, len(x) - 1, f"0 to {len(x) - 1}")
+    check_integer("end", end, first + 1, len(x), f"{first + 1} to {len(x)}")
     return x[first:end]
 
 
@@ -493,6 +513,14 @@ def rmsnorm_ffn(
     a, b = n @ _matrix(w1, x), n @ _matrix(w3, x)
     out: Array = a / (1 + np.exp(-a)) * b
     return out if residual is None else (out, h)
+
+
+def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
+    """First row, and the row after the last, of each sequence; InputError unless all rows fit."""
+    ends = cu_seqlens.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > N:
+        raise InputError(f"cu_seqlens: expected numbers that rise from 0 to {N}, got {ends[:9]}")
+    return list(pairwise(ends))
 
 
 def _check_places(name: str, indices: NDArray[np.integer[Any]], count: int) -> None:

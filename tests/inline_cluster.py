@@ -1,4 +1,4 @@
-"""A stand-in for a Dask client that computes in this process, when `submit` is called."""
+"""A replacement for a Dask client that computes in this process, when `submit` is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class Done:
-    """The future of a call that has ended."""
+    """The future of a finished call."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.status, self._result, self._error = "finished", None, None
@@ -31,7 +31,7 @@ class Done:
 
 
 class InlineClient:
-    """One worker with one thread. tries: how often each shard was tried."""
+    """One worker with one thread. tries: the shards' numbers, one for each attempt."""
 
     status, dashboard_link = "running", "nowhere"
 
@@ -66,7 +66,7 @@ class InlineClient:
 
 
 def use(patch: pytest.MonkeyPatch) -> InlineClient:
-    """Let `driver.run` compute in this process from here on."""
+    """Make `driver.run` compute in this process."""
     from gpt2block.bulk import cluster, job  # noqa: PLC0415
 
     client = InlineClient()

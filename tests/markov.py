@@ -1,7 +1,7 @@
-"""Stands in for a GPT-2: the next token depends on the last one only, by a table of logits.
+"""A fast, predictable replacement for a GPT-2: a table of logits by the last token.
 
-Fast, and easy to predict. It insists on what a real engine needs: sequences that are neither empty
-nor longer than the context, ids in the vocabulary, no step of a row whose cache is full.
+It asserts the requirements of a real engine: sequences of 1 to n_ctx tokens, ids in the vocabulary,
+no step of a row whose cache is full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def log_softmax(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 
 def cycle(vocab_size: int) -> Floats:
-    """Logits (V, V) by which token i is followed by i + 1, almost surely."""
+    """Return logits (V, V) with which token i + 1 almost certainly follows token i."""
     return 10 * np.roll(np.eye(vocab_size, dtype=np.float32), 1, axis=1)
 
 
@@ -37,7 +37,7 @@ def random_table(seed: int, vocab_size: int) -> Floats:
 
 
 def byte_encoding(*merges: bytes, end: bool = True) -> tiktoken.Encoding:
-    """A token a byte, then these longer ones, then <|endoftext|> if there is to be one."""
+    """Return an encoding of the 256 bytes, these longer tokens and, with `end`, <|endoftext|>."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     ranks |= {token: 256 + index for index, token in enumerate(merges)}
     special = {END: len(ranks)} if end else {}
@@ -46,7 +46,7 @@ def byte_encoding(*merges: bytes, end: bool = True) -> tiktoken.Encoding:
 
 
 class MarkovEngine:
-    """`script`: what the rows of a decoding say, row by row, whatever the table says."""
+    """table: logits (V, V). script: for each row, the tokens that decoding returns instead."""
 
     nbytes = 0
 
@@ -57,25 +57,25 @@ class MarkovEngine:
         self.config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=n_ctx, vocab_size=len(table))
         self.table = table
         self.script = script
-        self.batches: list[list[int]] = []  # lengths of the sequences of every call
+        self.batches: list[list[int]] = []  # lengths of the sequences in each call
         self.decodings: list[MarkovDecoding] = []
         self.restarts: list[tuple[int, list[int]]] = []
 
     @property
     def cache_kind(self) -> CacheKind:
-        raise AssertionError("nobody asks a table for this")
+        raise AssertionError("the tests do not use this")
 
     def tensors(self) -> Tensors:
-        raise AssertionError("nobody asks a table for this")
+        raise AssertionError("the tests do not use this")
 
     def describe(self) -> str:
         return "a table"
 
     def new_cache(self, batch: int, n_ctx: int) -> Any:
-        raise AssertionError("nobody asks a table for this")
+        raise AssertionError("the tests do not use this")
 
     def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
-        """Hidden states: of token i, (i, 1, 0, 0)."""
+        """Return hidden states: (i, 1, 0, 0) for token i."""
         assert want == "hidden"
         self._check(sequences)
         return [
@@ -109,7 +109,7 @@ class MarkovDecoding:
     ) -> None:
         self.engine, self.sampling = engine, sampling
         self.lengths = [0] * len(prompts)
-        self._new = [len(ids) for ids in prompts]  # tokens that go into the cache next
+        self._new = [len(ids) for ids in prompts]  # tokens that enter the cache next
         self._last = [int(ids[-1]) for ids in prompts]
         self._script = [iter(tokens) for tokens in engine.script or ()]
         self._step = 0
@@ -129,7 +129,7 @@ class MarkovDecoding:
     def restart(self, row: int, ids: Ids) -> None:
         self.engine._check([ids])
         self.engine.restarts.append((row, ids.tolist()))
-        assert len(ids) == 1 or ids[-1] == self._last[row]  # one token: a row that has ended
+        assert len(ids) == 1 or ids[-1] == self._last[row]  # one token: the row has ended
         self._last[row] = int(ids[-1])
         self.lengths[row], self._new[row] = 0, len(ids)
 

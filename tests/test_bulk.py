@@ -1,4 +1,4 @@
-"""`gpt2block.bulk` without Dask: what a predictor gives, how input is cut and output is kept."""
+"""`gpt2block.bulk` without Dask: results of a Predictor, reading the input, writing the output."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def scoring() -> Predictor:
     return Predictor("score", device="cpu", logprobs=True)
 
 
-def test_scores_are_those_of_the_model(model: GPT2, scoring: Predictor) -> None:
-    long = "To be, or not to be. " * 30  # of more tokens than the context holds
+def test_scores_equal_those_of_the_model(model: GPT2, scoring: Predictor) -> None:
+    long = "To be, or not to be. " * 30  # longer than the context
     column: Any = np.empty(len(TEXTS) + 1, object)
     column[:] = [*TEXTS, long]
     batch = scoring({"text": column, "id": np.arange(len(column))})
@@ -68,10 +68,10 @@ def test_scores_are_those_of_the_model(model: GPT2, scoring: Predictor) -> None:
         np.testing.assert_allclose(batch["logprobs"][index].sum(), score.log_likelihood, 1e-5)
 
 
-def test_a_batch_has_whole_groups_of_the_engine(
+def test_batches_fill_the_engine_s_groups(
     scoring: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside them only the shard's last records, fewer than a group."""
+    """Only the last batch of a shard may have a partly filled group."""
     random = np.random.default_rng(0)
     ids = {i: np.zeros(n, np.int32) for i, n in enumerate(random.integers(16, 512, 1000))}
     ids[1000] = np.zeros(20000, np.int32)
@@ -92,15 +92,15 @@ def test_a_batch_has_whole_groups_of_the_engine(
         assert max(map(len, groups)) == most // GROUP
 
 
-def test_the_engine_s_groups_are_as_large_as_is_said() -> None:
+def test_group_is_the_cuda_engine_s_tokens_at_once() -> None:
     pytest.importorskip("cupy", reason="the engine needs CuPy")
     from gpt2block.run.cuda_model import TOKENS_AT_ONCE  # noqa: PLC0415
 
     assert TOKENS_AT_ONCE == GROUP
 
 
-def test_a_record_is_the_same_in_any_company() -> None:
-    """Scored, continued, embedded: alone, among others, in another order, from a pickle."""
+def test_results_do_not_depend_on_the_rest_of_the_batch() -> None:
+    """For each task: one record, all records, the reverse order, and a pickled Predictor."""
     texts = ["ROMEO:", "O", "What light through yonder window breaks?", "Peace! Peace!"]
     for task, options in (
         ("score", {"logprobs": True}),
@@ -112,26 +112,24 @@ def test_a_record_is_the_same_in_any_company() -> None:
         together = predictor({"text": texts, "seed": seeds})
         copy = pickle.loads(pickle.dumps(predictor))
         assert "model" not in vars(copy)
-        backwards = copy({"text": texts[::-1], "seed": seeds[::-1]})
+        reverse = copy({"text": texts[::-1], "seed": seeds[::-1]})
         for index, text in enumerate(texts):
             alone = predictor({"text": [text], "seed": [seeds[index]]})
             for name in predictor.columns:
-                one, other = alone[name][0], together[name][index]
-                np.testing.assert_array_equal(one, other)
-                np.testing.assert_array_equal(one, backwards[name][-1 - index])
+                np.testing.assert_array_equal(alone[name][0], together[name][index])
+                np.testing.assert_array_equal(alone[name][0], reverse[name][-1 - index])
 
 
 def test_seeds(model: GPT2) -> None:
     predictor = Predictor("generate", device="cpu", max_new_tokens=12, seed=1)
     texts = ["ROMEO:\n", "ROMEO:\n", "JULIET:\n"]
-    free = predictor({"text": texts})
-    assert free["completion"][0] == free["completion"][1]  # of the record itself
-    given_seeds = predictor({"text": texts, "seed": np.array([1, 2, 2**64 - 1], np.uint64)})
-    assert given_seeds["completion"][0] != given_seeds["completion"][1]
-    for text, seed, written in zip(
-        texts, (1, 2, 2**64 - 1), given_seeds["completion"], strict=True
-    ):
-        assert model.generate(text, seed=seed, max_new_tokens=12).text == written
+    derived = predictor({"text": texts})["completion"]
+    assert derived[0] == derived[1]  # the seed is derived from the record
+    seeds = (1, 2, 2**64 - 1)
+    completions = predictor({"text": texts, "seed": np.array(seeds, np.uint64)})["completion"]
+    assert completions[0] != completions[1]
+    for text, seed, completion in zip(texts, seeds, completions, strict=True):
+        assert model.generate(text, seed=seed, max_new_tokens=12).text == completion
     assert record_seed(0, 1) != record_seed(1, 0) != record_seed(0, 0)
 
 
@@ -146,14 +144,14 @@ def test_embeddings(model: GPT2) -> None:
     assert Predictor("embed", device="cpu")({"text": []})["embedding"].shape == (0, 256)
 
 
-def test_a_prompt_that_is_too_long_stops_no_other() -> None:
+def test_a_prompt_longer_than_the_context_is_an_error_of_its_record() -> None:
     found = Predictor("generate", device="cpu", max_new_tokens=1)({"text": ["ab", "x" * 300]})
     assert found["error"][0] == ""
     assert found["error"][1].startswith("300 tokens, the model's context is 256")
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "said"),
+    ("task", "options", "message"),
     [
         ("score", {"stride": 256}, "stride: expected 1 to 255"),
         ("score", {"stripe": 2}, "unexpected keyword argument 'stripe'"),
@@ -166,24 +164,25 @@ def test_a_prompt_that_is_too_long_stops_no_other() -> None:
         ("sing", {}, "task: expected one of score, generate, embed"),
     ],
 )
-def test_wrong_options(task: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Predictor(task, device="cpu", **options)
     batch_tokens = options.pop("batch_tokens", 1)
     job = Job(task, "nowhere", options=options, batch_tokens=batch_tokens)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         job.checked()
 
 
-def test_a_job_that_cannot_be() -> None:
-    for job, said in (
-        (Job("score", "nowhere", device="cuda:1"), "expected cuda or cpu, got 'cuda:1'"),
-        (Job("score", "nowhere", form="csv"), "format: expected one of jsonl, parquet"),
-        (Job("score", "nowhere", keep=("n_tokens",)), "'n_tokens' is the name of a result"),
-        (Job("score", "nowhere", shard_size=0), "shard_size: expected a positive integer"),
-    ):
-        with pytest.raises(InputError, match=said):
-            job.checked()
+def test_wrong_arguments_of_a_job() -> None:
+    arguments: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"device": "cuda:1"}, "expected cuda or cpu, got 'cuda:1'"),
+        ({"form": "csv"}, "format: expected one of jsonl, parquet"),
+        ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
+        ({"shard_size": 0}, "shard_size: expected a positive integer"),
+    )
+    for wrong, message in arguments:
+        with pytest.raises(InputError, match=message):
+            Job("score", "nowhere", **wrong).checked()
 
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,10 +210,10 @@ def test_a_batch_without_text(scoring: Predictor) -> None:
         Predictor("score", "no/such/folder", device="cpu")
 
 
-def cut_and_read(files: list[Path], size: int, column: str = "text") -> list[list[Any]]:
-    cut = records.cut(files, size, [column])
+def read_shards(files: list[Path], size: int) -> list[list[Any]]:
+    cut = records.cut(files, size, ["text"])
     assert [shard.number for shard in cut] == list(range(len(cut)))
-    return [list(records.read(shard, column)) for shard in cut]
+    return [list(records.read(shard, "text")) for shard in cut]
 
 
 @settings(max_examples=60)
@@ -237,22 +236,20 @@ def test_every_line_is_in_one_shard(
         files.append(folder / f"{number}.txt")
         data = b"\n".join(lines) + (b"\n" if ended and lines else b"")
         files[-1].write_bytes(data)
-        split = data.split(b"\n")
-        there = split[:-1] if split[-1] == b"" else split
         expected += [
             (f"{number}.txt", at, line.removesuffix(b"\r").decode())
-            for at, line in enumerate(there)
+            for at, line in enumerate(data.removesuffix(b"\n").split(b"\n") if data else ())
         ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "_CHUNK", chunk)
-        parts = cut_and_read(files, size)
+        parts = read_shards(files, size)
     flat = [record for part in parts for record in part]
     assert [(record.file, record.line, record.value) for record in flat] == expected
     assert [record.index for record in flat] == list(range(len(expected)))
     assert all(len(part) == size for part in parts[:-1])
 
 
-def test_poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LONGEST", 64)
     lines = [
         b'\xef\xbb\xbf{"text": "with a BOM", "id": 1}',
@@ -265,11 +262,11 @@ def test_poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         b'{"text": "' + b"x" * 200 + b'"}',
         b'{"text": [1, 2]}',
     ]
-    file = tmp_path / "poison.jsonl"
+    file = tmp_path / "lines.jsonl"
     file.write_bytes(b"\n".join(lines))
-    (part,) = cut_and_read([file], 100)
-    assert part[0] == Record(0, "poison.jsonl", 0, "with a BOM")
-    assert part[-1] == Record(8, "poison.jsonl", 8, [1, 2])
+    (part,) = read_shards([file], 100)
+    assert part[0] == Record(0, "lines.jsonl", 0, "with a BOM")
+    assert part[-1] == Record(8, "lines.jsonl", 8, [1, 2])
     reasons = {entry.index: entry.reason for entry in part if isinstance(entry, Unreadable)}
     assert list(reasons) == [2, 3, 4, 5, 6, 7]
     assert reasons[2].startswith("not JSON: ")
@@ -285,37 +282,32 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     first, second = records.cut([file], 2, [])
     file.write_text("one\ntwo\nthrew\n")
     assert len(list(records.read(first, "text"))) == 2
-    with pytest.raises(ChangedError, match="has changed"):
+    with pytest.raises(ChangedError, match="changed since the job began"):
         list(records.read(second, "text"))
     file.unlink()
     with pytest.raises(OSError, match="cannot be read: No such file"):
         list(records.read(first, "text"))
 
 
-def test_files(tmp_path: Path) -> None:
+def test_find_files(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl", "c.dat", ".hidden.txt"):
         (tmp_path / name).touch()
     assert [path.name for path in records.find_files([tmp_path])] == ["a.jsonl", "b.txt"]
     (tmp_path / "empty").mkdir()
-    for name, said in (("c.dat", "a file that ends in .txt"), ("d", "no such"), ("empty", "none")):
-        with pytest.raises(InputError, match=said):
+    wrong = (("c.dat", "a file that ends in .txt"), ("d", "no such"), ("empty", "none"))
+    for name, message in wrong:
+        with pytest.raises(InputError, match=message):
             records.find_files([tmp_path / name])
 
 
-def test_lines_of_json() -> None:
-    row = {
-        "a": np.float32(0.1) * np.ones(2, np.float32),
-        "b": float("inf"),
-        "c": "ü",
-        "d": [np.nan],
-    }
-    assert (
-        shards.json_lines([row]).decode() == '{"a": [0.1, 0.1], "b": null, "c": "ü", "d": [null]}\n'
-    )
+def test_json_lines() -> None:
+    row = {"a": np.full(2, 0.1, np.float32), "b": float("inf"), "c": "ü", "d": [np.nan]}
+    line = '{"a": [0.1, 0.1], "b": null, "c": "ü", "d": [null]}\n'
+    assert shards.json_lines([row]).decode() == line
     assert json.loads(shards.json_lines([{"a": "\ud800"}])) == {"a": "\ud800"}
 
 
-def test_float32_has_the_fewest_digits_that_tell_it_from_its_neighbours() -> None:
+def test_float32_is_written_with_the_fewest_digits_that_identify_it() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 5000, np.uint32)
     special = np.array([0, -0.0, 1e16, 9999999, 1e-45], np.float32)
     numbers = np.concatenate([bits.view(np.float32), special])
@@ -324,7 +316,9 @@ def test_float32_has_the_fewest_digits_that_tell_it_from_its_neighbours() -> Non
     assert list(map(repr, written)) == list(map(repr, expected))
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -337,7 +331,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == b"old"
 
 
-def test_a_process_ends_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_after_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class CUDARuntimeError(RuntimeError):
         pass
 

@@ -1,4 +1,4 @@
-"""The local cluster of `gpt2block map`: its workers, their environment, progress, interrupts."""
+"""The local cluster of `gpt2block map`: workers, their environment, progress, interrupts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import psutil  # distributed needs both
 from gpt2block.bulk import cluster, driver
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 120  # seconds
+TIMEOUT = 120  # seconds
 NAMES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "OPENBLAS_NUM_THREADS", "SET_BY_USER")
 
 
 class StoppedError(Exception):
-    """Instead of starting workers."""
+    """Raised where workers would start."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ class StoppedError(Exception):
 def test_one_worker_for_each_core_by_default(
     monkeypatch: pytest.MonkeyPatch, workers: int | None, most: int | None, count: int
 ) -> None:
-    """But no more than the job can use; --workers says otherwise."""
+    """At most as many as the job can use, unless --workers is given."""
 
     def start(**options: Any) -> Any:
         raise StoppedError(len(options["workers"]))
@@ -48,7 +48,7 @@ def test_one_worker_for_each_core_by_default(
         pass
 
 
-def test_no_more_workers_than_shards_or_than_the_memory_holds(
+def test_workers_are_limited_by_shards_and_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, todo = Job("score", "nowhere"), [object()] * 9
@@ -66,7 +66,7 @@ def environment() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in NAMES}
 
 
-def test_workers_keep_freed_memory_and_say_what_they_computed_of_a_shard(
+def test_workers_keep_freed_memory_and_report_their_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
@@ -82,7 +82,7 @@ def test_workers_keep_freed_memory_and_say_what_they_computed_of_a_shard(
         assert found == dict(zip(NAMES, ("1000000000", "5000000", "1", "yes"), strict=True))
         future = client.submit(cluster.run_shard, job, shard, "token", pure=False)
         seen: set[int] = set()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while len(seen) < 3 and time.monotonic() < end:
             assert future.status == "pending"
             assert cluster.progress(client, "another") == {}
@@ -109,8 +109,8 @@ def test_progress_shows_records_inside_a_shard(
     watcher.advance(500, 490, 5000)
     clock[0] = 50.0
     watcher.wait(10)
-    said = capsys.readouterr().err
-    assert "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left" in said
+    progress = "510 of 1,000 lines, 10.0 records/s, 100 tokens/s, 48 s left"
+    assert progress in capsys.readouterr().err
 
 
 COMMAND = "import sys; from gpt2block.cli import main; main(sys.argv[1:])"
@@ -118,7 +118,7 @@ COMMAND = "import sys; from gpt2block.cli import main; main(sys.argv[1:])"
 
 @pytest.mark.parametrize("delay", [0.0, 0.4, 0.9, 1.9])
 def test_an_interrupt_while_workers_start(tmp_path: Path, delay: float) -> None:
-    """One line, exit code 130, nothing left: as a terminal does it, to all processes at once."""
+    """One line, exit code 130, no process left. A terminal interrupts all processes at once."""
     lines, output = tmp_path / "in.txt", tmp_path / "o"
     lines.write_text("To be, or not to be, that is the question\n" * 2000)
     words = ["map", "score", str(lines), "--output", str(output), "--device", "cpu"]
@@ -127,20 +127,20 @@ def test_an_interrupt_while_workers_start(tmp_path: Path, delay: float) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    end = time.monotonic() + PATIENCE
-    while not (output / shards.LOCK).exists():  # however long the imports take
+    end = time.monotonic() + TIMEOUT
+    while not (output / shards.LOCK).exists():  # the imports have ended then
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.01)
     time.sleep(delay)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, said
-    *before, last = said.splitlines()
+    printed, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130, printed
+    *before, last = printed.splitlines()
     assert last == "interrupted: the same command continues from here"
-    # What a worker that had started said about itself; nothing about how it ended.
-    assert all(line.startswith(("dashboard ", "2 x CPU")) for line in before), said
+    # Workers that had started are reported; how they ended is not.
+    assert all(line.startswith(("dashboard ", "2 x CPU")) for line in before), printed
     assert not psutil.wait_procs(children, timeout=20)[1]
     if not (output / shards.MANIFEST).exists():
         assert not output.exists()

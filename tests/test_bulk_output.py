@@ -1,4 +1,4 @@
-"""The output of `gpt2block map`: what is refused, what a manifest may say, which exit code.
+"""The output of `gpt2block map`: wrong inputs and outputs, damaged manifests, exit codes.
 
 The shards are computed in this process, without a cluster.
 """
@@ -35,14 +35,14 @@ def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
 
 @pytest.fixture
 def run(client: InlineClient, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`gpt2block map` on NumPy: the exit code, stdout and stderr."""
+    """`gpt2block map` on the CPU; returns the exit code, stdout and stderr."""
 
     def command(*words: str | Path) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
             cli.main(["map", *map(str, words), "--device", "cpu"])
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         code = end.value.code
-        return (code if isinstance(code, int) else 0), said.out, said.err
+        return (code if isinstance(code, int) else 0), printed.out, printed.err
 
     return command
 
@@ -54,16 +54,16 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def refused(answer: tuple[int, str, str]) -> str:
-    """The one line of a command that was refused."""
-    code, out, said = answer
-    assert (code, out) == (2, ""), said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1, said
-    return said
+def refused(result: tuple[int, str, str]) -> str:
+    """Return the one line that a refused command printed."""
+    code, out, message = result
+    assert (code, out) == (2, ""), message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1, message
+    return message
 
 
-def test_the_exit_code_says_whether_any_record_has_a_result(
+def test_the_exit_code_shows_whether_any_record_has_a_result(
     run: Run, lines: Path, tmp_path: Path
 ) -> None:
     code, out, _ = run("score", lines, "--output", tmp_path / "some")
@@ -71,11 +71,11 @@ def test_the_exit_code_says_whether_any_record_has_a_result(
     assert "3 records, 1 errors in " in out
     bad = tmp_path / "bad.txt"
     bad.write_text("x\ny\n")
-    for _ in range(2):  # a second run, which has nothing to do, says the same
-        code, out, said = run("score", bad, "--output", tmp_path / "none")
+    for _ in range(2):  # a second run, which has nothing to compute, reports the same
+        code, out, message = run("score", bad, "--output", tmp_path / "none")
         assert code == 1
         assert "0 records, 2 errors in " in out
-        assert said.endswith(
+        assert message.endswith(
             "error: none of 2 records could be computed: bad.txt, line 1: expected at least two "
             "tokens, got 1\n"
         )
@@ -85,24 +85,22 @@ def test_the_exit_code_says_whether_any_record_has_a_result(
     assert (code, out) == (0, f"{tmp_path / 'empty'}: 0 records\n")
 
 
-def test_the_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["map", "--help"])
     assert "1 when no record has one" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_a_folder_holds_but_is_not_read_is_named(
-    run: Run, lines: Path, tmp_path: Path
-) -> None:
+def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "older").mkdir(parents=True)
     lines.rename(folder / lines.name)
     for name in ("a.csv", "notes.md", ".hidden.txt"):
         (folder / name).touch()
-    code, out, said = run("score", folder, "--output", tmp_path / "o")
+    code, out, err = run("score", folder, "--output", tmp_path / "o")
     assert code == 0
     assert "3 records, 1 errors" in out
-    assert f"{folder}: 4 entries are not read (.hidden.txt, a.csv, notes.md, …): expected" in said
+    assert f"{folder}: 4 entries are not read (.hidden.txt, a.csv, notes.md, …): expected" in err
     (folder / "a.csv").unlink()
     (folder / ".hidden.txt").unlink()
     assert "2 entries are not read (notes.md, older/): expected" in run(
@@ -111,7 +109,7 @@ def test_what_a_folder_holds_but_is_not_read_is_named(
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("fifo.txt", "expected a regular file or a folder"),
         ("zero.txt", "expected a regular file or a folder"),
@@ -123,18 +121,18 @@ def test_what_a_folder_holds_but_is_not_read_is_named(
         ("~nosuchuser/a.txt", "no home directory is known"),
         ("a\0.txt", "a path cannot hold a NUL"),
         ("\ud800.txt", "cannot be read: "),
-        ("", "expected a path, got an empty text"),
+        ("", "expected a path, got an empty string"),
     ],
 )
 def test_inputs_that_cannot_be_read(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.txt")
     Path("zero.txt").symlink_to("/dev/zero")
     Path("loop.txt").symlink_to("loop.txt")
     Path("in.csv").touch()
-    assert said in refused(run("score", path, "--output", "o"))
+    assert message in refused(run("score", path, "--output", "o"))
     assert not Path("o").exists()
 
 
@@ -148,25 +146,25 @@ def test_a_folder_or_files_without_permission(
     (tmp_path / "in").mkdir()
     lines.rename(tmp_path / "in" / lines.name)
     monkeypatch.setattr(Path, method, closed)
-    said = refused(run("score", tmp_path / "in", "--output", tmp_path / "o"))
-    assert "cannot be read: Permission denied" in said
+    message = refused(run("score", tmp_path / "in", "--output", tmp_path / "o"))
+    assert "cannot be read: Permission denied" in message
 
 
 def test_embed_truncates(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_text("x" * 300 + "\nab\n")
-    code, out, said = run("embed", path, "--output", tmp_path / "e")
-    assert (code, "1 records, 1 errors in" in out) == (0, True), said
+    code, out, err = run("embed", path, "--output", tmp_path / "e")
+    assert (code, "1 records, 1 errors in" in out) == (0, True), err
     command = ("embed", path, "--output", tmp_path / "t", "--overflow")
-    code, out, said = run(*command, "truncate")
-    assert (code, "2 records\n" in out) == (0, True), said
+    code, out, err = run(*command, "truncate")
+    assert (code, "2 records\n" in out) == (0, True), err
     assert "overflow: expected 'error' or 'truncate'" in refused(run(*command, "x"))
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
-        ("", "output: expected a path, got an empty text"),
+        ("", "output: expected a path, got an empty string"),
         ("~nosuchuser/o", "no home directory is known for this user"),
         ("a\0b", "a path cannot hold a NUL character"),
         ("/proc/foo", "cannot be written: No such file or directory"),
@@ -174,16 +172,21 @@ def test_embed_truncates(run: Run, tmp_path: Path) -> None:
         ("a" * 300, "cannot be written: File name too long"),
         ("lines.txt/o", "cannot be written: Not a directory"),
         ("lines.txt", "not a folder"),
-        ("loop", "a link that leads to no folder"),
+        ("loop", "a broken link, expected a folder"),
         ("loop/o", "cannot be written: Too many levels of symbolic links"),
         ("locked", "cannot be written: Is a directory"),
         ("waits", "cannot be written: "),
-        ("listed", "manifest.ndjson: damaged, or of another program: not a regular file"),
+        ("listed", "manifest.ndjson: damaged, or not a manifest: not a regular file"),
         ("\ud800", "cannot be written: "),
     ],
 )
-def test_an_output_that_cannot_be_is_refused_before_the_input_is_read(
-    run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, said: str
+def test_a_wrong_output_is_refused_before_the_input_is_read(
+    run: Run,
+    lines: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    output: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -192,8 +195,8 @@ def test_an_output_that_cannot_be_is_refused_before_the_input_is_read(
     os.mkfifo(tmp_path / "waits" / shards.LOCK)
     (tmp_path / "listed" / shards.MANIFEST).mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    given = lines if output == "listed" else tmp_path / "no such input.txt"
-    assert said in refused(run("score", given, "--output", output))
+    source = lines if output == "listed" else tmp_path / "no such input.txt"
+    assert message in refused(run("score", source, "--output", output))
     (tmp_path / "listed" / shards.LOCK).unlink(missing_ok=True)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -205,8 +208,8 @@ def test_a_read_only_file_system(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    said = refused(run("score", lines, "--output", tmp_path / "o"))
-    assert "cannot be written: Read-only file system" in said
+    message = refused(run("score", lines, "--output", tmp_path / "o"))
+    assert "cannot be written: Read-only file system" in message
     monkeypatch.undo()
     (tmp_path / "o").mkdir()
     monkeypatch.setattr("os.open", read_only)
@@ -217,7 +220,7 @@ def test_a_read_only_file_system(
         pass
 
 
-def test_folders_that_were_made_are_removed_again(run: Run, lines: Path, tmp_path: Path) -> None:
+def test_new_empty_folders_are_removed_again(run: Run, lines: Path, tmp_path: Path) -> None:
     assert "no such file" in refused(run("score", "nowhere.txt", "--output", tmp_path / "a/b/c"))
     assert not (tmp_path / "a").exists()
 
@@ -225,19 +228,20 @@ def test_folders_that_were_made_are_removed_again(run: Run, lines: Path, tmp_pat
 def test_a_working_directory_that_was_deleted(
     run: Run, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
     for output in ("relative", tmp_path / "o"):
-        said = refused(run("score", lines, "--output", output))
-        assert "the working directory was deleted: change to one that exists" in said
+        message = refused(run("score", lines, "--output", output))
+        assert "the working directory was deleted: change to one that exists" in message
 
 
 def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
-    """As with `ulimit -f 0`; and with a closed stderr, where only the exit code can say so."""
+    """As with `ulimit -f 0`; also with a closed stderr, where only the exit code reports it."""
+    output = tmp_path / "o"
     command = [sys.executable, "-m", "gpt2block", "map", "score", str(lines), "--device", "cpu",
-               "--output", str(tmp_path / "o")]  # fmt: skip
+               "--output", str(output)]  # fmt: skip
     for closed in (False, True):
 
         def limit(closed: bool = closed) -> None:
@@ -249,34 +253,38 @@ def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
             command, capture_output=True, text=True, check=False,
             preexec_fn=limit, timeout=100,
         )  # fmt: skip
+        message = f"error: --output {output}: cannot be written: File too large\n"
         assert (done.returncode, done.stdout) == (2, "")
-        if not closed:
-            assert (
-                done.stderr
-                == f"error: --output {tmp_path / 'o'}: cannot be written: File too large\n"
-            )
-        assert not (tmp_path / "o").exists()
+        assert closed or done.stderr == message
+        assert not output.exists()
 
 
-def test_the_kind_and_name_of_the_input_belong_to_the_job(run: Run, tmp_path: Path) -> None:
+def test_the_format_and_name_of_the_input_belong_to_the_job(run: Run, tmp_path: Path) -> None:
     first = tmp_path / "in.txt"
     first.write_text('{"text": "To be"}\n{"text": "or not"}\n')
     command = ("--output", tmp_path / "o", "--shard-size", "1")
     assert run("score", first, *command)[0] == 0
     again = first.rename(tmp_path / "in.jsonl")
-    said = refused(run("score", again, *command))
-    assert "inputs.kinds was 'text', now it is 'jsonl': choose another --output" in said
+    message = refused(run("score", again, *command))
+    assert "inputs.kinds was 'text', now it is 'jsonl': choose another --output" in message
     renamed = again.rename(tmp_path / "other.txt")
     assert "inputs.names_sha256 was" in refused(run("score", renamed, *command))
-    # The same bytes cut into other files: the second line is at another place.
+    # The same bytes in two files: the second line has another file and line number.
     (tmp_path / "in.txt").write_text('{"text": "To be"}\n')
     (tmp_path / "rest.txt").write_text('{"text": "or not"}\n')
-    said = refused(run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command))
-    assert "inputs.files was 1, now it is 2" in said
+    message = refused(run("score", tmp_path / "in.txt", tmp_path / "rest.txt", *command))
+    assert "inputs.files was 1, now it is 2" in message
 
 
 DEEP = "[" * 500 + "]" * 500
 DEEPER = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def manifest(run: Run, lines: Path, tmp_path: Path) -> Path:
+    """The manifest of a finished job."""
+    assert run("score", lines, "--output", tmp_path / "o")[0] == 0
+    return tmp_path / "o" / shards.MANIFEST
 
 
 @pytest.mark.parametrize(
@@ -291,65 +299,59 @@ DEEPER = "[" * 100_000 + "]" * 100_000
     ],
 )  # fmt: skip
 def test_a_manifest_changed_by_hand(
-    run: Run, lines: Path, tmp_path: Path, name: str, value: str
+    run: Run, lines: Path, manifest: Path, name: str, value: str
 ) -> None:
-    output = tmp_path / "o"
-    assert run("score", lines, "--output", output)[0] == 0
-    path = output / shards.MANIFEST
-    job, done, _ = path.read_text().split("\n")
+    job, done, _ = manifest.read_text().split("\n")
     entry = {**json.loads(done), name: "HERE"}
-    path.write_text(f"{job}\n{json.dumps(entry)}\n".replace('"HERE"', value))
-    said = refused(run("score", lines, "--output", output))
-    assert f"{path}: damaged" in said
-    assert "choose another --output" in said
+    manifest.write_text(f"{job}\n{json.dumps(entry)}\n".replace('"HERE"', value))
+    message = refused(run("score", lines, "--output", manifest.parent))
+    assert f"{manifest}: damaged" in message
+    assert "choose another --output" in message
 
 
 @pytest.mark.parametrize("value", ["null", "{}", DEEP, "1" * 400])
 def test_a_manifest_whose_job_was_changed_by_hand(
-    run: Run, lines: Path, tmp_path: Path, value: str
+    run: Run, lines: Path, manifest: Path, value: str
 ) -> None:
-    output = tmp_path / "o"
-    assert run("score", lines, "--output", output)[0] == 0
-    path = output / shards.MANIFEST
-    first, rest = path.read_text().split("\n", 1)
-    for name, right in json.loads(first).items():
-        if json.dumps(right) == value:
+    first, rest = manifest.read_text().split("\n", 1)
+    for name, correct in json.loads(first).items():
+        if json.dumps(correct) == value:
             continue
-        path.write_text(json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
-                        + "\n" + rest)  # fmt: skip
-        assert "choose another --output" in refused(run("score", lines, "--output", output))
+        changed = json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
+        manifest.write_text(f"{changed}\n{rest}")
+        message = refused(run("score", lines, "--output", manifest.parent))
+        assert "choose another --output" in message
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"])
-def test_a_manifest_that_is_none(run: Run, lines: Path, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_manifest(run: Run, lines: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / shards.MANIFEST).write_text(text)
-    said = refused(run("score", lines, "--output", tmp_path))
-    assert "damaged, or of another program" in said
+    message = refused(run("score", lines, "--output", tmp_path))
+    assert "damaged, or not a manifest" in message
 
 
-def test_part_files_of_another_job_are_named(run: Run, lines: Path, tmp_path: Path) -> None:
-    output = tmp_path / "o"
-    run("score", lines, "--output", output)
+def test_part_files_of_another_job_are_reported(run: Run, lines: Path, manifest: Path) -> None:
+    output = manifest.parent
     names = ["errors/part-00007.ndjson", "part-00001.jsonl", "part-00000.parquet", "part-x"]
     for name in names:
         (output / name).touch()
-    code, _, said = run("score", lines, "--output", output)
+    code, _, err = run("score", lines, "--output", output)
     assert code == 0
-    assert f"{output} has 4 part files that are not of this job: errors/part-00007.ndjson, " in said
+    assert f"{output} has 4 part files that are not of this job: errors/part-00007.ndjson, " in err
     assert all((output / name).exists() for name in names)
 
 
 def test_manifest(tmp_path: Path) -> None:
-    manifest = shards.Manifest(tmp_path)
-    manifest.begin({"task": "score"})
+    written = shards.Manifest(tmp_path)
+    written.begin({"task": "score"})
     for shard in (2, 0, 1):
         sha256 = shards.replace_file(tmp_path / shards.part_name(shard, "jsonl"), b"%d" % shard)
-        manifest.add(shards.Done(shard, 1, 0, 1, sha256, None))
-    with manifest.path.open("ab") as file:
+        written.add(shards.Done(shard, 1, 0, 1, sha256, None))
+    with written.path.open("ab") as file:
         file.write(b'{"shard": 3, "rec')  # killed while it was written
     again = shards.Manifest(tmp_path)
     assert again.job == {"task": "score"}
-    assert again.done == manifest.done
+    assert again.done == written.done
     assert again.forget_damaged("jsonl") == []
     (tmp_path / "part-00001.jsonl").write_bytes(b"another")
     (tmp_path / "part-00002.jsonl").unlink()
@@ -358,12 +360,12 @@ def test_manifest(tmp_path: Path) -> None:
     assert list(shards.Manifest(tmp_path).done) == [0]
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_job(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     with shards.locked(folder, "token"):
         assert (folder / shards.LOCK).read_text() == "token"
         with (
-            pytest.raises(InputError, match="another gpt2block map is writing here"),
+            pytest.raises(InputError, match="another gpt2block map writes to this folder"),
             shards.locked(folder, "other"),
         ):
             pass
@@ -371,7 +373,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/home/nobody")
     monkeypatch.chdir(tmp_path)
     assert paths.absolute("output", "~/a") == Path("/home/nobody/a")

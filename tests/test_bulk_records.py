@@ -1,4 +1,4 @@
-"""One record must not destroy its shard, nor one batch: errors of records, kept fields, Parquet.
+"""Errors of single records, which must not affect other records; kept fields; Parquet.
 
 The shards are computed in this process, without a cluster.
 """
@@ -20,6 +20,7 @@ from gpt2block.bulk import Predictor, records, shards
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.problems import problem_of
 from gpt2block.bulk.records import Cell, Record, Unreadable
+from gpt2block.bulk.tasks import Scoring
 from gpt2block.text import scoring
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
@@ -33,11 +34,11 @@ MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
 
 
 class PanicException(BaseException):
-    """As tiktoken's, which is no Exception."""
+    """Like tiktoken's, which is not derived from Exception."""
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's."""
+    """Like CuPy's."""
 
 
 @pytest.fixture
@@ -45,15 +46,25 @@ def client(monkeypatch: pytest.MonkeyPatch) -> InlineClient:
     return inline_cluster.use(monkeypatch)
 
 
-def do(tmp_path: Path, given: str | Path, **options: Any) -> tuple[driver.Outcome, Path]:
-    """Score an input, of JSON lines if it is text; what came of it, and its output."""
-    path = Path(given)
-    if isinstance(given, str):
+def run_job(tmp_path: Path, source: str | Path, **options: Any) -> tuple[driver.Outcome, Path]:
+    """Score an input, a path or the text of a JSONL file; return the outcome and the output."""
+    path = Path(source)
+    if isinstance(source, str):
         path = tmp_path / "in.jsonl"
-        path.write_text(given)
+        path.write_text(source)
     options = {"task": "score", "device": "cpu", **options}
     output = tmp_path / "o"
     return driver.run(Job(output=str(output), **options), [str(path)], Mock()), output
+
+
+def counts(outcome: driver.Outcome) -> tuple[int, int]:
+    """The records and errors of a job without failed shards."""
+    assert outcome.failed == {}
+    return outcome.records, outcome.errors
+
+
+def json_texts(*texts: str) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def rows(output: Path, name: str = "part-00000.jsonl") -> list[dict[str, Any]]:
@@ -75,41 +86,34 @@ def errors(output: Path) -> list[dict[str, Any]]:
         MemoryError("Unable to allocate 7 EiB"),
     ],
 )
-@pytest.mark.parametrize("where", ["_ids", "_task"])
-def test_what_one_record_raises_is_its_own_error(
+@pytest.mark.parametrize("stage", ["_ids", "_task"])
+def test_an_exception_becomes_the_error_of_its_record(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException,
-    where: str,
+    stage: str,
 ) -> None:  # fmt: skip
-    """While it is tokenized, and while it is computed."""
-    ids, run = Predictor._ids, tasks_run()
+    """Raised while the record is tokenized, or while it is computed."""
+    ids, run = Predictor._ids, Scoring.run
 
     def tokenize(self: Predictor, value: Any) -> Any:
-        if value == "bad" and where == "_ids":
+        if value == "bad" and stage == "_ids":
             raise error
         return ids(self, value)
 
     def compute(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
-        if where == "_task" and any(bytes(one.tolist()) == b"bad" for one in found):
+        if stage == "_task" and any(bytes(one.tolist()) == b"bad" for one in found):
             raise error
         return run(self, engine, found, seeds)
 
     monkeypatch.setattr(Predictor, "_ids", tokenize)
-    monkeypatch.setattr("gpt2block.bulk.tasks.Scoring.run", compute)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("good", "bad", "fine"))
-    outcome, output = do(tmp_path, lines)
-    assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+    monkeypatch.setattr(Scoring, "run", compute)
+    outcome, output = run_job(tmp_path, json_texts("good", "bad", "fine"))
+    assert counts(outcome) == (2, 1)
     assert [row["index"] for row in rows(output)] == [0, 2]
-    (wrong,) = errors(output)
-    assert (wrong["index"], wrong["line"]) == (1, 2)
-    said = "not enough memory" if isinstance(error, MemoryError) else type(error).__name__
-    assert wrong["reason"].startswith(f"{said}: ")
+    (entry,) = errors(output)
+    assert (entry["index"], entry["line"]) == (1, 2)
+    reason = "not enough memory" if isinstance(error, MemoryError) else type(error).__name__
+    assert entry["reason"].startswith(f"{reason}: ")
     assert client.tries == [0]
-
-
-def tasks_run() -> Any:
-    from gpt2block.bulk.tasks import Scoring  # noqa: PLC0415
-
-    return Scoring.run
 
 
 @pytest.mark.parametrize(
@@ -117,18 +121,18 @@ def tasks_run() -> Any:
     [KeyboardInterrupt(), SystemExit(1), CUDARuntimeError("illegal address"), DeviceError("x"),
      CheckpointError("x")],
 )  # fmt: skip
-def test_what_is_no_record_s_fault(error: BaseException) -> None:
+def test_errors_that_no_record_causes_are_raised(error: BaseException) -> None:
     with pytest.raises(type(error)):
         problem_of(error)
 
 
-def test_a_message_of_a_record_is_one_short_line() -> None:
+def test_the_reason_of_a_record_is_one_short_line() -> None:
     reason = problem_of(ValueError("a\nb" * 10_000)).reason
     assert reason.isprintable()
     assert len(reason) <= 500
 
 
-def test_a_shard_is_tried_again_only_for_what_another_try_can_change(
+def test_a_shard_is_retried_only_for_errors_that_a_retry_may_avoid(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(error: BaseException) -> None:
@@ -138,26 +142,26 @@ def test_a_shard_is_tried_again_only_for_what_another_try_can_change(
             raise error
 
         monkeypatch.setattr(records, "read", wrong)
-        outcome, _ = do(tmp_path, '{"text": "To be"}\n')
+        outcome, _ = run_job(tmp_path, json_texts("To be"))
         name = type(error).__name__
         assert outcome.failed == {0: f"{name}: {error}"}
 
     for error in (KeyError("a"), PanicException("b"), InputError("c"), RecursionError("d")):
         failing(error)
         assert client.tries == [0]
-    for again in (OSError("a"), MemoryError("b"), DeviceError("c")):
-        failing(again)
+    for temporary in (OSError("a"), MemoryError("b"), DeviceError("c")):
+        failing(temporary)
         assert client.tries == [0] * (1 + driver.RETRIES)
 
 
-def test_a_shard_of_which_no_record_found_memory_is_tried_again(
+def test_a_shard_without_memory_for_any_record_is_retried(
     client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Any, engine: Any, found: Any, seeds: Any) -> Any:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("gpt2block.bulk.tasks.Scoring.run", full)
-    outcome, _ = do(tmp_path, '{"text": "To be"}\n{"text": "or not"}\n')
+    monkeypatch.setattr(Scoring, "run", full)
+    outcome, _ = run_job(tmp_path, json_texts("To be", "or not"))
     assert outcome.failed == {0: "MemoryError: not enough memory for any record of shard 0"}
     assert len(client.tries) == 1 + driver.RETRIES
 
@@ -173,38 +177,44 @@ def test_a_panic_of_the_tokenizer(
         return encode(self, text)
 
     monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", panic)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("To be", "panic", "or not"))
-    outcome, output = do(tmp_path, lines)
-    assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+    outcome, output = run_job(tmp_path, json_texts("To be", "panic", "or not"))
+    assert counts(outcome) == (2, 1)
     assert errors(output)[0]["index"] == 1
     assert "the tokenizer fails on this text" in errors(output)[0]["reason"]
 
 
 @pytest.fixture
 def without_tokenizer(tmp_path: Path) -> Path:
-    """A model that has none, and no vocabulary of GPT-2's size."""
+    """A model without a tokenizer, whose vocabulary is not of GPT-2's size."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
     return GPT2(GPT2Weights.random(0, config), device="cpu").save_pretrained(tmp_path / "model")
 
 
-def test_text_lines_without_a_tokenizer_are_refused_before_any_work(
+def test_text_lines_without_a_tokenizer_are_refused_at_the_start(
     client: InlineClient, tmp_path: Path, without_tokenizer: Path
 ) -> None:
     path = tmp_path / "in.txt"
     path.write_text("To be\n")
     with pytest.raises(CheckpointError, match=r"expected tokenizer\.json for a vocabulary of 20"):
-        do(tmp_path, path, model=str(without_tokenizer))
+        run_job(tmp_path, path, model=str(without_tokenizer))
     assert client.tries == []
 
 
-def test_a_text_without_a_tokenizer_says_why_there_is_none(
+def test_the_error_of_a_text_explains_the_missing_tokenizer(
     client: InlineClient, tmp_path: Path, without_tokenizer: Path
 ) -> None:
     lines = '{"text": "To be"}\n{"text": [1, 2, 3]}\n'
-    outcome, output = do(tmp_path, lines, model=str(without_tokenizer))
-    assert (outcome.records, outcome.errors) == (1, 1)
-    assert errors(output)[0]["reason"].startswith("text, and no tokenizer: ")
+    outcome, output = run_job(tmp_path, lines, model=str(without_tokenizer))
+    assert counts(outcome) == (1, 1)
+    assert errors(output)[0]["reason"].startswith("text needs a tokenizer: ")
     assert "expected tokenizer.json" in errors(output)[0]["reason"]
+
+
+@pytest.fixture
+def pa() -> Any:
+    """pyarrow with pyarrow.parquet."""
+    pytest.importorskip("pyarrow.parquet")
+    return pytest.importorskip("pyarrow")
 
 
 def nested(depth: int) -> str:
@@ -215,14 +225,13 @@ def nested(depth: int) -> str:
 def test_a_kept_field_that_is_nested_too_deep(
     client: InlineClient, tmp_path: Path, form: str
 ) -> None:
-    """A depth that Python reads, but up to 3.11 does not write: a row, or the record's error."""
+    """Python up to 3.11 reads this depth but cannot write it; then the record has an error."""
     if form == "parquet":
         pytest.importorskip("pyarrow")
     depth = sys.getrecursionlimit() * 9 // 10
     lines = nested(2) + nested(depth // 2) + nested(depth)
-    outcome, output = do(tmp_path, lines, keep=("id",), form=form)
-    assert outcome.failed == {}
-    assert outcome.records + outcome.errors == 3
+    outcome, output = run_job(tmp_path, lines, keep=("id",), form=form)
+    assert sum(counts(outcome)) == 3
     assert outcome.records >= 1
     assert outcome.errors >= (sys.version_info < (3, 12))
     for error in errors(output) if outcome.errors else ():
@@ -233,17 +242,17 @@ def test_a_kept_field_that_is_nested_too_deep(
 def test_a_text_file_has_one_field(client: InlineClient, tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_text("To be\nor not\n")
-    outcome, output = do(tmp_path, path, keep=("text", "text"))
+    outcome, output = run_job(tmp_path, path, keep=("text", "text"))
     assert outcome.failed == {}
     assert [row["text"] for row in rows(output)] == ["To be", "or not"]
     other = tmp_path / "p"
     with pytest.raises(InputError, match=r"keep: .*in\.txt is a text file, whose lines have only"):
-        do(other, path, keep=("text", "id"))
+        run_job(other, path, keep=("text", "id"))
     assert not (other / "o").exists()
-    _, output = do(tmp_path / "b", path, column="body", keep=("body",))
+    _, output = run_job(tmp_path / "b", path, column="body", keep=("body",))
     assert [row["body"] for row in rows(output)] == ["To be", "or not"]
     with pytest.raises(InputError, match="only the field 'body'"):
-        do(other, path, column="body", keep=("text",))
+        run_job(other, path, column="body", keep=("text",))
 
 
 def test_parquet_without_pyarrow(
@@ -252,15 +261,12 @@ def test_parquet_without_pyarrow(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(InputError, match=r"Parquet needs pyarrow: pip install 'gpt2block\[parq"):
-        do(tmp_path, '{"text": "To be"}\n', form="parquet")
+        run_job(tmp_path, json_texts("To be"), form="parquet")
     assert client.tries == []
     assert not (tmp_path / "o").exists()
 
 
-def test_kept_columns_keep_their_arrow_types(client: InlineClient, tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
+def test_kept_columns_keep_their_arrow_types(client: InlineClient, pa: Any, tmp_path: Path) -> None:
     table = pa.table(
         {
             "text": pa.array(["To be", "x", "or not"]),
@@ -282,14 +288,14 @@ def test_kept_columns_keep_their_arrow_types(client: InlineClient, tmp_path: Pat
     names = tuple(name for name in table.column_names if name != "text")
     for number in range(2):
         (tmp_path / "in").mkdir(exist_ok=True)
-        pq.write_table(table, tmp_path / f"in/{number}.parquet", row_group_size=2)
+        pa.parquet.write_table(table, tmp_path / f"in/{number}.parquet", row_group_size=2)
     path = tmp_path / "in"
-    outcome, output = do(tmp_path, path, keep=names, form="parquet", shard_size=5)
-    assert (outcome.records, outcome.errors, outcome.failed) == (4, 2, {})
-    parts = [pq.read_table(output / f"part-0000{number}.parquet") for number in range(2)]
+    outcome, output = run_job(tmp_path, path, keep=names, form="parquet", shard_size=5)
+    assert counts(outcome) == (4, 2)
+    parts = [pa.parquet.read_table(output / f"part-0000{number}.parquet") for number in range(2)]
     assert parts[0].schema == parts[1].schema
     found = pa.concat_tables(parts)
-    stored = pq.read_table(tmp_path / "in/0.parquet")
+    stored = pa.parquet.read_table(tmp_path / "in/0.parquet")
     for name in names:
         assert found.schema.field(name).type == stored.schema.field(name).type
     kept = pa.concat_tables([stored, stored]).take([0, 2, 3, 5]).select(names)
@@ -298,75 +304,66 @@ def test_kept_columns_keep_their_arrow_types(client: InlineClient, tmp_path: Pat
     )
 
 
-def test_parquet_columns_that_python_cannot_hold_are_errors_of_their_records(
-    client: InlineClient, tmp_path: Path
+def test_arrow_values_that_json_output_cannot_hold_are_errors_of_their_records(
+    client: InlineClient, pa: Any, tmp_path: Path
 ) -> None:
-    """Where they have to become JSON."""
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
     kinds = {"far": pa.timestamp("ms"), "zone": pa.timestamp("us", "Europe/Nowhere")}
     for name, kind in kinds.items():
         folder = tmp_path / name
         folder.mkdir()
         values = pa.array([2**62, None, None], kind)
-        pq.write_table(pa.table({"text": ["To be", "or", "not"], name: values}),
+        pa.parquet.write_table(pa.table({"text": ["To be", "or", "not"], name: values}),
                        folder / "in.parquet")  # fmt: skip
-        outcome, output = do(folder, folder / "in.parquet", keep=(name,))
-        assert (outcome.records, outcome.errors, outcome.failed) == (2, 1, {})
+        outcome, output = run_job(folder, folder / "in.parquet", keep=(name,))
+        assert counts(outcome) == (2, 1)
         assert errors(output)[0]["reason"].startswith("its fields cannot be written: ")
         # The text itself may be such a column.
-        outcome, output = do(folder / "other", folder / "in.parquet", column=name)
-        assert (outcome.records, outcome.errors, outcome.failed) == (0, 3, {})
+        outcome, output = run_job(folder / "other", folder / "in.parquet", column=name)
+        assert counts(outcome) == (0, 3)
 
 
-def test_types_that_differ_between_files(client: InlineClient, tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
+def test_types_that_differ_between_files(client: InlineClient, pa: Any, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for number, kind in enumerate((pa.int32(), pa.string())):
         ids = pa.array([5]).cast(kind)
-        pq.write_table(pa.table({"text": ["To be"], "id": ids}), folder / f"{number}.parquet")
+        pa.parquet.write_table(
+            pa.table({"text": ["To be"], "id": ids}), folder / f"{number}.parquet"
+        )
     with pytest.raises(InputError, match=r"'id' is int32 in 0\.parquet and string in 1\.parquet"):
-        do(tmp_path, folder, keep=("id",), form="parquet")
+        run_job(tmp_path, folder, keep=("id",), form="parquet")
     assert not (tmp_path / "o").exists()
     (folder / "0.parquet").rename(folder / "2.parquet")
     with pytest.raises(InputError, match=r"'id' is string in 1\.parquet and int32 in 2\.parquet"):
-        do(tmp_path, folder, keep=("id",), form="parquet")
-    _, output = do(tmp_path, folder, keep=("id",))
+        run_job(tmp_path, folder, keep=("id",), form="parquet")
+    _, output = run_job(tmp_path, folder, keep=("id",))
     assert [row["id"] for row in rows(output)] == ["5", 5]
 
 
-def test_fields_of_mixed_input_are_text_in_parquet(client: InlineClient, tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
+def test_fields_of_mixed_input_are_text_in_parquet(
+    client: InlineClient, pa: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text(
         '{"text": "To be", "id": [1]}\n{"text": "or", "id": "\\ud800"}\n{"text": "not"}\n'
     )
-    pq.write_table(pa.table({"text": ["To be"], "id": [7]}), folder / "b.parquet")
-    outcome, output = do(tmp_path, folder, keep=("id",), form="parquet")
-    assert (outcome.records, outcome.errors, outcome.failed) == (3, 1, {})
-    found = pq.read_table(output / "part-00000.parquet")
+    pa.parquet.write_table(pa.table({"text": ["To be"], "id": [7]}), folder / "b.parquet")
+    outcome, output = run_job(tmp_path, folder, keep=("id",), form="parquet")
+    assert counts(outcome) == (3, 1)
+    found = pa.parquet.read_table(output / "part-00000.parquet")
     assert found["id"].to_pylist() == ["[1]", "null", "7"]
     assert "surrogates not allowed" in errors(output)[0]["reason"]
 
 
-def test_parquet(tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
+def test_parquet(pa: Any, tmp_path: Path) -> None:
     bad = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xff")]
     )
     file = tmp_path / "in.parquet"
     texts = pa.chunked_array([pa.array(["a", "b", "c", None, "e"]), bad])
     table = pa.table({"text": texts, "id": [{"n": n} for n in range(7)]})
-    pq.write_table(table, file, row_group_size=3)
+    pa.parquet.write_table(table, file, row_group_size=3)
     cut = records.cut([file], 4, ["text", "id"])
     found = [entry for shard in cut for entry in records.read(shard, "text", ["id"])]
     assert [entry.index for entry in found] == [entry.line for entry in found] == list(range(7))
@@ -377,7 +374,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected a column 'words', found text, id"):
         records.cut([file], 4, ["words"])
     twice = pa.table([[1], [2]], names=["text", "text"])
-    pq.write_table(twice, file)
+    pa.parquet.write_table(twice, file)
     with pytest.raises(InputError, match="expected a column 'text', found several"):
         records.cut([file], 4, ["text"])
     file.write_bytes(b"PAR1")
@@ -385,10 +382,7 @@ def test_parquet(tmp_path: Path) -> None:
         records.cut([file], 4, ["text"])
 
 
-def test_a_part_as_parquet() -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa  # noqa: PLC0415
-
+def test_a_part_as_parquet(pa: Any) -> None:
     def part() -> bytes:
         columns: Any = {"completion": "texts", "logprobs": "floats"}
         types = {"day": pa.date32()}
@@ -399,13 +393,13 @@ def test_a_part_as_parquet() -> None:
         return writer.data()
 
     assert part() == part()
-    assert pq.read_table(pa.BufferReader(part())).to_pylist() == [
+    assert pa.parquet.read_table(pa.BufferReader(part())).to_pylist() == [
         {"index": 3, "id": '{"n": 1}', "day": datetime.date(2020, 1, 2), "completion": ["a"],
          "logprobs": [[1.0, 1.0]]}
     ]  # fmt: skip
 
 
-def test_a_bad_seed_is_that_record_s_error() -> None:
+def test_a_wrong_seed_is_the_error_of_its_record() -> None:
     predictor = Predictor("generate", device="cpu", max_new_tokens=2)
     seeds: list[Any] = [1, -1, 2**64, None, 1.5, True, "7", np.uint64(2**64 - 1), np.nan]
     found = predictor({"text": ["To"] * len(seeds), "seed": np.array(seeds, object)})
@@ -417,7 +411,7 @@ def test_a_bad_seed_is_that_record_s_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         (None, "expected a mapping from names to columns, got NoneType"),
         (["a"], "expected a mapping from names to columns, got list"),
@@ -433,13 +427,13 @@ def test_a_bad_seed_is_that_record_s_error() -> None:
         ({"text": ["ab"], "seed": []}, "seed: expected one for each of the 1 records, got 0"),
     ],
 )
-def test_wrong_batches(batch: Any, said: str) -> None:
+def test_wrong_batches(batch: Any, message: str) -> None:
     predictor = Predictor("score", device="cpu")
-    with pytest.raises(InputError, match=said.replace("(", r"\(")):
+    with pytest.raises(InputError, match=message):
         predictor(batch)
 
 
-def test_what_a_predictor_s_record_raises_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_is_the_error_of_its_record_in_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = Predictor("score", device="cpu")
 
     def encode(self: Any, value: Any) -> Any:
@@ -450,7 +444,7 @@ def test_what_a_predictor_s_record_raises_is_its_error(monkeypatch: pytest.Monke
 
 
 def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
-    """To the last tokens of the context, as generate does."""
+    """It keeps the last tokens of the context, as generate does."""
     model = GPT2.from_pretrained(device="cpu")
     long = "To be, or not to be. " * 20
     ids = model.tokenizer.encode_ordinary(long)[-256:]
@@ -463,9 +457,9 @@ def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
         scoring.embed(model.engine, model.tokenizer, "ab", overflow="x")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="overflow: expected"):
         Predictor("embed", device="cpu", overflow="x")
-    line = json.dumps({"text": long}) + "\n"
-    outcome, output = do(tmp_path, line, task="embed", options={"overflow": "truncate"})
-    assert (outcome.records, outcome.errors) == (1, 0)
+    options = {"overflow": "truncate"}
+    outcome, output = run_job(tmp_path, json_texts(long), task="embed", options=options)
+    assert counts(outcome) == (1, 0)
     (row,) = rows(output)
     assert row["n_tokens"] == 256
     np.testing.assert_allclose(row["embedding"], model.embed(ids), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Checkpoints in every layout that is read, and every way one can be wrong."""
+"""Checkpoints of Hugging Face: directories, shards, hub caches, and damaged or wrong files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.config import LIMITS, model_shapes
+from tests.refusals import refused
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
 CONFIG = {
@@ -30,30 +32,19 @@ CONFIG = {
     "n_positions": 11,
     "vocab_size": 5,
 }
-NAMES = {
-    "gamma1": "ln_1.weight",
-    "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight",
-    "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight",
-    "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight",
-    "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight",
-    "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight",
-    "b_proj": "mlp.c_proj.bias",
-}
-ENDS = {
-    "wte": "wte.weight",
-    "wpe": "wpe.weight",
-    "gamma_f": "ln_f.weight",
-    "beta_f": "ln_f.bias",
-}
+NAMES = {  # gpt2block's and Hugging Face's, independent of the implementation
+    "wte": "wte.weight", "wpe": "wpe.weight", "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias",
+    "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
+    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
+    "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
+    "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
+    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
+    "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
+}  # fmt: skip
 
 
 def hugging_face_tensors(config: GPT2Config, prefix: str = "") -> dict[str, np.ndarray]:
-    """A model's tensors as the original files name them, with the mask buffers."""
+    """Return a model's tensors with the names of the original files, and the mask buffers."""
     rng = np.random.default_rng(1)
     out: dict[str, Any] = {
         "wte.weight": rng.standard_normal((config.vocab_size, config.n_embd)),
@@ -69,11 +60,31 @@ def hugging_face_tensors(config: GPT2Config, prefix: str = "") -> dict[str, np.n
     return {prefix + name: array.astype(np.float32) for name, array in out.items()}
 
 
+def write_weights(folder: Path, tensors: dict[str, Any], dtype: Any = None) -> Path:
+    """Write model.safetensors. dtype: None keeps that of each tensor."""
+    arrays = {name: array.astype(dtype or array.dtype) for name, array in tensors.items()}
+    save_file(arrays, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_config(folder: Path, **changed: Any) -> None:
+    """Write SMALL's config.json with these changes."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | changed))
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    save_file(hugging_face_tensors(SMALL), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(tmp_path, hugging_face_tensors(SMALL))
+    write_config(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def reused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder for tests that write the same file for every example."""
+    folder = tmp_path_factory.mktemp("reused")
+    write_weights(folder, hugging_face_tensors(SMALL))
+    return folder
 
 
 def test_a_block_is_read_from_a_directory_and_from_its_file(directory: Path) -> None:
@@ -87,9 +98,8 @@ def test_a_block_is_read_from_a_directory_and_from_its_file(directory: Path) -> 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 def test_prefix_and_storage_dtypes(tmp_path: Path, dtype: Any) -> None:
-    tensors = hugging_face_tensors(SMALL, "transformer.")
-    save_file({n: a.astype(dtype) for n, a in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(tmp_path, hugging_face_tensors(SMALL, "transformer."), dtype)
+    write_config(tmp_path)
     got = BlockWeights.from_pretrained(str(tmp_path), layer=0)
     assert got.w_fc.dtype == np.float32
     np.testing.assert_array_equal(
@@ -106,13 +116,10 @@ def test_a_whole_model(directory: Path) -> None:
 
 
 def test_an_untied_lm_head(directory: Path) -> None:
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
-    with pytest.raises(CheckpointError, match=r"1 tensors missing: lm_head\.weight"):
-        GPT2Weights.from_pretrained(str(directory))
+    write_config(directory, tie_word_embeddings=False)
+    refused(directory, "1 tensors missing: lm_head.weight")
     head = np.full((5, 48), 2, np.float32)
-    save_file(
-        {**hugging_face_tensors(SMALL), "lm_head.weight": head}, directory / "model.safetensors"
-    )
+    write_weights(directory, hugging_face_tensors(SMALL) | {"lm_head.weight": head})
     np.testing.assert_array_equal(GPT2Weights.from_pretrained(str(directory)).lm_head, head)
 
 
@@ -125,9 +132,8 @@ def test_all_tensors_in_order(directory: Path) -> None:
     assert list(shapes)[:4] == ["wte", "wpe", "h.0.gamma1", "h.0.beta1"]
     assert list(shapes)[-3:] == ["h.1.b_proj", "gamma_f", "beta_f"]
     for name, array, layout in found:
-        block, _, kind = name.rpartition(".")
-        theirs = ENDS[name] if not block else f"{block}.{NAMES[kind]}"
-        np.testing.assert_array_equal(array, stored[theirs])
+        block, dot, kind = name.rpartition(".")
+        np.testing.assert_array_equal(array, stored[block + dot + NAMES[kind]])
         assert array.shape == shapes[name]
         assert layout == ("NK" if name == "wte" else "KN" if kind.startswith("w_") else None)
     assert checkpoint.nbytes == sum(array.nbytes for _, array, _ in found)
@@ -135,18 +141,17 @@ def test_all_tensors_in_order(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_tensors_come_in_the_stored_dtype(directory: Path, dtype: Any) -> None:
+def test_tensors_have_the_stored_dtype(directory: Path, dtype: Any) -> None:
     tensors = hugging_face_tensors(SMALL) | {"lm_head.weight": np.ones((5, 48))}
-    save_file({n: a.astype(dtype) for n, a in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
+    write_weights(directory, tensors, dtype)
+    write_config(directory, tie_word_embeddings=False)
     found = list(Checkpoint.open(directory).tensors())
-    assert {a.dtype for _, a, _ in found} == {
-        np.dtype(np.float32 if dtype == np.float64 else dtype)
-    }
+    expected = np.dtype(np.float32 if dtype == np.float64 else dtype)
+    assert {array.dtype for _, array, _ in found} == {expected}
     assert found[-1][0::2] == ("lm_head", "NK")
 
 
-def test_weights_give_what_the_checkpoint_gives(directory: Path) -> None:
+def test_weights_and_checkpoint_have_the_same_tensors(directory: Path) -> None:
     weights = GPT2Weights.from_pretrained(directory)
     for ours, theirs in zip(weights.tensors(), Checkpoint.open(directory).tensors(), strict=True):
         assert ours[0::2] == theirs[0::2]
@@ -157,7 +162,7 @@ def test_weights_give_what_the_checkpoint_gives(directory: Path) -> None:
 
 
 def sharded(folder: Path) -> dict[str, str]:
-    """The model in three files and their index; → which tensor is in which."""
+    """Write the model as three files and an index; return tensor name → file name."""
     tensors = hugging_face_tensors(SMALL, "transformer.")
     weight_map: dict[str, str] = {}
     for i in range(3):
@@ -167,7 +172,7 @@ def sharded(folder: Path) -> dict[str, str]:
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_config(folder)
     return weight_map
 
 
@@ -179,23 +184,23 @@ def test_shards(tmp_path: Path) -> None:
     assert len(list(Checkpoint.open(tmp_path).tensors())) == 28
 
 
-def test_shards_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_shards_and_wrong_indexes(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path)
     names = sorted(set(weight_map.values()))
     (tmp_path / names[0]).unlink()
     (tmp_path / names[2]).unlink()
-    refused(tmp_path, "2 of 3 files missing beside it", f"{names[0]}, {names[2]}")
-    first = f"model.safetensors.index.json: expected names of files beside it, got ../{names[0]}"
+    refused(tmp_path, "2 of 3 files are not in its folder", f"{names[0]}, {names[2]}")
+    outside = f"index.json: expected names of files in the same folder, got ../{names[0]}"
     for content, message in (
         ({}, "expected weight_map"),
         ({"weight_map": []}, "expected weight_map"),
         ({"weight_map": {}}, "expected weight_map"),
         ([], "expected weight_map"),
-        ({"weight_map": {"wte.weight": f"../{names[0]}", "wpe.weight": names[1]}}, first),
-        ({"weight_map": {"wte.weight": names[1], "wpe.weight": 3}}, "1 of 2 files missing"),
+        ({"weight_map": {"wte.weight": f"../{names[0]}", "wpe.weight": names[1]}}, outside),
+        ({"weight_map": {"wte.weight": names[1], "wpe.weight": 3}}, "1 of 2 files are not in"),
         ({"weight_map": {"wte.weight": "x" * 300}}, "cannot be read: File name too long"),
-        ({"weight_map": {"wte.weight": "a\0b"}}, "1 of 1 files missing beside it: a\\x00b"),
-        ({"weight_map": {"wte.weight": "\ud800"}}, "1 of 1 files missing beside it: \\ud800"),
+        ({"weight_map": {"wte.weight": "a\0b"}}, "1 of 1 files are not in its folder: a\\x00b"),
+        ({"weight_map": {"wte.weight": "\ud800"}}, "1 of 1 files are not in its folder: \\ud800"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
         refused(tmp_path, message)
@@ -206,10 +211,10 @@ def test_shards_that_are_not_there(tmp_path: Path) -> None:
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     names = sorted(set(sharded(tmp_path).values()))
     save_file(hugging_face_tensors(SMALL), tmp_path / names[0])
-    refused(tmp_path, "20 tensors are there twice: ", ", …")
+    refused(tmp_path, "20 tensors are stored twice: ", ", …")
 
 
-def test_the_model_on_board() -> None:
+def test_the_bundled_model() -> None:
     model = GPT2Weights.from_pretrained("shakespeare")
     assert model.config == GPT2Config(
         n_layer=6, n_head=4, n_embd=256, n_ctx=256, vocab_size=256, eps=1e-5
@@ -225,7 +230,7 @@ def test_the_trained_sorting_model(data: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An offline Hugging Face cache that holds "gpt2": 124M shapes, the original file's quirks."""
+    """The folder of "gpt2" in an empty, offline Hugging Face cache."""
     home = tmp_path / "hf"
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -239,88 +244,76 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def run_offline(cache: Path, code: str) -> str:
-    """Run Python with the cache's environment: huggingface_hub reads it when it is imported."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def run_python(code: str) -> str:
+    """Run Python in a new process, as huggingface_hub reads its environment when imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from gpt2block import *\n{code}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+def message_offline(code: str, name: str) -> str:
+    """Return the CheckpointError that the code raises in offline mode for this hub id."""
+    printed = run_python(f"try: {code}\nexcept CheckpointError as e: print(e)")
+    assert printed.startswith(f"{name}: offline mode is set (HF_HUB_OFFLINE)")
+    assert "network" not in printed
+    assert "\n" not in printed
+    return printed
+
+
 def test_hub_id_from_an_offline_cache(cache: Path) -> None:
-    config = GPT2Config(n_layer=12)
     rng = np.random.default_rng(0)
     tensors = hugging_face_tensors(GPT2Config(n_layer=2, vocab_size=7))
-    for layer in range(2, 12):  # the same arrays again: twelve layers' names, little memory
+    for layer in range(2, 12):  # the same arrays under the names of twelve layers, to save memory
         tensors |= {
             name.replace("h.1.", f"h.{layer}."): array
             for name, array in tensors.items()
             if name.startswith("h.1.")
         }
     tensors["wte.weight"] = rng.standard_normal((50257, 768), dtype=np.float32)
-    save_file(tensors, cache / "model.safetensors")
+    write_weights(cache, tensors)
     hf_config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024}
     (cache / "config.json").write_text(json.dumps({**hf_config, "n_positions": 1024}))
-    printed = run_offline(
-        cache,
-        "from gpt2block import *; from gpt2block.checkpoints import Checkpoint\n"
+    printed = run_python(
+        "from gpt2block.checkpoints import Checkpoint\n"
         "c = Checkpoint.open('gpt2'); m = GPT2Weights.from_pretrained(c, layers=())\n"
         "w = BlockWeights.from_pretrained('gpt2', layer=11)\n"
-        "print(c.config, m.lm_head.shape, float(w.w_fc[3, 5]).hex())",
+        "print(c.config, m.lm_head.shape, float(w.w_fc[3, 5]).hex())"
     )
     expected = BlockWeights.random(1, GPT2Config()).w_fc[3, 5]
-    assert printed == f"{config} (50257, 768) {float(expected).hex()}"
+    assert printed == f"{GPT2Config(n_layer=12)} (50257, 768) {float(expected).hex()}"
 
 
 def test_shards_from_an_offline_cache(cache: Path) -> None:
-    """By the other name of a size; the error names the shard that is not cached."""
+    """With the other name of a size. The error names the shard that is not cached."""
     weight_map = sharded(cache)
-    code = (
-        "from gpt2block import *; print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])"
-    )
-    assert run_offline(cache, code) == str(BlockWeights.random(1, SMALL).w_fc[3, 5])
+    printed = run_python("print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])")
+    assert printed == str(BlockWeights.random(1, SMALL).w_fc[3, 5])
     shard = next(iter(weight_map.values()))
     (cache / shard).unlink()
-    code = "from gpt2block import *\ntry: GPT2Weights.from_pretrained('gpt2')\n"
-    printed = run_offline(cache, code + "except CheckpointError as e: print(e)")
-    assert printed.startswith("gpt2: offline mode is set (HF_HUB_OFFLINE)")
-    assert f"does not have {shard}: " in printed
-    assert "network" not in printed
+    message = message_offline("GPT2Weights.from_pretrained('gpt2')", "gpt2")
+    assert f"does not have {shard}: " in message
 
 
 def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
-    printed = run_offline(
-        cache,
-        "from gpt2block import *\n"
-        "try: BlockWeights.from_pretrained('gpt2-xl')\n"
-        "except CheckpointError as e: print(e)",
-    )
-    assert printed.startswith("gpt2-xl: offline mode is set (HF_HUB_OFFLINE)")
-    assert "does not have config.json" in printed
-    assert "network" not in printed
-    assert "\n" not in printed
+    message = message_offline("BlockWeights.from_pretrained('gpt2-xl')", "gpt2-xl")
+    assert "does not have config.json" in message
 
 
-def test_a_file_alone_takes_the_size_of_its_width(tmp_path: Path) -> None:
+def test_a_file_without_config_has_the_size_of_its_width(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=16, n_embd=1024, n_ctx=3, vocab_size=4)
     save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
     assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
 
 
 def nested(depth: int) -> list[Any]:
-    """[[[…]]]"""
+    """Return a list in a list in a list, and so on."""
     out: list[Any] = []
     for _ in range(depth):
         out = [out]
     return out
-
-
-def refused(path: Path | str, *words: str, layer: int = 0) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        BlockWeights.from_pretrained(str(path), layer=layer)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 def test_missing(tmp_path: Path) -> None:
@@ -344,42 +337,45 @@ def test_git_lfs_pointer(directory: Path) -> None:
 
 
 @given(cut=st.floats(0, 0.999))
-def test_truncated_anywhere(tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
-    folder = tmp_path_factory.mktemp("cut")
-    file = folder / "model.safetensors"
-    save_file(hugging_face_tensors(SMALL), file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(cut * len(whole))])
-    refused(folder, "truncated or not a safetensors file", "download it again")
+def test_truncated_anywhere(reused: Path, cut: float) -> None:
+    file = write_weights(reused, hugging_face_tensors(SMALL))
+    content = file.read_bytes()
+    file.write_bytes(content[: int(cut * len(content))])
+    refused(reused, "truncated or not a safetensors file", "download it again")
 
 
-def test_a_misshapen_tensor(directory: Path) -> None:
-    tensors = hugging_face_tensors(SMALL)
-    tensors["h.0.mlp.c_fc.weight"] = np.ascontiguousarray(tensors["h.0.mlp.c_fc.weight"].T)
-    save_file(tensors, directory / "model.safetensors")
-    refused(directory, "h.0.mlp.c_fc.weight: expected shape (48, 192), got (192, 48)")
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("h.0.mlp.c_fc.weight", np.zeros((192, 48), np.float32),
+         "h.0.mlp.c_fc.weight: expected shape (48, 192), got (192, 48)"),
+        ("h.1.ln_2.bias", None, "1 tensors missing: h.1.ln_2.bias"),
+        ("transformer.wpe.weight", np.zeros((11, 48), np.float32),
+         "1 tensors are stored twice: wpe.weight"),
+        ("h.0.ln_1.bias", np.zeros(48, np.int32),
+         "h.0.ln_1.bias: expected one of float64, float32, float16, bfloat16, got I32"),
+    ],
+    ids=["misshapen", "missing", "with and without the prefix", "integers"],
+)  # fmt: skip
+def test_a_wrong_tensor(directory: Path, name: str, tensor: Any, message: str) -> None:
+    tensors = {**hugging_face_tensors(SMALL), name: tensor}
+    write_weights(directory, {key: array for key, array in tensors.items() if array is not None})
+    refused(directory, message)
 
 
-def test_a_missing_tensor(directory: Path) -> None:
-    tensors = hugging_face_tensors(SMALL)
-    del tensors["h.1.ln_2.bias"]
-    save_file(tensors, directory / "model.safetensors")
-    refused(directory, "1 tensors missing: h.1.ln_2.bias", layer=1)
-
-
-def test_everything_that_is_wrong_is_told_at_once(directory: Path) -> None:
-    """Before any tensor is read; old masks and a tied lm_head may be there."""
+def test_all_wrong_tensors_are_listed(directory: Path) -> None:
+    """Before any tensor is read; mask buffers and a tied lm_head are allowed."""
     tensors = hugging_face_tensors(SMALL)
     tensors["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
     tensors["lm_head.weight"] = tensors["wte.weight"].copy()
-    save_file(tensors, directory / "model.safetensors")
+    write_weights(directory, tensors)
     assert len(list(Checkpoint.open(directory).tensors())) == 28
     for name in [name for name in tensors if name.startswith("h.0.ln_")] + ["wpe.weight"]:
         del tensors[name]
     tensors["h.1.mlp.c_fc.bias"] = np.zeros((192, 1), np.float32)
     tensors["h.1.ln_1.bias"] = np.zeros(48, np.int32)
     tensors["score.weight"] = np.zeros((2, 48), np.float32)
-    save_file(tensors, directory / "model.safetensors")
+    write_weights(directory, tensors)
     refused(
         directory,
         "5 tensors missing: wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.ln_2.weight, …; ",
@@ -390,29 +386,13 @@ def test_everything_that_is_wrong_is_told_at_once(directory: Path) -> None:
     )
 
 
-def test_a_tensor_with_and_without_the_prefix(directory: Path) -> None:
-    tensors = hugging_face_tensors(SMALL)
-    tensors["transformer.wpe.weight"] = tensors["wpe.weight"].copy()
-    save_file(tensors, directory / "model.safetensors")
-    refused(directory, "1 tensors are there twice: wpe.weight")
-
-
-def test_a_tensor_of_integers(directory: Path) -> None:
-    tensors = hugging_face_tensors(SMALL)
-    tensors["h.0.ln_1.bias"] = np.zeros(48, np.int32)
-    save_file(tensors, directory / "model.safetensors")
-    refused(
-        directory, "h.0.ln_1.bias: expected one of float64, float32, float16, bfloat16, got I32"
-    )
-
-
-def test_a_file_with_other_layers_than_the_config_says(directory: Path) -> None:
+def test_a_config_with_another_number_of_layers(directory: Path) -> None:
     for n_layer in (1, 3):
-        (directory / "config.json").write_text(json.dumps({**CONFIG, "n_layer": n_layer}))
-        refused(directory, f"config.json says n_layer {n_layer}, the file has blocks for 2")
+        write_config(directory, n_layer=n_layer)
+        refused(directory, f"config.json has n_layer {n_layer}, the file has 2 blocks")
 
 
-def test_a_layer_that_is_no_integer(directory: Path) -> None:
+def test_a_layer_that_is_not_an_integer(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="layer: expected an integer, got '0'"):
         BlockWeights.from_pretrained(directory, layer="0")  # type: ignore[arg-type]
     for wrong in (False, True):
@@ -421,7 +401,7 @@ def test_a_layer_that_is_no_integer(directory: Path) -> None:
     assert BlockWeights.from_pretrained(directory, layer=np.int64(1)).n_head == 3
 
 
-def test_a_name_that_is_no_name() -> None:
+def test_a_name_of_another_type() -> None:
     for wrong in (None, 3, b"gpt2", ["gpt2"]):
         with pytest.raises(InputError, match="checkpoint: expected a name or a path, got"):
             Checkpoint.open(wrong)  # type: ignore[arg-type]
@@ -450,21 +430,21 @@ def test_gguf(tmp_path: Path) -> None:
 def test_a_folder_that_is_deleted_while_it_is_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """After so many looks at a file."""
-    looks = 0
+    """Deleted after `after` calls of Path.stat and Path.open."""
+    calls = 0
 
-    def look(function: Any) -> Any:
-        def looked(self: Path, *args: Any, **options: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            if looks == after + 1:
+    def counted(function: Any) -> Any:
+        def call(self: Path, *args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == after + 1:
                 shutil.rmtree(directory)
             return function(self, *args, **options)
 
-        return looked
+        return call
 
-    monkeypatch.setattr(Path, "stat", look(Path.stat))
-    monkeypatch.setattr(Path, "open", look(Path.open))
+    monkeypatch.setattr(Path, "stat", counted(Path.stat))
+    monkeypatch.setattr(Path, "open", counted(Path.open))
     with pytest.raises(CheckpointError):
         list(Checkpoint.open(str(directory)).tensors())
 
@@ -480,7 +460,7 @@ def test_names_that_cannot_be_read() -> None:
     refused("/proc/1/mem", "/proc/1/mem")
 
 
-def test_the_model_on_board_is_found_beside_a_folder_of_its_name(
+def test_the_bundled_model_is_found_next_to_a_folder_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shakespeare").mkdir()
@@ -493,7 +473,8 @@ def test_the_model_on_board_is_found_beside_a_folder_of_its_name(
 
 @pytest.mark.parametrize("layer", [-1, 2, 100])
 def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
-    refused(directory, f"layer {layer} is out of range", "2 layers", layer=layer)
+    read = partial(BlockWeights.from_pretrained, layer=layer)
+    refused(directory, f"layer {layer} is out of range", "2 layers", read=read)
 
 
 @pytest.mark.parametrize(
@@ -535,84 +516,75 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false"),
     ],
 )
-def test_a_config_of_something_else(directory: Path, change: dict[str, Any], message: str) -> None:
-    (directory / "config.json").write_text(json.dumps({**CONFIG, **change}))
+def test_a_wrong_config(directory: Path, change: dict[str, Any], message: str) -> None:
+    write_config(directory, **change)
     refused(directory, "config.json", message)
 
 
-def test_sizes_by_their_general_names(directory: Path) -> None:
-    """As in every architecture of `transformers`: 3 heads, and not the 12 of GPT-2 small."""
-    config = {
-        "model_type": "gpt2",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "hidden_size": 48,
-        "max_position_embeddings": 11,
-        "vocab_size": 5,
-    }
+GENERAL = {
+    "model_type": "gpt2", "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 48,
+    "max_position_embeddings": 11, "vocab_size": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GENERAL,
+        GENERAL | CONFIG,
+        CONFIG | {"n_ctx": 1024},
+        {name: value for name, value in CONFIG.items() if name != "n_positions"} | {"n_ctx": 11},
+        {name: value for name, value in CONFIG.items() if name != "model_type"}
+        | {"reorder_and_upcast_attn": True, "resid_pdrop": 0.1, "summary_type": "mean", "x": 1},
+    ],
+    ids=["general names", "both names", "n_positions is the context", "n_ctx without n_positions",
+         "keys without effect"],
+)  # fmt: skip
+def test_configs_of_one_model(directory: Path, config: dict[str, Any]) -> None:
+    """General names, as of every architecture of `transformers`, mean 3 heads, not the default."""
     (directory / "config.json").write_text(json.dumps(config))
-    assert Checkpoint.open(directory).config == SMALL
-    (directory / "config.json").write_text(json.dumps(config | CONFIG))
-    assert Checkpoint.open(directory).config == SMALL
-
-
-def test_n_positions_is_the_context(directory: Path) -> None:
-    """As in `transformers`; n_ctx counts where it is the only one."""
-    changed = CONFIG | {"n_ctx": 1024}
-    (directory / "config.json").write_text(json.dumps(changed))
-    assert Checkpoint.open(directory).config == SMALL
-    del changed["n_positions"]
-    (directory / "config.json").write_text(json.dumps(changed | {"n_ctx": 11}))
-    assert Checkpoint.open(directory).config == SMALL
-
-
-def test_keys_that_change_nothing(directory: Path) -> None:
-    harmless = {"reorder_and_upcast_attn": True, "resid_pdrop": 0.1, "summary_type": "mean", "x": 1}
-    changed = CONFIG | harmless
-    del changed["model_type"]
-    (directory / "config.json").write_text(json.dumps(changed))
     assert Checkpoint.open(directory).config == SMALL
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "part.safetensors"])
-def test_what_is_no_file_is_not_absent(tmp_path: Path, name: str) -> None:
-    """A model 768 wide is one of GPT-2's sizes where config.json is absent, and only there."""
+def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> None:
+    """Only without config.json may a model of width 768 have the size of GPT-2 small."""
     config = GPT2Config(n_layer=1, n_ctx=2, vocab_size=3)
     save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
     index = {"weight_map": {"a": "weights.safetensors", "b": "part.safetensors"}}
     (tmp_path / "index.json").write_text(json.dumps(index))
     opened = {"config.json": "weights.safetensors", "part.safetensors": "index.json"}
     path = tmp_path / opened.get(name, "")
-    odd = tmp_path / name
-    odd.symlink_to("nowhere")
-    refused(path, f"{odd}: a link to a file that does not exist")
-    odd.unlink()
-    odd.symlink_to(name)
-    refused(path, f"{odd}: cannot be read")
-    odd.unlink()
-    odd.mkdir()
-    refused(path, f"{odd}: expected a file, found a folder")
-    odd.rmdir()
-    os.mkfifo(odd)  # to open it would wait for a writer
-    refused(path, f"{odd}: expected a file, found a named pipe")
+    special = tmp_path / name
+    special.symlink_to("nowhere")
+    refused(path, f"{special}: a link to a file that does not exist")
+    special.unlink()
+    special.symlink_to(name)
+    refused(path, f"{special}: cannot be read")
+    special.unlink()
+    special.mkdir()
+    refused(path, f"{special}: expected a file, found a folder")
+    special.rmdir()
+    os.mkfifo(special)  # opening it would wait for a writer
+    refused(path, f"{special}: expected a file, found a named pipe")
     if name == "model.safetensors":
-        refused(odd, f"{odd}: expected a file, found a named pipe")
+        refused(special, f"{special}: expected a file, found a named pipe")
 
 
-def test_a_config_that_may_not_be_read(directory: Path) -> None:
+def test_a_config_without_read_permission(directory: Path) -> None:
     (directory / "config.json").chmod(0)
     if os.access(directory / "config.json", os.R_OK):
         pytest.skip("this user may read everything")
     refused(directory, "config.json: cannot be read: Permission denied")
 
 
-def test_json_without_end(directory: Path) -> None:
+def test_a_config_that_is_too_long(directory: Path) -> None:
     with (directory / "config.json").open("r+b") as stream:
         stream.truncate(2**40)
     refused(directory, "config.json: expected at most 100,000,000 bytes, got 1,099,511,627,776")
 
 
-def test_the_documentation_has_the_limits_and_the_names() -> None:
+def test_the_documentation_lists_the_limits_and_the_names() -> None:
     text = (
         Path(__file__).parent.parent.joinpath("docs", "checkpoints.md").read_text(encoding="utf-8")
     )
@@ -625,18 +597,18 @@ def test_the_documentation_has_the_limits_and_the_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "3", '"x"', ""])
-def test_a_config_that_is_no_object(directory: Path, text: str) -> None:
+def test_a_config_that_is_not_an_object(directory: Path, text: str) -> None:
     (directory / "config.json").write_text(text)
     refused(directory, "config.json")
 
 
-def test_an_odd_width_needs_its_config(directory: Path) -> None:
+def test_a_width_of_no_gpt2_size_needs_a_config(directory: Path) -> None:
     (directory / "config.json").unlink()
-    refused(directory, "expected config.json beside it", "width 48 is no GPT-2 size")
+    refused(directory, "expected config.json next to it", "width 48 is not that of a GPT-2 size")
 
 
 def opens_or_is_refused(folder: Path) -> None:
-    """A checkpoint that can be read whole, or a CheckpointError; nothing else may come out."""
+    """Expect a checkpoint whose tensors can all be read, or a CheckpointError."""
     try:
         checkpoint = Checkpoint.open(folder)
     except CheckpointError:
@@ -645,106 +617,67 @@ def opens_or_is_refused(folder: Path) -> None:
 
 
 @given(at=st.floats(0, 1), damage=st.binary(min_size=1, max_size=12), in_header=st.booleans())
-def test_damaged_anywhere(
-    tmp_path_factory: pytest.TempPathFactory, at: float, damage: bytes, in_header: bool
-) -> None:
-    folder = tmp_path_factory.mktemp("damaged")
-    file = folder / "model.safetensors"
-    save_file(hugging_face_tensors(SMALL), file)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    whole = file.read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
-    place = int(at * (length if in_header else len(whole)))
-    file.write_bytes(whole[:place] + damage + whole[place + len(damage) :])
-    opens_or_is_refused(folder)
+def test_damaged_anywhere(reused: Path, at: float, damage: bytes, in_header: bool) -> None:
+    file = write_weights(reused, hugging_face_tensors(SMALL))
+    write_config(reused)
+    content = file.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    offset = int(at * (length if in_header else len(content)))
+    file.write_bytes(content[:offset] + damage + content[offset + len(damage) :])
+    opens_or_is_refused(reused)
+
+
+WRONG_VALUES: list[Any] = [
+    None, "F16", "F4", 7, -1, [], [0, 0], [48], [-48], [2**62, 4], [0, 2**63], {}, "x", [[]]
+]  # fmt: skip
 
 
 @given(
     changes=st.dictionaries(
         st.sampled_from(["dtype", "shape", "data_offsets"]),
-        st.sampled_from(
-            [
-                None,
-                "F16",
-                "F4",
-                7,
-                -1,
-                [],
-                [0, 0],
-                [48],
-                [-48],
-                [2**62, 4],
-                [0, 2**63],
-                {},
-                "x",
-                [[]],
-            ]
-        ),
+        st.sampled_from(WRONG_VALUES),
         min_size=1,
     ),
     tensor=st.sampled_from(["wte.weight", "ln_f.bias", "h.0.attn.bias", "__metadata__"]),
 )
-def test_forged_headers(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], tensor: str
-) -> None:
-    folder = tmp_path_factory.mktemp("forged")
-    file = folder / "model.safetensors"
+def test_forged_headers(reused: Path, changes: dict[str, Any], tensor: str) -> None:
+    file = reused / "model.safetensors"
     save_file(hugging_face_tensors(SMALL), file, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    whole = file.read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:length])
+    write_config(reused)
+    content = file.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:length])
     header[tensor] = {**header[tensor], **changes}
     forged = json.dumps(header).encode()
-    file.write_bytes(len(forged).to_bytes(8, "little") + forged + whole[length:])
-    opens_or_is_refused(folder)
+    file.write_bytes(len(forged).to_bytes(8, "little") + forged + content[length:])
+    opens_or_is_refused(reused)
 
 
 @given(
     config=st.dictionaries(
-        st.sampled_from(
-            [
-                *CONFIG,
-                "n_ctx",
-                "num_attention_heads",
-                "num_hidden_layers",
-                "hidden_size",
-                "max_position_embeddings",
-                "n_inner",
-                "activation_function",
-                "layer_norm_epsilon",
-                "scale_attn_weights",
-                "add_cross_attention",
-                "quantization_config",
-                "x",
-            ]
-        ),
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text(max_size=3)
-        | st.sampled_from(
-            [2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30, 10**400, nested(900)]
-        ),
+        st.sampled_from([
+            *CONFIG, "n_ctx", "num_attention_heads", "num_hidden_layers", "hidden_size",
+            "max_position_embeddings", "n_inner", "activation_function", "layer_norm_epsilon",
+            "scale_attn_weights", "add_cross_attention", "quantization_config", "x",
+        ]),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+        | st.sampled_from([2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30, 10**400,
+                           nested(900)]),
     )
-)
-def test_configs_of_anything(
-    tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]
-) -> None:
-    folder = tmp_path_factory.mktemp("config")
-    save_file(hugging_face_tensors(SMALL), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG | config))
-    opens_or_is_refused(folder)
+)  # fmt: skip
+def test_random_configs(reused: Path, config: dict[str, Any]) -> None:
+    write_weights(reused, hugging_face_tensors(SMALL))
+    write_config(reused, **config)
+    opens_or_is_refused(reused)
 
 
 MEASURE = """
 import sys
 from gpt2block import GPT2
-def memory(what):
-    line = next(line for line in open("/proc/self/status") if line.startswith(what))
+def memory(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return 1024 * int(line.split()[1])
-GPT2.from_pretrained(device="cpu", dtype=sys.argv[2])  # what is imported, and small
+GPT2.from_pretrained(device="cpu", dtype=sys.argv[2])  # a small model, for all imports
 open("/proc/self/clear_refs", "w").write("5")
 before = memory("VmRSS")
 model = GPT2.from_pretrained(sys.argv[1], device="cpu", dtype=sys.argv[2])
@@ -754,14 +687,14 @@ print(memory("VmHWM") - before, model.nbytes)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
-def test_peak_memory(tmp_path: Path, stored: str, wanted: str) -> None:
-    """At most 1.2 times the file or the weights as they are wanted, and one tensor."""
+@pytest.mark.parametrize("requested", ["float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_peak_memory(tmp_path: Path, stored: str, requested: str) -> None:
+    """At most 1.2 times the file or the weights in the requested dtype, plus one tensor."""
     config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=30_000)
     save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
     checkpoint = Checkpoint.open(tmp_path)
     largest = checkpoint.stored["wte"].nbytes
-    run = [sys.executable, "-c", MEASURE, str(tmp_path), wanted]
+    run = [sys.executable, "-c", MEASURE, str(tmp_path), requested]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     peak, kept = map(int, done.stdout.split())
     file = checkpoint.file.stat().st_size

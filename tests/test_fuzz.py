@@ -1,4 +1,4 @@
-"""tools/fuzz.py: a short run of every area, and what its runner makes of cases that fail."""
+"""tools/fuzz.py: a short run of every area, and how the runner reports failing cases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_short_run_of_every_area_finds_nothing(tmp_path: Path) -> None:
     assert sum(tally["calls"] for tally in tallies) == pytest.approx(CALLS, abs=len(AREAS))
     for tally in tallies:
         assert tally["calls"] == tally["right"] + tally["refused"]
-        assert min(tally["right"], tally["refused"]) > 0  # the area asks for both
+        assert min(tally["right"], tally["refused"]) > 0  # every area has both kinds of cases
 
 
 def failing(case: Any) -> Area:
@@ -57,7 +57,7 @@ def test_a_case_that_fails_is_reported_by_kind(monkeypatch: pytest.MonkeyPatch) 
         while True:
             try:
                 time.sleep(9)
-            except BaseException:  # swallowed, as by code that catches everything
+            except BaseException:  # as in code that catches everything
                 return "right"
 
     monkeypatch.setattr(fuzz, "SECONDS", 0.2)
@@ -83,7 +83,7 @@ def test_a_refusal_must_be_one_printable_line(
         refused_or(refuse)
 
 
-def test_other_errors_than_those_allowed_are_not_refusals() -> None:
+def test_only_allowed_errors_are_refusals() -> None:
     def fail() -> None:
         raise KeyError("x")
 
@@ -92,7 +92,7 @@ def test_other_errors_than_those_allowed_are_not_refusals() -> None:
     assert refused_or(fail, KeyError) == "refused"
 
 
-def test_a_case_depends_on_seed_area_and_number_alone(tmp_path: Path) -> None:
+def test_a_case_depends_only_on_seed_area_and_number(tmp_path: Path) -> None:
     draws = [generator(1, "api", 5).random(), generator(1, "api", 5).random()]
     assert draws[0] == draws[1]
     others = [generator(2, "api", 5), generator(1, "bulk", 5), generator(1, "api", 6)]

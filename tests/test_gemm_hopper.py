@@ -27,7 +27,7 @@ from gpt2block.ops._gemm_hopper import (
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
-from tests import test_gemm_split
+from tests import test_gemm_two_part
 from tests.compiling import assert_clean
 from tests.gpus import H200, cupy_with
 from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
@@ -182,18 +182,18 @@ def test_a_short_k(cp: Any, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", test_gemm_split.EPILOGUES, ids=str)
+@pytest.mark.parametrize("epilogue", test_gemm_two_part.EPILOGUES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 8, 264), (129, 264, 520), (1500, 2312, 72), (900, 768, 8)])
 def test_every_tile_of_split_numbers(
     cp: Any,
-    epilogue: test_gemm_split.Case,
+    epilogue: test_gemm_two_part.Case,
     sizes: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One tile a block and many, a long and a short K; the same bits."""
 
     M, N, K = sizes
-    given = test_gemm_split.Problem(replace(epilogue, M=M, N=N, K=K))
+    given = test_gemm_two_part.Problem(replace(epilogue, M=M, N=N, K=K))
     arrays = (TwoPartMatrix.from_float32(cp.asarray(x)) for x in (given.a, given.w))
     others = (x if x is None else cp.asarray(x) for x in (given.bias, given.residual))
     inputs = (*arrays, *others)

@@ -1,4 +1,4 @@
-"""Models from a Hugging Face hub, which here is a server on this machine."""
+"""Models from a Hugging Face hub; the tests run a local server as the hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXT = "abc abc"
 
 @dataclass
 class Hub:
-    """What the server has: repository → revision → commit, and commit → files."""
+    """The content of the server: repository → revision → commit, and commit → files."""
 
     url: str = ""
     revisions: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Hub:
     broken: dict[str, int] = field(default_factory=dict)  # file name → status
 
     def put(self, repo: str, folder: Path, revision: str = "main") -> str:
-        """The files of a folder as a commit; its hash."""
+        """Add a folder's files as a commit; return its hash."""
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.revisions.setdefault(repo, {}).update({revision: commit, commit: commit})
@@ -50,7 +50,7 @@ class Hub:
         return commit
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body, as the real hub says it."""
+        """Return status, headers and body, like the real hub."""
         self.requests.append(path)
         repo, _, rest = path.strip("/").partition("/resolve/")
         revision, _, name = rest.partition("/")
@@ -70,7 +70,7 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """An empty hub, and an empty cache."""
+    """An empty hub and an empty cache."""
     from huggingface_hub import constants  # noqa: PLC0415
 
     state = Hub()
@@ -120,7 +120,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def own_words() -> dict[str, str]:
-    """A pair of files whose ids are none of GPT-2's: 'ab' is token 256, 'abc' 257."""
+    """Return a pair of files with other ids than GPT-2's: 'ab' is token 256, 'abc' 257."""
     characters = encoding.byte_characters()
     vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256, "abc": 257}
     return {"vocab.json": json.dumps(vocab), "merges.txt": "#version: 0.2\na b\nab c\n"}
@@ -128,12 +128,16 @@ def own_words() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model as big in its vocabulary as GPT-2, with a pair of tokenizer files of its own."""
+    """A model with a vocabulary as large as GPT-2's, and its own pair of tokenizer files."""
     path = tmp_path / "folder"
     save_pretrained(path, GPT2Weights.random(1, SMALL), "float16")
     for name, text in own_words().items():
         (path / name).write_text(text, encoding="utf-8")
     return path
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def ids(name: str | Path, revision: str | None = None) -> list[int]:
@@ -154,45 +158,43 @@ def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None
     assert ids(REPO) == ids(folder)
     opened = Checkpoint.open(REPO)
     assert opened.repo == REPO
-    assert {path.name for path in opened.directory.iterdir()} == {p.name for p in folder.iterdir()}
+    assert names_in(opened.directory) == names_in(folder)
 
 
 def test_all_tokenizer_files_are_downloaded(hub: Hub, folder: Path) -> None:
     for name in ("encoder.json", "vocab.bpe", "tokenizer_config.json", "spiece.model"):
         (folder / name).write_text("{}")
-    (folder / "README.md").write_text("of no use")
+    (folder / "README.md").write_text("not downloaded")
     hub.put(REPO, folder)
     found = Checkpoint.open(REPO).tokenizer_files()
-    assert set(found) == {p.name for p in folder.iterdir()} - {
-        "README.md", "config.json", "model.safetensors",
-    }  # fmt: skip
+    assert set(found) == names_in(folder) - {"README.md", "config.json", "model.safetensors"}
 
 
-def test_what_is_cached_needs_no_network(hub: Hub, folder: Path) -> None:
+def test_cached_files_need_no_network(hub: Hub, folder: Path) -> None:
     hub.put(REPO, folder)
     Checkpoint.open(REPO)
-    asked = len(hub.requests)
+    requests = len(hub.requests)
     assert ids(REPO) == ids(folder)
-    assert len(hub.requests) == asked
+    assert len(hub.requests) == requests
 
 
-def test_the_settings_of_a_cached_tokenizer_are_looked_up(hub: Hub, folder: Path) -> None:
-    """Once: then the cache knows whether the repository has them."""
+def test_the_settings_of_a_cached_tokenizer_are_requested(hub: Hub, folder: Path) -> None:
+    """Once; then the cache records whether the repository has them."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
     (opened.directory / "tokenizer_config.json").unlink()
-    asked = len(hub.requests)
+    requests = len(hub.requests)
     for _ in range(2):
         assert "tokenizer_config.json" in opened.tokenizer_files()
-    assert 1 <= len(hub.requests) - asked <= 2
+    assert 1 <= len(hub.requests) - requests <= 2
 
 
 def test_a_cached_model_without_its_tokenizer(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    """As another program left it: the hub is asked; offline, GPT-2's tokenizer is no substitute."""
+    """It is downloaded from the hub; offline, GPT-2's tokenizer does not replace it."""
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
     for name in PAIR:
@@ -234,7 +236,7 @@ def test_an_official_model_has_a_known_tokenizer(
 def test_a_repository_known_to_have_no_tokenizer(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    """As a folder that has none: what `tokenizer.load` makes of it holds."""
+    """It is treated like a folder without one: `tokenizer.load` decides."""
     for name in PAIR:
         (folder / name).unlink()
     hub.put(REPO, folder)
@@ -245,7 +247,7 @@ def test_a_repository_known_to_have_no_tokenizer(
 
 
 def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:
-    """The tokenizer of the cached weights' commit, not of a later one."""
+    """The tokenizer is that of the cached weights' commit, not of a later one."""
     hub.put(REPO, folder)
     first = Checkpoint.open(REPO).directory
     for name in PAIR:
@@ -296,7 +298,7 @@ def test_a_revision_of_a_folder_is_refused(
     assert not (folder / "new").exists()
 
 
-def test_a_job_of_a_revision(hub: Hub, folder: Path, tmp_path: Path) -> None:
+def test_a_bulk_job_with_a_revision(hub: Hub, folder: Path, tmp_path: Path) -> None:
     hub.put(REPO, folder, "v1")
     job = Job("score", str(tmp_path / "out"), model=REPO, revision="v1").checked()
     save_pretrained(folder, GPT2Weights.random(2, SMALL), overwrite=True)
@@ -326,9 +328,7 @@ def test_shards_are_downloaded(hub: Hub, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_pickle_is_downloaded_where_there_is_nothing_else(
-    hub: Hub, folder: Path, sharded: bool
-) -> None:
+def test_a_pickle_is_downloaded_without_safetensors(hub: Hub, folder: Path, sharded: bool) -> None:
     from gpt2block.checkpoints import hub as module  # noqa: PLC0415
 
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -340,7 +340,7 @@ def test_a_pickle_is_downloaded_where_there_is_nothing_else(
     found = module.fetch(REPO)
     assert found.name == ("pytorch_model.bin.index.json" if sharded else "pytorch_model.bin")
     assert found.parent.name == commit
-    assert {path.name for path in found.parent.iterdir()} == {p.name for p in folder.iterdir()}
+    assert names_in(found.parent) == names_in(folder)
 
 
 def test_repositories_without_a_model(hub: Hub, folder: Path) -> None:
@@ -360,7 +360,7 @@ def test_restricted_repositories(hub: Hub, folder: Path) -> None:
     refused(REPO, "the hub restricts access to it")
 
 
-def test_offline_says_what_is_not_cached(
+def test_the_offline_error_lists_files_that_are_not_cached(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     hub.put(REPO, folder)
@@ -372,7 +372,7 @@ def test_offline_says_what_is_not_cached(
     refused(REPO, f"{REPO} at revision v2: offline", "does not have config.json", revision="v2")
 
 
-def test_a_hub_that_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -389,7 +389,7 @@ def test_a_hub_that_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_retries_are_not_reported() -> None:
-    """One by one, before our one line: in a process that has not imported huggingface_hub."""
+    """In a process that has not imported huggingface_hub before."""
     code = (
         "import logging; from gpt2block.checkpoints import hub\n"
         "try: hub.fetch('a--b')\n"
@@ -402,7 +402,7 @@ def test_retries_are_not_reported() -> None:
 def test_the_command_line_reads_the_repository_s_tokenizer(
     hub: Hub, folder: Path, tmp_path: Path
 ) -> None:
-    """In a process of its own, by HF_ENDPOINT, as users set it."""
+    """In a new process, with HF_ENDPOINT as users set it."""
     hub.put(REPO, folder, "v1")
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}

@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes is read again, here and by `transformers`."""
+"""`save_pretrained`: its files are read by gpt2block and by `transformers`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ UNTIED = replace(SMALL, tie_word_embeddings=False)
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 class Tensors:
-    """A source of tensors that come from anywhere."""
+    """A TensorSource with given tensors."""
 
     def __init__(
         self, config: GPT2Config, tensors: Iterable[tuple[str, NDArray[Any], str | None]]
@@ -40,11 +44,11 @@ class Tensors:
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
 @pytest.mark.parametrize("config", [SMALL, UNTIED])
-def test_there_and_back(tmp_path: Path, config: GPT2Config, dtype: str | None) -> None:
+def test_a_saved_model_is_read_again(tmp_path: Path, config: GPT2Config, dtype: str | None) -> None:
     weights = GPT2Weights.random(1, config)
     folder = save_pretrained(tmp_path / "some" / "where", weights, dtype)
     assert folder == tmp_path / "some" / "where"
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert names_in(folder) == ["config.json", "model.safetensors"]
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.config == config
     kind = DTYPES[dtype or "float32"]
@@ -62,17 +66,17 @@ def test_there_and_back(tmp_path: Path, config: GPT2Config, dtype: str | None) -
 
 
 def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
-    board = Checkpoint.open("shakespeare")
-    again = Checkpoint.open(save_pretrained(tmp_path, board))
-    assert again.config == board.config
-    for found, truth in zip(again.tensors(), board.tensors(), strict=True):
+    bundled = Checkpoint.open("shakespeare")
+    again = Checkpoint.open(save_pretrained(tmp_path, bundled))
+    assert again.config == bundled.config
+    for found, truth in zip(again.tensors(), bundled.tensors(), strict=True):
         assert found[1].dtype == np.float16
         np.testing.assert_array_equal(found[1], truth[1])
-    tokenizer = (board.directory / "tokenizer.json").read_bytes()
+    tokenizer = (bundled.directory / "tokenizer.json").read_bytes()
     assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer
     other = tmp_path / "other"
     (tmp_path / "mine.json").write_text("{}")
-    save_pretrained(other, board, "float32", tokenizer=tmp_path / "mine.json")
+    save_pretrained(other, bundled, "float32", tokenizer=tmp_path / "mine.json")
     assert (other / "tokenizer.json").read_text() == "{}"
 
 
@@ -80,7 +84,7 @@ PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 def tokenizer_pair(folder: Path, names: tuple[str, str] = PAIRS[1]) -> dict[str, str]:
-    """A BPE of the 256 bytes and 'ab', written to a folder; → what was written."""
+    """Write a BPE of the 256 bytes and 'ab' to a folder; return name → content."""
     characters = encoding.byte_characters()
     vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256}
     texts = dict(zip(names, (json.dumps(vocab), "#version: 0.2\na b\n"), strict=True))
@@ -91,15 +95,15 @@ def tokenizer_pair(folder: Path, names: tuple[str, str] = PAIRS[1]) -> dict[str,
 
 @pytest.fixture
 def with_pair(tmp_path: Path) -> Path:
-    """A model with a vocabulary of 257 tokens and its pair of files."""
+    """A model with a vocabulary of 257 tokens and its pair of tokenizer files."""
     folder = save_pretrained(tmp_path / "with_pair", GPT2Weights.random(1, WORDS))
     tokenizer_pair(folder)
     return folder
 
 
 @pytest.mark.parametrize("names", PAIRS)
-def test_a_pair_of_tokenizer_files_is_carried_along(tmp_path: Path, names: tuple[str, str]) -> None:
-    """By a Checkpoint and by a model; OpenAI's pair also by the names `transformers` knows."""
+def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, str]) -> None:
+    """From a Checkpoint and from a model; OpenAI's pair also gets the names of `transformers`."""
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
     texts = tokenizer_pair(folder, names)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -115,7 +119,7 @@ def test_a_pair_of_tokenizer_files_is_carried_along(tmp_path: Path, names: tuple
         assert len(model.generate("abc", max_new_tokens=1).tokens) == 1
 
 
-def test_llm_c_s_tokenizer_is_carried_along(tmp_path: Path) -> None:
+def test_llm_c_s_tokenizer_is_copied(tmp_path: Path) -> None:
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
     content = struct.pack("<256i", 20240328, 1, 257, *[0] * 253)
     content += b"".join(bytes([1, byte]) for byte in range(256)) + bytes([3]) + b"end"
@@ -126,13 +130,13 @@ def test_llm_c_s_tokenizer_is_carried_along(tmp_path: Path) -> None:
 
 
 def test_transformers_reads_the_tokenizer(tmp_path: Path, data: Path) -> None:
-    """GPT-2's vocabulary, from OpenAI's files to a model that both libraries read alike."""
+    """Both libraries read GPT-2's vocabulary, given as OpenAI's files, in the same way."""
     transformers = pytest.importorskip("transformers")
     config = replace(SMALL, n_layer=1, n_head=1, n_embd=4, vocab_size=50257)
     folder = save_pretrained(
         tmp_path / "gpt2", GPT2Weights.random(1, config), tokenizer=data / "gpt2-bpe"
     )
-    assert sorted(p.name for p in folder.iterdir()) == [
+    assert names_in(folder) == [
         "config.json", "encoder.json", "merges.txt", "model.safetensors", "vocab.bpe", "vocab.json",
     ]  # fmt: skip
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -142,12 +146,12 @@ def test_transformers_reads_the_tokenizer(tmp_path: Path, data: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(folder).vocab_size == 50257
 
 
-def test_tokenizers_that_are_named(tmp_path: Path, with_pair: Path) -> None:
+def test_tokenizers_given_by_path(tmp_path: Path, with_pair: Path) -> None:
     weights = GPT2Weights.random(2, WORDS)
     sources: list[Any] = [with_pair, with_pair / "merges.txt", Checkpoint.open(with_pair)]
     for number, source in enumerate(sources):
         saved = save_pretrained(tmp_path / str(number), weights, tokenizer=source)
-        assert {"vocab.json", "merges.txt"} < {p.name for p in saved.iterdir()}
+        assert {"vocab.json", "merges.txt"} < set(names_in(saved))
     (with_pair / "merges.txt").unlink()
     for source in (with_pair, with_pair / "vocab.json", tmp_path / "none.json"):
         with pytest.raises(CheckpointError, match=r"expected"):
@@ -160,53 +164,53 @@ def test_tokenizers_that_are_named(tmp_path: Path, with_pair: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_overwriting_leaves_nothing_of_the_other_model(tmp_path: Path, with_pair: Path) -> None:
-    there = tmp_path / "there"
-    save_pretrained(there, Checkpoint.open("shakespeare"))
+def test_overwriting_removes_all_files_of_the_old_model(tmp_path: Path, with_pair: Path) -> None:
+    folder = tmp_path / "folder"
+    save_pretrained(folder, Checkpoint.open("shakespeare"))
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     pickles = ["pytorch_model-00001-of-00001.bin"]
     for index, names in (("model.safetensors", shards), ("pytorch_model.bin", pickles)):
         for name in (index, *names):
-            (there / name).write_text("old")
-        weight_map = {"weight_map": {name: name for name in (*names, "gone")}}
-        (there / f"{index}.index.json").write_text(json.dumps(weight_map))
-    (there / "vocab.txt").write_text("old")
-    (there / "notes.txt").write_text("mine")
-    (there / "model-00001-of-00009.safetensors").write_text("of no index: mine")
-    save_pretrained(there, Checkpoint.open(with_pair), overwrite=True)
-    assert sorted(p.name for p in there.iterdir()) == [
+            (folder / name).write_text("old")
+        weight_map = {"weight_map": {name: name for name in (*names, "missing")}}
+        (folder / f"{index}.index.json").write_text(json.dumps(weight_map))
+    (folder / "vocab.txt").write_text("old")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model-00001-of-00009.safetensors").write_text("in no index")
+    save_pretrained(folder, Checkpoint.open(with_pair), overwrite=True)
+    assert names_in(folder) == [
         "config.json", "merges.txt", "model-00001-of-00009.safetensors", "model.safetensors",
         "notes.txt", "vocab.json",
     ]  # fmt: skip
-    assert GPT2.from_pretrained(there, device="cpu").tokenizer.encode_ordinary("ab") == [256]
-    save_pretrained(there, GPT2Weights.random(1, SMALL), overwrite=True)
-    assert not (there / "vocab.json").exists()
+    assert GPT2.from_pretrained(folder, device="cpu").tokenizer.encode_ordinary("ab") == [256]
+    save_pretrained(folder, GPT2Weights.random(1, SMALL), overwrite=True)
+    assert not (folder / "vocab.json").exists()
 
 
-def test_an_index_that_names_files_elsewhere_removes_none(tmp_path: Path) -> None:
-    there = save_pretrained(tmp_path / "there", GPT2Weights.random(1, SMALL))
+def test_files_that_an_index_lists_in_other_folders_are_kept(tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "folder", GPT2Weights.random(1, SMALL))
     (tmp_path / "mine").write_text("")
     for content in ('{"weight_map": {"x": "../mine"}}', "{", '{"weight_map": {"x": ".."}}'):
-        (there / "model.safetensors.index.json").write_text(content)
-        save_pretrained(there, GPT2Weights.random(1, SMALL), overwrite=True)
-        assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
+        (folder / "model.safetensors.index.json").write_text(content)
+        save_pretrained(folder, GPT2Weights.random(1, SMALL), overwrite=True)
+        assert names_in(folder) == ["config.json", "model.safetensors"]
     assert (tmp_path / "mine").exists()
 
 
-def test_a_tokenizer_that_is_there_before_the_model(tmp_path: Path, with_pair: Path) -> None:
-    """It stays with weights that have none; one that comes along replaces it on request only."""
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "tokenizer.json").write_text("{}")
+def test_a_tokenizer_in_a_folder_without_a_model(tmp_path: Path, with_pair: Path) -> None:
+    """Weights without a tokenizer leave it; another tokenizer replaces it with overwrite only."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json already there"):
-        save_pretrained(there, Checkpoint.open(with_pair))
-    save_pretrained(there, GPT2Weights.random(1, WORDS))
-    assert (there / "tokenizer.json").read_text() == "{}"
-    save_pretrained(there, Checkpoint.open(with_pair), overwrite=True)
-    assert not (there / "tokenizer.json").exists()
+        save_pretrained(folder, Checkpoint.open(with_pair))
+    save_pretrained(folder, GPT2Weights.random(1, WORDS))
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    save_pretrained(folder, Checkpoint.open(with_pair), overwrite=True)
+    assert not (folder / "tokenizer.json").exists()
 
 
-def test_over_itself(with_pair: Path) -> None:
+def test_a_checkpoint_replaces_itself(with_pair: Path) -> None:
     before = {p.name: p.read_bytes() for p in with_pair.iterdir()}
     save_pretrained(with_pair, Checkpoint.open(with_pair), overwrite=True)
     assert {p.name: p.read_bytes() for p in with_pair.iterdir()} == before
@@ -224,7 +228,7 @@ def test_over_itself(with_pair: Path) -> None:
         (b"x", "directory: expected a path, got b'x'"),
     ],
 )
-def test_directories_that_are_none(
+def test_directories_that_are_not_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: Any, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -238,20 +242,25 @@ def test_directories_that_are_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_directories_that_cannot_be(tmp_path: Path) -> None:
+def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
+    weights = GPT2Weights.random(1, SMALL)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "model" / "config.json").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
     for folder, message in (
         ("x" * 300, "File name too long"),
         ("loop", "cannot be written"),
         ("loop/x", "cannot be written"),
+        ("file", "cannot be written"),
+        ("file/below", "cannot be written"),
         ("model", "expected files, found the folders config.json"),
     ):
         for overwrite in (False, True):
             with pytest.raises(CheckpointError, match=message):
-                save_pretrained(
-                    tmp_path / folder, GPT2Weights.random(1, SMALL), overwrite=overwrite
-                )
+                save_pretrained(tmp_path / folder, weights, overwrite=overwrite)
+    with pytest.raises(CheckpointError, match="no_such_tokenizer"):
+        save_pretrained(tmp_path / "new", weights, tokenizer=tmp_path / "no_such_tokenizer.json")
+    assert names_in(tmp_path) == ["file", "loop", "model"]
 
 
 def test_each_tensor_may_have_its_dtype_and_layout(tmp_path: Path) -> None:
@@ -265,12 +274,11 @@ def test_each_tensor_may_have_its_dtype_and_layout(tmp_path: Path) -> None:
     for i, (found, truth) in enumerate(zip(checkpoint.tensors(), weights.tensors(), strict=True)):
         assert found[0::2] == truth[0::2]
         assert found[1].dtype == (np.float32 if i % 4 == 0 else kinds[i % 4])
-        np.testing.assert_array_equal(
-            found[1], truth[1].astype(kinds[i % 4]).astype(found[1].dtype)
-        )
+        expected = truth[1].astype(kinds[i % 4]).astype(found[1].dtype)
+        np.testing.assert_array_equal(found[1], expected)
 
 
-def test_what_is_there_is_replaced_on_request_only(tmp_path: Path) -> None:
+def test_a_model_is_replaced_with_overwrite_only(tmp_path: Path) -> None:
     first, second = (GPT2Weights.random(seed, SMALL) for seed in (1, 2))
     save_pretrained(tmp_path, first)
     (tmp_path / "notes.txt").write_text("mine")
@@ -287,7 +295,7 @@ def test_what_is_there_is_replaced_on_request_only(tmp_path: Path) -> None:
 
 
 def changed(index: int, *items: Any) -> Tensors:
-    """A model with the tensor at this place replaced by others."""
+    """Return a model with the tensor at this index replaced by others."""
     tensors = list(GPT2Weights.random(1, SMALL).tensors())
     return Tensors(SMALL, [*tensors[:index], *items, *tensors[index + 1 :]])
 
@@ -295,12 +303,12 @@ def changed(index: int, *items: Any) -> Tensors:
 @pytest.mark.parametrize(
     ("weights", "dtype", "message"),
     [
-        (changed(1), None, "weights: expected wpe at this place, got h.0.gamma1"),
+        (changed(1), None, "weights: expected wpe at this position, got h.0.gamma1"),
         (changed(27), None, "weights: 1 tensors missing: beta_f"),
         (
             changed(27, ("beta_f", np.ones(48), None), ("more", np.ones(48), None)),
             None,
-            "weights: expected no more at this place, got more",
+            "weights: expected no more tensors at this position, got more",
         ),
         (changed(1, ("wpe", np.ones((48, 11)), None)), None, "wpe: expected shape (11, 48), got"),
         (changed(1, ("wpe", np.ones((11, 48), int), None)), None, "wpe: expected a NumPy array of"),
@@ -308,24 +316,22 @@ def changed(index: int, *items: Any) -> Tensors:
         (
             changed(1, ("wpe", np.full((11, 48), 1e5), None)),
             "float16",
-            "wpe: 528 weights are beyond float16: use float32",
+            "wpe: 528 weights are out of the range of float16: use float32",
         ),
         (changed(1), "float8_e5m2", "dtype: expected one of float32, float16, bfloat16 or None"),
     ],
 )
-def test_what_cannot_be_saved(
-    tmp_path: Path, weights: Tensors, dtype: str | None, message: str
-) -> None:
-    """What was there stays, and nothing half done is left."""
-    (tmp_path / "there").mkdir()
-    for folder in (tmp_path / "new", tmp_path / "there"):
+def test_wrong_tensors(tmp_path: Path, weights: Tensors, dtype: str | None, message: str) -> None:
+    """An existing folder stays, and no incomplete file is left."""
+    (tmp_path / "old").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "old"):
         with pytest.raises(InputError) as caught:
             save_pretrained(folder, weights, dtype)
         assert message in str(caught.value)
-    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["old"]
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
+def test_weights_of_another_type(tmp_path: Path) -> None:
     wrong: Any
     for wrong in (None, 3, "gpt2", tmp_path):
         with pytest.raises(InputError, match="weights: expected GPT2Weights, a Checkpoint or a"):
@@ -333,19 +339,8 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
-    weights = GPT2Weights.random(1, SMALL)
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match="cannot be written"):
-            save_pretrained(folder, weights)
-    with pytest.raises(CheckpointError, match="no_such_tokenizer"):
-        save_pretrained(tmp_path / "new", weights, tokenizer=tmp_path / "no_such_tokenizer.json")
-    assert [p.name for p in tmp_path.rglob("*")] == ["file"]
-
-
 @pytest.mark.parametrize("config", [SMALL, UNTIED])
-def test_transformers_loads_it(tmp_path: Path, config: GPT2Config) -> None:
+def test_transformers_loads_a_saved_model(tmp_path: Path, config: GPT2Config) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     weights = GPT2Weights.random(1, config)
@@ -362,5 +357,5 @@ def test_transformers_loads_it(tmp_path: Path, config: GPT2Config) -> None:
         x = reference.block_forward(x, block, causal=True)
     hidden = reference.layernorm(x, weights.gamma_f, weights.beta_f, config.eps)
     expected = hidden @ weights.lm_head.T
-    # Both are float32: a handful of roundings apart, relative to the largest.
+    # Both are computed in float32: a few rounding errors, relative to the largest logit.
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()

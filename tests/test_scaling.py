@@ -1,4 +1,4 @@
-"""tools/scaling.py with the model on board: two workers on the CPU, and what it makes of times."""
+"""tools/scaling.py: rates from times, the table, and a run with two workers on the CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scaling import End, Part
 from gpt2block.text import tokenizer_json
 
 
-def test_a_rate_is_taken_while_all_are_busy() -> None:
-    """Two workers, a shard a second each; the first ones are late, the last ones alone."""
+def test_the_rate_is_measured_while_all_workers_are_busy() -> None:
+    """Two workers with a shard per second each; early and late shards are excluded."""
     busy = [second + offset for second in range(10, 30) for offset in (0.0, 0.5)]
     ends = [End(time, 7, 70) for time in (4.0, 5.0, *busy, 40.0, 60.0)]
     part = Part("map, 2", 2, 1)
@@ -30,7 +30,7 @@ def test_a_rate_is_taken_while_all_are_busy() -> None:
     assert np.isnan(few.rate)
 
 
-def test_the_table_and_what_goes_to_json() -> None:
+def test_the_table() -> None:
     loop = Part("loop1", 1, 1, 2.0, 10.0, 1000, 9000)
     one = Part("map, 1", 1, 1, 3.0, 10.0, 980, 8820)
     two = Part("map, 2", 2, 1, 3.5, 10.0, 1862, 16758)
@@ -41,7 +41,7 @@ def test_the_table_and_what_goes_to_json() -> None:
     assert lines[6:] == ["Dask's overhead with one worker: 2.0 %", "map, 4: exit code 1: no"]
 
 
-def test_words_are_a_token_each_and_always_the_same(tmp_path: Path) -> None:
+def test_records_have_the_requested_tokens_and_are_reproducible(tmp_path: Path) -> None:
     vocab = {bytes([byte]): byte for byte in range(256)} | {b" t": 256, b" o": 257, b"of": 258}
     words = [token.decode() for token in vocab if len(token) > 1 and token[0] == 32]
     encoding = tokenizer_json.by_tiktoken("test", vocab, {})
@@ -66,12 +66,12 @@ def test_two_workers_on_the_cpu(
     options = "--model shakespeare --dtype float32 --device cpu --seconds 1 --workers 1 2 "
     options += "--records 300 --lengths 2 6 --shard-size 10 --most 3000 --limit 60"
     figures = tmp_path / "figures.json"
-    places = ["--folder", str(tmp_path / "f"), "--json", str(figures)]
-    monkeypatch.setattr(sys, "argv", ["scaling", *options.split(), *places])
+    outputs = ["--folder", str(tmp_path / "f"), "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", ["scaling", *options.split(), *outputs])
     scaling.main()
-    said = capsys.readouterr().out
-    assert said.count("\n| map, ") == 2
-    assert "Dask's overhead with one worker: " in said
+    printed = capsys.readouterr().out
+    assert printed.count("\n| map, ") == 2
+    assert "Dask's overhead with one worker: " in printed
     found = json.loads(figures.read_text())
     assert "NumPy" in found["device"]
     loop, one, two = found["parts"]
@@ -79,5 +79,5 @@ def test_two_workers_on_the_cpu(
         assert not part["problem"]
         assert part["records_per_s"] > 0
         assert part["start_up"] > 0
-    assert one["compared"] > 10  # files of the loop's
+    assert one["compared"] > 10  # files that equal the loop's
     assert two["compared"] > 10

@@ -1,4 +1,4 @@
-"""Logits of random weights in the released models' shapes, beside transformers on the same GPU."""
+"""Logits of random weights in the released shapes, compared with transformers on the same GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2block.weights.gpt2 import GPT2Weights
 
 
 def random_model(torch: Any, transformers: Any, config: GPT2Config) -> Any:
-    """A transformers model with every tensor random, biases and LayerNorms too."""
+    """Return a transformers model in which every tensor is random, also biases and LayerNorms."""
     torch.manual_seed(0)
     settings = transformers.GPT2Config(
         n_layer=config.n_layer,
@@ -48,7 +48,7 @@ def as_weights(model: Any, config: GPT2Config) -> GPT2Weights:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_are_those_of_transformers(size: str) -> None:
+def test_logits_equal_those_of_transformers(size: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_float32_matmul_precision("highest")

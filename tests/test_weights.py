@@ -1,4 +1,4 @@
-"""BlockWeights: the packed buffer, the random distribution, and what is refused."""
+"""BlockWeights and GPT2Weights: the packed buffer, the random distribution, wrong arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpt2block.weights.gpt2 import packed_offsets, unpack
 SMALL = GPT2Config(n_head=3, n_embd=48)
 
 
-def test_the_twelve_offsets_of_the_document() -> None:
+def test_the_twelve_offsets_of_the_challenge() -> None:
     offsets = packed_offsets()
     assert list(offsets.values()) == [
         0, 768, 1536, 1771008, 1773312, 2363136, 2363904, 2364672, 2365440, 4724736, 4727808,
@@ -33,7 +33,7 @@ def test_the_twelve_offsets_of_the_document() -> None:
     ]  # fmt: skip
 
 
-def test_packed_there_and_back() -> None:
+def test_packed_round_trip() -> None:
     packed = np.arange(7_087_872, dtype=np.float32)
     w = BlockWeights.from_packed(packed)
     assert w.w_qkv.shape == (768, 2304)
@@ -84,7 +84,7 @@ def tensors() -> dict[str, Any]:
         ("b_fc", np.zeros(193, np.float32), r"b_fc: expected shape \(192,\), got \(193,\)"),
         ("gamma1", np.float32(1), r"gamma1: expected shape \(C,\)"),
         ("beta1", np.zeros(48, np.float16), "beta1: expected float32 or float64"),
-        ("beta1", np.zeros(48, np.float64), "the same for all, got float64"),
+        ("beta1", np.zeros(48, np.float64), "the same for all tensors, got float64"),
         ("beta1", [0.0] * 48, "beta1: expected a NumPy array, got list"),
     ],
 )
@@ -136,9 +136,8 @@ def test_a_random_model(tied: bool) -> None:
         assert array.dtype == np.float32
         np.testing.assert_array_equal(array, again)
         kind = name.rpartition(".")[2]
-        assert layout == (
-            "KN" if kind[:2] == "w_" else "NK" if kind in ("wte", "lm_head") else None
-        )
+        layouts = {"wte": "NK", "lm_head": "NK"}
+        assert layout == ("KN" if kind[:2] == "w_" else layouts.get(kind))
         low, high = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}.get(kind[0], (-0.12, 0.12))
         assert low <= array.min() < array.max() <= high
     assert len({array.ravel()[0] for _, array, _ in found}) == len(found)
@@ -164,7 +163,7 @@ def test_tensors_that_do_not_fit_the_config() -> None:
     for change, message in (
         ({"wpe": good.wpe[1:]}, r"wpe: expected shape \(20, 24\), got \(19, 24\)"),
         ({"gamma_f": good.gamma_f[:1]}, r"gamma_f: expected shape \(24,\), got \(1,\)"),
-        ({"lm_head": good.wte.copy()}, "lm_head: expected the very array wte"),
+        ({"lm_head": good.wte.copy()}, "lm_head: expected the same object as wte"),
         ({"config": replace(config, n_head=4)}, "block 0: expected n_embd 24, n_head 4, .* got"),
     ):
         with pytest.raises(InputError, match=message):
@@ -172,7 +171,7 @@ def test_tensors_that_do_not_fit_the_config() -> None:
 
 
 @pytest.mark.parametrize("packed", [None, 3, "abc", [[1], [2, 3]], [10**400], {}, np.array("x")])
-def test_what_is_no_packed_buffer(packed: Any) -> None:
+def test_wrong_packed_buffers(packed: Any) -> None:
     with pytest.raises(InputError, match="packed weights: expected"):
         BlockWeights.from_packed(packed)
     with pytest.raises(InputError, match="packed weights: expected a 1-D array"):
@@ -209,8 +208,8 @@ def test_random_input_of_wrong_shapes(shape: Any) -> None:
         random_input(0, shape)
 
 
-def test_numpy_integers_are_integers() -> None:
-    """And JSON can hold them: `save_pretrained` writes them."""
+def test_numpy_integers_are_accepted_as_sizes() -> None:
+    """They are converted, as `save_pretrained` writes them to JSON."""
     sizes: dict[str, Any] = {"n_layer": np.int64(1), "n_head": np.int32(2), "n_embd": np.uint8(4)}
     config = GPT2Config(**sizes, eps=np.float32(0.5))
     assert json.loads(json.dumps(config.to_hugging_face()))["n_embd"] == 4
@@ -228,7 +227,7 @@ def test_wrong_sizes(value: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [True, np.True_, 1.0, "0", None])
-def test_what_is_no_layer(layer: Any) -> None:
+def test_wrong_layers(layer: Any) -> None:
     with pytest.raises(CheckpointError, match="layer: expected an integer"):
         BlockWeights.from_pretrained("shakespeare", layer)
     with pytest.raises(CheckpointError, match="layer: expected an integer"):

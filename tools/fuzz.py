@@ -1,10 +1,10 @@
-"""Call gpt2block with random arguments and files, and compare what it returns with the truth.
+"""Call gpt2block with random arguments and files, and check its results independently.
 
     python tools/fuzz.py                                      # 20,000 calls, all areas on NumPy
     python tools/fuzz.py --area tokenizers --calls 1000 --seed 7
     python tools/fuzz.py --area checkpoints --seed 7 --case 123   # one case, with its traceback
 
-Nothing touches the network. A case depends on the seed, its area and its number only, so the line
+No case uses the network. A case depends only on the seed, its area and its number, so the command
 printed for a failure reproduces it. The exit code is 1 when a case failed.
 """
 
@@ -36,12 +36,12 @@ from fuzzing import NUMPY_AREAS, Area, Difference, Outcome, area, generator
 
 from gpt2block.errors import printable
 
-SECONDS = 20  # of a case, after which it counts as a hang
-GRACE = 10  # seconds more until the process of a case that cannot be interrupted is killed
+SECONDS = 20  # time limit of a case; a longer one counts as a hang
+GRACE = 10  # further seconds until the process of a case that cannot be interrupted is killed
 CHUNK = 25  # cases that a process runs before it reports
-SHOWN = 60  # failures printed
-SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where fsync costs nothing
-ENVIRONMENT = {  # for the processes of the cases: no network, one thread each
+SHOWN = 60  # failures printed at most
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync is fast in memory
+ENVIRONMENT = {  # of the worker processes: no network, one thread each
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "OMP_NUM_THREADS": "1",
@@ -52,7 +52,7 @@ Kind = Literal["traceback", "silent difference", "hang"]
 
 
 class TimeLimitError(BaseException):
-    """The case took too long. Not an Exception, so that no handler under test swallows it."""
+    """The case took too long. Not an Exception, so that handlers under test do not catch it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Tally:
-    """What came of the cases of an area."""
+    """The outcomes of an area's cases."""
 
     area: str
     calls: int = 0
@@ -100,14 +100,14 @@ class Tally:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """TimeLimitError in this block after so many seconds."""
+    """Raise TimeLimitError in this block after so many seconds."""
 
     def stop(signum: int, frame: Any) -> None:
         raise TimeLimitError(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     begun = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, where something caught the first
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeated, in case the first one was caught
     try:
         yield
     finally:
@@ -118,7 +118,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def run_case(tested: Area, seed: int, case: int) -> Outcome:
-    """One case in a folder of its own, with the errors it raises."""
+    """Run one case in a new folder. Raises whatever the case raises."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=SCRATCH))
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"), time_limit(SECONDS):
@@ -129,7 +129,7 @@ def run_case(tested: Area, seed: int, case: int) -> Outcome:
 
 
 def judged(tested: Area, seed: int, case: int) -> Outcome | Failure:
-    """The outcome of a case, or what was wrong with it."""
+    """Run a case; return its outcome, or its failure."""
     try:
         return run_case(tested, seed, case)
     except KeyboardInterrupt:
@@ -140,13 +140,13 @@ def judged(tested: Area, seed: int, case: int) -> Outcome | Failure:
             else "hang" if isinstance(error, TimeLimitError)
             else "traceback"
         )  # fmt: skip
-        place = "" if kind == "silent difference" else f" at {_place(error)}"
-        text = printable(f"{type(error).__name__}: {error}{place}", 300)
+        line = "" if kind == "silent difference" else f" at {_source_line(error)}"
+        text = printable(f"{type(error).__name__}: {error}{line}", 300)
         return Failure(tested.name, seed, case, kind, text)
 
 
-def _place(error: BaseException) -> str:
-    """Where in gpt2block, else anywhere, the error was raised."""
+def _source_line(error: BaseException) -> str:
+    """Return the innermost line of gpt2block, or else of any file, in the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if f"{os.sep}gpt2block{os.sep}" in frame.filename]
     frame = (ours or frames)[-1]
@@ -154,7 +154,7 @@ def _place(error: BaseException) -> str:
 
 
 def run_chunk(chunk: Chunk, current: Any) -> Tally:
-    """The cases of a chunk; `current.value` is the number of the one that runs."""
+    """Run the cases of a chunk; `current.value` is set to the number of the running one."""
     tested, found = area(chunk.area), Tally(chunk.area)
     begun = time.perf_counter()
     for case in range(chunk.first, chunk.end):
@@ -172,16 +172,16 @@ def run_chunk(chunk: Chunk, current: Any) -> Tally:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have so many bytes of address space more than now."""
+    """Limit this process to `more` bytes of address space in addition to the present size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def work(connection: Any, current: Any, names: Sequence[str]) -> None:
-    """A process: chunks in, tallies out, until None comes."""
+    """Main function of a process: receive chunks and send tallies, until None is received."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics in Rust print themselves
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints every panic
     limits = [tested.memory for tested in map(area, names)]  # imported before the limit is set
     if all(limit is not None for limit in limits):
         limit_memory(max(limit for limit in limits if limit is not None))
@@ -190,7 +190,7 @@ def work(connection: Any, current: Any, names: Sequence[str]) -> None:
 
 
 class Worker:
-    """A process, replaced when it dies or hangs."""
+    """A process, which is replaced when it dies or hangs."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -207,7 +207,7 @@ class Worker:
         other.close()
 
     def run(self, chunk: Chunk) -> Tally:
-        """The chunk's tally. A case that ends its process is a failure; the rest still runs."""
+        """Run a chunk. A case that ends its process is a failure; the other cases still run."""
         found = Tally(chunk.area)
         while chunk.first < chunk.end:
             self._current.value = -1
@@ -225,7 +225,7 @@ class Worker:
             self._process.kill()
             self._process.join()
             kind: Kind = "hang" if problem == "hang" else "traceback"
-            # The cases of this chunk before the failing one are run again: their tally is lost.
+            # The tally of the cases before the failing one is lost, so they run again.
             chunk_before = chunk._replace(end=case)
             self._start()
             failure = Failure(chunk.area, chunk.seed, case, kind, f"the process: {problem}")
@@ -236,7 +236,7 @@ class Worker:
         return found
 
     def _answer(self) -> Tally | str:
-        """What the process found, or what happened to it."""
+        """Return the process's tally, or a message on how the process ended."""
         last, since = self._current.value, time.monotonic()
         while not self._connection.poll(0.5):
             if not self._process.is_alive():
@@ -260,7 +260,7 @@ class Worker:
 
 
 def chunks_of(areas: Sequence[Area], calls: int, seed: int) -> list[Chunk]:
-    """The calls divided by the areas' shares, at least one each, in chunks."""
+    """Divide the calls by the areas' shares, at least one each, into chunks."""
     total = sum(tested.share for tested in areas)
     found = []
     for tested in areas:
@@ -273,14 +273,14 @@ def chunks_of(areas: Sequence[Area], calls: int, seed: int) -> list[Chunk]:
 
 
 def run_all(areas: Sequence[Area], calls: int, seed: int, jobs: int) -> list[Tally]:
-    """All cases in `jobs` processes, with progress on stderr."""
+    """Run all cases in `jobs` processes, with progress on stderr."""
     todo: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
     chunks = chunks_of(areas, calls, seed)
     for chunk in chunks:
         todo.put(chunk)
     total = sum(chunk.end - chunk.first for chunk in chunks)
     tallies = {tested.name: Tally(tested.name) for tested in areas}
-    lock, said, errors = threading.Lock(), [time.monotonic()], []
+    lock, printed, errors = threading.Lock(), [time.monotonic()], []
 
     def drive() -> None:
         worker = Worker([tested.name for tested in areas])
@@ -293,7 +293,7 @@ def run_all(areas: Sequence[Area], calls: int, seed: int, jobs: int) -> list[Tal
                 found = worker.run(chunk)
                 with lock:
                     tallies[chunk.area].add(found)
-                    _progress(tallies, total, said)
+                    _progress(tallies, total, printed)
         except Exception as error:
             errors.append(error)
         finally:
@@ -309,25 +309,25 @@ def run_all(areas: Sequence[Area], calls: int, seed: int, jobs: int) -> list[Tal
     return list(tallies.values())
 
 
-def _progress(tallies: dict[str, Tally], total: int, said: list[float]) -> None:
-    """A line every five seconds."""
-    if time.monotonic() - said[0] < 5:
+def _progress(tallies: dict[str, Tally], total: int, printed: list[float]) -> None:
+    """Print a line every five seconds. printed: the time of the last one, updated."""
+    if time.monotonic() - printed[0] < 5:
         return
-    said[0] = time.monotonic()
+    printed[0] = time.monotonic()
     calls = sum(tally.calls for tally in tallies.values())
     failures = sum(len(tally.failures) for tally in tallies.values())
     print(f"{calls:,} of {total:,} calls, {failures:,} failures", file=sys.stderr, flush=True)
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    """The summary as text."""
+    """Return the summary as text."""
     kinds: tuple[Kind, ...] = ("traceback", "silent difference", "hang")
     heads = ("area", "calls", "right", "refused", "tracebacks", "differences", "hangs", "seconds")
-    together = Tally("together")
+    total = Tally("total")
     for tally in tallies:
-        together.add(tally)
+        total.add(tally)
     rows = [heads]
-    for tally in (*tallies, together):
+    for tally in (*tallies, total):
         counts = Counter(failure.kind for failure in tally.failures)
         numbers = (tally.calls, tally.right, tally.refused, *(counts[kind] for kind in kinds))
         rows.append((tally.area, *(f"{n:,}" for n in numbers), f"{tally.seconds:.1f}"))  # type: ignore[arg-type]
@@ -349,32 +349,34 @@ def main() -> None:
     parser.add_argument("--area", action="append", help=f"{', '.join(NUMPY_AREAS)}, ops; repeat")
     parser.add_argument("--calls", type=int, default=20_000, help="cases in all (20,000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="run this one case of one --area, here")
-    parser.add_argument("--json", type=Path, help="write the summary and all failures there")
+    parser.add_argument(
+        "--case", type=int, help="run only this case of one --area, in this process"
+    )
+    parser.add_argument("--json", type=Path, help="write the summary and all failures to this file")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    names = given.area or list(NUMPY_AREAS)
+    names = arguments.area or list(NUMPY_AREAS)
     if "ops" not in names:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA needs more address space than the limit
     try:
         areas = [area(name) for name in names]
-    except ModuleNotFoundError as error:  # no such area, or a package that it needs
+    except ModuleNotFoundError as error:  # an unknown area, or a package that it needs
         parser.error(f"--area: {error}")
-    if given.case is not None:
+    if arguments.case is not None:
         if len(areas) != 1:
-            parser.error("--case: name the one --area it belongs to")
-        print(run_case(areas[0], given.seed, given.case))
+            parser.error("--case: give one --area, to which the case belongs")
+        print(run_case(areas[0], arguments.seed, arguments.case))
         return
-    tallies = run_all(areas, given.calls, given.seed, given.jobs)
+    tallies = run_all(areas, arguments.calls, arguments.seed, arguments.jobs)
     failures = [failure for tally in tallies for failure in tally.failures]
     for failure in failures[:SHOWN]:
         print(f"{failure.command}  # {failure.kind}: {failure.message}")
     if len(failures) > SHOWN:
-        print(f"… and {len(failures) - SHOWN:,} more failures: --json FILE has all")
+        print(f"… and {len(failures) - SHOWN:,} more failures: --json FILE writes all of them")
     print(table(tallies))
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(tally) for tally in tallies], indent=1) + "\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(tally) for tally in tallies], indent=1) + "\n")
     sys.exit(1 if failures else 0)
 
 

@@ -1,15 +1,15 @@
-"""Make tests/golden/tiny: a tiny GPT-2 and what `transformers` computes with it.
+"""Make tests/golden/tiny: a tiny GPT-2 and the results of `transformers` for it.
 
     python tools/make_golden.py
 
-`config.json` and `model.safetensors` are a checkpoint like any other: 3 layers, 4 heads of size 12,
-random numbers large enough that every part of a block shows in the logits, in float16 so that the
-file is small and is read back exactly. It has an lm_head of its own, which counts where
+`config.json` and `model.safetensors` are an ordinary checkpoint: 3 layers, 4 heads of size 12. The
+random weights are large enough that every part of a block affects the logits, and float16, so that
+the file is small and is read without rounding. The separate lm_head is used only where
 config.json's `tie_word_embeddings` is set to false.
 
-`expected.safetensors`: ids (2, 23), the residual stream before, between and after the blocks,
-(4, 2, 23, 48), hidden, after the final LayerNorm, logits (2, 23, 101) with the tied lm_head and
-untied_logits. All was computed in float64 and rounded to float32 once.
+`expected.safetensors`: ids (2, 23); stream (4, 2, 23, 48), the residual stream before and after
+each block; hidden (2, 23, 48), after the final LayerNorm; logits (2, 23, 101) with the tied
+lm_head, and untied_logits. All were computed in float64 and rounded to float32 once.
 
 The committed files were made with torch 2.13.0 and transformers 5.23.0. The package itself needs
 neither.
@@ -82,7 +82,7 @@ def model(tie_word_embeddings: bool) -> GPT2LMHeadModel:
 
 
 def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """γ around 1, all else around 0; matrices of blocks keep the size of what they are given."""
+    """Draw γ around 1 and all else around 0; matrices of blocks preserve the input's magnitude."""
     array = rng.standard_normal(shape)
     if len(shape) == 1:
         array = 0.3 * array + (".ln_" in name and name.endswith("weight"))
@@ -94,7 +94,7 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArra
 def evaluated(
     gpt2: GPT2LMHeadModel, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Residual stream, hidden and logits, computed in float64."""
+    """Compute residual stream, hidden and logits in float64."""
     stream: list[torch.Tensor] = []
     for block in gpt2.transformer.h:
         block.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0]))

@@ -2,8 +2,8 @@
 
     python tools/make_pytorch_fixtures.py
 
-Every model has one layer of width 8. `expected-*.safetensors` hold what the other files must be
-read as, under Hugging Face's names; they are made from the tensors, not from the files.
+Every model has one layer of width 8. `expected-*.safetensors` hold the tensors that must be read
+from the other files, under Hugging Face's names; they are made from the tensors, not the files.
 
 The committed files were made with torch 2.13.0. The tests do not need it.
 """
@@ -58,7 +58,7 @@ def save(value: Any, name: str, legacy: bool = False) -> None:
 
 
 def save_old(tensors: Tensors) -> None:
-    """As old models are: prefixes, a tied lm_head, masks of integers and booleans."""
+    """Save files like those of old models: prefixes, a tied lm_head, integer and boolean masks."""
     old = {f"module.transformer.{name}": tensor for name, tensor in tensors.items()}
     old["module.lm_head.weight"] = old["module.transformer.wte.weight"]
     mask = torch.ones(N_CTX, N_CTX).tril().view(1, 1, N_CTX, N_CTX)
@@ -70,7 +70,7 @@ def save_old(tensors: Tensors) -> None:
 
 
 def save_strided(tensors: Tensors) -> None:
-    """Matrices of blocks that lie transposed, all parts of one storage; and a matrix with gaps."""
+    """Save transposed matrices of blocks in one storage, and matrices that are not contiguous."""
     packed = torch.cat(
         [t.t().reshape(-1) if in_block(n, t) else t.reshape(-1) for n, t in tensors.items()]
     )
@@ -78,8 +78,8 @@ def save_strided(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         part = packed[begin : begin + tensor.numel()]
         begin += tensor.numel()
-        turned = in_block(name, tensor)
-        views[name] = part.view(tensor.t().shape).t() if turned else part.view(tensor.shape)
+        transposed = in_block(name, tensor)
+        views[name] = part.view(tensor.t().shape).t() if transposed else part.view(tensor.shape)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
     save(views, "transposed.bin")
     save(views, "transposed-legacy.bin", legacy=True)
@@ -102,7 +102,7 @@ def save_sharded(tensors: Tensors) -> None:
 
 
 def save_nanogpt(model: nn.Module) -> None:
-    """With an optimizer that has made a step."""
+    """Save a checkpoint whose optimizer has made one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -120,7 +120,7 @@ def save_nanogpt(model: nn.Module) -> None:
 
 
 def save_nanogpt_without_bias() -> None:
-    """Of a compiled model, in bfloat16."""
+    """Save a compiled model without biases, in bfloat16."""
     model = nanogpt(bias=False).to(torch.bfloat16)
     compiled: Any = torch.compile(model)
     checkpoint = {
@@ -138,7 +138,7 @@ def save_nanogpt_without_bias() -> None:
 
 
 def nanogpt(bias: bool) -> nn.Module:
-    """nanoGPT's modules under its names; every parameter is random."""
+    """Return a model with nanoGPT's modules and names; every parameter is random."""
     attention = {"c_attn": nn.Linear(C, 3 * C, bias), "c_proj": nn.Linear(C, C, bias)}
     mlp = {"c_fc": nn.Linear(C, 4 * C, bias), "c_proj": nn.Linear(4 * C, C, bias)}
     block = {
@@ -163,7 +163,7 @@ def nanogpt(bias: bool) -> nn.Module:
 
 
 def as_hugging_face(state: dict[str, Any]) -> Tensors:
-    """Copies under Hugging Face's names, matrices of blocks (inputs, outputs)."""
+    """Return copies with Hugging Face's names; matrices of blocks are (inputs, outputs)."""
     out = {}
     for label, tensor in state.items():
         name = label.removeprefix("transformer.")
@@ -173,7 +173,7 @@ def as_hugging_face(state: dict[str, Any]) -> Tensors:
 
 
 def in_block(name: str, tensor: torch.Tensor) -> bool:
-    """Whether it is a matrix of a block."""
+    """Return whether it is a matrix of a block."""
     return name.startswith("h.") and tensor.dim() == 2
 
 

@@ -1,11 +1,11 @@
-"""What compute-sanitizer watches: the ten steps, every variant of every operation, a whole model.
+"""Workload for compute-sanitizer: the ten-step block, every variant of every operation, a model.
 
-Each result is held against NumPy. The sizes are small and odd: tiles have edges, rows have tails.
-But for the model's decoding and the fused block there is no CUDA graph, so that each kernel is
-reported by name.
+Each result is compared with NumPy. The sizes are small and odd, so that tiles and rows are partly
+filled. Only the model's decoding and the fused block use CUDA graphs, so that compute-sanitizer
+reports other kernels by name.
 
-With --without-hopper, on a Hopper GPU too, the kernels of older ones: initcheck does not see what
-the copy engine (TMA) writes, and reports every read of it.
+--without-hopper selects the kernels of older GPUs on a Hopper GPU: initcheck does not track writes
+of the copy engine (TMA), and reports every read of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEADS = {"H": 3, "D": 34}
 
 
 def block() -> None:
-    """Both masks, one sequence and several, GPT-2's width and another one."""
+    """Causal or not, one sequence and several, GPT-2's width and another one."""
     for config in (GPT2Config(), GPT2Config(n_head=3, n_embd=48)):
         weights = BlockWeights.random(0, config)
         for causal, batch in ((False, 1), (True, 1), (True, 3)):
@@ -58,7 +58,7 @@ def block() -> None:
 
 
 def fused_block() -> None:
-    """The seven steps in every dtype, as direct launches and as a graph of overlapping ones."""
+    """The fused block in every dtype, as direct launches and as a graph of overlapping kernels."""
     weights = BlockWeights.random(0, GPT2Config(n_head=2, n_embd=128))
     for dtype in ("float32", *SIXTEEN_BITS):
         for causal, shape in ((False, (1, 128)), (True, (70, 128)), (True, (3, 30, 128))):
@@ -76,15 +76,15 @@ def fused_block() -> None:
 
 
 def operation(found: Operation) -> None:
-    """Every variant in every dtype it takes, weights in both layouts."""
+    """Every variant in every dtype, with weights in both layouts."""
     sizes = {name: (SIZES | HEADS)[name] for name in found.sizes}
     if found.matrices:
-        sizes["N"] = 256  # whole heads
+        sizes["N"] = 256  # a multiple of the head size
     options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
     for dtype in found.dtypes:
         for layout in ("KN", "NK") if found.matrices else ("KN",):
             host, truth = measure.inputs_and_truth(found, sizes, dtype, layout)
-            stated = np.isfinite(truth)
+            finite = np.isfinite(truth)
             arrays = tuple(map(measure.uploaded, host))
             for variant in found.variants:
                 chosen = options | measure.options_for(found, variant)
@@ -94,13 +94,13 @@ def operation(found: Operation) -> None:
                     print(f"not for {found.name} {variant.name} {dtype} {layout}: {error}")
                     continue
                 got = bound.run().get().astype(np.float64)
-                off = float(np.abs(got - truth)[stated].max() / np.abs(truth)[stated].max())
+                off = float(np.abs(got - truth)[finite].max() / np.abs(truth)[finite].max())
                 assert off <= measure.tolerance(dtype), (found.name, variant.name, dtype, off)
                 print(f"checked {found.name} {variant.name} {dtype} {layout}: error {off:.1e}")
 
 
 def gemm() -> None:
-    """Each epilogue of each variant at a ragged size, the residual in place."""
+    """Each epilogue of each variant at odd sizes, the residual in place."""
     rng = np.random.default_rng(0)
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
     wide = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
@@ -124,12 +124,12 @@ def gemm() -> None:
                 got = bound.run().get().astype(np.float64)
                 off = float(np.abs(got - truth).max() / np.abs(truth).max())
                 assert off <= measure.tolerance(kind), (variant.name, dtype, kind, off)
-                how = f"gelu {gelu} residual {added} to {kind}"
-                print(f"checked gemm {variant.name} {dtype} {how}: error {off:.1e}")
+                epilogue = f"gelu {gelu} residual {added} to {kind}"
+                print(f"checked gemm {variant.name} {dtype} {epilogue}: error {off:.1e}")
 
 
-def split_matrices() -> None:
-    """Rows in two parts; each epilogue of their product by each tier; attention, ragged too."""
+def two_part_matrices() -> None:
+    """Two-part matrices: each epilogue of each variant of gemm; attention, also ragged batches."""
     rng = np.random.default_rng(0)
     sizes = ((70, 144), (72, 144), (72,), (70, 72))  # of a, w (N, K), bias, residual
     host = [rng.standard_normal(shape, dtype=np.float32) for shape in sizes]
@@ -143,14 +143,14 @@ def split_matrices() -> None:
             try:
                 bound = OPERATIONS["gemm"].bind(inputs, gelu=gelu, variant=variant.name, **options)
             except InputError as error:
-                print(f"not for split {variant.name}: {error}")
+                print(f"not for two-part {variant.name}: {error}")
                 break
             old = exact[3] if added else None
             truth = reference.gemm(exact[0], exact[1].T, exact[2], old, gelu)
             off = float(np.abs(bound.run().get() - truth).max() / np.abs(truth).max())
             assert off <= measure.tolerance("float32"), (variant.name, off)
-            how = f"gelu {gelu} residual {bool(added)} in parts {bool(parts)}"
-            print(f"checked split {variant.name} {how}: error {off:.1e}")
+            epilogue = f"gelu {gelu} residual {bool(added)} two-part output {bool(parts)}"
+            print(f"checked two-part {variant.name} {epilogue}: error {off:.1e}")
     for causal, lengths in product((False, True), ([70], [70, 0, 1, 131])):
         starts = np.cumsum([0, *lengths], dtype=np.int32)
         qkv = rng.standard_normal((starts[-1], 3 * 128)).astype(np.float32)
@@ -160,11 +160,11 @@ def split_matrices() -> None:
         got = ops.attention(matrix, 2, causal, cu_seqlens=ends, max_seqlen=max(lengths)).get()
         off = float(np.abs(got - truth).max() / np.abs(truth).max())
         assert off <= measure.tolerance("float32"), off
-        print(f"checked split attention {causal} {lengths}: error {off:.1e}")
+        print(f"checked two-part attention {causal} {lengths}: error {off:.1e}")
 
 
 def attention() -> None:
-    """The variants for 16 bits: one sequence, and a ragged batch with an empty sequence."""
+    """The 16-bit variants: one sequence, and a ragged batch with an empty sequence."""
     rng = np.random.default_rng(0)
     found = OPERATIONS["attention"]
     for variant in (v for v in found.variants if "float16" in v.dtypes):
@@ -193,13 +193,13 @@ def attention() -> None:
 
 
 def model() -> None:
-    """Prefill of a ragged batch, decoding as a graph, likelihoods, in every dtype."""
+    """Prefill of a ragged batch, decoding as a graph, and likelihoods, in every dtype."""
     narrow, on_tensor_cores = (
         GPT2Weights.random(0, GPT2Config(2, heads, C, 140, 101)) for heads, C in ((3, 48), (1, 64))
     )
     rng = np.random.default_rng(0)
     ids = [rng.integers(101, size=n).astype(np.int32) for n in (131, 1, 140)]
-    ways = [
+    samplings = [
         Sampling(temperature=0),
         Sampling(top_k=20, top_p=0.8, min_p=0.01, repetition_penalty=1.2),
         Sampling(temperature=1.5, seed=3),
@@ -212,13 +212,13 @@ def model() -> None:
             error = max(error, float(np.abs(got - exact).max() / np.abs(exact).max()))
         assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
-            decoding = ours.engine.decode([row[:131] for row in ids[rows]], ways[rows])
+            decoding = ours.engine.decode([row[:131] for row in ids[rows]], samplings[rows])
             drawn = np.array([decoding.next()[0] for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
-        if dtype == "bfloat16":  # two rows are full on the way and restart
+        if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
                 assert len(one.tokens) == 12
-        kv_cache = ours.new_cache(3)  # rows that begin and rows that go on
+        kv_cache = ours.new_cache(3)  # new rows, and rows that continue
         for chunk in ([ids[0][:70], ids[0][:0], ids[2][:9]], [ids[0][70:], ids[1], ids[2][9:]]):
             assert np.isfinite(np.concatenate(ours.engine.forward(chunk, "last", kv_cache))).all()
         likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
@@ -233,7 +233,7 @@ def main() -> None:
     block()
     attention()
     fused_block()
-    split_matrices()
+    two_part_matrices()
     model()
     gemm()
     for found in OPERATIONS.values():

@@ -1,18 +1,18 @@
-"""Measure `gpt2block map` with 1, 2, 4 workers, a GPU each, and one process without Dask.
+"""Measure `gpt2block map` with 1, 2, 4 workers, one GPU each, and one process without Dask.
 
     python -m tools.scaling --json scaling.json
     python -m tools.scaling --what generate --workers 1 2 --seconds 30
     python -m tools.scaling --model shakespeare --dtype float32 --device cpu --seconds 5
 
-A model of GPT-2 124M's shapes with random weights, unless --model names one, and random records of
-mixed lengths, token ids, or text where --tokenizer says how it is read. First `run_shard` in a loop
-of one process, as many threads as a worker has, on one GPU: its rate tells how many records keep
-the workers busy for --seconds. Then the command itself, as a process, for each number of workers.
+The model has GPT-2 124M's shapes and random weights, unless --model is given. The records have
+random lengths: token ids or, with --tokenizer, text. The tool first runs `run_shard` in a loop in
+one process, with the threads of one worker, on one GPU; its rate determines how many records keep
+the workers busy for --seconds. It then runs the command for each number of workers.
 
-Start-up is what passes until the first shard is there. The rates are taken from the times at which
-the shards were finished, without the first ones of every worker and those at the end, when some
-wait. The first shards of all runs are the same records: their files have to be equal. Kernels are
-compiled and files read before anything is measured.
+Start-up is the time until the first shard is finished. Rates are computed from the shards' finish
+times, without the first shards of every worker and without those at the end, when some workers are
+idle. The first shards of all runs hold the same records, so their files must be equal. Kernels are
+compiled and files are read before the measurement.
 """
 
 from __future__ import annotations
@@ -49,43 +49,43 @@ from gpt2block.text.encoding import tokens_of
 ROOT = Path(__file__).parent.parent
 LENGTHS = {"score": (16, 512), "generate": (8, 64)}  # of records, in tokens
 SHARD_SIZE = {"score": 1000, "generate": 256}
-MORE = 1.1  # records than the loop's rate asks for
-AT_LEAST = 4  # finished shards that a rate is taken from
-EDGE = 2  # shards of each thread, at either end, that it is not taken from
+MARGIN = 1.1  # factor on the number of records that the loop's rate requires
+AT_LEAST = 4  # finished shards needed to compute a rate
+EDGE = 2  # shards per thread that are excluded at the start and at the end
 WARM_SECONDS = 3.0
-GRACE = 30  # seconds for what was interrupted
-# As Dask starts its workers: a BLAS with more threads is another one, in its last bits, too.
+GRACE = 30  # seconds for an interrupted process to end
+# The setting of Dask's workers. With more threads the last bits of a BLAS product may differ.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
 
 
 @dataclass(frozen=True)
 class End:
-    """When a shard was there, in seconds of the clock, and what it holds."""
+    """A finished shard."""
 
-    time: float
+    time: float  # seconds of the clock
     records: int
     tokens: int
 
 
 @dataclass
 class Part:
-    """What one run gave."""
+    """The figures of one run."""
 
     name: str
     workers: int
-    threads: int  # of each
-    start_up: float = math.nan  # seconds until the first shard was there
-    seconds: float = 0.0  # of the steady part
+    threads: int  # of each worker
+    start_up: float = math.nan  # seconds until the first shard was finished
+    seconds: float = 0.0  # of the steady state
     records: int = 0
     tokens: int = 0
     shards: int = 0
     problem: str = ""
-    compared: int = 0  # files that are equal to another run's
-    said: list[str] = field(default_factory=list)
+    compared: int = 0  # files that equal those of another run
+    said: list[str] = field(default_factory=list)  # the last lines that it printed
 
     @property
     def rate(self) -> float:
-        """Records a second."""
+        """Records per second."""
         return self.records / self.seconds if self.seconds else math.nan
 
     @property
@@ -93,7 +93,7 @@ class Part:
         return self.tokens / self.seconds if self.seconds else math.nan
 
     def take(self, begun: float, ends: Sequence[End]) -> None:
-        """The steady part: when every thread has done `EDGE` shards, and has as many left."""
+        """Set the figures of the steady state, without `EDGE` shards per thread at either end."""
         ends = sorted(ends, key=lambda end: end.time)
         if ends:
             self.start_up = ends[0].time - begun
@@ -111,7 +111,7 @@ class Part:
 def write_records(
     path: Path, count: int, lengths: tuple[int, int], vocab_size: int, words: Sequence[str] = ()
 ) -> None:
-    """Random token ids, or words, of so many tokens each; the same ones every time."""
+    """Write records of random token ids or words. lengths: in tokens. The seed is fixed."""
     random = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as file:
         for length in random.integers(lengths[0], lengths[1] + 1, count):
@@ -121,14 +121,14 @@ def write_records(
 
 
 def words_of(path: str, vocab_size: int) -> list[str]:
-    """Words that are one token each behind any other."""
+    """Return words with a leading space that are one token each."""
     encoding = tokenizer.from_path(path, vocab_size)
     tokens = (token.decode(errors="replace") for _, token in tokens_of(encoding))
     return sorted(token for token in tokens if re.fullmatch(" [a-z]+", token))
 
 
 def ends_of(folder: Path, form: str = "jsonl") -> list[End]:
-    """Of the shards in a manifest; each file's time is that of its worker's last write."""
+    """Return the finished shards of a manifest; the time is that of the file's last write."""
     if not (folder / shards.MANIFEST).exists():
         return []
     return [
@@ -140,42 +140,35 @@ def ends_of(folder: Path, form: str = "jsonl") -> list[End]:
 class Measurement:
     """All runs of one kind of job."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self._given, self._folder = given, folder
-        self._threads = threads_of(given.what, engine_of(given.device))
-        model = given.model
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._folder = args, folder
+        self._threads = threads_of(args.what, engine_of(args.device))
+        model = args.model
         if model is None:
             model = str(folder / "model")
             if not Path(model).exists():
                 save_pretrained(model, GPT2Weights.random(0), "bfloat16")
         config = Checkpoint.open(model).config
-        shortest, longest = given.lengths or LENGTHS[given.what]
-        words = words_of(given.tokenizer, config.vocab_size) if given.tokenizer else []
-        size = given.shard_size or SHARD_SIZE[given.what]
-        self._count: int = max(1, given.records // size) * size
-        self._lines = folder / f"{given.what}.jsonl"
+        shortest, longest = args.lengths or LENGTHS[args.what]
+        words = words_of(args.tokenizer, config.vocab_size) if args.tokenizer else []
+        size = args.shard_size or SHARD_SIZE[args.what]
+        self._count: int = max(1, args.records // size) * size
+        self._lines = folder / f"{args.what}.jsonl"
         longest = min(longest, config.n_ctx)
         write_records(self._lines, self._count, (shortest, longest), config.vocab_size, words)
         options: dict[str, Any] = {}
-        if given.what == "generate":
-            options = {"max_new_tokens": given.max_new_tokens, "temperature": 0.8}
+        if args.what == "generate":
+            options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8}
             options |= {"seed": 0, "rows_at_once": 64}
         self._job = Job(
-            given.what,
-            "",
-            model,
-            given.device,
-            given.dtype,
-            given.tokenizer,
-            options,
-            shard_size=size,
-            batch_tokens=given.batch_tokens,
-        )
+            args.what, "", model, args.device, args.dtype, args.tokenizer, options,
+            shard_size=size, batch_tokens=args.batch_tokens,
+        )  # fmt: skip
         self.device = ""
         self.parts: list[Part] = []
 
     def loop(self, threads: int, seconds: float, name: str) -> Part:
-        """`run_shard` in a process of its own."""
+        """Run `run_shard` in a new process."""
         part = Part(name, 1, threads)
         output = self._output(name)
         begun = time.time()
@@ -193,29 +186,29 @@ class Measurement:
         return part
 
     def map(self, workers: int, rate: float) -> Part:
-        """The command, for as many records as take `seconds` at the loop's rate."""
-        given, job = self._given, self._job
+        """Run the command on as many records as take `seconds` at the loop's rate."""
+        args, job = self._args, self._job
         part = Part(f"map, {workers}", workers, self._threads)
         output = self._output(f"map{workers}")
         edges = 5 * workers * part.threads * job.shard_size
-        needed = MORE * rate * workers * given.seconds + edges
+        needed = MARGIN * rate * workers * args.seconds + edges
         files = [str(self._lines)] * math.ceil(needed / self._count)
-        command = [sys.executable, "-m", "gpt2block", "map", given.what, *files]
+        command = [sys.executable, "-m", "gpt2block", "map", args.what, *files]
         command += ["--output", str(output), "--workers", str(workers), "--model", job.model]
         command += ["--dtype", job.dtype, "--shard-size", str(job.shard_size)]
         command += ["--batch-tokens", str(job.batch_tokens)]
         command += ["--device", job.device] if job.device else []
         command += ["--tokenizer", job.tokenizer] if job.tokenizer else []
-        if given.what == "generate":
+        if args.what == "generate":
             for name, value in job.options.items():
                 command += [f"--{name.replace('_', '-')}", str(value)]
         begun = time.time()
-        self._run(part, command, given.seconds)
+        self._run(part, command, args.seconds)
         part.take(begun, ends_of(output))
         return part
 
     def equal(self, one: Path, other: Path) -> int:
-        """How many files both have; SystemExit where two of them differ."""
+        """Return the number of files in both folders. Raises SystemExit where two differ."""
         names = sorted(
             {p.name for p in one.glob("part-*")} & {p.name for p in other.glob("part-*")}
         )
@@ -225,17 +218,17 @@ class Measurement:
         return len(names)
 
     def all(self) -> Iterator[Part]:
-        """Part by part, as they are done."""
-        given = self._given
+        """Yield each part when it is finished."""
+        args = self._args
         self.loop(1, WARM_SECONDS, "warm")
-        best: Part | None = None
-        for threads in given.threads or [self._threads]:
-            best = self.loop(threads, given.loop_seconds or given.seconds, f"loop{threads}")
-            yield best
-        assert best is not None
-        rate = best.rate if best.seconds else 1.0
-        before = self._folder / best.name
-        for workers in given.workers:
+        last: Part | None = None
+        for threads in args.threads or [self._threads]:
+            last = self.loop(threads, args.loop_seconds or args.seconds, f"loop{threads}")
+            yield last
+        assert last is not None
+        rate = last.rate if last.seconds else 1.0
+        before = self._folder / last.name
+        for workers in args.workers:
             part = self.map(workers, rate)
             output = self._folder / f"map{workers}"
             part.compared = self.equal(before, output)
@@ -243,19 +236,19 @@ class Measurement:
             before = output
 
     def _repeats(self, seconds: float) -> int:
-        """Of the file, for the loop: more than it gets done."""
-        return math.ceil(1 + seconds * float(self._given.most) / self._count)
+        """Return how often the loop's input repeats the file: more than the loop can compute."""
+        return math.ceil(1 + seconds * float(self._args.most) / self._count)
 
     def _output(self, name: str) -> Path:
         output = self._folder / name
         if output.exists():
-            raise SystemExit(f"{output} is there already: give another --folder")
+            raise SystemExit(f"{output} exists already: give another --folder")
         return output
 
     def _run(
         self, part: Part, command: list[str], seconds: float, env: dict[str, str] | None = None
     ) -> None:
-        """Until it ends, or its time is over."""
+        """Run a process until it ends, or until its time limit."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
             command,
@@ -265,25 +258,25 @@ class Measurement:
             env={**os.environ, **(env or {}), "PYTHONPATH": path},
             start_new_session=True,
         )
-        limit = self._given.limit or 1.5 * seconds + 90
+        limit = self._args.limit or 1.5 * seconds + 90
         try:
-            said, _ = process.communicate(timeout=limit)
+            printed, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            part.problem = f"not done after {limit:.0f} s"
-            said = _end(process)
+            part.problem = f"not finished after {limit:.0f} s"
+            printed = _end(process)
         except BaseException:
             _end(process)
             raise
-        part.said = said.splitlines()[-6:]
+        part.said = printed.splitlines()[-6:]
         if process.returncode and not part.problem:
             part.problem = f"exit code {process.returncode}: {' '.join(part.said)}"
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Interrupt it and what it has started; → what it said."""
-    for how in (signal.SIGINT, signal.SIGKILL):
+    """Interrupt the process and its children; return what it printed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=GRACE)[0]
     return ""
@@ -294,7 +287,7 @@ def _first_gpu() -> str:
 
 
 def run_loop(spec: dict[str, Any]) -> None:
-    """What a worker does, without Dask: shard after shard until the time is over, and the edge."""
+    """Compute shards like a worker, without Dask, until the time is over, and `EDGE` more."""
     job = Job(**{**spec["job"], "keep": tuple(spec["job"]["keep"])}).checked()
     job = replace(job, device=engine_of(job.device))
     files = records.find_files([spec["lines"]] * spec["repeat"])
@@ -307,7 +300,7 @@ def run_loop(spec: dict[str, Any]) -> None:
         edge = EDGE * spec["threads"]
 
         def work() -> None:
-            after = 0  # shards that were begun when the time was over
+            after = 0  # shards begun after the end of the measured time
             while after < EDGE:
                 with taking:
                     shard = next(waiting, None)
@@ -327,7 +320,7 @@ def run_loop(spec: dict[str, Any]) -> None:
 
 
 def table(parts: Sequence[Part]) -> list[str]:
-    """Markdown. Efficiency is beside one worker, overhead is one worker's beside the loop's."""
+    """Return a Markdown table. Efficiency is relative to one worker; overhead, to the loop."""
     one = next((part for part in parts if part.name == "map, 1"), None)
     loop = [part for part in parts if part.name.startswith("loop")]
     lines = [
@@ -353,8 +346,8 @@ def _overhead(one: Part, loop: Part) -> float:
     return 1 - one.rate / loop.rate if loop.rate else math.nan
 
 
-def report(measurement: Measurement, given: argparse.Namespace) -> dict[str, Any]:
-    """The table's figures, and what they were measured with."""
+def report(measurement: Measurement, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the table's figures, the device and the arguments."""
     parts = measurement.parts
     one = next((part for part in parts if part.name == "map, 1"), None)
     loop = [part for part in parts if part.name.startswith("loop")]
@@ -370,14 +363,14 @@ def report(measurement: Measurement, given: argparse.Namespace) -> dict[str, Any
     ]
     return {
         "device": measurement.device,
-        "asked": {key: str(value) for key, value in vars(given).items()},
+        "asked": {key: str(value) for key, value in vars(args).items()},
         "parts": rows,
         "overhead": _number(_overhead(one, loop[-1])) if one and loop else None,
     }
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not have, by None."""
     return None if math.isnan(value) else value
 
 
@@ -385,38 +378,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--what", choices=("score", "generate"), default="score")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--threads", type=int, nargs="+", help="of the loops; a worker's last")
-    parser.add_argument("--seconds", type=float, default=60, help="of steady state, at least")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="threads of each loop; a worker's last"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="minimum steady state")
     parser.add_argument("--loop-seconds", type=float, help="of the loops; --seconds by default")
-    parser.add_argument("--limit", type=float, help="of every run; 1.5 seconds + 90 by default")
+    parser.add_argument("--limit", type=float, help="of each run; 1.5 x --seconds + 90 by default")
     parser.add_argument("--model", help="124M shapes with random weights by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"))
-    parser.add_argument("--tokenizer", help="records are text, not ids, read with this one")
-    parser.add_argument("--records", type=int, default=20000, help="that are different")
-    parser.add_argument("--lengths", type=int, nargs=2, help="tokens of the shortest, the longest")
+    parser.add_argument("--tokenizer", help="tokenizer of text records; by default they are ids")
+    parser.add_argument("--records", type=int, default=20000, help="number of different records")
+    parser.add_argument("--lengths", type=int, nargs=2, help="shortest and longest, in tokens")
     parser.add_argument("--shard-size", type=int)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--most", type=float, default=10000, help="records/s that no loop reaches")
-    parser.add_argument("--folder", type=Path, help="of model, records and results; a new one")
-    parser.add_argument("--json", type=Path, help="where the figures go, after every part anew")
+    parser.add_argument("--folder", type=Path, help="new folder for model, records and results")
+    parser.add_argument("--json", type=Path, help="file for the figures, rewritten after each part")
     parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.loop:
-        run_loop(json.loads(given.loop.read_text()))
+    args = parser.parse_args()
+    if args.loop:
+        run_loop(json.loads(args.loop.read_text()))
         return
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="scaling-"))
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="scaling-"))
     folder.mkdir(parents=True, exist_ok=True)
-    measurement = Measurement(given, folder.absolute())
+    measurement = Measurement(args, folder.absolute())
     for part in measurement.all():
         measurement.parts.append(part)
         print(
             f"{part.name}: {part.rate:,.1f} records/s {part.problem}", file=sys.stderr, flush=True
         )
-        if given.json:
-            given.json.write_text(json.dumps(report(measurement, given), indent=1) + "\n")
-    print(f"{given.what}, {given.dtype}, {measurement.device}", *table(measurement.parts), sep="\n")
+        if args.json:
+            args.json.write_text(json.dumps(report(measurement, args), indent=1) + "\n")
+    print(f"{args.what}, {args.dtype}, {measurement.device}", *table(measurement.parts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stands beside the weights of the small model: config, tokenizer, loss curves, model card."""
+"""The files next to the bundled model's weights: config, tokenizer, loss curves, model card."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def model_config(settings: Settings) -> dict[str, Any]:
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for every byte value, in the order of the values."""
+    """Return GPT-2's printable character for every byte value, in the order of the values."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
-    stand_in = {value: 256 + index for index, value in enumerate(others)}
-    return [chr(stand_in.get(value, value)) for value in range(256)]
+    substitutes = {value: 256 + index for index, value in enumerate(others)}
+    return [chr(substitutes.get(value, value)) for value in range(256)]
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """A byte-level BPE without merges: it maps every byte to its own value."""
+    """Return a byte-level BPE without merges, which maps every byte to its value."""
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -119,7 +119,7 @@ def model_card(
 
 
 def rewrapped(paragraph: str) -> str:
-    """Prose filled to the line length, now that the numbers are in; all else as it is."""
+    """Wrap a paragraph of prose after its figures are inserted; leave tables and code unchanged."""
     if paragraph.startswith(("#", "|", "`", "!")):
         return paragraph
     return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,8 @@
-"""Train the small GPT-2 model that travels inside the wheel, on tinyshakespeare.
+"""Train the bundled model, a small GPT-2, on tinyshakespeare.
 
 The model has GPT-2's architecture and reads bytes: a token's id is the byte's value.  It is
-trained on the first 90 % of the text; the last 10 % is the validation text, which neither
-training nor the choice of settings touches.
+trained on the first 90 % of the text; the last 10 % is the validation text, which is used neither
+for training nor for choosing settings.
 
 ``--mode choose`` holds out every 20th block of 4096 bytes of the first 90 %, trains on the rest
 and writes the loss on those blocks to ``--dev-log``.  ``--mode final`` trains on the whole first
@@ -10,12 +10,12 @@ and writes the loss on those blocks to ``--dev-log``.  ``--mode final`` trains o
 
 The loss is the mean number of nats per byte over every byte of a text after its first.  A window
 of ``n_ctx`` bytes slides over the text by ``stride`` bytes; the first window scores all its bytes
-but the first, every later one only its last ``stride`` bytes (the last window what is left of
+but the first, every later one only its last ``stride`` bytes (the last window, the rest of
 the text).  So each byte is predicted exactly once, from at least ``n_ctx - stride`` (where the
 text has that many) and at most ``n_ctx - 1`` preceding bytes, in fp32 arithmetic.
 
-This is the only part of the project that needs PyTorch. `shakespeare_card.py` beside it writes what
-is stored next to the weights.
+The package itself does not need PyTorch. `shakespeare_card.py` writes the files that are stored
+next to the weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What shapes the trained weights; every field is also a command-line flag."""
+    """The settings that determine the trained weights; every field is also a command-line flag."""
 
     n_layer: int = flag(6, "transformer blocks")
     n_head: int = flag(4, "attention heads")
@@ -86,7 +86,7 @@ class Settings:
 
 
 class Projection(nn.Module):
-    """An affine map whose matrix is stored (in, out), as GPT-2 checkpoints have it."""
+    """An affine map whose matrix is stored (in, out), as in GPT-2 checkpoints."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -184,12 +184,12 @@ class GPT2(nn.Module):
 
 
 def split_offset(text_size: int) -> int:
-    """The validation text starts here."""
+    """Return the offset at which the validation text starts."""
     return text_size * 9 // 10
 
 
 def development_spans(train_size: int) -> list[Span]:
-    """Scattered whole blocks, so that they resemble the rest of the training text."""
+    """Return blocks spread over the training text, so that they resemble the rest of it."""
     stride = DEVELOPMENT_BLOCK * DEVELOPMENT_EVERY
     starts = range(stride // 2, train_size - DEVELOPMENT_BLOCK + 1, stride)
     spans = [(start, start + DEVELOPMENT_BLOCK) for start in starts]
@@ -206,7 +206,7 @@ def spans_between(held_out: list[Span], size: int) -> list[Span]:
 def random_batches(
     text: Tensor, spans: list[Span], settings: Settings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets); no window crosses the edge of a span."""
+    """Yield (inputs, targets) without end; no window crosses the edge of a span."""
     device = text.device
     starts = torch.cat([torch.arange(a, b - settings.n_ctx) for a, b in spans]).to(device)
     window = torch.arange(settings.n_ctx + 1, device=device)
@@ -233,7 +233,7 @@ def evaluate(model: GPT2, data: Tensor, n_ctx: int, stride: int) -> float:
     torch.set_float32_matmul_precision("highest")
     model.eval()
     count = max(0, math.ceil((len(data) - n_ctx) / stride)) + 1
-    # Attention is causal, so what pads the last window cannot change a scored byte.
+    # Attention is causal, so the padding of the last window cannot change a scored byte.
     padding = (count - 1) * stride + n_ctx - len(data)
     windows = F.pad(data, (0, padding)).unfold(0, n_ctx, stride)
     total, scored = 0.0, 0
@@ -251,7 +251,7 @@ def evaluate(model: GPT2, data: Tensor, n_ctx: int, stride: int) -> float:
 
 
 def scored_targets(first: int, count: int, size: int, n_ctx: int, stride: int) -> Tensor:
-    """Which targets of windows ``first`` .. ``first + count - 1`` these windows score."""
+    """Return the mask of the targets scored in windows ``first`` .. ``first + count - 1``."""
     window = torch.arange(first, first + count)[:, None]
     column = torch.arange(1, n_ctx)[None, :]
     is_new = (window == 0) | (column >= n_ctx - stride)
@@ -259,7 +259,7 @@ def scored_targets(first: int, count: int, size: int, n_ctx: int, stride: int) -
 
 
 def evaluate_spans(model: GPT2, text: Tensor, spans: list[Span], n_ctx: int, stride: int) -> float:
-    """The mean over spans of equal length, each scored as a text of its own."""
+    """Return the mean loss over spans of equal length, each scored as a separate text."""
     losses: list[float] = [evaluate(model, text[a:b], n_ctx, stride) for a, b in spans]
     return sum(losses) / len(losses)
 
@@ -301,7 +301,7 @@ def batch_loss(forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Ten
 
 
 def try_to_compile(model: GPT2, settings: Settings) -> Callable[[Tensor], Tensor]:
-    """The compiled model or, where the compiler does not work, the model itself."""
+    """Return the compiled model or, where the compiler fails, the model itself."""
     device = model.transformer.wte.weight.device
     ids = torch.zeros(settings.batch, settings.n_ctx, dtype=torch.long, device=device)
     compiled: Callable[[Tensor], Tensor] = torch.compile(model)
@@ -318,7 +318,7 @@ def try_to_compile(model: GPT2, settings: Settings) -> Callable[[Tensor], Tensor
 
 @torch.no_grad()
 def update_average(average: GPT2, model: GPT2, decay: float, step: int) -> None:
-    """Exponential moving average; the growing weight takes out the bias of its start."""
+    """Update an exponential moving average, with a correction for the bias of its start."""
     weight = (1.0 - decay) / (1.0 - decay**step)
     for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(parameter, weight)
@@ -342,7 +342,7 @@ def train(
     args: argparse.Namespace,
     observe: Callable[[int, GPT2, float], None],
 ) -> Trained:
-    """Train on ``spans`` of ``text``; ``observe`` gets each step's averaged model."""
+    """Train on ``spans`` of ``text``; ``observe`` receives each step's averaged model."""
     started = time.perf_counter()
     torch.manual_seed(settings.seed)
     model = GPT2(settings).to(text.device).train()
@@ -412,7 +412,7 @@ def store_weights(model: GPT2, path: Path) -> None:
     weights = {name: w.half().cpu().contiguous() for name, w in model.state_dict().items()}
     assert all(bool(w.isfinite().all()) for w in weights.values())
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes the file private, and a wheel would keep it so
+    path.chmod(0o644)  # safetensors creates a private file, and a wheel would keep the mode
     assert path.stat().st_size <= MAX_WEIGHT_FILE
 
 
@@ -424,7 +424,7 @@ def load_weights(path: Path, settings: Settings, device: torch.device) -> GPT2:
 
 
 def opening_passage(validation: bytes) -> bytes:
-    """The validation text's first bytes from the start of a speaker's line on."""
+    """Return the first bytes of the validation text that begin with a speaker's line."""
     start = validation.index(b"\n\n") + 2
     return validation[start : start + PASSAGE_SIZE]
 
@@ -433,7 +433,7 @@ def opening_passage(validation: bytes) -> bytes:
 
 
 def read_dev_logs(args: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
-    """The choosing runs, the one with this run's settings first."""
+    """Return the logs of the runs that chose settings; the one with these settings first."""
     logs = [json.loads(path.read_text(encoding="utf-8")) for path in args.dev_log]
     logs.sort(key=lambda log: bool(log["settings"] != asdict(settings)))
     if logs and logs[0]["settings"] != asdict(settings):
@@ -513,11 +513,11 @@ def parse_arguments() -> tuple[Settings, argparse.Namespace]:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="where choose writes its curve; the curves that final reports",
+        help="file for the curve (choose); files of the curves to report (final)",
     )
     parser.add_argument("--device", default="cuda", help="PyTorch device")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
-    parser.add_argument("--stride", type=int, default=64, help="of the evaluation's window")
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--stride", type=int, default=64, help="stride of the evaluation's window")
     parser.add_argument("--eval-every", type=int, default=250, help="steps between reports")
     parser.add_argument("--log-every", type=int, default=50, help="steps per curve point")
     for entry in fields(Settings):

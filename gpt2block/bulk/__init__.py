@@ -1,7 +1,8 @@
-"""Many records: `Predictor`, a model as a function of batches, and the job that runs it on Dask.
+"""Batch inference: `Predictor`, a model as a function of batches, and jobs that run it on Dask.
 
-records.py reads the input, shards.py writes results and the manifest, job.py says what is done with
-a shard, cluster.py finds the workers and driver.py keeps them busy. Only the last two need Dask.
+records.py reads the input, shards.py writes the results and the manifest, job.py computes one
+shard, cluster.py starts or connects to the workers, and driver.py distributes the shards. Only
+cluster.py and driver.py need Dask.
 """
 
 from gpt2block.bulk.predictor import Predictor, record_seed

@@ -1,4 +1,4 @@
-"""The workers: processes of this machine, one a GPU, or those of a Dask cluster that is running."""
+"""The workers: local processes, one for each GPU, or the workers of a running Dask cluster."""
 
 from __future__ import annotations
 
@@ -25,65 +25,53 @@ from gpt2block.bulk.job import Failed, Job
 from gpt2block.bulk.records import Shard
 from gpt2block.errors import DeviceError, InputError
 
-ALLOWED_FAILURES = 10  # workers that die with a shard before it is blamed
+ALLOWED_FAILURES = 10  # workers that may die while they compute a shard before the shard fails
 CONNECT_SECONDS = 10
-# A thread would look at the others' stacks every 10 ms, for the dashboard's profile; Python runs
-# one thread at a time, and the GPU waits for it.
-UNOBSERVED = {"distributed.worker.profile.enabled": False}
+# The profiler of Dask's dashboard samples the stacks of all threads every 10 ms. Python runs one
+# thread at a time, so the thread that launches kernels would wait for it.
+NO_PROFILING = {"distributed.worker.profile.enabled": False}
 
-
-# Dask makes malloc give freed memory back to the system at once (a threshold of 64 KiB). A model
-# computes with arrays of some MB that come and go: mapping them anew takes longer than computing.
-# What the environment says goes before this.
+# Dask makes malloc return freed memory to the system at once (a threshold of 64 KiB). A model
+# allocates and frees arrays of some MB all the time: mapping them again takes longer than computing
+# them. Environment variables that the user has set take precedence.
 KEEP_MEMORY = {
     f"distributed.nanny.pre-spawn-environ.{name}": 10**9
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 }
-_METRIC = "gpt2block"  # of a worker: what `_computed` counts there
+_METRIC = "gpt2block"  # the worker metric that reports `_computed`
 
 
 @contextmanager
 def local(
     workers: int | None, engine: str, threads: int = 1, most: int | None = None
 ) -> Iterator[Client]:
-    """A cluster of processes that end with this one: `workers`, or one a GPU, or one a CPU core.
+    """Start a local cluster, which ends with this process.
 
-    threads: shards that each has in hand. most: processes on the CPU, unless `workers` says how
-    many.
+    workers: the number of processes; by default one for each visible GPU or, without a GPU, one for
+    each CPU core. threads: shards that each process works on at once. most: the maximum number of
+    processes on the CPU; ignored with `workers`.
     """
     gpus = visible_gpus() if engine == "cuda" else []
     count = workers or len(gpus) or min(dask.system.CPU_COUNT, most or dask.system.CPU_COUNT)
     pinned = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(count)]
+    options = {
+        "nthreads": threads, "memory_limit": 0, "dashboard_address": None,
+        "silence_logs": logging.WARNING, "preload": ["gpt2block.bulk.worker_setup"],
+    }  # fmt: skip
     specs = {
-        number: {
-            "cls": Nanny,
-            "options": {
-                "nthreads": threads,
-                "env": env,
-                "memory_limit": 0,
-                "dashboard_address": None,
-                "silence_logs": logging.WARNING,
-                "preload": ["gpt2block.bulk.worker_setup"],
-            },
-        }
+        number: {"cls": Nanny, "options": {**options, "env": env}}
         for number, env in enumerate(pinned)
     }
-    scheduler = {
-        "cls": Scheduler,
-        "options": {
-            "protocol": "tcp://",
-            "interface": None,
-            "host": "127.0.0.1",
-            "dashboard": True,
-            "dashboard_address": "127.0.0.1:8787",
-            "allowed_failures": ALLOWED_FAILURES,
-        },
-    }
+    scheduler_options = {
+        "protocol": "tcp://", "interface": None, "host": "127.0.0.1", "dashboard": True,
+        "dashboard_address": "127.0.0.1:8787", "allowed_failures": ALLOWED_FAILURES,
+    }  # fmt: skip
+    scheduler = {"cls": Scheduler, "options": scheduler_options}
     stack = ExitStack()
     try:
         with _uninterrupted():
-            with warnings.catch_warnings(), dask.config.set({**UNOBSERVED, **KEEP_MEMORY}):
-                # Another port is taken then.
+            with warnings.catch_warnings(), dask.config.set({**NO_PROFILING, **KEEP_MEMORY}):
+                # Dask then chooses another port.
                 warnings.filterwarnings("ignore", "Port 8787 is already in use")
                 cluster = stack.enter_context(_started(
                     workers=specs, scheduler=scheduler, name="gpt2block",
@@ -108,19 +96,19 @@ def _started(**options: Any) -> SpecCluster:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end, as half a cluster cannot be closed.
+    """Delay Ctrl-C until the end of the block: a partly started cluster cannot be closed.
 
-    Processes that are started meanwhile inherit a blocked SIGINT: Ctrl-C reaches every process of
-    a terminal, and it is the client's to end its workers.
+    Processes started in the block inherit a blocked SIGINT. A terminal sends Ctrl-C to all of its
+    processes, but only the client may end the workers.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # which unblocks SIGINT in the thread that starts it
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT in this thread
     held: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Other threads, a BLAS's for example, may still take the signal: Python calls this then.
+    # Another thread, for example of a BLAS, may still receive the signal; Python then calls this.
     signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
@@ -132,18 +120,18 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Of this machine, or of what this process may use."""
+    """Return the memory in bytes that this process may use: of the machine, or its limit."""
     return int(MEMORY_LIMIT)
 
 
 def silence() -> None:
-    """Silence Dask's logs: what is cut off in the middle reports it many times."""
+    """Silence Dask's logs: an interrupted connection would be reported many times."""
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES can say of each GPU that this process sees. Raises DeviceError."""
+    """Return an identifier for CUDA_VISIBLE_DEVICES for each visible GPU. Raises DeviceError."""
     doctor.require_cuda("a GPU")
     count = len(doctor.probe_driver().devices)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -155,13 +143,14 @@ def visible_gpus() -> list[str]:
 
 @contextmanager
 def running(address: str) -> Iterator[Client]:
-    """The cluster at an address such as tcp://host:8786. Raises InputError."""
+    """Connect to the cluster at an address such as tcp://host:8786. Raises InputError."""
     try:
         with dask.config.set({"distributed.comm.timeouts.connect": CONNECT_SECONDS}):
             client = Client(address, timeout=CONNECT_SECONDS)
     except (OSError, ValueError, TimeoutError, asyncio.TimeoutError) as error:
         raise InputError(f"--scheduler {address}: no Dask scheduler answers: {error}") from error
-    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # the driver says it too
+    # The driver reports a lost connection itself.
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
     with client:
         try:
             client.wait_for_workers(1, timeout=CONNECT_SECONDS)
@@ -171,54 +160,65 @@ def running(address: str) -> Iterator[Client]:
 
 
 def check(client: Client, device: str | None) -> str:
-    """The engine of all workers, "cuda" or "cpu". InputError where they, or versions, differ."""
+    """Return the engine of all workers, "cuda" or "cpu".
+
+    Raises InputError where workers have different engines, or other versions of gpt2block, Python
+    or a library than this process; DeviceError where device is "cuda" and a worker has no GPU.
+    """
     try:
-        _compare("the scheduler", client.run_on_scheduler(identity.versions))
+        _compare_versions("the scheduler", client.run_on_scheduler(identity.versions))
     except ImportError as error:
-        raise InputError(f"the scheduler: {_said(error)}: it needs gpt2block, too") from error
-    found = client.run(job.where, device, on_error="return")
-    for address, answer in found.items():
-        if isinstance(answer, BaseException):
-            raise InputError(f"worker {address}: {_said(answer)}") from answer
-        _compare(f"worker {address}", answer["versions"])
+        raise InputError(
+            f"the scheduler: {_message(error)}: install gpt2block there, too"
+        ) from error
+    engines = set()
+    for address, answer in _answers(client, job.worker_properties, device):
+        _compare_versions(f"worker {address}", answer["versions"])
         if device == "cuda" and answer["engine"] != "cuda":
             raise DeviceError(f"worker {address}: {answer['no_cuda']}")
-    engines = sorted({answer["engine"] for answer in found.values()})
+        engines.add(answer["engine"])
     if len(engines) > 1:
-        raise InputError("some workers have a GPU and some have none: say --device cuda or cpu")
-    return str(engines[0])
+        raise InputError("some workers have a GPU and some have none: give --device cuda or cpu")
+    return str(engines.pop())
 
 
-def _compare(who: str, theirs: dict[str, str]) -> None:
-    """InputError where a version is not ours."""
+def _answers(client: Client, call: Any, *arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Call a function on every worker; yield (address, result). Raises InputError, DeviceError."""
+    for address, answer in client.run(call, *arguments, on_error="return").items():
+        if isinstance(answer, BaseException):
+            kind = DeviceError if isinstance(answer, DeviceError) else InputError
+            raise kind(f"worker {address}: {_message(answer)}") from answer
+        yield address, answer
+
+
+def _compare_versions(process: str, theirs: dict[str, str]) -> None:
+    """Raise InputError where a version differs from that of this process."""
     for name, version in identity.versions().items():
         if theirs.get(name) != version:
             raise InputError(
-                f"{who} has {name} {theirs.get(name)}, here it is {version}: they have to be the "
-                "same"
+                f"{process} has {name} {theirs.get(name)}, this process has {version}: install the "
+                "same version"
             )
 
 
 def prepare(client: Client, given: Job, files: Sequence[tuple[str, int]], token: str) -> list[str]:
-    """Let every worker load the model; their devices in words. Raises InputError."""
-    found = client.run(_prepare, given, files, token, on_error="return")
-    for address, answer in found.items():
-        if isinstance(answer, BaseException):
-            kind = DeviceError if isinstance(answer, DeviceError) else InputError
-            raise kind(f"worker {address}: {_said(answer)}") from answer
-    return [str(answer) for answer in found.values()]
+    """Load the model on every worker; return a description of each device.
+
+    Raises InputError, DeviceError.
+    """
+    return [device for _, device in _answers(client, _prepare, given, files, token)]
 
 
 async def _prepare(given: Job, files: Sequence[tuple[str, int]], token: str) -> str:
-    """In a thread, as the worker's event loop has to answer meanwhile."""
+    """Call `job.prepare` in a thread, as the worker's event loop must keep answering."""
     return await asyncio.to_thread(job.prepare, given, files, token)
 
 
-_computed: Counter[str] = Counter()  # in a worker: records so far, by job and shard
+_computed: Counter[str] = Counter()  # of this worker: records computed, by job and shard
 
 
 def run_shard(given: Job, shard: Shard, token: str) -> shards.Done | Failed | str:
-    """`job.run_shard` in a worker, whose heartbeats say how many records are computed."""
+    """Call `job.run_shard` in a worker; its heartbeats report the number of computed records."""
     get_worker().metrics.setdefault(_METRIC, lambda worker: dict(_computed))
     key = f"{token}-{shard.number}"
 
@@ -232,8 +232,8 @@ def run_shard(given: Job, shard: Shard, token: str) -> shards.Done | Failed | st
 
 
 def progress(client: Client, token: str) -> dict[int, int]:
-    """Records computed of the job's unfinished shards, as the workers last reported."""
-    # The caller looks after the scheduler.
+    """Return {shard: computed records} for unfinished shards, as the workers last reported."""
+    # The caller checks whether the scheduler is still there.
     with suppress(OSError, TimeoutError, asyncio.TimeoutError, CancelledError):
         found: dict[int, int] = client.run_on_scheduler(_reported, token)
         return found
@@ -250,9 +250,9 @@ def _reported(token: str, dask_scheduler: Any) -> dict[int, int]:
     return found
 
 
-def _said(error: BaseException) -> str:
-    named = isinstance(error, (InputError, DeviceError))
-    return str(error) if named else f"{type(error).__name__}: {error}"
+def _message(error: BaseException) -> str:
+    ours = isinstance(error, (InputError, DeviceError))
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`run`: a job from its input to its output, on Dask. What is refused is refused before work."""
+"""`run`: execute a job on Dask, from its input to its output. Arguments are checked first."""
 
 from __future__ import annotations
 
@@ -22,68 +22,71 @@ from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
 from gpt2block.errors import InputError, PrintableError
 
-RETRIES = 2  # of a shard that raised what another try can change
-ANSWER_SECONDS = 60  # for the scheduler to hand over a result that is there
-AHEAD = 4  # shards a worker has or gets next: it never waits, and the scheduler holds few
-RECOUNT_SECONDS = 5.0
-NAMED = 3  # files in a message
+RETRIES = 2  # of a shard that raised an error that a retry may avoid
+ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
+AHEAD = 4  # shards submitted for each thread: no worker is idle, and the scheduler holds few
+RECOUNT_SECONDS = 5.0  # between two counts of the workers' threads
+NAMED = 3  # files listed in a message at most
+LOST = "the connection to the scheduler is lost"
 
 
 class JobError(PrintableError, RuntimeError):
-    """The job has stopped. The same command goes on from where it was."""
+    """The job has stopped. The same command continues it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the output now holds, and what this run did of it."""
+    """The counts of the whole output, and of what this run computed."""
 
     records: int
     errors: int
-    failed: dict[int, str]  # shard → why, for those that could not be computed
-    done_now: int  # records of this run, errors included
-    tokens_now: int
-    seconds: float  # computing
+    failed: dict[int, str]  # shard → reason, for shards that could not be computed
+    done_now: int  # records of this run, including errors
+    tokens_now: int  # of this run
+    seconds: float  # computing time of this run
     start_up: float  # seconds until the workers had loaded the model
-    first_error: str  # of the first record that has one; "" where none has
+    first_error: str  # of the first record with an error; "" without errors
 
 
 class Watcher(Protocol):
-    """Hears how the job goes."""
+    """Receives the progress of a job."""
 
     def say(self, line: str) -> None:
-        """Something that is worth a line."""
+        """Report a message of one line."""
 
     def begin(self, lines: int, finished: int) -> None:
-        """Work begins: so many lines in all, so many done by earlier runs."""
+        """Computing begins: the number of all lines, and of those that earlier runs finished."""
 
     def advance(self, lines: int, records: int, tokens: int) -> None:
-        """A shard is done."""
+        """A shard is finished, with these numbers of lines, records and tokens."""
 
     def wait(self, records: int) -> None:
-        """A second has passed; so many records of unfinished shards are computed."""
+        """Called once a second; records: those computed in unfinished shards."""
 
 
 def run(
-    given: Job,
+    job: Job,
     inputs: Sequence[str],
     watcher: Watcher,
     workers: int | None = None,
     scheduler: str | None = None,
 ) -> Outcome:
-    """Do what is not done of a job.
+    """Compute the shards of a job that its output does not hold yet.
 
-    Raises InputError, CheckpointError, DeviceError before any work, and JobError when it cannot
-    go on: a full disk, a scheduler that is gone.
+    Raises InputError, CheckpointError, DeviceError before anything is computed, and JobError when
+    the job cannot continue: the disk is full, or the scheduler is lost.
     """
     begun = perf_counter()
     paths.require_working_directory()
-    job = given.checked()
+    job = job.checked()
     if scheduler is not None and workers is not None:
-        raise InputError("--workers is for a local cluster: --scheduler names one that has its own")
+        raise InputError(
+            "--workers is for a local cluster: a cluster given by --scheduler has its own workers"
+        )
     engine = engine_of(job.device) if scheduler is None else None
     folder = Path(job.output)
-    with shards.refusing(folder):
-        _refuse_strange(folder)
+    with shards.output_errors(folder):
+        _check_output(folder)
     token = uuid4().hex
     with shards.locked(folder, token):
         files = records.find_files(inputs, watcher.say)
@@ -95,31 +98,32 @@ def run(
         sizes = records.sizes(files)
         cut = records.cut(files, job.shard_size, [job.column, *job.keep])
         task = _Input(records.described(sizes), cut)
-        manifest = _manifest(folder, job, task, engine, watcher)
+        manifest = _open_manifest(folder, job, task, engine, watcher)
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
         if todo:
-            place = (
+            connection = (
                 cluster.local(workers, engine, threads_of(job.task, engine), _most(job, todo))
                 if engine
                 else cluster.running(str(scheduler))
             )
-            with _connected(folder), place as client:
+            lost = _job_errors(f"{folder}: {LOST}", OSError, TimeoutError, CancelledError)
+            with lost, connection as client:
                 engine = cluster.check(client, job.device)
-                work.job = job = replace(job, device=engine)  # a worker never takes another
+                work.job = job = replace(job, device=engine)  # every worker uses this engine
                 _compare(manifest, task.job(job, engine))
                 watcher.say(f"dashboard {client.dashboard_link}")
-                there = [(str(path), size) for path, size in sizes]
-                devices = cluster.prepare(client, job, there, token)
+                expected = [(str(path), size) for path, size in sizes]
+                devices = cluster.prepare(client, job, expected, token)
                 start_up = perf_counter() - begun
                 watcher.say(f"{len(devices)} x {devices[0]}, ready after {start_up:.1f} s")
-                with _storing(folder):
+                with _job_errors(f"{folder} cannot be written", OSError):
                     manifest.begin(task.job(job, engine))
                 work.start_up = start_up
                 watcher.begin(task.lines, task.lines - sum(shard.lines for shard in todo))
-                work.do(client, todo)
-        with _storing(folder):
-            if manifest.job is None:  # an input without a line
+                work.compute(client, todo)
+        with _job_errors(f"{folder} cannot be written", OSError):
+            if manifest.job is None:  # an input without lines
                 manifest.begin(task.job(job, engine))
             manifest.finish()
         return work.outcome()
@@ -135,119 +139,120 @@ class _Input:
         self.lines = sum(self.shard_lines)
 
     def job(self, job: Job, engine: str | None) -> dict[str, Any]:
-        """What the manifest says of a job on this input."""
+        """Return the manifest's description of a job on this input."""
         return job.described(self._described, self._sha256, self.lines, engine)
 
 
-def _manifest(
+def _open_manifest(
     folder: Path, job: Job, task: _Input, engine: str | None, watcher: Watcher
 ) -> shards.Manifest:
-    """The manifest in the folder, without what is damaged. InputError if it is of another job."""
+    """Return the folder's manifest without damaged shards. InputError if it is of another job."""
     manifest = shards.Manifest(folder)
     _compare(manifest, task.job(job, engine))
     manifest.check(task.shard_lines)
     for name in manifest.forget_damaged(job.form):
-        watcher.say(f"{name} is not as it was written: it is done again")
-    strange = manifest.strange_parts(job.form, len(task.shard_lines))
-    if strange:
-        names = ", ".join(strange[:NAMED]) + ", …" * (len(strange) > NAMED)
-        watcher.say(f"{folder} has {len(strange):,} part files that are not of this job: {names}")
-    with shards.refusing(folder):
+        watcher.say(f"{name} was changed or removed after it was written: it is computed again")
+    unknown = manifest.unknown_parts(job.form, len(task.shard_lines))
+    if unknown:
+        names = ", ".join(unknown[:NAMED]) + ", …" * (len(unknown) > NAMED)
+        watcher.say(f"{folder} has {len(unknown):,} part files that are not of this job: {names}")
+    with shards.output_errors(folder):
         shards.remove_leftovers(folder)
     return manifest
 
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
-    """How many workers on the CPU can be of use: one a shard, and as many as the memory holds."""
+    """Return the useful number of CPU workers: one per shard, and models that fit in memory."""
     return max(1, min(len(todo), cluster.memory_bytes() // (2 * job.memory_bytes())))
 
 
 class _Work:
-    """Shards in the hands of workers."""
+    """Submits shards to the workers and collects the results."""
 
     def __init__(self, job: Job, token: str, manifest: shards.Manifest, watcher: Watcher) -> None:
         self.job, self._token, self._manifest, self._watcher = job, token, manifest, watcher
         self._failed: dict[int, str] = {}
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
-        self._given: dict[Future, Shard] = {}
+        self._submitted: dict[Future, Shard] = {}
         self._records = self._tokens = 0
         self._seconds = 0.0
-        self._suspects: deque[Shard] = deque()  # Dask blames all that a dead worker was to do
+        # Dask reports every shard that was assigned to a dead worker, not only the one it computed.
+        self._suspects: deque[Shard] = deque()
         self._tried_alone: set[int] = set()
         self._threads, self._counted = 1, -RECOUNT_SECONDS
         self.start_up = 0.0
 
-    def do(self, client: Client, todo: Sequence[Shard]) -> None:
-        """All of them; raises JobError when that cannot be."""
+    def compute(self, client: Client, todo: Sequence[Shard]) -> None:
+        """Compute all of these shards. Raises JobError when the job cannot continue."""
         begun = perf_counter()
         waiting = deque(todo)
         try:
-            while waiting or self._given or self._suspects:
-                while waiting and len(self._given) < self._room(client):
-                    self._give(client, waiting.popleft())
-                if not self._given:  # one by one: who dies now dies of this very shard
-                    self._give(client, self._suspects.popleft())
-                self._take(client)
+            while waiting or self._submitted or self._suspects:
+                while waiting and len(self._submitted) < self._capacity(client):
+                    self._submit(client, waiting.popleft())
+                if not self._submitted:  # one at a time: a worker that dies now died of this shard
+                    self._submit(client, self._suspects.popleft())
+                self._collect(client)
         except BaseException:
             cluster.silence()
             if client.status == "running":
-                client.cancel(list(self._given), force=True)
+                client.cancel(list(self._submitted), force=True)
             raise
         finally:
             self._seconds = perf_counter() - begun
 
-    def _room(self, client: Client) -> int:
-        """How many shards may be on their way; workers come and go."""
+    def _capacity(self, client: Client) -> int:
+        """Return how many shards may be submitted at once; workers may join or leave."""
         if perf_counter() > self._counted + RECOUNT_SECONDS:
             self._counted = perf_counter()
             self._threads = max(1, sum(client.nthreads().values()))
         return AHEAD * self._threads
 
-    def _give(self, client: Client, shard: Shard) -> None:
+    def _submit(self, client: Client, shard: Shard) -> None:
         future = client.submit(
             cluster.run_shard,
             self.job,
             shard,
             self._token,
-            # No other client, and no earlier try, has this name.
+            # A key that no other client and no earlier attempt uses.
             key=f"gpt2block-{self._token}-{shard.number}-{shard.number in self._tried_alone:d}",
             retries=RETRIES,
             priority=-shard.number,
             pure=False,
         )
-        self._given[future] = shard
+        self._submitted[future] = shard
         future.add_done_callback(self._ended.put)
 
-    def _take(self, client: Client) -> None:
-        """Wait for a shard to end, a second at most."""
+    def _collect(self, client: Client) -> None:
+        """Wait at most one second for a shard to end, and process its result."""
         try:
             future = self._ended.get(timeout=1)
         except queue.Empty:
-            self._watcher.wait(self._inside(client))
+            self._watcher.wait(self._records_in_progress(client))
             if client.status != "running":
-                raise self._stopped("the scheduler is gone") from None
+                raise self._stopped(LOST) from None
             return
-        shard = self._given.pop(future)
-        if future.status == "error":  # whatever a worker raised, after its retries
+        shard = self._submitted.pop(future)
+        if future.status == "error":  # raised by a worker, after all retries
             error = future.exception()
             if isinstance(error, KilledWorker):
                 if shard.number not in self._tried_alone:
                     self._tried_alone.add(shard.number)
                     self._suspects.append(shard)
                     return
-                error = JobError("every worker that computed it died, of its records perhaps")
+                error = JobError("every worker that computed it died, perhaps because of a record")
             self._fail(shard, f"{type(error).__name__}: {error}")
             return
         try:
             result = future.result(timeout=ANSWER_SECONDS)
         except (OSError, TimeoutError, CancelledError) as error:
-            raise self._stopped("the scheduler is gone") from error
+            raise self._stopped(LOST) from error
         self._finished(shard, result)
 
-    def _inside(self, client: Client) -> int:
-        """Records computed in shards that have not ended."""
+    def _records_in_progress(self, client: Client) -> int:
+        """Return how many records of unfinished shards are computed."""
         counts = cluster.progress(client, self._token)
-        return sum(counts.get(shard.number, 0) for shard in self._given.values())
+        return sum(counts.get(shard.number, 0) for shard in self._submitted.values())
 
     def _fail(self, shard: Shard, reason: str) -> None:
         self._failed[shard.number] = reason
@@ -262,14 +267,14 @@ class _Work:
         try:
             self._manifest.add(result)
         except OSError as error:
-            raise self._stopped(f"{self._manifest.path}: {paths.why(error)}") from error
+            raise self._stopped(f"{self._manifest.path}: {paths.reason(error)}") from error
         self._records += result.records + result.errors
         self._tokens += result.tokens
         self._watcher.advance(shard.lines, result.records + result.errors, result.tokens)
 
-    def _stopped(self, why: str) -> JobError:
+    def _stopped(self, reason: str) -> JobError:
         done = len(self._manifest.done)
-        return JobError(f"{why}; {done:,} shards are done: the same command goes on from there")
+        return JobError(f"{reason}; {done:,} shards are done: the same command continues the job")
 
     def outcome(self) -> Outcome:
         done = self._manifest.done.values()
@@ -296,37 +301,31 @@ class _Work:
 
 
 @contextmanager
-def _storing(folder: Path) -> Iterator[None]:
+def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
+    """Convert these errors to JobErrors."""
     try:
         yield
-    except OSError as error:
-        raise JobError(
-            f"{folder} cannot be written: {paths.why(error)}: the same command goes on"
-        ) from error
+    except errors as error:
+        message = f"{problem}: {paths.reason(error)}: the same command continues the job"
+        raise JobError(message) from error
 
 
-@contextmanager
-def _connected(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, TimeoutError, CancelledError) as error:
-        raise JobError(f"{folder}: the scheduler is gone: the same command goes on") from error
-
-
-def _refuse_strange(folder: Path) -> None:
-    """InputError for a folder that holds something, but no job."""
+def _check_output(folder: Path) -> None:
+    """Raise InputError unless the folder is new, empty or holds a job."""
     if folder.is_symlink() and not folder.exists():
-        raise InputError(f"--output {folder}: a link that leads to no folder")
+        raise InputError(f"--output {folder}: a broken link, expected a folder")
     if not folder.exists() or (folder / shards.MANIFEST).exists():
         return
     if not folder.is_dir():
         raise InputError(f"--output {folder}: not a folder")
     if any(path.name != shards.LOCK for path in folder.iterdir()):
-        raise InputError(f"--output {folder}: not empty, and not of gpt2block map: choose another")
+        raise InputError(
+            f"--output {folder}: not empty, and not written by gpt2block map: choose another folder"
+        )
 
 
 def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
-    """InputError where the manifest is of another job; an engine that is not known yet is any."""
+    """Raise InputError where the manifest is of another job. An engine of None matches any."""
     theirs = manifest.job
     if theirs is None:
         return
@@ -346,7 +345,7 @@ def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
 
 
 def _flat(job: dict[str, Any]) -> dict[str, Any]:
-    """The entries, those of an object inside by two names."""
+    """Flatten nested objects: their entries are named `outer.inner`."""
     found: dict[str, Any] = {}
     for name, value in job.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What makes two jobs, or two workers, the same: of the model, the tokenizer and the program."""
+"""Hashes that identify a model, a tokenizer and this program, to compare jobs and workers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ import platform
 from functools import lru_cache
 from pathlib import Path
 
+from gpt2block.bulk import paths
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.text.encoding import Encoding, rules, tokens_of
 
 
 @lru_cache(maxsize=4)
 def of_model(name: str, revision: str | None = None) -> str:
-    """SHA-256 of the checkpoint's weights files. Raises CheckpointError."""
+    """Return the SHA-256 of the checkpoint's config and weights files. Raises CheckpointError."""
     checkpoint = Checkpoint.open(name, revision)
     files = sorted({tensor.file for tensor in checkpoint.stored.values()})
-    found = hashlib.sha256(repr(checkpoint.config).encode())
-    for file in files:
-        with file.open("rb") as stream:
-            while chunk := stream.read(2**24):
-                found.update(chunk)
-    return found.hexdigest()
+    return paths.sha256(files, repr(checkpoint.config).encode()).hex()
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:
-    """SHA-256 of its tokens and their ids; None of None."""
+    """Return the SHA-256 of the tokenizer's rules, tokens and ids; None for None."""
     if encoding is None:
         return None
     found = hashlib.sha256(rules(encoding).encode())
@@ -39,7 +35,7 @@ def of_tokenizer(encoding: Encoding | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def of_program() -> str:
-    """SHA-256 of gpt2block's own sources, which no version number can be wrong about."""
+    """Return the SHA-256 of gpt2block's sources, which also changes between two releases."""
     import kernels_cu  # noqa: PLC0415
 
     package = Path(__file__).parent.parent
@@ -53,7 +49,7 @@ def of_program() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same in the client and all workers."""
+    """Return the versions that must agree between the client, the scheduler and all workers."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("numpy", "dask", "distributed"):
         found[name] = importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""A job, and what a worker does of it: a shard read, computed and written."""
+"""`Job`, the description of a job, and `run_shard`: read, compute and write one shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,23 @@ from gpt2block.errors import CheckpointError, DeviceError, InputError, printable
 from gpt2block.text import tokenizer
 
 FORMAT = 2  # of the manifest
-SWITCH_SECONDS = 1e-4  # the GPU waits for its thread, which waits so long for Python; 5 ms else
-_ALREADY_NAMED = {"index"}
+# How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
+SWITCH_SECONDS = 1e-4
+_RESERVED = {"index"}  # a result that every task writes
 
 
 def threads_of(task: str, engine: str) -> int:
-    """How many shards a worker has in hand.
+    """Return how many shards a worker works on at once.
 
-    With two, one is read or written while the GPU computes the other. But two that generate would
-    have a kv_cache each, and NumPy's products have the CPU's cores already.
+    With two, the worker reads or writes one while the GPU computes the other. Generation uses one,
+    as each shard needs a KV cache of its own; NumPy uses one, as its products use all CPU cores.
     """
     return 2 if engine == "cuda" and task != "generate" else 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. Everything in it travels to the workers."""
+    """The description of a job, which is sent to every worker."""
 
     task: tasks.TaskName
     output: str
@@ -61,15 +62,16 @@ class Job:
     typed: bool = False  # whether kept fields have their Arrow types in the results
 
     def checked(self) -> Job:
-        """With what identifies its model and tokenizer; no weights are loaded.
+        """Return the job with absolute paths and the hashes of its model and tokenizer.
 
-        Raises InputError, CheckpointError for what would fail on every worker.
+        No weights are loaded. Raises InputError, CheckpointError for arguments that would fail on
+        every worker.
         """
         check_count("shard_size", self.shard_size)
         if self.device not in (None, "cuda", "cpu"):
             raise InputError(
-                f"device: expected cuda or cpu, got {self.device!r}: CUDA_VISIBLE_DEVICES says "
-                "which GPUs"
+                f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
+                "choose GPUs"
             )
         if self.form not in shards.FORMATS:
             raise InputError(
@@ -81,12 +83,12 @@ class Job:
         checkpoint = Checkpoint.open(self.model, self.revision)
         encoding = None
         with suppress(CheckpointError) if self.tokenizer is None else nullcontext():
-            encoding = read_tokenizer(checkpoint, self.tokenizer)  # token ids need none
+            encoding = read_tokenizer(checkpoint, self.tokenizer)  # token ids need no tokenizer
         task = tasks.make(self.task, checkpoint.config, encoding, self.batch_tokens, self.options)
-        clash = ({*task.columns} | _ALREADY_NAMED) & {*self.keep}
+        clash = ({*task.columns} | _RESERVED) & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
-        found = {
+        found: dict[str, Any] = {
             "model": absolute(self.model),
             "tokenizer": None if self.tokenizer is None else absolute(self.tokenizer),
             "output": str(output),
@@ -94,33 +96,31 @@ class Job:
             "model_sha256": identity.of_model(self.model, self.revision),
             "tokenizer_sha256": identity.of_tokenizer(encoding),
         }
-        return Job(**{**self._fields(), **found})
+        return replace(self, **found)
 
     def require_tokenizer(self) -> None:
-        """Raise CheckpointError, with the reason, where there is none."""
+        """Raise CheckpointError, with the reason, where there is no tokenizer."""
         read_tokenizer(Checkpoint.open(self.model, self.revision), self.tokenizer)
 
-    def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
     def memory_bytes(self) -> int:
-        """Of the model's weights in float32. Raises CheckpointError."""
+        """Return the size in bytes of the model's weights in float32. Raises CheckpointError."""
         shapes = model_shapes(Checkpoint.open(self.model, self.revision).config).values()
         return 4 * sum(math.prod(shape) for shape in shapes)
 
     def described(
         self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
     ) -> dict[str, Any]:
-        """What the manifest says of it: the same for two runs whose output has the same bytes.
+        """Return the manifest's description: equal for runs whose output has the same bytes.
 
-        inputs: what `records.described` says of the files.
+        inputs: the files as `records.described` returns them.
         """
-        said = json.loads(json.dumps(asdict(self)))
-        for place in ("output", "model", "revision", "tokenizer", "device"):
-            del said[place]
+        options = json.loads(json.dumps(asdict(self)))
+        # The hashes identify the model and the tokenizer, wherever their files are.
+        for location in ("output", "model", "revision", "tokenizer", "device"):
+            del options[location]
         return {
             "gpt2block map": FORMAT,
-            **said,
+            **options,
             "engine": engine,
             "inputs": inputs,
             "lines": lines,
@@ -130,7 +130,7 @@ class Job:
 
 
 def read_tokenizer(checkpoint: Checkpoint, path: str | None) -> Any:
-    """The one at `path`, or the checkpoint's. Raises CheckpointError."""
+    """Return the tokenizer at `path`, or the checkpoint's. Raises CheckpointError."""
     vocab_size = checkpoint.config.vocab_size
     if path is not None:
         return tokenizer.from_path(path, vocab_size)
@@ -138,68 +138,72 @@ def read_tokenizer(checkpoint: Checkpoint, path: str | None) -> Any:
 
 
 def absolute(name: str) -> str:
-    """A path for workers that run elsewhere in the file system; other names as they are."""
+    """Return an existing path as an absolute one, for workers in other directories; else `name`."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name != ON_BOARD and path.exists() else name
 
 
 def engine_of(device: str | None) -> str:
-    """ "cuda" or "cpu": where a model would run here. Raises DeviceError."""
+    """Return "cuda" or "cpu", the engine of a model on this machine. Raises DeviceError."""
     return "cpu" if resolve_device(device) is None else "cuda"
 
 
 _predictors: dict[str, Predictor] = {}
 _loading = threading.Lock()
-_KEPT = 2  # models of two clients that take turns
+_KEPT = 2  # models kept in memory, for two clients that alternate
 
 
 def predictor(job: Job) -> Predictor:
-    """The job's, loaded once in this process. Raises InputError for another model than its own."""
+    """Return the job's Predictor, loaded once per process.
+
+    Raises InputError where the model or the tokenizer is not the one that the job identifies.
+    """
     key = repr(job)
     with _loading:
         if key not in _predictors:
+            here = f"{job.model} on {socket.gethostname()}"
             if identity.of_model(job.model, job.revision) != job.model_sha256:
-                raise InputError(f"{job.model} is another model on {socket.gethostname()}")
+                raise InputError(f"{here} is not the client's model: copy it there")
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]
             found = Predictor(
-                job.task,
-                job.model,
-                device=job.device,
-                dtype=job.dtype,
-                tokenizer=job.tokenizer,
-                revision=job.revision,
-                batch_tokens=job.batch_tokens,
-                **job.options,
-            )
+                job.task, job.model, device=job.device, dtype=job.dtype, tokenizer=job.tokenizer,
+                revision=job.revision, batch_tokens=job.batch_tokens, **job.options,
+            )  # fmt: skip
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
-                raise InputError(f"{job.model} has another tokenizer on {socket.gethostname()}")
+                raise InputError(f"{here} does not have the client's tokenizer: copy it there")
             if job.device == "cuda":
                 sys.setswitchinterval(SWITCH_SECONDS)
             _predictors[key] = found
         return _predictors[key]
 
 
-def where(device: str | None) -> dict[str, Any]:
-    """What a worker is: asked of each before any work is done."""
-    problem = doctor.cuda_problem() if device != "cpu" else "asked for the CPU"
+def worker_properties(device: str | None) -> dict[str, Any]:
+    """Return this worker's versions, engine, and why it has no GPU (None where it has one)."""
+    problem = doctor.cuda_problem() if device != "cpu" else "the CPU was requested"
     engine = "cpu" if problem else "cuda"
     return {"versions": identity.versions(), "engine": engine, "no_cuda": problem}
 
 
 def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:
-    """Load the model; the device in words. Raises InputError where the job cannot be done here."""
+    """Load the model and return a description of the device.
+
+    files: the input's paths and sizes in bytes. token: the content of the client's lock file.
+    Raises InputError where this worker cannot compute the job.
+    """
     host = socket.gethostname()
     if job.form == "parquet" or any(records.kind_of(Path(path)) == "parquet" for path, _ in files):
         records.require_pyarrow()
     for path, size in files:
-        there = Path(path).stat().st_size if Path(path).is_file() else None
-        if there != size:
-            found = "not there" if there is None else f"{there:,} bytes"
-            raise InputError(f"{path}: expected {size:,} bytes, on {host} it is {found}")
+        found = Path(path).stat().st_size if Path(path).is_file() else None
+        if found != size:
+            got = "no file" if found is None else f"{found:,} bytes"
+            raise InputError(f"{path}: expected {size:,} bytes, {host} has {got}")
     lock = Path(job.output) / shards.LOCK
     if not lock.is_file() or lock.read_text() != token:
-        raise InputError(f"{job.output}: on {host} not the client's folder: it has to be shared")
+        raise InputError(
+            f"{job.output}: {host} does not see the client's folder: use a shared file system"
+        )
     if not os.access(job.output, os.W_OK | os.X_OK):
         raise InputError(f"{job.output}: cannot be written on {host}")
     return predictor(job).model.device
@@ -207,7 +211,7 @@ def prepare(job: Job, files: Sequence[tuple[str, int]], token: str) -> str:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a shard cannot be computed, however often it is tried."""
+    """A shard that fails in every attempt, and why."""
 
     reason: str
 
@@ -215,11 +219,12 @@ class Failed:
 def run_shard(
     job: Job, shard: Shard, token: str, progress: Callable[[int], None] = lambda records: None
 ) -> shards.Done | Failed | str:
-    """Compute and write a shard; what the manifest says of it, or why nothing can be written.
+    """Compute and write a shard.
 
-    A shard is always computed whole, so its bytes depend on no restart. Raises only what another
-    try can change: OSError, MemoryError, DeviceError. progress: called with the number of records
-    that have been computed since the last call.
+    Returns its manifest entry; Failed where it cannot be computed; or a message why nothing can be
+    written, which stops the job. A shard is always computed as a whole, so its bytes do not depend
+    on restarts. Raises only errors that a retry may avoid: OSError, MemoryError, DeviceError.
+    progress: called with the number of records computed since the last call.
     """
     try:
         return _run_shard(job, shard, token, progress)
@@ -232,45 +237,45 @@ def run_shard(
 def _run_shard(
     job: Job, shard: Shard, token: str, progress: Callable[[int], None]
 ) -> shards.Done | str:
-    given: list[Record] = []
-    wrong: list[Unreadable] = []
+    readable: list[Record] = []
+    failed: list[Unreadable] = []
     for entry in records.read(shard, job.column, job.keep):
         if isinstance(entry, Record):
-            given.append(entry)
+            readable.append(entry)
         else:
-            wrong.append(entry)
-    ready = predictor(job)
+            failed.append(entry)
+    loaded = predictor(job)
     seed = job.options.get("seed", 0)
-    seeds = [record_seed(seed, record.index) for record in given]
-    part = _part(job, shard, ready)
+    seeds = [record_seed(seed, record.index) for record in readable]
+    part = _part(job, shard, loaded)
     done = tokens = without_memory = 0
-    values = [record.value for record in given]
-    for record, row in zip(given, _computed(ready, values, seeds, progress), strict=True):
+    values = [record.value for record in readable]
+    for record, row in zip(readable, _computed(loaded, values, seeds, progress), strict=True):
         count = row if isinstance(row, Problem) else _write(part, record, row)
         if isinstance(count, Problem):
-            wrong.append(Unreadable(record.index, record.file, record.line, count.reason))
+            failed.append(Unreadable(record.index, record.file, record.line, count.reason))
             without_memory += count.no_memory
         else:
             done, tokens = done + 1, tokens + count
     if without_memory and not done:
         raise MemoryError(f"not enough memory for any record of shard {shard.number}")
-    wrong.sort(key=lambda entry: entry.index)
+    failed.sort(key=lambda entry: entry.index)
     folder = Path(job.output)
     try:
         if (folder / shards.LOCK).read_text() != token:
-            return "another run has taken over"
+            return "another run writes to this output now"
         errors = None
-        if wrong:
-            lines = shards.json_lines(_error(entry) for entry in wrong)
+        if failed:
+            lines = shards.json_lines(_error(entry) for entry in failed)
             errors = shards.replace_file(folder / shards.errors_name(shard.number), lines)
         sha256 = shards.replace_file(folder / shards.part_name(shard.number, job.form), part.data())
     except OSError as error:
         return f"{folder} cannot be written on {socket.gethostname()}: {error.strerror or error}"
-    return shards.Done(shard.number, done, len(wrong), tokens, sha256, errors)
+    return shards.Done(shard.number, done, len(failed), tokens, sha256, errors)
 
 
 def _write(part: shards.Part, record: Record, row: tasks.Row) -> int | Problem:
-    """Add a record to the results: its tokens, or why its fields cannot be written."""
+    """Add a record to the results; return its number of tokens, or why it cannot be written."""
     try:
         part.add(record.index, record.kept, row)
     except BaseException as error:
@@ -280,14 +285,14 @@ def _write(part: shards.Part, record: Record, row: tasks.Row) -> int | Problem:
 
 
 def _computed(
-    ready: Predictor, values: Sequence[Any], seeds: Sequence[int], progress: Callable[[int], None]
+    loaded: Predictor, values: Sequence[Any], seeds: Sequence[int], progress: Callable[[int], None]
 ) -> list[tasks.Row | Problem]:
-    """The rows. After a CUDA error the process ends: nothing it computed later could be trusted.
+    """Return the rows, or end the process after a CUDA error, which leaves the context unusable.
 
-    Dask then starts another one, and gives the shard to whoever is free.
+    Dask then starts another process and assigns the shard to a free worker.
     """
     try:
-        return ready.rows(values, seeds, progress)
+        return loaded.rows(values, seeds, progress)
     except Exception as error:
         if "CUDA" in type(error).__name__:
             print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
@@ -295,19 +300,14 @@ def _computed(
         raise
 
 
-def _part(job: Job, shard: Shard, ready: Predictor) -> shards.Part:
+def _part(job: Job, shard: Shard, loaded: Predictor) -> shards.Part:
     if job.form == "jsonl":
-        return shards.JsonPart(ready.columns)
+        return shards.JsonPart(loaded.columns)
     types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
     single = job.options.get("samples", 1) == 1
-    return shards.ParquetPart(ready.columns, job.keep, types, single)
+    return shards.ParquetPart(loaded.columns, job.keep, types, single)
 
 
 def _error(entry: Unreadable) -> dict[str, Any]:
-    """Lines are counted from 1."""
-    return {
-        "index": entry.index,
-        "file": entry.file,
-        "line": entry.line + 1,
-        "reason": entry.reason,
-    }
+    """Return an entry of the errors file, which counts lines from 1."""
+    return {**vars(entry), "line": entry.line + 1}

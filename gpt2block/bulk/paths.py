@@ -1,7 +1,9 @@
-"""Paths as people type them: `~`, relative, empty, too long."""
+"""Checks of paths given by the user, and hashes of files."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from gpt2block.errors import InputError
@@ -10,13 +12,13 @@ _GONE = "the working directory was deleted: change to one that exists"
 
 
 def absolute(name: str, given: str | Path) -> Path:
-    """The path `given`, absolute and with `~` expanded; InputError by its `name` where it is none.
+    """Return the path `given`, absolute and with `~` expanded; it need not exist.
 
-    Nothing is looked up on the disk except the working directory.
+    Raises InputError, with the argument's `name`, where it is not a path.
     """
     text = str(given)
     if not text:
-        raise InputError(f"{name}: expected a path, got an empty text")
+        raise InputError(f"{name}: expected a path, got an empty string")
     if "\0" in text:
         raise InputError(f"{name} {text!r}: a path cannot hold a NUL character")
     try:
@@ -28,13 +30,23 @@ def absolute(name: str, given: str | Path) -> Path:
 
 
 def require_working_directory() -> None:
-    """Raise InputError where it was deleted: no process can be started from there."""
+    """Raise InputError where the working directory was deleted: no process starts from there."""
     try:
         Path.cwd()
     except OSError as error:
         raise InputError(_GONE) from error
 
 
-def why(error: OSError | ValueError) -> str:
-    """What the system says of a path, without the path."""
+def reason(error: Exception) -> str:
+    """Return the system's error message without the path."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def sha256(files: Iterable[Path], start: bytes = b"") -> bytes:
+    """Return the SHA-256 of `start` and the content of the files. Raises OSError."""
+    found = hashlib.sha256(start)
+    for path in files:
+        with path.open("rb") as file:
+            while chunk := file.read(2**24):
+                found.update(chunk)
+    return found.digest()

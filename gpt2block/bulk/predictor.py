@@ -1,4 +1,4 @@
-"""`Predictor`: a model as a function of batches, for Dask, Ray or a loop of your own."""
+"""`Predictor`: a model as a function of batches, for Dask, Ray or your own loop."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from gpt2block.run.model import Ids
 from gpt2block.run.numpy_model import NumpyModel
 from gpt2block.text import tokenizer as tokenizers
 
-Batch = Mapping[str, Any]  # column → one value a record
+Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")
-GROUP = 8192  # tokens that a GPU's engine scores or embeds in one go, TOKENS_AT_ONCE there
+GROUP = 8192  # tokens that the CUDA engine scores or embeds at once, its TOKENS_AT_ONCE
 _NOTHING: Mapping[Kind, Any] = {"float": np.nan, "int": 0, "text": ""}
 
 
@@ -32,15 +32,16 @@ class Predictor:
     """Scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling). model, device, dtype, revision: as in `GPT2.from_pretrained`. tokenizer: a
-    path, as for `tokenizer.from_path`. batch_tokens: computed together at most.
+    or "embed" (pooling, overflow). model, device, dtype, revision: as in `GPT2.from_pretrained`.
+    tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
+    computed together.
 
-    The model is loaded here. A pickle holds the arguments alone, and what comes of it loads the
-    model when it is first called: once in every process, however many batches follow.
+    The constructor loads the model. A pickled Predictor holds the arguments only; an unpickled one
+    loads the model at its first call, so each process loads it once.
 
-    What comes of a record depends on it, its seed and the options, not on the records beside it:
-    with NumPy each record is computed by itself, as the last bits of a BLAS's products depend on
-    their number of rows; on a GPU the kernels see to it.
+    The result of a record depends on the record, its seed and the options, not on the rest of the
+    batch. With NumPy each record is computed separately, as the last bits of a BLAS product depend
+    on its number of rows; the CUDA kernels compute each row independently of the others.
 
     Raises InputError for wrong options, CheckpointError, DeviceError.
     """
@@ -72,7 +73,7 @@ class Predictor:
 
     @property
     def encoding(self) -> Any:
-        """The tokenizer; None where there is none, which is enough for token ids."""
+        """The tokenizer; None where the model has none, which suffices for token ids."""
         return self._tokenizer[0]
 
     @cached_property
@@ -92,22 +93,22 @@ class Predictor:
 
     @property
     def columns(self) -> Mapping[str, Kind]:
-        """Of the results, in order."""
+        """The result columns and their kinds, in order."""
         return self._task.columns
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
-        """The batch's columns, and those of the results, as arrays.
+        """Return the batch's columns and the result columns, as arrays.
 
         batch: "text", or "tokens" (rows of ids), and optionally "seed", an integer from 0 to
-        2**64 - 1 for each record; without it the option `seed` and the record itself make one.
-        `error` is "" or says why a record has no result; its other columns then hold NaN, 0 or
-        nothing.
+        2**64 - 1 for each record; by default it is derived from the option `seed` and the record.
+        `error` is "" or the reason why a record has no result; its other results are then NaN, 0 or
+        empty.
 
         score: log_likelihood (nats), perplexity, n_tokens and n_bytes (predicted), logprobs.
         generate: completion, finish_reason, n_tokens, completion_tokens, logprobs.
-        embed: embedding, n_tokens.
+        embed: embedding (n_embd,), n_tokens.
 
-        Raises InputError for what is not a mapping from names to columns of one length.
+        Raises InputError where batch is not a mapping from names to columns of one length.
         """
         if not isinstance(batch, Mapping):
             raise InputError(
@@ -115,8 +116,8 @@ class Predictor:
             )
         name = next((name for name in INPUTS if name in batch), None)
         if name is None:
-            there = ", ".join(map(str, batch)) or "none"
-            raise InputError(f"batch: expected a column text or tokens, got {there}")
+            got = ", ".join(map(str, batch)) or "none"
+            raise InputError(f"batch: expected a column text or tokens, got {got}")
         values = _entries(name, batch[name])
         seeds = None if batch.get("seed") is None else _entries("seed", batch["seed"])
         if seeds is not None and len(seeds) != len(values):
@@ -138,10 +139,10 @@ class Predictor:
         seeds: Sequence[Any] | None = None,
         progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
-        """What came of each record: its columns, or a Problem. The records are texts or ids.
+        """Return for each record (a text or token ids) its columns, or a Problem.
 
-        Whatever a record raises is its Problem. progress: called with the number of records that
-        have been computed since the last call.
+        An error that a record raises becomes its Problem. progress: called with the number of
+        records computed since the last call.
         """
         found: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
@@ -160,10 +161,10 @@ class Predictor:
         return [row for row in found if row is not None]
 
     def _ids(self, value: Any) -> Ids:
-        """InputError for a record that cannot be computed."""
+        """Return the token ids. Raises InputError for a record that cannot be computed."""
         if isinstance(value, str):
             if self.encoding is None:
-                raise InputError(f"text, and no tokenizer: {self._tokenizer[1]}")
+                raise InputError(f"text needs a tokenizer: {self._tokenizer[1]}")
         elif not isinstance(value, (list, tuple, np.ndarray)):
             raise InputError(f"expected text or token ids, got {type(value).__name__}")
         elif not len(value):
@@ -181,23 +182,24 @@ class Predictor:
         return ids
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
-        """Records of like length together, the longest first: what does not fit shows at once.
+        """Yield batches of records of similar length, the longest first, which need most memory.
 
-        A batch has whole groups of the engine's: some records more would cost as much as a group.
+        The engine computes groups of GROUP tokens, and a partly filled group takes as long as a
+        full one. A batch therefore starts another group only if batch_tokens allows a full one.
         """
-        alone = isinstance(self.model.engine, NumpyModel)
-        at_once = 1 if alone else self._task.at_once
+        separate = isinstance(self.model.engine, NumpyModel)
+        at_once = 1 if separate else self._task.at_once
         part: list[int] = []
         tokens = group = 0
         for index in sorted(ids, key=lambda index: (-len(ids[index]), index)):
             length = len(ids[index])
-            border = group + length > GROUP
-            room = self.batch_tokens - tokens
-            needed = max(GROUP, length) if border else length
-            if part and (len(part) == at_once or needed > room):
+            starts_group = group + length > GROUP
+            available = self.batch_tokens - tokens
+            needed = max(GROUP, length) if starts_group else length
+            if part and (len(part) == at_once or needed > available):
                 yield part
                 part, tokens, group = [], 0, 0
-            elif border:
+            elif starts_group:
                 group = 0
             part.append(index)
             tokens += length
@@ -208,7 +210,7 @@ class Predictor:
     def _run(
         self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Mapping[int, int]
     ) -> list[Row | Problem]:
-        """A batch; where one of its records fails, each by itself."""
+        """Compute a batch; where it fails, compute its records one at a time."""
         records, own = [ids[index] for index in part], [seeds[index] for index in part]
         try:
             return list(self._task.run(self.model.engine, records, own))
@@ -219,7 +221,7 @@ class Predictor:
         return [row for index in part for row in self._run([index], ids, seeds)]
 
     def _own_seed(self, ids: Ids) -> int:
-        """Of a record that came without one."""
+        """Return the seed of a record for which none was given."""
         return record_seed(self.options.get("seed", 0), ids.tobytes())
 
     def _column(self, kind: Kind, values: list[Any]) -> Any:
@@ -237,14 +239,14 @@ class Predictor:
 
 
 def _blank(kind: Kind) -> Any:
-    """A list of nothing, of the type that the others have."""
+    """Return an empty list or array of the column's type."""
     return [] if kind == "texts" else np.empty(0, np.float32 if kind == "floats" else np.int32)
 
 
 def _entries(name: str, column: Any) -> list[Any]:
-    """The entries of a column, one a record. InputError for what has none."""
+    """Return a column's entries, one per record. InputError where it is not a column."""
     if not isinstance(column, (str, bytes, Mapping, set, frozenset)):
-        with suppress(TypeError):  # also raised by arrays without dimensions
+        with suppress(TypeError):  # also raised by arrays of zero dimensions
             return list(column)
     raise InputError(
         f"{name}: expected a column with an entry for each record, got {type(column).__name__}"
@@ -252,7 +254,7 @@ def _entries(name: str, column: Any) -> list[Any]:
 
 
 def _seed(value: Any) -> int:
-    """InputError for what is not an integer of 64 bits."""
+    """Return an integer of 64 bits. Raises InputError for anything else."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not 0 <= int(value) < 2**64:
         raise InputError(f"seed: expected an integer from 0 to 2**64 - 1, got {value!r}")
@@ -263,7 +265,10 @@ _LOADED = ("model", "_tokenizer", "_task")
 
 
 def record_seed(seed: int, record: int | bytes) -> int:
-    """A record's seed of 64 bits, of the job's and the record's number, or the record itself."""
+    """Return a record's seed of 64 bits.
+
+    seed: the job's. record: the record's index, or its bytes.
+    """
     if isinstance(record, int):
         record = record.to_bytes(8, "little")
     key = seed.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""What a record raised: its own error, or one that the worker has to hear of."""
+"""`Problem`: the error of one record, as opposed to an error of the model or the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 
-# Interrupts, and errors of the model or the device: no record is at fault.
-_OF_NO_RECORD = (
+# Interrupts, and errors of the model or the device, which no record causes.
+_NOT_FROM_RECORD = (
     KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
 )  # fmt: skip
 
@@ -16,18 +16,18 @@ class Problem(NamedTuple):
     """Why a record has no result."""
 
     reason: str
-    no_memory: bool = False  # which may be the machine's fault rather than the record's
+    no_memory: bool = False  # the machine may be the cause rather than the record
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The problem of the record that raised `error`, which is raised again if it is no record's.
+    """Return the Problem of the record that raised `error`; re-raise an error of no single record.
 
-    BaseException, as a tokenizer written in Rust raises its panics as such.
+    error: a BaseException, as a tokenizer written in Rust raises its panics as such.
     """
     if isinstance(error, MemoryError):
         return Problem(printable(f"not enough memory: {error}"), True)
     of_cuda = "CUDA" in type(error).__name__ or type(error).__module__.startswith("cupy")
-    if isinstance(error, _OF_NO_RECORD) or of_cuda:
+    if isinstance(error, _NOT_FROM_RECORD) or of_cuda:
         raise error
     if isinstance(error, InputError):
         return Problem(str(error))

@@ -1,4 +1,4 @@
-"""The input: JSONL, Parquet or lines of text, cut into shards that a worker reads by itself."""
+"""The input: JSONL, Parquet or lines of text, divided into shards that workers read separately."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gpt2block.errors import InputError
 
 TEXT, JSONL, PARQUET = (".txt", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 _KINDS = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET}
-LONGEST = 2**24  # bytes of a line; what is longer is not read
-_CHUNK = 2**24
-_NAMED = 3  # files of a folder that are left out, and shown
+LONGEST = 2**24  # bytes of a line at most; a longer line becomes an error
+_CHUNK = 2**24  # bytes read at once
+_NAMED = 3  # ignored entries of a folder that a message lists
 
 
 class ChangedError(RuntimeError):
-    """The input is not what it was when the job was cut into shards."""
+    """The input has changed since the job divided it into shards."""
 
 
 @dataclass(frozen=True)
@@ -36,42 +36,42 @@ class Span:
     path: str
     start: int
     end: int
-    line: int  # the first one's number, from 0
+    line: int  # number of the first line, from 0
     lines: int
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What is computed and written as one. `first` is its first line's index in all the input."""
+    """The lines that are computed and written together."""
 
     number: int
-    first: int
+    first: int  # index of the first line in the whole input
     lines: int
     spans: tuple[Span, ...]
-    sha256: str  # of the bytes; of a Parquet file, of all of it
+    sha256: str  # of the bytes of the spans; for a Parquet file, of the whole file
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value in an Arrow column, which has a type that Python may not have."""
+    """A value in an Arrow column, whose type Python may not have."""
 
     column: Any  # pyarrow.ChunkedArray
     row: int
 
     def value(self) -> Any:
-        """As a Python object; raises what Arrow does for what Python cannot hold."""
+        """Return a Python object. Raises an error of Arrow where Python has no such value."""
         return self.column[self.row].as_py()
 
     def chunks(self) -> list[Any]:
-        """As Arrow arrays that hold this value alone."""
+        """Return Arrow arrays that hold only this value."""
         return list(self.column.slice(self.row, 1).chunks)
 
 
 @dataclass(frozen=True)
 class Record:
-    """A text or token ids. `index` counts the lines of all the input, `line` those of the file.
+    """A text or token ids. `index` counts the lines of the whole input, `line` those of the file.
 
-    kept: fields to carry into the results; those of a Parquet file are Cells.
+    kept: fields to copy into the results; for a Parquet file they are Cells.
     """
 
     index: int
@@ -94,9 +94,9 @@ class Unreadable:
 def find_files(
     given: Sequence[str | Path], say: Callable[[str], None] = lambda line: None
 ) -> list[Path]:
-    """The input's files in order, those of a folder by name. Raises InputError.
+    """Return the input's files in the given order, those of a folder by name. Raises InputError.
 
-    say: hears of what is left out of a folder: its subfolders and files of other types.
+    say: called with a message about ignored entries of a folder: subfolders and other file types.
     """
     files: list[Path] = []
     for name in given:
@@ -116,13 +116,13 @@ def find_files(
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Make the system's errors InputErrors."""
+    """Convert the system's errors about a path to InputErrors."""
     try:
         yield
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (OSError, UnicodeEncodeError) as error:  # half of a surrogate pair in the name
-        raise InputError(f"{path}: cannot be read: {paths.why(error)}") from error
+        raise InputError(f"{path}: cannot be read: {paths.reason(error)}") from error
 
 
 def _in_folder(folder: Path, say: Callable[[str], None]) -> list[Path]:
@@ -142,13 +142,13 @@ def _known(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str | None:
-    """How its records are read: "text", "jsonl" or "parquet", by its extension."""
+    """Return the file's format by its extension: "text", "jsonl", "parquet" or None."""
     ending = path.suffix.lower()
     return next((kind for kind, endings in _KINDS.items() if ending in endings), None)
 
 
 def any_text(files: Iterable[Path]) -> bool:
-    """Whether one of the files holds lines of text, which need a tokenizer."""
+    """Return whether one of the files holds lines of text, which need a tokenizer."""
     return any(path.suffix.lower() in TEXT for path in files)
 
 
@@ -157,7 +157,7 @@ def _expected() -> str:
 
 
 def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
-    """The files with their lengths in bytes. Raises InputError."""
+    """Return the files with their lengths in bytes. Raises InputError."""
     found = []
     for path in files:
         with _reading(path):
@@ -166,32 +166,32 @@ def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
 
 
 def described(files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
-    """What identifies the input except for its bytes: each file's name, kind and length."""
+    """Return the manifest's description of the input: the files' names, formats and lengths."""
     kinds = dict.fromkeys(kind_of(path) for path, _ in files)
-    named = hashlib.sha256()
+    names = hashlib.sha256()
     for path, size in files:
-        named.update(b"%s\0%s\0%d\n" % (os.fsencode(path.name), str(kind_of(path)).encode(), size))
+        names.update(b"%s\0%s\0%d\n" % (os.fsencode(path.name), str(kind_of(path)).encode(), size))
     return {
         "kinds": ", ".join(map(str, kinds)),
         "files": len(files),
         "bytes": sum(size for _, size in files),
-        "names_sha256": named.hexdigest(),
+        "names_sha256": names.hexdigest(),
     }
 
 
 def check_kept(files: Sequence[Path], column: str, keep: Sequence[str]) -> None:
-    """Raise InputError for a field other than `column` of a text file, which has only that one."""
+    """Raise InputError for a field other than `column` where the input has a text file."""
     other = next((name for name in keep if name != column), None)
     text = next((path for path in files if kind_of(path) == "text"), None)
     if text is not None and other is not None:
         raise InputError(
-            f"keep: {text} is a text file, whose lines have only the field {column!r}: leave out "
+            f"keep: {text} is a text file, whose lines have only the field {column!r}: omit "
             f"{other!r}, or give the input as .jsonl"
         )
 
 
 def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
-    """Whether the kept fields have Arrow types: all of the input is Parquet.
+    """Return whether the kept fields have Arrow types, which needs an input of Parquet files only.
 
     Raises InputError for a field whose types differ between files.
     """
@@ -206,21 +206,21 @@ def are_typed(files: Sequence[Path], keep: Sequence[str]) -> bool:
             if kind != known:
                 raise InputError(
                     f"keep: {name!r} is {known} in {first.name} and {kind} in {path.name}: "
-                    "expected one type, or the format jsonl"
+                    "convert it to one type, or use --format jsonl"
                 )
     return True
 
 
 def arrow_types(path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """The types of a Parquet file's columns by name. Raises InputError, OSError."""
+    """Return the Arrow types of a Parquet file's columns by name. Raises InputError, OSError."""
     schema = _parquet_file(path, columns).schema_arrow
     return {name: schema.field(name).type for name in columns}
 
 
 def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]:
-    """The input in shards of `size` lines, the last one shorter. Every byte is read once.
+    """Divide the input into shards of `size` lines, the last one shorter; read every byte once.
 
-    columns: those a Parquet file must have. Raises InputError.
+    columns: the columns that a Parquet file must have. Raises InputError.
     """
     cutter = _Cutter(size)
     for path in files:
@@ -233,7 +233,7 @@ def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]
 
 
 class _Cutter:
-    """Gathers spans until a shard is full."""
+    """Collects spans until a shard is full."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -264,12 +264,12 @@ class _Cutter:
         return self._shards
 
     def add_lines(self, path: Path) -> None:
-        start = at = line = lines = 0  # of the span that is being read
+        start = at = line = lines = 0  # of the current span
         ended = True
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-                taken = used = 0  # line ends, bytes of the chunk
+                taken = used = 0  # consumed line ends and bytes of the chunk
                 while len(ends) - taken >= self._size - self._lines - lines:
                     taken += self._size - self._lines - lines
                     lines = self._size - self._lines
@@ -284,7 +284,7 @@ class _Cutter:
         self._add(Span(str(path), start, at, line, lines + (not ended)))
 
     def add_rows(self, path: Path, rows: int) -> None:
-        digest, row = _digest(path), 0
+        digest, row = paths.sha256([path]), 0
         while row < rows:
             count = min(self._size - self._lines, rows - row)
             self._hash.update(digest)
@@ -292,25 +292,18 @@ class _Cutter:
             row += count
 
 
-def _digest(path: Path) -> bytes:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.digest()
-
-
 def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record | Unreadable]:
-    """The records of a shard; blank lines of JSONL are none.
+    """Yield the records of a shard, without blank lines of JSONL.
 
-    Raises OSError for a file that cannot be read, and in the end ChangedError.
+    Raises OSError for a file that cannot be read, and at the end ChangedError where the bytes
+    differ from the shard's hash.
     """
     found, index = hashlib.sha256(), shard.first
     for span in shard.spans:
         path = Path(span.path)
         try:
             if kind_of(path) == "parquet":
-                found.update(_digest(path))
+                found.update(paths.sha256([path]))
                 yield from _rows(span, index, column, keep)
             else:
                 as_json = kind_of(path) == "jsonl"
@@ -320,15 +313,15 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
                     if record is not None:
                         yield record
         except OSError as error:
-            raise OSError(f"{path}: cannot be read: {paths.why(error)}") from error
+            raise OSError(f"{path}: cannot be read: {paths.reason(error)}") from error
         index += span.lines
     if found.hexdigest() != shard.sha256:
         names = ", ".join(dict.fromkeys(span.path for span in shard.spans))
-        raise ChangedError(f"{names}: has changed, or is another file where this worker runs")
+        raise ChangedError(f"{names}: changed since the job began, or differs on this worker")
 
 
 def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
-    """The lines without their ends, None for one that is too long."""
+    """Yield the lines without line ends, None for a line that is too long. Hashes every byte."""
     with open(span.path, "rb") as file:
         file.seek(span.start)
         at = span.start
@@ -338,7 +331,7 @@ def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
             at += len(line)
             whole = line.endswith(b"\n") or at == span.end
             if not line:
-                return  # the file has become shorter: the hash will tell
+                return  # the file has become shorter, which the hash will show
             while not whole:
                 rest = file.readline(min(LONGEST, span.end - at))
                 found.update(rest)
@@ -355,7 +348,7 @@ def _record(
     keep: Sequence[str],
     as_json: bool,
 ) -> Record | Unreadable | None:
-    """What a line holds: a JSON object, or the text of its only field, `column`."""
+    """Parse a line: a JSON object, or the text of the only field, `column`. None: a blank line."""
     if line is None:
         return Unreadable(*place, f"a line of more than {LONGEST:,} bytes")
     try:
@@ -382,7 +375,7 @@ def _object(
 
 
 def require_pyarrow() -> Any:
-    """pyarrow with its `parquet`; InputError where it is not installed."""
+    """Import and return pyarrow with pyarrow.parquet. Raises InputError if it is not installed."""
     try:
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
@@ -391,16 +384,16 @@ def require_pyarrow() -> Any:
 
 
 def _parquet_file(path: Path, columns: Sequence[str]) -> Any:
-    """The file, opened; InputError unless it has each of these columns once."""
+    """Open a Parquet file. Raises InputError unless it has each of these columns once."""
     pyarrow = require_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        there = list(file.schema_arrow.names)
+        present = list(file.schema_arrow.names)
     except (pyarrow.ArrowException, ValueError) as error:
         raise InputError(f"{path}: not a Parquet file: {error}") from error
     for name in columns:
-        if there.count(name) != 1:
-            found = f"found {', '.join(there)}" if name not in there else "found several"
+        if present.count(name) != 1:
+            found = f"found {', '.join(present)}" if name not in present else "found several"
             raise InputError(f"{path}: expected a column {name!r}, {found}")
     return file
 

@@ -1,4 +1,4 @@
-"""The output: parts that are there whole or not at all, and the manifest of those that are done."""
+"""The output: part files, each written completely or not at all, and the manifest of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from gpt2block.bulk.paths import why
+from gpt2block.bulk.paths import reason, sha256
 from gpt2block.bulk.records import Cell, require_pyarrow
 from gpt2block.bulk.tasks import Kind
 from gpt2block.errors import InputError
@@ -30,14 +30,14 @@ _TO_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 @dataclass(frozen=True)
 class Done:
-    """A finished shard, as the manifest has it. `tokens` are those of its results."""
+    """A finished shard's entry in the manifest."""
 
     shard: int
     records: int
     errors: int
-    tokens: int
-    sha256: str
-    errors_sha256: str | None  # None: no errors, no file
+    tokens: int  # sum of the results' n_tokens
+    sha256: str  # of the part file
+    errors_sha256: str | None  # of the errors file; None without errors, which has no file
 
 
 def part_name(shard: int, form: str) -> str:
@@ -49,9 +49,10 @@ def errors_name(shard: int) -> str:
 
 
 def replace_file(path: Path, data: bytes) -> str:
-    """Write a file so that it is there whole or not at all, whatever happens; its SHA-256.
+    """Write a file atomically and return its SHA-256.
 
-    Raises OSError, and leaves nothing behind then.
+    After a crash the old or the new file exists, complete. Raises OSError, and then leaves no
+    temporary file.
     """
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
@@ -70,7 +71,7 @@ def replace_file(path: Path, data: bytes) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """A name is on the disk when its folder is."""
+    """Flush a folder to the disk, which makes the renaming of a file in it permanent."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,19 +80,19 @@ def _sync_folder(path: Path) -> None:
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """An object a line, UTF-8; NaN and infinity, which JSON does not have, as null."""
+    """Encode one JSON object per line in UTF-8; NaN and infinity, which JSON lacks, become null."""
     return b"".join(_json(_plain(row)) + b"\n" for row in rows)
 
 
 def _json(value: Any) -> bytes:
     try:
         return _TO_JSON.encode(value).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, in a field that was kept
+    except UnicodeEncodeError:  # a lone surrogate in a kept field
         return json.dumps(value, allow_nan=False, default=str).encode()
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. A float32 gets the fewest digits that tell it from its neighbours."""
+    """Convert to types of JSON. A float32 gets the fewest digits that identify it."""
     if isinstance(value, Cell):
         return _plain(value.value())
     if isinstance(value, Mapping):
@@ -110,14 +111,14 @@ class Part(Protocol):
     """The results of a shard, in one of the formats."""
 
     def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """A record's fields and results; raises whatever they cannot be written for."""
+        """Add a record's kept fields and results; raises an error where they cannot be written."""
 
     def data(self) -> bytes:
-        """The file."""
+        """Return the content of the file."""
 
 
 class JsonPart:
-    """An object a line: the index, the kept fields, the results."""
+    """One object per line: the index, the kept fields, the results."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         self._columns = tuple(columns)
@@ -132,11 +133,11 @@ class JsonPart:
 
 
 class ParquetPart:
-    """The same as a Parquet file.
+    """A Parquet file with the columns of `JsonPart`.
 
-    types: the Arrow types of kept fields, whose values are Cells. Without one a field is text:
-    strings as they are, everything else as JSON. single: whether columns that are lists belong to
-    one sample rather than several.
+    types: the Arrow types of kept fields whose values are Cells. A field without a type becomes
+    text: a string is unchanged, another value is written as JSON. single: whether a record has one
+    sample; with several, a list column holds one list per sample.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ParquetPart:
             return value
         plain = _plain(value)
         text = plain if isinstance(plain, str) else _json(plain).decode()
-        text.encode()  # half of a surrogate pair is refused here, not when the part is written
+        text.encode()  # raises for a lone surrogate here rather than when the part is written
         return text
 
     def data(self) -> bytes:
@@ -190,9 +191,9 @@ class ParquetPart:
 
 
 class Manifest:
-    """DIR/manifest.ndjson: the job in its first line, then a line for each shard that is done.
+    """DIR/manifest.ndjson: the job in its first line, then a line for each finished shard.
 
-    Lines are added as shards are finished; `finish` puts them in order.
+    Lines are appended as shards finish; `finish` sorts them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -206,23 +207,23 @@ class Manifest:
         try:
             if not self.path.is_file():
                 raise ValueError("not a regular file")
-            lines = self.path.read_bytes().split(b"\n")[:-1]  # what has no end was never finished
+            lines = self.path.read_bytes().split(b"\n")[:-1]  # without an incomplete last line
             if not lines:
-                raise ValueError("no line in it")
+                raise ValueError("it has no lines")
             self.job, *rest = (json.loads(line) for line in lines)
             if not isinstance(self.job, dict):
-                raise ValueError("no job in its first line")
+                raise ValueError("its first line is not a job")
             found = [_done(entry) for entry in rest]
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be read: {why(error)}") from error
+            raise InputError(f"{self.path}: cannot be read: {reason(error)}") from error
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{self.path}: damaged, or of another program: {error}: choose another --output"
+                f"{self.path}: damaged, or not a manifest: {error}: choose another --output"
             ) from error
         self.done = {entry.shard: entry for entry in found}
 
     def check(self, lines: Sequence[int]) -> None:
-        """Raise InputError unless its shards are those of an input with so many lines in each."""
+        """Raise InputError unless its shards fit an input with `lines[shard]` lines in each."""
         for entry in self.done.values():
             if entry.shard >= len(lines) or entry.records + entry.errors > lines[entry.shard]:
                 raise InputError(
@@ -230,23 +231,23 @@ class Manifest:
                     f"{entry.errors} errors is not of this input: choose another --output"
                 )
 
-    def strange_parts(self, form: str, shards: int) -> list[str]:
-        """The names of part files that are not in it, and that this job will not write anew."""
+    def unknown_parts(self, form: str, shards: int) -> list[str]:
+        """Return the names of part files in the folder that this job does not write."""
         folder = self.path.parent
         ours = {part_name(shard, form) for shard in range(shards)}
         ours |= {errors_name(shard) for shard in range(shards)}
-        there = [*folder.glob("part-*"), *folder.glob(f"{ERRORS}/part-*")]
-        names = sorted(path.relative_to(folder).as_posix() for path in there)
+        present = [*folder.glob("part-*"), *folder.glob(f"{ERRORS}/part-*")]
+        names = sorted(path.relative_to(folder).as_posix() for path in present)
         return [name for name in names if name not in ours]
 
     def begin(self, job: dict[str, Any]) -> None:
-        """Write it anew: the job, and what is done of it, in order."""
+        """Rewrite the file: the job, and its finished shards in order."""
         self.job = job
         entries = [asdict(self.done[shard]) for shard in sorted(self.done)]
         replace_file(self.path, json_lines([job, *entries]))
 
     def add(self, entry: Done) -> None:
-        """A shard is done."""
+        """Append a finished shard."""
         with self.path.open("ab") as file:
             file.write(json_lines([asdict(entry)]))
             file.flush()
@@ -254,18 +255,18 @@ class Manifest:
         self.done[entry.shard] = entry
 
     def finish(self) -> None:
-        """All is done: the lines in order."""
+        """Sort the lines, after the last shard."""
         assert self.job is not None
         self.begin(self.job)
 
     def forget_damaged(self, form: str) -> list[str]:
-        """Drop what is no longer as it was written; the names of those files."""
+        """Remove shards whose files are missing or changed; return the names of these files."""
         folder, damaged = self.path.parent, []
         for shard, entry in list(self.done.items()):
             files = [(folder / part_name(shard, form), entry.sha256)]
             if entry.errors_sha256 is not None:
                 files.append((folder / errors_name(shard), entry.errors_sha256))
-            wrong = [path.name for path, sha256 in files if _sha256(path) != sha256]
+            wrong = [path.name for path, digest in files if _sha256(path) != digest]
             if wrong:
                 damaged += wrong
                 del self.done[shard]
@@ -273,7 +274,7 @@ class Manifest:
 
 
 def _done(entry: Any) -> Done:
-    """A line of the manifest; ValueError where it is not what `Manifest.add` writes."""
+    """Parse a manifest entry. Raises ValueError unless `Manifest.add` could have written it."""
     names = [field.name for field in fields(Done)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"expected an object with {', '.join(names)}, got {reprlib.repr(entry)}")
@@ -282,10 +283,10 @@ def _done(entry: Any) -> Done:
         if name == "errors_sha256" and value is None:
             continue
         if name.endswith("sha256"):
-            right = isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+            valid = isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
         else:
-            right = type(value) is int and 0 <= value < 2**63
-        if not right:
+            valid = type(value) is int and 0 <= value < 2**63
+        if not valid:
             raise ValueError(f"{name} is {reprlib.repr(value)}")
     if (entry["errors_sha256"] is None) != (entry["errors"] == 0):
         raise ValueError(f"{entry['errors']} errors, errors_sha256 {entry['errors_sha256']!r}")
@@ -293,29 +294,25 @@ def _done(entry: Any) -> Done:
 
 
 def _sha256(path: Path) -> str | None:
-    found = hashlib.sha256()
+    """Return a file's SHA-256; None where it cannot be read or is not a regular file."""
     try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            while chunk := file.read(2**24):
-                found.update(chunk)
+        return sha256([path]).hex() if path.is_file() else None
     except OSError:
         return None
-    return found.hexdigest()
 
 
 @contextmanager
 def locked(folder: Path, token: str) -> Iterator[None]:
-    """Alone in this folder, which is made; the system ends it with the process, however that ends.
+    """Create the folder and hold its lock; the system releases it when the process ends.
 
-    The lock holds the token, by which workers know whom they write for. What was made is removed
-    again where nothing came to stand in it. Raises InputError where it cannot be written.
+    The lock file holds the token, by which workers recognize their client's folder. Folders that
+    were created and stayed empty are removed at the end. Raises InputError where the folder is
+    locked or cannot be written.
     """
     made: list[Path] = []
     lock: int | None = None
     try:
-        with refusing(folder):
+        with output_errors(folder):
             made += [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             lock = _open_lock(folder)
@@ -333,14 +330,14 @@ def locked(folder: Path, token: str) -> Iterator[None]:
 
 
 def _open_lock(folder: Path) -> int:
-    """The lock's file descriptor. A FIFO of that name is an OSError, not waited for."""
+    """Return the lock's file descriptor. Opening a FIFO raises OSError instead of blocking."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(folder / LOCK, flags, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise InputError(f"{folder}: another gpt2block map is writing here") from error
+        raise InputError(f"{folder}: another gpt2block map writes to this folder") from error
     except OSError:
         os.close(lock)
         raise
@@ -348,18 +345,18 @@ def _open_lock(folder: Path) -> int:
 
 
 @contextmanager
-def refusing(folder: Path) -> Iterator[None]:
-    """Make the system's errors about the output InputErrors: nothing was computed yet."""
+def output_errors(folder: Path) -> Iterator[None]:
+    """Convert the system's errors about the output to InputErrors, before anything is computed."""
     try:
         yield
     except InputError:
         raise
     except (OSError, ValueError) as error:
-        raise InputError(f"--output {folder}: cannot be written: {why(error)}") from error
+        raise InputError(f"--output {folder}: cannot be written: {reason(error)}") from error
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Files that were being written when a worker was killed."""
+    """Remove temporary files of workers that were killed while they wrote."""
     for pattern in (".part-*.tmp", f".{MANIFEST}.*.tmp", f"{ERRORS}/.part-*.tmp"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

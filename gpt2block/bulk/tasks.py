@@ -1,4 +1,4 @@
-"""What is done with records that are token ids already: score, generate, embed."""
+"""The tasks on tokenized records: score, generate, embed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2block.text.generation import Overflow, Run
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
-Row = dict[str, Any]  # what came of a record, by column
+Row = dict[str, Any]  # the results of a record by column
 NAN = (
     "the logits are NaN: the weights hold infinity or NaN, or numbers too large for their dtype: "
     "try dtype='float32'"
@@ -29,27 +29,27 @@ NAN = (
 
 
 class Task(Protocol):
-    """One of the three, with its options checked."""
+    """A task whose options have been checked."""
 
     @property
     def columns(self) -> Mapping[str, Kind]:
-        """Of the results, in order."""
+        """The result columns and their kinds, in order."""
 
     @property
     def at_once(self) -> int:
-        """Records of a batch at most."""
+        """The maximum number of records in a batch."""
 
     def problem(self, ids: Ids) -> str | None:
-        """Why this record cannot be computed."""
+        """Return why this record cannot be computed; None where it can."""
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        """The records' rows, in order. InputError where one of them fails all the same."""
+        """Return the records' rows in order. Raises InputError where computing one fails."""
 
 
 class Scoring:
-    """The log-likelihood of each record's tokens after its first.
+    """The log-likelihood of each record's tokens after the first.
 
-    stride: as in `scoring.score`. logprobs: those of every token, too.
+    stride: as in `scoring.score`. logprobs: also return the log-probability of every token.
     """
 
     at_once = 2**31
@@ -93,7 +93,7 @@ class Scoring:
         ]
 
     def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
-        """Of a record longer than the context; by itself."""
+        """Return the log-probabilities (nats) of a record that is longer than the context."""
         parts = []
         for windows in scoring.window_batches(ids, self._n_ctx, self._stride, self._at_once):
             found = engine.log_likelihood([tokens for tokens, _ in windows])
@@ -118,7 +118,8 @@ class Scoring:
 class Generating:
     """A continuation of each record, or `samples` of them.
 
-    options: those of `generation.generate`. logprobs: the tokens and their log-probabilities, too.
+    options: those of `generation.generate`. logprobs: also return the tokens and their
+    log-probabilities.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Generating:
         self._config = config
         self._tokens = bool(logprobs) or encoding is None
         self._logprobs = bool(logprobs)
-        # Checks every option; the engine is not asked before the first token.
+        # Run checks the options; it uses the engine only when the first token is computed.
         engine: Any = SimpleNamespace(config=config)
         run = Run(engine, encoding, [[0]], **self._options)
         self.at_once = max(1, run.rows_at_once // samples)
@@ -184,7 +185,7 @@ class Generating:
 
 
 class Embedding:
-    """A vector of each record: the mean or the last of its states after the final LayerNorm.
+    """A vector for each record: the mean or the last of its states after the final LayerNorm.
 
     overflow: as in `scoring.embed`.
     """
@@ -234,7 +235,7 @@ def make(
     batch_tokens: int,
     options: Mapping[str, Any],
 ) -> Task:
-    """A task with its options; InputError for what it does not know."""
+    """Return a task. Raises InputError for an unknown task, and for unknown or wrong options."""
     if name not in TASKS:
         raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
     check_count("batch_tokens", batch_tokens)

@@ -1,4 +1,4 @@
-"""Preloaded by the workers of a local cluster."""
+"""Setup that the workers of a local cluster preload."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def dask_setup(worker: Any) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the client.
+    """Ignore Ctrl-C, which a terminal sends to all processes: the client ends its workers.
 
-    It ends its workers, in the middle of a shard or of a heartbeat too, of which they would warn.
+    The client may do so during a shard or a heartbeat; the warnings about that are silenced.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("distributed.worker.state_machine").setLevel(logging.ERROR)
-    logging.getLogger("distributed.worker").addFilter(_is_no_lost_scheduler)
+    logging.getLogger("distributed.worker").addFilter(_not_about_scheduler)
 
 
-def _is_no_lost_scheduler(record: logging.LogRecord) -> bool:
-    """The scheduler runs in the client, which says itself how it ended."""
+def _not_about_scheduler(record: logging.LogRecord) -> bool:
+    """Drop messages about a lost scheduler: it runs in the client, which reports how it ended."""
     return "Failed to communicate with scheduler" not in record.getMessage()

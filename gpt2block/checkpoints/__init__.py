@@ -1,6 +1,6 @@
-"""GPT-2 checkpoints: Hugging Face's, PyTorch's, nanoGPT's and llm.c's.
+"""GPT-2 checkpoints of Hugging Face, PyTorch, nanoGPT and llm.c.
 
-`Checkpoint.open` finds one, `save_pretrained` writes one that `transformers` loads.
+`Checkpoint.open` opens a checkpoint; `save_pretrained` writes one that `transformers` loads.
 """
 
 from gpt2block.checkpoints.checkpoint import ON_BOARD, Checkpoint

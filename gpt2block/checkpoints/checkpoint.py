@@ -1,4 +1,4 @@
-"""`Checkpoint`: an opened checkpoint, of which every tensor's place, shape and dtype is known."""
+"""`Checkpoint`: an opened checkpoint, with the file offset, shape and dtype of every tensor."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: all tensors are there in the right shapes, and read when asked for."""
+    """An opened checkpoint: all tensors exist in the right shapes, and are read on request."""
 
     name: str  # as the user gave it
-    file: Path  # with the weights, or the index of several: safetensors, PyTorch's or llm.c's
+    file: Path  # the weights, or the index of several files: safetensors, PyTorch's or llm.c's
     config: GPT2Config
-    stored: Mapping[str, Stored]  # by our names, in the order of `config.model_shapes`
-    repo: str | None = None  # the repository on the hub that it comes from
+    stored: Mapping[str, Stored]  # by gpt2block's names, in the order of `config.model_shapes`
+    repo: str | None = None  # the hub repository of the files
 
     @classmethod
     def open(cls, name_or_path: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-        """Find the files, read their headers and the config, check both; no tensor data yet.
+        """Find the files, read and check their headers and the config, without tensor data.
 
-        A Hugging Face directory, a `.safetensors` file or the index of several, a hub id such as
-        "gpt2" (or "124M"), a `.bin` of llm.c, or "shakespeare", the bundled model. In a directory
-        or by its path, also a file of `torch.save`: a state dict such as `pytorch_model.bin`, in
-        one file or several, or a checkpoint of nanoGPT. None of its code is run. revision: of a hub
-        id, a branch, tag or commit; None is its main branch.
+        name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several, a hub
+        id such as "gpt2" (or "124M"), a `.bin` of llm.c, or "shakespeare", the bundled model; also
+        the path, or the directory, of a file written by `torch.save`: a state dict such as
+        `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT. No code in a pickle
+        is executed. revision: the branch, tag or commit of a hub id; None is the main branch.
 
-        Raises CheckpointError naming what was expected, what came and what to do; tensors that are
-        missing, unexpected or misshapen are listed by name. Raises InputError for a revision of
-        anything but a hub id.
+        Raises CheckpointError where the checkpoint cannot be found or used; the message lists
+        tensors that are missing, unexpected or misshapen. Raises InputError for a revision without
+        a hub id.
         """
         if revision is not None:
             hub.check_revision(revision)
@@ -72,23 +72,23 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """The folder of the weights, with config.json and the tokenizer's files."""
+        """The folder of the weights, config.json and the tokenizer's files."""
         return self.file.parent
 
     def tokenizer_directory(self) -> Path:
-        """The folder for `tokenizer.load`; a hub model's tokenizer files are fetched into it.
+        """Return the folder for `tokenizer.load`, after downloading a hub model's tokenizer files.
 
-        A folder without such files is that of a model which is known to have none, or which is one
-        of OpenAI's. Raises CheckpointError as `tokenizer_files` does.
+        Without tokenizer files in the folder, the model is known to have none, or it is one of
+        OpenAI's. Raises CheckpointError as `tokenizer_files` does.
         """
         self.tokenizer_files()
         return self.directory
 
     def tokenizer_files(self) -> dict[str, Path]:
-        """The tokenizer's files, by name; a hub model's are fetched first.
+        """Return the tokenizer's files by name, after downloading those of a hub model.
 
-        Raises CheckpointError when the cache does not know whether the repository has a tokenizer,
-        and the hub cannot be asked.
+        Raises CheckpointError when the cache does not record whether the repository has a
+        tokenizer, and the hub cannot be reached.
         """
         problem = hub.fetch_tokenizer(self.repo, self.directory) if self.repo else None
         found = tokenizer_files.present(self.directory)
@@ -102,24 +102,24 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """What the file calls the tensors of the model, without the prefix `transformer.`."""
+        """The tensors' names in the file, without the prefix `transformer.`."""
         return frozenset(tensor.label for tensor in self.stored.values())
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors of the model as they are stored."""
+        """The size in bytes of all stored tensors of the model."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any], str | None]]:
-        """Every tensor of the model in turn: our name, array, layout. See `config.model_shapes`.
+        """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 
-        The array is new, the caller's, in the dtype it is stored in (float64 as float32). layout:
-        "KN" when it is a matrix (inputs, outputs), as Hugging Face has those of the blocks, "NK"
-        for (outputs, inputs), as llm.c has all and wte and lm_head are everywhere; else None. A
-        tied lm_head does not come again.
+        name: gpt2block's. array: a new array in the stored dtype (float64 becomes float32). layout:
+        "KN" for a matrix (inputs, outputs), such as the blocks' in Hugging Face's layout; "NK" for
+        a matrix (outputs, inputs), such as wte, lm_head and all of llm.c's; else None. A tied
+        lm_head is not repeated.
 
-        Each is read when it is asked for and none is kept, so a caller that drops an array before
-        it asks for the next holds one at a time. Raises CheckpointError when the file has changed.
+        Each tensor is read when the iterator advances and is not kept, so a caller that drops each
+        array before the next holds one at a time. Raises CheckpointError when the file has changed.
         """
         for name, tensor in self.stored.items():
             yield name, tensor.read(), tensor.layout
@@ -136,17 +136,17 @@ class Checkpoint:
             )
 
     def read_block(self, layer: int) -> dict[str, Array]:
-        """The twelve tensors of block `layer`, 0 ≤ layer < n_layer, by our names.
+        """Return the twelve float32 tensors of block `layer` by name; matrices (inputs, outputs).
 
-        float32; matrices are (inputs, outputs).
+        Raises CheckpointError unless 0 ≤ layer < n_layer.
         """
         self.check_layer(layer)
         return {name: self._read(f"h.{layer}.{name}") for name in block_shapes(self.config.n_embd)}
 
     def read_ends(self) -> tuple[Array, Array, Array, Array, Array]:
-        """wte, wpe, the final LayerNorm's γ and β, and lm_head, as float32.
+        """Return wte, wpe, the final LayerNorm's γ and β, and lm_head, as float32.
 
-        A tied lm_head is the very array wte.
+        A tied lm_head is the same object as wte.
         """
         wte, wpe, gamma_f, beta_f = map(self._read, ("wte", "wpe", "gamma_f", "beta_f"))
         tied = self.config.tie_word_embeddings
@@ -163,12 +163,12 @@ class Checkpoint:
 def _check_no_revision(name: str, revision: str | None) -> None:
     if revision is not None:
         raise InputError(
-            f"revision: expected a hub id such as 'gpt2' with it, {name} is none: leave it out"
+            f"revision: expected a hub id such as 'gpt2' with it, got {name}: omit the revision"
         )
 
 
 def _absolute(path: Path) -> str:
-    """A Path is never a hub id or the bundled model: it names the very file."""
+    """Return a Path as text that is neither a hub id nor the bundled model's name."""
     try:
         return str(path.expanduser().absolute())
     except (OSError, RuntimeError, ValueError) as error:  # no working directory, no such user

@@ -1,6 +1,7 @@
 """Models on the Hugging Face hub: files from the local cache, or downloaded into it.
 
-HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to `huggingface_hub`.
+HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have the meaning that `huggingface_hub` gives
+them.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from gpt2block.checkpoints.hugging_face import (
 from gpt2block.config import SIZES
 from gpt2block.errors import CheckpointError, InputError, shown
 
-_WEIGHTS = (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX)  # the first one there is
+_WEIGHTS = (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX)  # the first that exists is used
 _OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
 _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
 class _MissingError(Exception):
-    """Files that the cache, or the repository, does not have."""
+    """A file that the cache, or the repository, does not have."""
 
 
 def has_gpt2_tokenizer(repo: str | None) -> bool:
-    """Whether this is one of OpenAI's models: their tokenizer is known without its files."""
+    """Return whether this is one of OpenAI's models, whose tokenizer needs no files."""
     return repo in _OFFICIAL
 
 
 def check_revision(revision: str) -> None:
-    """InputError unless it can be a branch, a tag or a commit."""
+    """Raise InputError unless it can be a branch, a tag or a commit."""
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
         raise InputError(f"revision: expected a branch, tag or commit, got {shown(revision)}")
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """The weights, or the index of their shards, with config.json next to them.
+    """Return the weights file, or the index of its shards, with config.json next to it.
 
-    What is cached needs no network. Files that are downloaded all come from one commit, and the
-    tokenizer's are downloaded with them. Raises CheckpointError.
+    Cached files need no network. All downloaded files come from one commit and include the
+    tokenizer's. Raises CheckpointError.
     """
     at = f"{repo} at revision {revision}" if revision else repo
     try:
@@ -65,7 +66,7 @@ def fetch(repo: str, revision: str | None = None) -> Path:
             f"{at}: the repository on the hub does not have {missing}: expected a GPT-2 in Hugging "
             "Face's format"
         ) from None
-    except Exception as error:  # whatever the HTTP library raises, and the cache's file system
+    except Exception as error:  # any error of the HTTP library, and of the cache's file system
         raise CheckpointError(
             f"{at}: not in the Hugging Face cache, and {_reason(error)}"
         ) from error
@@ -74,11 +75,11 @@ def fetch(repo: str, revision: str | None = None) -> Path:
 
 
 def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
-    """Bring the repository's tokenizer files next to its weights.
+    """Download the repository's tokenizer files into the folder of its weights.
 
-    snapshot: the folder of the cached weights, which has the name of their commit. Nothing is
-    looked up when the cache has tokenizer.json and knows about its settings, or knows of every file
-    whether the repository has it. Returns None, or why that could not be found out.
+    snapshot: the folder of the cached weights, named by their commit. No request is sent when the
+    cache has tokenizer.json and records whether its settings exist, or records for every tokenizer
+    file whether it exists. Returns None, or the reason why the files are not known.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -99,7 +100,7 @@ def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
-    """Raises _MissingError, and what huggingface_hub raises."""
+    """Return the weights file or index. Raises _MissingError, and errors of huggingface_hub."""
     config = _get(repo, CONFIG, revision, cached)
     if config is None:
         raise _MissingError(CONFIG)
@@ -115,20 +116,20 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
-    """A file; None where the cache, or the repository on the hub, does not have it."""
+    """Return a file's path; None where the cache, or the repository, does not have it."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,
         LocalEntryNotFoundError,
     )
 
-    getLogger("huggingface_hub").setLevel(ERROR)  # it would report every retry
+    getLogger("huggingface_hub").setLevel(ERROR)  # do not log every retry
     try:
         return Path(hf_hub_download(repo, name, revision=revision, local_files_only=cached))
     except LocalEntryNotFoundError:
         if cached:
             return None
-        raise  # the hub could not be asked
+        raise  # the hub could not be reached
     except EntryNotFoundError:
         return None
 
@@ -140,7 +141,7 @@ def _offline() -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub did not give a file, and what to do."""
+    """Return why the hub did not deliver a file, and what to do."""
     from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
         HFValidationError,
@@ -149,17 +150,17 @@ def _reason(error: Exception) -> str:
     )
 
     if isinstance(error, GatedRepoError):
-        return "the hub restricts access to it: ask for access on its page, and set HF_TOKEN"
+        return "the hub restricts access to it: request access on its page, and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
         return "the hub has no such repository: check the name; if it is private, set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return "the repository on the hub has no such revision: expected a branch, tag or commit"
     cause = error.__cause__ or error
     line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-    said = f"{type(cause).__name__}: {line}" if line else type(cause).__name__
+    message = f"{type(cause).__name__}: {line}" if line else type(cause).__name__
     if isinstance(error, HFValidationError):
-        return f"not a name of a repository on the hub ({said}): expected one, or a path"
+        return f"not a name of a repository on the hub ({message}): expected one, or a path"
     return (
-        f"the hub cannot be reached or does not answer ({said}): check the network and try again, "
-        "or give the path of a downloaded folder"
+        f"the hub cannot be reached or does not answer ({message}): check the network and try "
+        "again, or give the path of a downloaded folder"
     )

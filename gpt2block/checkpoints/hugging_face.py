@@ -1,7 +1,7 @@
-"""Hugging Face's layout: config.json next to model.safetensors, or to shards and their index.
+"""Hugging Face's layout: config.json next to model.safetensors, or next to shards and an index.
 
-The same with PyTorch's files, pytorch_model.bin and its shards. nanoGPT's checkpoints have the same
-names and a layout of their own.
+The weights may also be PyTorch's files, pytorch_model.bin or its shards. nanoGPT's checkpoints have
+the same tensor names but another layout.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gpt2block.checkpoints.stored import (
     Stored,
     check_start,
     file_size,
+    first_names,
     is_file,
     itemsize,
     read_start,
     reading,
-    some,
 )
 from gpt2block.config import SIZES, GPT2Config, model_shapes
 from gpt2block.errors import CheckpointError, InputError
@@ -37,64 +37,57 @@ INDEX = "model.safetensors.index.json"
 PYTORCH_WEIGHTS = "pytorch_model.bin"
 PYTORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
-_LONGEST_JSON = 100_000_000  # bytes, as the header of a .safetensors file
-PREFIX = "transformer."  # that `transformers` writes before every name but lm_head's
+_LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
+PREFIX = "transformer."  # `transformers` writes it before every name except lm_head's
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# Our names → Hugging Face's; a block's stand inside `h.N.`
+# gpt2block's names → Hugging Face's; those of a block follow `h.N.`
 NAMES = {
-    "wte": "wte.weight",
-    "wpe": "wpe.weight",
-    "gamma1": "ln_1.weight",
-    "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight",
-    "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight",
-    "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight",
-    "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight",
-    "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight",
-    "b_proj": "mlp.c_proj.bias",
-    "gamma_f": "ln_f.weight",
-    "beta_f": "ln_f.bias",
-    "lm_head": "lm_head.weight",
-}
-# Before a name: what torch's DistributedDataParallel and compile add, and `transformer.`
+    "wte": "wte.weight", "wpe": "wpe.weight",
+    "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
+    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
+    "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
+    "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
+    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
+    "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
+    "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias", "lm_head": "lm_head.weight",
+}  # fmt: skip
+# Prefixes of a name: those of torch's DistributedDataParallel and compile, and `transformer.`
 _PREFIXES = re.compile(rf"((module|_orig_mod)\.){{0,4}}({re.escape(PREFIX)})?")
-_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers that old files have
+_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers in older files
 
 
 def name_of(ours: str) -> str:
-    """Hugging Face's name, without `transformer.`, of a tensor by our name."""
+    """Return Hugging Face's name of a tensor, without `transformer.`, by gpt2block's name."""
     block, dot, kind = ours.rpartition(".")
     return block + dot + NAMES[kind]
 
 
 def layout_of(ours: str) -> str | None:
-    """Of a tensor by our name: "KN" in a block, "NK" for wte and lm_head, None for no matrix."""
+    """Return a tensor's layout: "KN" for a block's matrix, "NK" for wte and lm_head, else None."""
     kind = ours.rpartition(".")[2]
     return "NK" if kind in ("wte", "lm_head") else "KN" if kind.startswith("w_") else None
 
 
 def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
-    """The config and where the tensors are, by our names.
+    """Return the config and the stored tensors by gpt2block's names.
 
-    file: .safetensors, one of `torch.save`, or an index of several. Raises CheckpointError, which
-    lists what is missing, unexpected or misshapen.
+    file: .safetensors, a file written by `torch.save`, or an index of several. Raises
+    CheckpointError, which lists missing, unexpected and misshapen tensors.
     """
     found: dict[str, Entry] = {}
     model_args = None
-    twice = []
+    repeated = []
     for shard in _files(file):
         entries, model_args = _read_entries(shard)
         for label, entry in entries.items():
             name = _PREFIXES.sub("", label, count=1)
-            twice += [name] if name in found else []
+            repeated += [name] if name in found else []
             found[name] = entry
-    if twice:
-        raise CheckpointError(f"{file}: {len(twice)} tensors are there twice: {some(twice)}")
+    if repeated:
+        raise CheckpointError(
+            f"{file}: {len(repeated)} tensors are stored twice: {first_names(repeated)}"
+        )
     if model_args is None:
         source, config = CONFIG, _read_config(file, found)
     else:
@@ -104,16 +97,16 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
         except ValueError as error:
             raise CheckpointError(f"{file}: model_args: {error}") from error
     present = _layers(found)
-    if present != config.n_layer:  # before anything is made as long as the config says
+    if present != config.n_layer:  # checked before anything of the config's size is allocated
         raise CheckpointError(
-            f"{file}: {source} says n_layer {config.n_layer}, the file has blocks for {present}"
+            f"{file}: {source} has n_layer {config.n_layer}, the file has {present} blocks"
         )
     _check(file, config, found)
     return config, {ours: _stored(ours, found[name_of(ours)]) for ours in model_shapes(config)}
 
 
 def _read_entries(file: Path) -> tuple[Mapping[str, Entry], dict[str, Any] | None]:
-    """The tensors by the names in the file, and nanoGPT's model_args where it has them."""
+    """Return the tensors by the names in the file, and nanoGPT's model_args where present."""
     return pytorch.read(file) if pytorch.is_pickle(file) else (_read_header(file), None)
 
 
@@ -125,7 +118,7 @@ def _stored(ours: str, entry: Entry) -> Stored:
 
 
 def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
-    """CheckpointError unless exactly the tensors of such a model are there."""
+    """Raise CheckpointError unless the tensors found are exactly those of the model."""
     expected = {name_of(ours): shape for ours, shape in model_shapes(config).items()}
     missing = [name for name in expected if name not in found]
     unexpected = [
@@ -150,8 +143,8 @@ def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
         and entry.order not in (("C", "F") if layout_of(ours) == "KN" else ("C",))
     ]
     problems = [
-        f"{len(names)} tensors {what}: {some(names)}"
-        for names, what in (
+        f"{len(names)} tensors {problem}: {first_names(names)}"
+        for names, problem in (
             (missing, "missing"),
             (unexpected, "unexpected"),
             (wrong, "misshapen"),
@@ -165,7 +158,7 @@ def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The names of the files that an index says the tensors are in. Raises CheckpointError."""
+    """Return the names of the files that an index lists. Raises CheckpointError."""
     content = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
@@ -173,25 +166,28 @@ def shards_of(index: Path) -> list[str]:
     files = sorted(set(map(str, names.values())))
     outside = [name for name in files if Path(name).name != name]
     if outside:
-        raise CheckpointError(f"{index}: expected names of files beside it, got {some(outside)}")
+        raise CheckpointError(
+            f"{index}: expected names of files in the same folder, got {first_names(outside)}"
+        )
     return files
 
 
 def _files(file: Path) -> list[Path]:
-    """Those that hold the tensors: the file itself, or what an index names."""
+    """Return the files that hold the tensors: the file itself, or those that an index lists."""
     if file.suffix != ".json":
         return [file]
     shards = shards_of(file)
     absent = [name for name in shards if not is_file(file.parent / name)]
     if absent:
         raise CheckpointError(
-            f"{file}: {len(absent)} of {len(shards)} files missing beside it: {some(absent)}"
+            f"{file}: {len(absent)} of {len(shards)} files are not in its folder: "
+            f"{first_names(absent)}"
         )
     return [file.parent / name for name in shards]
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds; CheckpointError when it cannot be read."""
+    """Return the content of a JSON file. Raises CheckpointError when it cannot be read."""
     size = file_size(file)
     if size > _LONGEST_JSON:
         raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
@@ -205,10 +201,10 @@ def read_json(file: Path) -> Any:
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
-    """What a .safetensors file holds, by the names in it.
+    """Return the tensors of a .safetensors file by the names in it.
 
     Source: the format's description in https://github.com/huggingface/safetensors. The library
-    checks the file; where the tensors begin is not in its interface.
+    checks the file, but its interface does not return the tensors' offsets.
     """
     check_start(file, read_start(file, 64))
     size = file_size(file)
@@ -230,7 +226,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
 def _entries(
     file: Path, header: dict[str, Any], data: int, size: int
 ) -> Iterator[tuple[str, Entry]]:
-    """Name and place of each tensor; `data` is where the bytes of all begin, `size` the file's."""
+    """Yield name and entry of each tensor. data: offset of the tensor data; size: of the file."""
     for name, spec in header.items():
         if name == "__metadata__":
             continue
@@ -238,12 +234,12 @@ def _entries(
         dtype = DTYPE_NAMES.get(spec["dtype"])
         fits = dtype is None or math.prod(shape) * itemsize(dtype) == end - begin
         if not fits or data + end > size:
-            raise ValueError(f"{name}: {shape} does not fit its place in the file")
+            raise ValueError(f"{name}: {shape} does not fit its data_offsets")
         yield name, Entry(file, data + begin, shape, dtype or spec["dtype"], "C")
 
 
 def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
-    """config.json beside the file; without one, the GPT-2 size that has the tensors' width."""
+    """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width."""
     path = file.parent / CONFIG
     if is_file(path):
         config = read_json(path)
@@ -270,11 +266,11 @@ def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
             except InputError as error:
                 raise CheckpointError(f"{file}: {error}") from error
     raise CheckpointError(
-        f"{file}: expected config.json beside it: the number of heads is not in the tensors, and "
-        f"width {n_embd} is no GPT-2 size"
+        f"{file}: expected config.json next to it: the tensors do not show the number of heads, "
+        f"and width {n_embd} is not that of a GPT-2 size"
     )
 
 
 def _layers(names: Iterable[str]) -> int:
-    """How many blocks there are tensors for."""
+    """Return the number of blocks that have tensors."""
     return len({found[1] for name in names if (found := re.match(r"h\.(\d+)\.", name))})

@@ -1,6 +1,6 @@
 """llm.c's model files (https://github.com/karpathy/llm.c): a header of 256 int32, then the tensors.
 
-Each kind of tensor stands there for all layers together, in this order:
+Each kind of tensor is stored for all layers together, in this order:
 
     wte (Vp, C) · wpe (n_ctx, C) · ln1w ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) ·
     attprojw (L, C, C) · attprojb (L, C) · ln2w ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) ·
@@ -26,29 +26,17 @@ _DTYPES = {3: "float32", 5: "bfloat16"}  # by version
 _FIELDS = ("n_ctx", "vocab_size", "n_layer", "n_head", "n_embd", "padded vocab_size")
 _OTHER_MAGICS = {20240327: "a debugging state", 20240328: "a tokenizer", 20240520: "tokens"}
 _LABELS = {
-    "wte": "wte",
-    "wpe": "wpe",
-    "gamma1": "ln1w",
-    "beta1": "ln1b",
-    "w_qkv": "qkvw",
-    "b_qkv": "qkvb",
-    "w_attn": "attprojw",
-    "b_attn": "attprojb",
-    "gamma2": "ln2w",
-    "beta2": "ln2b",
-    "w_fc": "fcw",
-    "b_fc": "fcb",
-    "w_proj": "fcprojw",
-    "b_proj": "fcprojb",
-    "gamma_f": "lnfw",
-    "beta_f": "lnfb",
-}
+    "wte": "wte", "wpe": "wpe", "gamma1": "ln1w", "beta1": "ln1b", "w_qkv": "qkvw", "b_qkv": "qkvb",
+    "w_attn": "attprojw", "b_attn": "attprojb", "gamma2": "ln2w", "beta2": "ln2b", "w_fc": "fcw",
+    "b_fc": "fcb", "w_proj": "fcprojw", "b_proj": "fcprojb", "gamma_f": "lnfw", "beta_f": "lnfb",
+}  # fmt: skip
 
 
 def is_model(file: Path) -> bool:
-    """Whether the file starts as llm.c's models do. Says what it is where it is another llm.c file.
+    """Return whether the file has the magic number of llm.c's models.
 
-    Raises CheckpointError for that, for a Git-LFS pointer, GGUF, and for what cannot be read.
+    Raises CheckpointError for llm.c's other files, for a Git-LFS pointer, for GGUF, and for a file
+    that cannot be read.
     """
     start = read_start(file, 64)
     check_start(file, start)
@@ -62,7 +50,7 @@ def is_model(file: Path) -> bool:
 
 
 def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
-    """The config and where the tensors are, by our names. Raises CheckpointError."""
+    """Return the config and the stored tensors by gpt2block's names. Raises CheckpointError."""
     start = read_start(file, _HEADER.size)
     if len(start) < _HEADER.size:
         raise CheckpointError(
@@ -72,7 +60,7 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
     if version not in _DTYPES:
         raise CheckpointError(
             f"{file}: expected version 3 (float32) or 5 (bfloat16), got {version}: "
-            "write it again with a present llm.c"
+            "write it again with a current llm.c"
         )
     sizes = dict(zip(_FIELDS, fields, strict=True))
     padded = sizes.pop("padded vocab_size")
@@ -90,14 +78,14 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
     if size != expected:
         problem = "truncated" if size < expected else "too long"
         raise CheckpointError(
-            f"{file}: {problem}: its header speaks of {expected:,} bytes, the file has {size:,}"
+            f"{file}: {problem}: its header expects {expected:,} bytes, the file has {size:,}"
         )
     found = dict(_tensors(file, config, padded, _DTYPES[version]))
     return config, {name: found[name] for name in model_shapes(config)}
 
 
 def _size(config: GPT2Config, padded: int, version: int) -> int:
-    """Of the whole file in bytes, before anything is made as long as the header says."""
+    """Return the file's size in bytes by its header, before anything is allocated."""
     C = config.n_embd
     block = sum(math.prod(shape) for shape in block_shapes(C).values())
     elements = (padded + config.n_ctx) * C + config.n_layer * block + 2 * C

@@ -1,4 +1,4 @@
-"""The file behind a name: the bundled model, a path, or a hub id."""
+"""Find the file of a checkpoint's name: the bundled model, a path, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from gpt2block.checkpoints.stored import NO_GGUF, is_file
 from gpt2block.config import ALIASES
 from gpt2block.errors import CheckpointError
 
-ON_BOARD = "shakespeare"  # the trained model that travels in the package
+ON_BOARD = "shakespeare"  # the bundled model
 _MODELS = Path(__file__).parent.parent / "models"
-_NO_HUB_ID = (*SUFFIXES, ".safetensors", ".json", ".gguf")  # file names that could be hub ids
+_FILE_SUFFIXES = (*SUFFIXES, ".safetensors", ".json", ".gguf")  # a name with one is not a hub id
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def hub_id(name: str) -> str | None:
-    """The repository on the hub that is meant; None for a path and for the bundled model.
+    """Return the hub repository of a name; None for a path and for the bundled model.
 
-    What is there under this name is a path, whatever it is.
+    A name that exists in the file system is a path.
     """
     if name == ON_BOARD or os.path.lexists(name):
         return None
     repo = ALIASES.get(name, name)
-    return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _NO_HUB_ID else None
+    return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
 
 
 def locate(name: str) -> Path:
-    """A local file with weights, .safetensors, PyTorch's or llm.c's, or the index of several.
+    """Return a local weights file, .safetensors, PyTorch's or llm.c's, or the index of several.
 
     Raises CheckpointError.
     """
-    if name == ON_BOARD:  # a folder of this name is "./shakespeare"
+    if name == ON_BOARD:  # a folder of this name can be given as "./shakespeare"
         return _in_directory(_MODELS / ON_BOARD)
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
@@ -66,7 +66,9 @@ def _in_directory(path: Path) -> Path:
     files = sorted(path.iterdir())
     others = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
     if others:  # such as nanoGPT's ckpt.pt, or llm.c's .bin
-        raise CheckpointError(f"{expected}; to open another give the path of the file: {others[0]}")
+        raise CheckpointError(
+            f"{expected}; to open another file give the path of the file: {others[0]}"
+        )
     gguf = next((file.name for file in files if file.suffix == ".gguf"), None)
     if gguf:
         raise CheckpointError(f"{path}: only {gguf}: {NO_GGUF}")

@@ -1,10 +1,10 @@
 """nanoGPT's checkpoints (https://github.com/karpathy/nanoGPT): a GPT-2 in PyTorch's own layers.
 
-`torch.save` of a dictionary: `model`, a state dict with Hugging Face's names, and `model_args`, the
-sizes. Matrices are (outputs, inputs), as `nn.Linear` has them. With `bias=False` there are no
-biases, and LayerNorm has no β. GPT-2's vocabulary is padded from 50257 to 50304 rows. Which GELU a
-model was trained with, tanh or exact, is not stored: the tanh form is computed for all of them, and
-docs/checkpoints.md has the measured difference.
+The file is a dictionary written by `torch.save`: `model`, a state dict with Hugging Face's names,
+and `model_args`, the sizes. Matrices are (outputs, inputs), as in `nn.Linear`. With `bias=False`
+the linear layers have no biases and LayerNorm has no β. GPT-2's vocabulary is padded from 50257 to
+50304 rows. The file does not say whether the model was trained with the tanh or the exact GELU;
+gpt2block computes the tanh form for all, and docs/checkpoints.md gives the measured difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpt2block.checkpoints.pickles import kind
+from gpt2block.checkpoints.pickles import describe
 from gpt2block.checkpoints.stored import Entry
 from gpt2block.config import GPT2Config
 
@@ -24,16 +24,17 @@ _SIZES = {
     "block_size": "n_ctx",
     "vocab_size": "vocab_size",
 }
-_OTHERS = ("bias", "dropout")  # no bias: of before there was a choice, and with biases
+_OTHERS = ("bias", "dropout")  # files without the key `bias` are older and have biases
 _PADDED, _VOCABULARY = 50304, 50257
 
 
 def as_hugging_face(
     model_args: Mapping[str, Any], found: Mapping[str, Entry]
 ) -> tuple[GPT2Config, dict[str, Entry]]:
-    """The config, and the tensors as Hugging Face has them: turned, cut and completed.
+    """Return the config, and the tensors in Hugging Face's layout.
 
-    found: by Hugging Face's names. Raises ValueError for model_args that are not nanoGPT's.
+    Matrices are transposed, padding rows are dropped, and missing biases become zeros. found: by
+    Hugging Face's names. Raises ValueError for model_args that are not nanoGPT's.
     """
     _check(model_args)
     sizes = {ours: model_args[theirs] for theirs, ours in _SIZES.items()}
@@ -60,8 +61,8 @@ def _check(model_args: Mapping[str, Any]) -> None:
     if missing or unknown:
         problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not known"
         raise ValueError(f"expected {', '.join((*_SIZES, *_OTHERS))}: {problem}")
-    for name in _SIZES:  # whatever is in a pickle: not to be printed whole
+    for name in _SIZES:
         if type(model_args[name]) is not int:
-            raise ValueError(f"{name}: expected an integer, got {kind(model_args[name])}")
+            raise ValueError(f"{name}: expected an integer, got {describe(model_args[name])}")
     if type(model_args.get("bias", True)) is not bool:
-        raise ValueError(f"bias: expected true or false, got {kind(model_args['bias'])}")
+        raise ValueError(f"bias: expected true or false, got {describe(model_args['bias'])}")

@@ -1,10 +1,10 @@
-"""An interpreter for the pickles that `torch.save` writes. It builds data and runs nothing.
+"""An interpreter for the pickles that `torch.save` writes, which executes no code in them.
 
-A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls what
-the program names, and it allocates what the program declares. This interpreter knows the opcodes
-that Python 3 writes in protocol 2, the protocol of `torch.save`. It imports nothing: a name stands
-for an entry of the caller's allow-list, and a call runs the caller's function of that name. Memory
-and time are bounded by `MAX_BYTES` and `MAX_OPCODES`.
+A pickle is a program for a stack machine. Python's own `pickle.Unpickler` imports and calls the
+functions that the program names, and allocates the sizes that it declares. This interpreter knows
+the opcodes that Python 3 writes in protocol 2, the protocol of `torch.save`. It imports nothing: a
+name refers to an entry of the caller's allow-list, and a call runs the caller's function of that
+name. `MAX_BYTES` and `MAX_OPCODES` bound memory and time.
 
 Source: the opcodes' descriptions in Python's `pickletools`.
 """
@@ -30,17 +30,17 @@ Function = Callable[[tuple[Any, ...]], Any]  # takes the arguments of a call in 
 
 @dataclass(frozen=True)
 class Name:
-    """A global that a pickle mentions: its full name and nothing behind it."""
+    """The full name of a global in a pickle; the object is not imported."""
 
     text: str
 
 
 class OrderedDict(dict[Any, Any]):
-    """What stands for `collections.OrderedDict`; its attributes are dropped."""
+    """Replaces `collections.OrderedDict`, without its attributes."""
 
 
-def kind(value: object) -> str:
-    """What a value from a pickle is, in a few words; never the whole of a container."""
+def describe(value: object) -> str:
+    """Return a short description of a value from a pickle; for a container, only its type."""
     if isinstance(value, Name):
         return value.text
     return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
@@ -49,8 +49,9 @@ def kind(value: object) -> str:
 class Unpickler:
     """Reads one pickle from a stream, at most `limit` bytes of it.
 
-    functions: what a pickle may name; called with the arguments where the pickle calls it, or None
-    where it must not. persistent: makes a value of a persistent id.
+    functions: the names that a pickle may contain, each with a function that is called with the
+    pickle's arguments, or None where calling is not allowed. persistent: converts a persistent id
+    to a value.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Unpickler:
     ) -> None:
         self._stream = stream
         self._left = min(limit, MAX_BYTES)
-        self._complete = limit <= MAX_BYTES  # whether `limit` is all that the file has
+        self._complete = limit <= MAX_BYTES  # whether `limit` is the end of the file
         self._functions = functions
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -70,7 +71,7 @@ class Unpickler:
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """The pickled value; the stream then stands behind the pickle. Raises CheckpointError."""
+        """Return the pickled value and leave the stream after it. Raises CheckpointError."""
         try:
             for _ in range(MAX_OPCODES):
                 opcode = self._read(1)
@@ -88,7 +89,7 @@ class Unpickler:
         raise CheckpointError(f"expected a pickle of at most {MAX_OPCODES:,} opcodes, got more")
 
     def _read(self, length: int) -> bytes:
-        """Exactly so many bytes; a length beyond what is there allocates nothing."""
+        """Return exactly `length` bytes; a length beyond the end allocates nothing."""
         if length > self._left:
             if self._complete:
                 raise CheckpointError("truncated: its pickle goes beyond the end")
@@ -150,7 +151,7 @@ class Unpickler:
         name = f"{self._line()}.{self._line()}"
         if name not in self._functions:
             raise CheckpointError(
-                f"its pickle asks for {name}, which is refused: expected tensors and plain values "
+                f"its pickle refers to {name}, which is refused: expected tensors and plain values "
                 "only; save a state dict, or model and model_args as nanoGPT does"
             )
         self._push(Name(name))
@@ -159,32 +160,32 @@ class Unpickler:
         arguments, name = self._stack.pop(), self._stack.pop()
         function = self._functions[name.text] if isinstance(name, Name) else None
         if function is None or type(arguments) is not tuple:
-            raise CheckpointError(f"its pickle calls {kind(name)}, which is refused")
+            raise CheckpointError(f"its pickle calls {describe(name)}, which is refused")
         self._push(function(arguments))
 
     def _build(self) -> None:
-        """Only the attributes of an OrderedDict, where PyTorch keeps `_metadata`."""
+        """Accept only the attributes of an OrderedDict, which hold PyTorch's `_metadata`."""
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, OrderedDict) or not isinstance(state, dict):
-            raise CheckpointError(f"its pickle sets attributes of {kind(target)}: refused")
+            raise CheckpointError(f"its pickle sets attributes of {describe(target)}: refused")
 
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise CheckpointError(f"its pickle appends to {kind(target)}: refused")
+            raise CheckpointError(f"its pickle appends to {describe(target)}: refused")
         target.extend(values)
 
     def _set(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict):
-            raise CheckpointError(f"its pickle sets items of {kind(target)}: refused")
+            raise CheckpointError(f"its pickle sets items of {describe(target)}: refused")
         keys = values[::2]
         if len(values) % 2:
             raise CheckpointError("damaged pickle: a key of a dictionary has no value")
-        for key in keys:  # hashing a nested tuple can take forever
+        for key in keys:  # hashing a nested tuple can take exponential time
             if not isinstance(key, (str, int)):
                 raise CheckpointError(
-                    f"expected text and integers as keys of dictionaries, got {kind(key)}"
+                    f"expected text and integers as keys of dictionaries, got {describe(key)}"
                 )
         target.update(zip(keys, values[1::2], strict=True))
 

@@ -1,12 +1,11 @@
-"""Files of `torch.save`, read without PyTorch: names, shapes and places of tensors.
+"""Files written by `torch.save`, read without PyTorch: names, shapes and offsets of tensors.
 
 Two containers are in use. The zip archive (PyTorch ≥ 1.6) has entries `NAME/data.pkl`, the pickle,
 `NAME/data/KEY`, the bytes of a storage, and `NAME/byteorder`. The legacy file is a sequence of
 pickles (a magic number, a protocol version, facts about the machine, the object, the storages'
 keys), then for each key the number of elements as int64 and the bytes.
 
-Source: `torch.save`'s format as its documentation ("Serialization semantics") and the files
-themselves show it.
+Source: the documentation of `torch.save` ("Serialization semantics"), and files that it wrote.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from gpt2block.checkpoints.pickles import Unpickler, kind
+from gpt2block.checkpoints.pickles import Unpickler, describe
 from gpt2block.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
-from gpt2block.checkpoints.stored import Entry, check_start, read_start, some
+from gpt2block.checkpoints.stored import Entry, check_start, first_names, read_start
 from gpt2block.errors import CheckpointError
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -32,38 +31,38 @@ _ENCRYPTED = 1  # a zip entry's flag
 
 
 class Content(NamedTuple):
-    """What a file of `torch.save` holds of a model."""
+    """The tensors of a file written by `torch.save`, and nanoGPT's model_args."""
 
     tensors: dict[str, Entry]  # by the names in the file
-    model_args: dict[str, Any] | None  # of nanoGPT's checkpoints: the model's sizes
+    model_args: dict[str, Any] | None  # the model's sizes in a checkpoint of nanoGPT
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file is one of `torch.save`, by its first bytes or else by its suffix."""
+    """Return whether `torch.save` wrote the file, by its first bytes or else by its suffix."""
     return read_start(file, len(_LEGACY)).startswith((_ZIP, _LEGACY)) or file.suffix in SUFFIXES
 
 
 def read(file: Path) -> Content:
-    """The tensors of a state dict or of nanoGPT's checkpoint; none of their bytes are read.
+    """Return the tensors of a state dict or a nanoGPT checkpoint, without reading their data.
 
-    Raises CheckpointError for anything else, for a damaged file, and for a pickle that asks for
-    more than tensors and plain values.
+    Raises CheckpointError for any other content, for a damaged file, and for a pickle that refers
+    to anything except tensors and plain values.
     """
     start = read_start(file, 64)
     check_start(file, start)
     try:
-        with _Frugal(io.FileIO(file)) as stream:
+        with _BoundedReader(io.FileIO(file)) as stream:
             if start.startswith(_ZIP):
-                content, places = _read_zip(stream)
+                value, offsets = _read_zip(stream)
             elif start.startswith(_LEGACY):
-                content, places = _read_legacy(stream)
+                value, offsets = _read_legacy(stream)
             else:
                 raise CheckpointError(
                     "expected a file of torch.save, as a zip archive or in its legacy layout, or "
                     f"a model of llm.c, got a file that starts with {start[:8]!r}: download it "
                     "again, or write it with torch.save and its default protocol"
                 )
-            return _content(file, content, places)
+            return _content(file, value, offsets)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except (
@@ -73,39 +72,40 @@ def read(file: Path) -> Content:
         OSError,
         ValueError,
         struct.error,
-    ) as error:  # of zipfile, all of them
+    ) as error:  # zipfile raises all of them
         raise CheckpointError(
             f"{file}: truncated or damaged ({error}): download it again"
         ) from error
 
 
-class _Frugal(io.BufferedReader):
-    """A file that is not read in large parts: zipfile would read a directory of any size."""
+class _BoundedReader(io.BufferedReader):
+    """A file with a limit for one read: zipfile would read a zip directory of any size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             size = _MAX_READ
         if size > _MAX_READ:
             raise CheckpointError(
-                f"expected a part of at most {_MAX_READ:,} bytes, its header says {size:,}"
+                f"expected a part of at most {_MAX_READ:,} bytes, its header has {size:,}"
             )
         return super().read(size)
 
 
-# The two containers: each gives the pickled value and where the storages' bytes begin
+# The two containers: each function returns the pickled value and the storages' offsets
 
 
 def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
     with ZipFile(stream) as archive:
         entries = archive.infolist()
-    begins = dict(_zip_places(stream, entries))
+    begins = _zip_offsets(stream, entries)
     if len(begins) < len(entries):
         raise CheckpointError("a zip archive with two entries of one name")
     sizes = {entry.filename: entry.file_size for entry in entries}
     pickles = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(
-            f"expected a zip archive of torch.save with data.pkl, found {some(sizes) or 'nothing'}"
+            f"expected a zip archive of torch.save with data.pkl, found "
+            f"{first_names(sizes) or 'nothing'}"
         )
     root = pickles[0].removesuffix("data.pkl")
     order = root + "byteorder"
@@ -121,13 +121,16 @@ def _read_zip(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
         if got != storage.nbytes:
             raise CheckpointError(
                 f"storage {key[:40]}: expected {storage.nbytes:,} bytes, "
-                + ("it is not there" if got is None else f"got {got:,}")
+                + ("it is missing" if got is None else f"got {got:,}")
             )
     return value, {key: begins[f"{root}data/{key}"] for key in storages.by_key}
 
 
-def _zip_places(stream: BinaryIO, entries: list[ZipInfo]) -> dict[str, int]:
-    """Where each entry's bytes begin. Checked: uncompressed, inside the file, without overlap."""
+def _zip_offsets(stream: BinaryIO, entries: list[ZipInfo]) -> dict[str, int]:
+    """Return the offset of each entry's data.
+
+    Raises CheckpointError unless all are uncompressed, inside the file and without overlap.
+    """
     size = stream.seek(0, io.SEEK_END)
     begins, free = {}, 0
     for entry in sorted(entries, key=lambda entry: entry.header_offset):
@@ -164,36 +167,36 @@ def _read_legacy(stream: BinaryIO) -> tuple[Any, dict[str, int]]:
 
     version, machine = load(), load()
     if type(version) is not int or version != 1001:
-        raise CheckpointError(f"expected PyTorch's legacy layout 1001, got {kind(version)}")
+        raise CheckpointError(f"expected PyTorch's legacy layout 1001, got {describe(version)}")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CheckpointError("expected numbers in byte order 'little'")
     value, keys = load(), load()
     if not isinstance(keys, list) or not all(type(key) is str for key in keys):
         raise CheckpointError("expected the names of the storages after the pickle")
-    places = {}
+    offsets: dict[str, int] = {}
     for key in keys:
         storage = storages.by_key.get(key)
         count = stream.read(8)
         begin = stream.tell()
-        if storage is None or key in places or count != storage.numel.to_bytes(8, "little"):
+        if storage is None or key in offsets or count != storage.numel.to_bytes(8, "little"):
             raise CheckpointError(f"storage {key[:40]}: it does not match the pickle")
         if begin + storage.nbytes > size:
             raise CheckpointError(
                 f"truncated: storage {key[:40]} of {storage.nbytes:,} bytes goes beyond the end"
             )
-        places[key] = begin
+        offsets[key] = begin
         stream.seek(begin + storage.nbytes)
-    absent = [key[:40] for key in storages.by_key if key not in places]
+    absent = [key[:40] for key in storages.by_key if key not in offsets]
     if absent:
-        raise CheckpointError(f"{len(absent)} storages missing: {some(absent)}")
-    return value, places
+        raise CheckpointError(f"{len(absent)} storages missing: {first_names(absent)}")
+    return value, offsets
 
 
 # From the pickled value to tensors
 
 
-def _content(file: Path, value: Any, places: Mapping[str, int]) -> Content:
-    """The tensors of a state dict, or of nanoGPT's dictionary."""
+def _content(file: Path, value: Any, offsets: Mapping[str, int]) -> Content:
+    """Return the tensors of a state dict, or of nanoGPT's dictionary."""
     state, model_args = value, None
     if isinstance(value, dict) and isinstance(value.get("model"), dict):
         state, model_args = value["model"], value.get("model_args")
@@ -203,7 +206,7 @@ def _content(file: Path, value: Any, places: Mapping[str, int]) -> Content:
                 "nanoGPT"
             )
     if not isinstance(state, dict):
-        raise CheckpointError(f"expected a state dict, got {kind(state)}")
+        raise CheckpointError(f"expected a state dict, got {describe(state)}")
     foreign = [
         str(name)[:80]
         for name, tensor in state.items()
@@ -212,10 +215,10 @@ def _content(file: Path, value: Any, places: Mapping[str, int]) -> Content:
     if foreign or not state:
         raise CheckpointError(
             "expected a state dict (names and tensors) or a nanoGPT checkpoint, "
-            + (f"got other entries: {some(foreign)}" if foreign else "got nothing")
+            + (f"got other entries: {first_names(foreign)}" if foreign else "got nothing")
         )
     return Content(
-        {name: _entry(file, tensor, places[tensor.storage.key]) for name, tensor in state.items()},
+        {name: _entry(file, tensor, offsets[tensor.storage.key]) for name, tensor in state.items()},
         model_args,
     )
 

@@ -1,8 +1,8 @@
-"""What a pickle of `torch.save` may ask for: storages, tensors that view them, and plain values.
+"""Objects allowed in a pickle of `torch.save`: storages, tensors that view them, plain values.
 
-Each stands for an object of PyTorch and holds its description alone. A tensor in such a pickle is a
-call of `torch._utils._rebuild_tensor_v2` with a storage, an offset, sizes and strides; a storage is
-a persistent id. Anything that is not in `FUNCTIONS` is refused by `Unpickler`.
+Each class describes an object of PyTorch without its data. In such a pickle, a tensor is a call of
+`torch._utils._rebuild_tensor_v2` with a storage, an offset, sizes and strides; a storage is a
+persistent id. `Unpickler` refuses every name that is not in `FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2block.checkpoints.pickles import Function, Name, OrderedDict, kind
+from gpt2block.checkpoints.pickles import Function, Name, OrderedDict, describe
 from gpt2block.errors import CheckpointError
 
 _MAX_DIMENSIONS = 8
 
-# Bytes of a number, by what `torch.` calls the dtype
+# Bytes of a number by the dtype's name in `torch`
 ITEMSIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -40,7 +40,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes outside the pickle: `numel` numbers of a dtype."""
+    """Numbers stored outside the pickle: `numel` of a dtype."""
 
     key: str
     dtype: str
@@ -110,27 +110,27 @@ def _tensor_v1(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
-    """Storage, offset, sizes, strides, requires_grad, hooks and, seldom, metadata."""
-    if len(arguments) not in (6, 7) or any(arguments[5:]):  # metadata: negated and the like
+    """Arguments: storage, offset, sizes, strides, requires_grad, hooks and sometimes metadata."""
+    if len(arguments) not in (6, 7) or any(arguments[5:]):  # metadata: negated, conjugated, …
         raise CheckpointError("a tensor: expected 6 arguments, no hooks and no metadata")
     return _tensor(None, *arguments[:4])
 
 
 def _tensor_v3(arguments: tuple[Any, ...]) -> Tensor:
-    """As v2 with the dtype after the hooks, for dtypes that have no storage of their own."""
+    """Arguments as of v2, with the dtype after the hooks, for dtypes without a typed storage."""
     if len(arguments) not in (7, 8) or arguments[5] or any(arguments[7:]):
         raise CheckpointError("a tensor: expected 7 arguments, no hooks and no metadata")
     dtype = arguments[6]
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
     if name not in ITEMSIZES:
-        raise CheckpointError(f"a tensor: expected a dtype, got {kind(dtype)}")
+        raise CheckpointError(f"a tensor: expected a dtype, got {describe(dtype)}")
     return _tensor(name, *arguments[:4])
 
 
 def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-    """dtype: None for that of the storage."""
+    """Return a tensor inside its storage. dtype: None for that of the storage."""
     if not isinstance(storage, Storage):
-        raise CheckpointError(f"a tensor: expected a storage, got {kind(storage)}")
+        raise CheckpointError(f"a tensor: expected a storage, got {describe(storage)}")
     shape, strides = _counts("a tensor's shape", shape), _counts("a tensor's strides", strides)
     (offset,) = _counts("a tensor's offset", (offset,))
     if len(shape) != len(strides):
@@ -145,13 +145,13 @@ def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: A
     return tensor
 
 
-def _counts(what: str, values: Any) -> tuple[int, ...]:
-    """`values` where it is a short tuple of integers ≥ 0."""
+def _counts(name: str, values: Any) -> tuple[int, ...]:
+    """Return `values`. Raises CheckpointError unless it is a short tuple of integers ≥ 0."""
     if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
-        raise CheckpointError(f"{what}: expected up to {_MAX_DIMENSIONS} integers")
+        raise CheckpointError(f"{name}: expected up to {_MAX_DIMENSIONS} integers")
     for value in values:
         if type(value) is not int or value < 0:
-            raise CheckpointError(f"{what}: expected integers of at least 0, got {kind(value)}")
+            raise CheckpointError(f"{name}: expected integers of at least 0, got {describe(value)}")
     return values
 
 
@@ -174,9 +174,9 @@ class Storages:
         self.by_key: dict[str, Storage] = {}
 
     def __call__(self, identity: Any) -> Storage:
-        """Of ("storage", type, key, device, number of elements[, None])."""
+        """Return the storage of ("storage", type, key, device, number of elements[, None])."""
         parts = identity if type(identity) is tuple else ()
-        if len(parts) == 6 and parts[5] is None:  # the legacy layout; a view of PyTorch 0.3 if not
+        if len(parts) == 6 and parts[5] is None:  # the legacy layout; not None: a view, PyTorch 0.3
             parts = parts[:5]
         if len(parts) != 5 or not isinstance(parts[1], Name) or parts[1].text not in _STORAGES:
             raise CheckpointError("expected a persistent id of a storage, got another")
@@ -186,5 +186,5 @@ class Storages:
         (numel,) = _counts("a storage's size", (numel,))
         storage = Storage(key, _STORAGES[parts[1].text], numel)
         if self.by_key.setdefault(key, storage) != storage:
-            raise CheckpointError(f"storage {key[:40]} is there with two types or sizes")
+            raise CheckpointError(f"storage {key[:40]} has two types or sizes")
         return storage

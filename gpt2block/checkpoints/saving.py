@@ -1,4 +1,4 @@
-"""Writing what `transformers` loads: config.json and model.safetensors."""
+"""`save_pretrained`: write config.json and model.safetensors, which `transformers` loads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpt2block.checkpoints.hugging_face import (
     name_of,
     shards_of,
 )
-from gpt2block.checkpoints.stored import DTYPES, itemsize, reading, some
+from gpt2block.checkpoints.stored import DTYPES, first_names, itemsize, reading
 from gpt2block.config import GPT2Config, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -37,13 +37,13 @@ _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
 
 
 class TensorSource(Protocol):
-    """What a model can be made of: GPT2Weights and Checkpoint are such."""
+    """A config and its tensors, such as GPT2Weights and Checkpoint."""
 
     @property
     def config(self) -> GPT2Config: ...
 
     def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
-        """Name, array and layout of every tensor, as `Checkpoint.tensors` gives them."""
+        """Yield name, array and layout of every tensor, like `Checkpoint.tensors`."""
 
 
 def save_pretrained(
@@ -55,18 +55,18 @@ def save_pretrained(
 ) -> Path:
     """Write a Hugging Face directory, which `transformers` and `Checkpoint.open` load.
 
-    directory: made where it is not there. weights: GPT2Weights, a Checkpoint or another
-    TensorSource, read once, a tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
-    keeps that of each tensor. tokenizer: whose files are copied, a folder of them, a tokenizer.json
-    or a Checkpoint; by default those of `weights` where it is one.
+    directory: created if it does not exist. weights: GPT2Weights, a Checkpoint or another
+    TensorSource, read once, one tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
+    keeps each tensor's. tokenizer: a folder with tokenizer files, a tokenizer.json or a Checkpoint,
+    whose files are copied; by default those of `weights` if it is a Checkpoint.
 
-    A model that is there already is replaced with `overwrite` only: its config, weights (PyTorch's,
-    too), shards and tokenizer files, whether or not the new one has files of these names. Other
-    files stay. An error before the new files are complete leaves all as it was. Returns the
-    directory.
+    `overwrite` is required to replace a model in the directory. It removes the old model's config,
+    weights (including PyTorch's), shards and tokenizer files even where the new one has no file of
+    that name; other files stay. An error before the new files are complete changes nothing. Returns
+    the directory.
 
-    Raises InputError for wrong arguments and for weights beyond what the dtype can hold,
-    CheckpointError where nothing can be written or a tokenizer cannot be read.
+    Raises InputError for wrong arguments and for weights outside the dtype's range, CheckpointError
+    where files cannot be written or a tokenizer cannot be read.
     """
     directory = _path("directory", directory)
     if dtype is not None and not (isinstance(dtype, str) and dtype in SAVED_DTYPES):
@@ -78,12 +78,13 @@ def save_pretrained(
             f"weights: expected GPT2Weights, a Checkpoint or a TensorSource, got {shown(weights)}"
         )
     tokens = _tokenizer_of(weights, tokenizer)
-    old = _model_in(directory, bool(tokens))
+    old = _model_files(directory, bool(tokens))
     if old and not overwrite:
         raise InputError(
-            f"{directory}: {some(old)} already there: give another directory or overwrite=True"
+            f"{directory}: {first_names(old)} already there: give another directory or "
+            "overwrite=True"
         )
-    with _filled_at_once(directory, old) as new:
+    with _replaced_together(directory, old) as new:
         stored = _write_weights(new / WEIGHTS, weights, dtype)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -95,21 +96,22 @@ def save_pretrained(
 
 
 def _path(name: str, given: str | Path) -> Path:
-    """An argument as a path that the operating system takes. Raises InputError."""
+    """Return an argument as a path with `~` expanded. Raises InputError."""
     if not isinstance(given, (str, Path)) or given == "":
         raise InputError(f"{name}: expected a path, got {shown(given)}")
     try:
         if b"\0" in os.fsencode(given):
             raise ValueError("it has a null character")
         return Path(given).expanduser()
-    except (ValueError, RuntimeError) as error:  # half of a surrogate pair; no such user
+    except (ValueError, RuntimeError) as error:  # a lone surrogate; no such user
         raise InputError(f"{name}: expected a path, got {shown(str(given))}: {error}") from error
 
 
 def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, Path]:
-    """The tokenizer files that are given or come with the weights, by their new names.
+    """Return the tokenizer files of the argument or the weights, by the names to write.
 
-    OpenAI's pair comes under Hugging Face's names, too, the only ones that `transformers` knows.
+    OpenAI's pair of files is also written with Hugging Face's names, as `transformers` reads no
+    others.
     """
     if given is None:
         given = weights if isinstance(weights, Checkpoint) else None
@@ -125,10 +127,10 @@ def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) 
     return found
 
 
-def _model_in(directory: Path, with_tokenizer: bool) -> list[str]:
-    """The names of the files that a new model replaces.
+def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
+    """Return the names of the files that a new model replaces.
 
-    The tokenizer files of a folder without a model are replaced by a tokenizer only.
+    In a folder without a model, tokenizer files are replaced only by a tokenizer.
     """
     try:
         names = set(os.listdir(directory)) if directory.exists() else set()
@@ -136,19 +138,21 @@ def _model_in(directory: Path, with_tokenizer: bool) -> list[str]:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
     model = {CONFIG, WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX} & names
     for index in {INDEX, PYTORCH_INDEX} & names:
-        with suppress(CheckpointError):  # a damaged index names no files
+        with suppress(CheckpointError):  # a damaged index lists no files
             model |= {name for name in shards_of(directory / index) if name in names}
     tokens = names.intersection(tokenizer_files.NAMES) if model or with_tokenizer else set()
     old = sorted(model | tokens)
     folders = [name for name in old if (directory / name).is_dir()]
     if folders:
-        raise CheckpointError(f"{directory}: expected files, found the folders {some(folders)}")
+        raise CheckpointError(
+            f"{directory}: expected files, found the folders {first_names(folders)}"
+        )
     return old
 
 
 @contextmanager
-def _filled_at_once(directory: Path, old: Iterable[str]) -> Iterator[Path]:
-    """A folder whose files replace the `old` ones of `directory` when all has gone well."""
+def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
+    """Yield a temporary folder whose files replace the `old` ones after the block succeeded."""
     new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -172,10 +176,10 @@ def _filled_at_once(directory: Path, old: Iterable[str]) -> Iterator[Path]:
 
 
 def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
-    """A .safetensors file; → wte's dtype.
+    """Write a .safetensors file; return wte's dtype.
 
-    The header comes first in the file and tells the dtypes, which are known when all tensors have
-    come: room is left for the longest it can become, and blanks fill what it does not need.
+    The header precedes the tensors in the file and contains their dtypes, which are only known
+    after the last tensor. Space for the longest possible header is reserved and padded with blanks.
     """
     shapes = model_shapes(weights.config)
     room = len(_header(shapes, dict.fromkeys(shapes, "float32"))) + len(shapes)  # "BF16" for "F32"
@@ -185,15 +189,15 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
         stream.seek(8 + room)
         expected = iter(shapes)
         for name, array, layout in weights.tensors():
-            awaited = next(expected, "no more")
+            awaited = next(expected, "no more tensors")
             if name != awaited:
-                raise InputError(f"weights: expected {awaited} at this place, got {name}")
+                raise InputError(f"weights: expected {awaited} at this position, got {name}")
             converted = _converted(name, array, layout, shapes[name], dtype)
             dtypes[name] = converted.dtype.name
             stream.write(converted.reshape(-1).view(np.uint8).data)
         missing = list(expected)
         if missing:
-            raise InputError(f"weights: {len(missing)} tensors missing: {some(missing)}")
+            raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
         stream.seek(0)
         stream.write(room.to_bytes(8, "little") + _header(shapes, dtypes).ljust(room))
     return dtypes["wte"]
@@ -202,7 +206,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
 def _converted(
     name: str, array: NDArray[Any], layout: str | None, shape: tuple[int, ...], dtype: str | None
 ) -> NDArray[Any]:
-    """C-contiguous, as Hugging Face lays it out."""
+    """Return the tensor in Hugging Face's layout and in `dtype`, C-contiguous."""
     if not isinstance(array, np.ndarray) or array.dtype.name not in DTYPES:
         got = getattr(array, "dtype", type(array).__name__)
         raise InputError(f"{name}: expected a NumPy array of {' or '.join(DTYPES)}, got {got}")
@@ -217,17 +221,19 @@ def _converted(
     if converted.dtype != array.dtype:
         beyond = int((np.isinf(converted) & np.isfinite(array)).sum())
         if beyond:
-            raise InputError(f"{name}: {beyond:,} weights are beyond {dtype}: use float32")
+            raise InputError(
+                f"{name}: {beyond:,} weights are out of the range of {dtype}: use float32"
+            )
     return converted
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> bytes:
-    """JSON with name, dtype, shape and place of each tensor, one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` asks for it
+    """Return JSON with name, dtype, shape and offsets of the tensors, which are stored in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` requires it
     end = 0
     for ours, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * itemsize(dtypes[ours])
         name = name_of(ours) if ours == "lm_head" else PREFIX + name_of(ours)
-        kind = _SAFETENSORS_NAMES[dtypes[ours]]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+        dtype = _SAFETENSORS_NAMES[dtypes[ours]]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     return json.dumps(header, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Tensors where they lie in a file, read one by one and never mapped."""
+"""Tensors stored in files, read one at a time and never memory-mapped."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def itemsize(dtype: str) -> int:
 
 
 class Entry(NamedTuple):
-    """What a file says about one tensor, before it is checked against a model."""
+    """A file's description of one tensor, before it is compared with a model."""
 
     file: Path
     offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
     shape: tuple[int, ...]
-    dtype: str  # one of `DTYPES`, else the file's own word
+    dtype: str  # one of `DTYPES`, else the name in the file
     order: str | None  # "C" or "F" (a transposed matrix); None: not contiguous
 
     def transposed(self) -> Entry:
-        """The same bytes as a matrix of the reversed shape."""
+        """Return the transposed matrix, which has the same bytes."""
         order = {"C": "F", "F": "C"}.get(self.order or "")
         return self._replace(shape=self.shape[::-1], order=order)
 
@@ -52,7 +52,7 @@ class Stored:
     layout: of a matrix, "KN" for (inputs, outputs) or "NK" for (outputs, inputs).
     """
 
-    label: str  # what the file calls it
+    label: str  # its name in the file
     file: Path
     offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
     shape: tuple[int, ...]
@@ -61,11 +61,14 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """In the file; of a tensor of zeros, what it would take there."""
+        """The size in bytes in the file; for a tensor of zeros that is not stored, the same."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def read(self) -> NDArray[Any]:
-        """A new array in the stored dtype, but float64 as float32. Raises CheckpointError."""
+        """Return a new array in the stored dtype; float64 becomes float32.
+
+        Raises CheckpointError.
+        """
         if self.offset is None:
             array = np.zeros(self.shape, DTYPES[self.dtype])
         else:
@@ -96,7 +99,7 @@ _KINDS = (
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Make a CheckpointError of what the operating system says against `path`."""
+    """Convert an OSError about `path` to a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -104,10 +107,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file, or a link to one; False where nothing has this name.
+    """Return whether a regular file, or a link to one, exists; False where nothing has this name.
 
-    Raises CheckpointError for what has the name and is no file: a folder, a named pipe, a link that
-    leads nowhere, a path that may not be looked at.
+    Raises CheckpointError where the name exists but is not a file: a folder, a named pipe, a broken
+    link, or a path without permission.
     """
     with reading(path):
         try:
@@ -116,7 +119,7 @@ def is_file(path: Path) -> bool:
             if not path.is_symlink():
                 return False
             raise CheckpointError(f"{path}: a link to a file that does not exist") from None
-        except ValueError:  # a null character, half of a surrogate pair: no file has such a name
+        except ValueError:  # a null character or a lone surrogate: no file has such a name
             return False
     if not stat.S_ISREG(mode):
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
@@ -125,13 +128,13 @@ def is_file(path: Path) -> bool:
 
 
 def file_size(file: Path) -> int:
-    """In bytes. Raises CheckpointError."""
+    """Return the size in bytes. Raises CheckpointError."""
     with reading(file):
         return file.stat().st_size
 
 
 def check_start(file: Path, start: bytes) -> None:
-    """CheckpointError when a file that starts so is known to hold no weights that can be read."""
+    """Raise CheckpointError for a Git-LFS pointer or GGUF. start: the file's first bytes."""
     check_pointer(file, start)
     if start.startswith(b"GGUF") or file.suffix == ".gguf":
         raise CheckpointError(f"{file}: {NO_GGUF}")
@@ -144,7 +147,7 @@ NO_GGUF = (
 
 
 def check_pointer(file: Path, start: bytes) -> None:
-    """CheckpointError when a file that starts so is a Git-LFS pointer."""
+    """Raise CheckpointError for a Git-LFS pointer. start: the file's first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
@@ -153,13 +156,13 @@ def check_pointer(file: Path, start: bytes) -> None:
 
 
 def read_start(file: Path, length: int) -> bytes:
-    """The first bytes of a file, fewer where it ends before."""
+    """Return the first `length` bytes of a file; fewer if it is shorter. Raises CheckpointError."""
     with reading(file), file.open("rb") as stream:
         return stream.read(length)
 
 
-def some(names: Iterable[str]) -> str:
-    """The first few of many names."""
+def first_names(names: Iterable[str]) -> str:
+    """Join the first few names for a message."""
     listed = list(names)
     rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
     return ", ".join(listed[:_NAMED_AT_MOST]) + rest

@@ -1,4 +1,4 @@
-"""The files of a tokenizer next to the weights: which there are, and whether they can be read."""
+"""The tokenizer's files next to the weights: find them, and check that they are complete."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ EXPECTED = "tokenizer.json, or vocab.json with merges.txt"
 
 
 def present(directory: Path) -> dict[str, Path]:
-    """The tokenizer files in a folder, by name.
+    """Return the tokenizer files in a folder, by name.
 
-    Raises CheckpointError for what has such a name and is no file: it does not count as absent.
+    Raises CheckpointError where such a name exists but is not a file.
     """
     return {name: directory / name for name in NAMES if is_file(directory / name)}
 
 
 def readable(names: Collection[str]) -> bool:
-    """Whether a tokenizer is complete in these files."""
-    whole = any(name in names for name in (TOKENIZER, LLM_C))
-    return whole or any(vocab in names and merges in names for vocab, merges in PAIRS)
+    """Return whether these files contain a complete tokenizer."""
+    single = any(name in names for name in (TOKENIZER, LLM_C))
+    return single or any(vocab in names and merges in names for vocab, merges in PAIRS)
 
 
 def of_path(path: Path) -> dict[str, Path]:
-    """The tokenizer files of a folder, or of one that is named: its pair, too. By their names.
+    """Return the tokenizer files of a folder or a file, by name.
 
-    A file of any other name is a tokenizer.json, or with the suffix .bin one of llm.c. Raises
-    CheckpointError where there is none.
+    One file of a pair implies the other. A file of an unknown name is read as a tokenizer.json, or
+    with the suffix .bin as llm.c's. Raises CheckpointError where the files do not exist.
     """
     with reading(path):
         folder = path.is_dir()

@@ -25,11 +25,11 @@ from gpt2block.config import (
 from gpt2block.errors import InputError, shown
 
 Array = NDArray[np.floating[Any]]
-MOST_NUMBERS = 2**40  # drawn at random in one call: 4 TiB of float32
+MOST_NUMBERS = 2**40  # limit of random numbers in one call: 4 TiB of float32
 
 
 def packed_offsets(n_embd: int = 768) -> dict[str, int]:
-    """Name → offset in floats inside the packed buffer, plus `"end"`: 7,087,872 for C = 768."""
+    """Return name → offset in floats in the packed buffer, and "end": 7,087,872 for C = 768."""
     offsets, end = {}, 0
     for name, shape in block_shapes(check_count("n_embd", n_embd)).items():
         offsets[name] = end
@@ -38,9 +38,9 @@ def packed_offsets(n_embd: int = 768) -> dict[str, int]:
 
 
 def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
-    """Views of the twelve tensors inside a packed 1-D buffer, NumPy or CuPy alike.
+    """Return views of the twelve tensors in a packed 1-D buffer of NumPy or CuPy.
 
-    Raises InputError when the buffer is not 1-D of exactly the packed length.
+    Raises InputError unless the buffer is 1-D and has exactly the packed length.
     """
     n_embd = check_count("n_embd", n_embd)
     offsets = packed_offsets(n_embd)
@@ -59,11 +59,10 @@ def unpack(packed: Any, n_embd: int = 768) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class BlockWeights:
-    """One block's tensors: C = n_embd, matrices (in, out) row-major, all of one float dtype.
+    """The tensors of one block, in one float dtype. C = n_embd; matrices are (in, out), row-major.
 
-    The arrays are taken as they are, not copied: leave them unchanged while a Block uses them.
-    Raises InputError for a wrong shape, a dtype that is not float32 or float64, or an n_head that
-    does not divide C.
+    The arrays are not copied: do not change them while a Block uses them. Raises InputError for a
+    wrong shape, a dtype other than float32 and float64, or an n_head that does not divide C.
     """
 
     gamma1: Array  # (C,)
@@ -90,7 +89,8 @@ class BlockWeights:
             array = _checked(name, getattr(self, name), shape)
             if array.dtype not in (np.float32, np.float64) or array.dtype != self.gamma1.dtype:
                 raise InputError(
-                    f"{name}: expected float32 or float64, the same for all, got {array.dtype}"
+                    f"{name}: expected float32 or float64, the same for all tensors, got "
+                    f"{array.dtype}"
                 )
         object.__setattr__(self, "n_head", check_count("n_head", self.n_head))
         object.__setattr__(self, "eps", check_eps(self.eps))
@@ -109,11 +109,14 @@ class BlockWeights:
         return len(self.gamma1)
 
     def tensors(self) -> dict[str, Array]:
-        """Name → array of the twelve tensors, in packed order."""
+        """Return name → array of the twelve tensors, in packed order."""
         return {name: getattr(self, name) for name in block_shapes(self.n_embd)}
 
     def astype(self, dtype: DTypeLike) -> BlockWeights:
-        """The same weights in another float dtype; self when nothing changes. Raises InputError."""
+        """Return the weights in another float dtype, or self if it is the same.
+
+        Raises InputError.
+        """
         try:
             known = np.dtype(dtype) in (np.float32, np.float64)
         except (TypeError, ValueError):
@@ -129,7 +132,7 @@ class BlockWeights:
     def from_packed(
         cls, packed: Array, n_embd: int = 768, n_head: int = 12, eps: float = 1e-5
     ) -> BlockWeights:
-        """Views into one packed buffer, 12C² + 13C floats: 7,087,872 for GPT-2 small.
+        """Return views of one packed buffer of 12C² + 13C floats: 7,087,872 for GPT-2 small.
 
         packed: a 1-D float32 or float64 array. Raises InputError.
         """
@@ -142,15 +145,15 @@ class BlockWeights:
         return cls(**unpack(packed, n_embd), n_head=n_head, eps=eps)
 
     def to_packed(self) -> Array:
-        """One 1-D buffer with the twelve tensors at `packed_offsets(n_embd)`."""
+        """Return one 1-D buffer with the twelve tensors at `packed_offsets(n_embd)`."""
         return np.concatenate([array.ravel() for array in self.tensors().values()])
 
     @classmethod
     def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> BlockWeights:
-        """float32 weights: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), W and linear biases ~ N(0, 0.02).
+        """Return float32 weights: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), W and biases ~ N(0, 0.02).
 
-        The LeetGPU challenge's distribution, but for the biases, which it sets to zero. `config`: a
-        GPT2Config or the name of a size, such as "gpt2-xl".
+        This is the distribution of LeetGPU's GPT-2 block challenge, except for the linear biases,
+        which are zero there. config: a GPT2Config or the name of a size, such as "gpt2-xl".
         """
         config = _config(config)
         tensors = _random(seed, block_shapes(config.n_embd))
@@ -163,11 +166,11 @@ class BlockWeights:
         layer: int = 0,
         revision: str | None = None,
     ) -> BlockWeights:
-        """Block `layer` of a checkpoint, as float32; only that block's tensors are read.
+        """Return block `layer` of a checkpoint as float32; only that block's tensors are read.
 
-        `checkpoint`: an opened Checkpoint, or what `Checkpoint.open` takes: a Hugging Face
-        directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, "shakespeare",
-        the model in the package. revision: of a hub id. Raises CheckpointError.
+        checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
+        directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
+        "shakespeare", the bundled model. revision: of a hub id. Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         tensors = opened.read_block(layer)
@@ -176,7 +179,7 @@ class BlockWeights:
 
 @dataclass(frozen=True, eq=False)
 class GPT2Weights:
-    """All tensors of a GPT-2 model, float32. Raises InputError where they do not fit the config."""
+    """All tensors of a GPT-2 model. Raises InputError where they do not fit the config."""
 
     config: GPT2Config
     wte: Array  # (vocab_size, C) token embedding
@@ -184,7 +187,7 @@ class GPT2Weights:
     blocks: tuple[BlockWeights, ...]
     gamma_f: Array  # (C,) the final LayerNorm
     beta_f: Array  # (C,)
-    lm_head: Array  # (vocab_size, C); the very array wte when tied
+    lm_head: Array  # (vocab_size, C); the same object as wte when tied
 
     def __post_init__(self) -> None:
         c = self.config
@@ -196,7 +199,7 @@ class GPT2Weights:
             if array.dtype not in (np.float32, np.float64):
                 raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
         if c.tie_word_embeddings and self.lm_head is not self.wte:
-            raise InputError("lm_head: expected the very array wte, as the config ties them")
+            raise InputError("lm_head: expected the same object as wte, as the config ties them")
         if not isinstance(self.blocks, tuple):
             raise InputError(f"blocks: expected a tuple, got {type(self.blocks).__name__}")
         for layer, block in enumerate(self.blocks):
@@ -217,13 +220,14 @@ class GPT2Weights:
         layers: Iterable[int] | None = None,
         revision: str | None = None,
     ) -> GPT2Weights:
-        """A checkpoint, named as in `BlockWeights.from_pretrained`, with the blocks of `layers`.
+        """Return a checkpoint's weights as float32.
 
-        None means all of them. Raises CheckpointError.
+        checkpoint, revision: as in `BlockWeights.from_pretrained`. layers: the blocks to read; None
+        for all. Raises CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         wanted = range(opened.config.n_layer) if layers is None else several(layers)
-        for layer in wanted:  # before the large tensors are read
+        for layer in wanted:  # checked before the large tensors are read
             opened.check_layer(layer)
         wte, wpe, gamma_f, beta_f, lm_head = opened.read_ends()
         blocks = tuple(BlockWeights.from_pretrained(opened, layer) for layer in wanted)
@@ -231,7 +235,7 @@ class GPT2Weights:
 
     @classmethod
     def random(cls, seed: int = 0, config: GPT2Config | str = SIZES["gpt2"]) -> GPT2Weights:
-        """A model of random weights, distributed as in `BlockWeights.random`, wte and wpe as W."""
+        """Return random weights, distributed as in `BlockWeights.random`; wte and wpe like W."""
         config = _config(config)
         tensors = _random(seed, model_shapes(config))
         blocks = tuple(
@@ -254,9 +258,9 @@ class GPT2Weights:
         )
 
     def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
-        """Name, array and layout of every tensor, as `Checkpoint.tensors` gives them.
+        """Yield name, array and layout of every tensor, like `Checkpoint.tensors`, without copies.
 
-        The arrays are these very ones. Raises InputError where blocks have been left out.
+        Raises InputError unless all blocks are present.
         """
         if len(self.blocks) != self.config.n_layer:
             raise InputError(
@@ -274,7 +278,7 @@ class GPT2Weights:
 
 
 def _checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
-    """The array; InputError unless it is a NumPy array of this shape, without a mask."""
+    """Return the array. Raises InputError unless it is an unmasked NumPy array of this shape."""
     if not is_plain(array):
         raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
     if array.shape != shape:
@@ -288,7 +292,7 @@ def _config(config: Any) -> GPT2Config:
 
 
 def _generator(seed: Any, numbers: int) -> np.random.Generator:
-    """InputError for a seed that is not one, and for more numbers than any memory holds."""
+    """Return a generator. Raises InputError for a wrong seed, or for more than MOST_NUMBERS."""
     seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
     if numbers > MOST_NUMBERS:
         raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")
@@ -296,7 +300,7 @@ def _generator(seed: Any, numbers: int) -> np.random.Generator:
 
 
 def _random(seed: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-    """γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), all else ~ N(0, 0.02), drawn in this order."""
+    """Draw the tensors in this order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = _generator(seed, sum(map(math.prod, shapes.values())))
     tensors: dict[str, NDArray[np.float32]] = {}
     for name, shape in shapes.items():
@@ -312,9 +316,9 @@ def _random(seed: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArr
 
 
 def random_input(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """float32 activations x ~ U(-1, 1), the challenge's input. shape (T, C) or (B, T, C).
+    """Return float32 activations x ~ U(-1, 1), as in LeetGPU's challenge.
 
-    Raises InputError.
+    shape: (T, C) or (B, T, C). Raises InputError.
     """
     if not isinstance(shape, (tuple, list)) or not shape:
         raise InputError(f"shape: expected a tuple such as (T, C), got {shown(shape)}")

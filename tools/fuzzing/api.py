@@ -1,4 +1,4 @@
-"""Public functions and classes with random arguments, compared with float64."""
+"""Public functions and classes with random arguments, compared with float64 computations."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _block_weights(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _model_weights(rng: np.random.Generator, folder: Path) -> Outcome:
-    """`GPT2Weights` and `GPT2` of them, with one argument that does not fit."""
+    """`GPT2Weights`, and `GPT2` with them; one argument may be wrong."""
     weights = _weights(int(rng.integers(4)))
     names = ("config", "wte", "wpe", "blocks", "gamma_f", "beta_f", "lm_head")
     arguments = {name: getattr(weights, name) for name in names}
@@ -170,7 +170,7 @@ def _model_weights(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _layer(rng: np.random.Generator, folder: Path) -> Outcome:
-    """One block of the bundled model, by a number that may be none."""
+    """One block of the bundled model; the layer may be odd."""
     layer = pick(rng, 0, 1, odd_argument(rng))
     found = refused_or(lambda: BlockWeights.from_pretrained("shakespeare", layer))
     if isinstance(found, str):
@@ -192,7 +192,7 @@ def _config(rng: np.random.Generator, folder: Path) -> Outcome:
 
 @lru_cache
 def _weights(key: int) -> GPT2Weights:
-    """A tiny model with weights large enough to say something."""
+    """Return a tiny model with weights large enough to affect the logits."""
     rng = np.random.default_rng(key)
     config = GPT2Config(
         n_layer=1 + key % 2, n_head=2, n_embd=2 * (2 + key), n_ctx=5 + key, vocab_size=11 + key,
@@ -214,7 +214,7 @@ def _weights(key: int) -> GPT2Weights:
 
 @lru_cache
 def _model(key: int) -> tuple[GPT2, plain.Sizes, plain.Tensors]:
-    """The model and its tensors by Hugging Face's names."""
+    """Return the model, its sizes, and its tensors by Hugging Face's names."""
     weights = _weights(key)
     tensors = {label_of(name): array for name, array, _ in weights.tensors()}
     return GPT2(weights, device="cpu"), _sizes_of(weights.config), tensors
@@ -238,67 +238,68 @@ def _logits(rng: np.random.Generator, folder: Path) -> Outcome:
     ids: Any = [_random_ids(rng, sizes) for _ in range(3 if kind == 2 else 1)]
     if kind == 1:
         ids = [rng.integers(0, sizes.vocab_size, T) for _ in range(3)]
-    given: Any = ids
+    argument: Any = ids
     if kind == 0:
-        given = pick(rng, ids[0], ids[0].tolist(), tuple(ids[0].tolist()), ids[0].astype(np.uint8))
+        row = ids[0]
+        argument = pick(rng, row, row.tolist(), tuple(row.tolist()), row.astype(np.uint8))
     elif kind == 1:
-        given = pick(rng, np.stack(ids), ids, [row.tolist() for row in ids])
+        argument = pick(rng, np.stack(ids), ids, [row.tolist() for row in ids])
     elif changed:
-        given = pick(
+        argument = pick(
             rng, odd_argument(rng), [ids[0], odd_argument(rng)], ids[0] - 1, ids[0] + 8, [True],
             np.ma.masked_array(ids[0], ids[0] > 3), np.zeros(sizes.n_ctx + 1, int), [[0], []],
         )  # fmt: skip
     attempt = refused_or if changed else accepted
     if rng.random() < 0.3:
-        got = attempt(lambda: (model.hidden_states(given),))
+        got = attempt(lambda: (model.hidden_states(argument),))
         if isinstance(got, str):
             return "refused"
         if not changed:
             truth = [np.stack(plain.states(sizes, tensors, row)) for row in ids]
-            plain.check_close("states", _row(got[0], kind, axis=1), truth[0])
+            plain.check_close("states", _first_row(got[0]), truth[0])
         return "right"
     last = bool(rng.random() < 0.3)
-    got = attempt(lambda: (model(given, last=last),))
+    got = attempt(lambda: (model(argument, last=last),))
     if isinstance(got, str):
         return "refused"
     if changed:
-        return _check_odd_ids(got[0], given, sizes, tensors, last)
-    for row, tokens in enumerate(ids):
+        return _check_odd_ids(got[0], argument, sizes, tensors, last)
+    for index, tokens in enumerate(ids):
         exact = plain.logits(sizes, tensors, tokens)
-        found = got[0] if kind in (0, 3) and np.ndim(given) == 1 else got[0][row]
+        found = got[0] if kind in (0, 3) and np.ndim(argument) == 1 else got[0][index]
         plain.check_close("logits", found, exact[-1] if last else exact)
     return "right"
 
 
 def _check_odd_ids(
-    got: Any, given: Any, sizes: plain.Sizes, tensors: plain.Tensors, last: bool
+    got: Any, argument: Any, sizes: plain.Sizes, tensors: plain.Tensors, last: bool
 ) -> Outcome:
-    """An accepted argument must have been a row, or rows, of ids of this model."""
-    if isinstance(given, np.ma.MaskedArray):
+    """Check that an accepted argument is one row, or rows, of ids of this model."""
+    if isinstance(argument, np.ma.MaskedArray):
         raise Difference("accepted a masked array")
     try:
-        rows = given if np.ndim(given[0]) else [given]
+        rows = argument if np.ndim(argument[0]) else [argument]
     except Exception as error:
-        raise Difference(f"accepted {type(given).__name__}") from error
+        raise Difference(f"accepted {type(argument).__name__}") from error
     for row, tokens in enumerate(rows):
         array = np.asarray(tokens)
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise Difference(f"accepted a row of {array.dtype} {array.shape}")
         exact = plain.logits(sizes, tensors, array)
-        found = got if rows[0] is given else got[row]
+        found = got if rows[0] is argument else got[row]
         plain.check_close("logits", found, exact[-1] if last else exact)
     return "right"
 
 
-def _row(states: Any, kind: int, axis: int) -> Any:
-    """The first row's states."""
+def _first_row(states: Any) -> Any:
+    """Return the states of the first row."""
     if isinstance(states, list):
         return states[0]
     return states if states.ndim == 3 else states[:, 0]
 
 
 def _cache(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Tokens in parts with a cache, compared with all at once; odd arguments of `new_cache`."""
+    """Tokens in parts with a KV cache, or odd arguments of `new_cache`."""
     model, sizes, tensors = _model(int(rng.integers(4)))
     if rng.random() < 0.4:
         arguments = {"batch": 1, "n_ctx": 3}
@@ -319,12 +320,12 @@ def _cache(rng: np.random.Generator, folder: Path) -> Outcome:
             refused_or(lambda odd=odd: (model([0], odd),) if odd is not None else None)  # type: ignore[misc]
     full = refused_or(lambda: (model([[0]], cache),))
     if not isinstance(full, str):
-        raise Difference("a full cache took another token")
+        raise Difference("a full cache accepted another token")
     return "right"
 
 
 def _options(rng: np.random.Generator) -> dict[str, Any]:
-    """Valid options of `generate`."""
+    """Return valid options of `generate`."""
     every = {
         "temperature": pick(rng, 0, 0.7, 1.0, 3), "top_k": pick(rng, 0, 1, 3, 1000),
         "top_p": pick(rng, 1.0, 0.9, 0.3), "min_p": pick(rng, 0.0, 0.1, 1),
@@ -336,7 +337,7 @@ def _options(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Continuations of ids: alone as in a batch, with the log-probabilities of the logits."""
+    """Continuations of ids, the same alone and in a batch, with the right log-probabilities."""
     model, sizes, tensors = _model(int(rng.integers(4)))
     prompts: list[Any] = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
     options = _options(rng)
@@ -364,7 +365,7 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
 def _check_row(
     sizes: plain.Sizes, tensors: plain.Tensors, prompt: Any, row: Any, options: dict[str, Any]
 ) -> None:
-    """The log-probabilities, and that each token was allowed."""
+    """Check the log-probabilities, and that the options allow each token."""
     ids = [*map(int, prompt), *row.tokens]
     logp = plain.log_softmax(plain.logits(sizes, tensors, ids[: sizes.n_ctx]))
     for step, (token, logprob) in enumerate(zip(row.tokens, row.logprobs, strict=True)):
@@ -381,7 +382,7 @@ def _check_row(
 def _generate_odd(
     rng: np.random.Generator, model: GPT2, prompts: list[Any], options: dict[str, Any]
 ) -> Outcome:
-    """One argument that does not fit. Bounded work: an endless continuation is a valid wish."""
+    """One odd argument. Combinations that validly request an endless continuation are excluded."""
     name = str(
         pick(rng, *options, "stop", "overflow", "samples", "sampling", "max_tokens", "prompts")
     )
@@ -410,7 +411,7 @@ def _generate_odd(
 
 
 def _generate_text(rng: np.random.Generator, folder: Path) -> Outcome:
-    """The bundled model and text: streamed as generated; stop strings end it."""
+    """The bundled model with text: `stream` equals `generate`, and stop strings end it."""
     model, options = _bundled(), _options(rng)
     options.pop("stop_ids", None)
     if rng.random() < 0.5:
@@ -462,23 +463,23 @@ def _embed(rng: np.random.Generator, folder: Path) -> Outcome:
     rows: Any = [_random_ids(rng, sizes) for _ in range(int(rng.integers(1, 4)))]
     pooling: Any = pick(rng, "mean", "last")
     changed = rng.random() < 0.3
-    given = rows
+    argument = rows
     if changed:
-        given, pooling = pick(rng, (odd_argument(rng), pooling), (rows, odd_argument(rng)))
+        argument, pooling = pick(rng, (odd_argument(rng), pooling), (rows, odd_argument(rng)))
     attempt = refused_or if changed else accepted
-    got = attempt(lambda: (model.embed(given, pooling),))
+    got = attempt(lambda: (model.embed(argument, pooling),))
     if isinstance(got, str):
         return "refused"
-    if isinstance(given, np.ma.MaskedArray):
+    if isinstance(argument, np.ma.MaskedArray):
         raise Difference("accepted a masked array")
-    if given is rows:
+    if argument is rows:
         exact = [plain.states(sizes, tensors, row)[-1] for row in rows]
         pooled = [states[-1] if pooling == "last" else states.mean(0) for states in exact]
         plain.check_close("embed", got[0], np.stack(pooled))
     return "right"
 
 
-# --- the rest
+# --- sampling, matrices, token files
 
 
 def _sampling(rng: np.random.Generator, folder: Path) -> Outcome:
@@ -556,7 +557,7 @@ def _tokens(rng: np.random.Generator, folder: Path) -> Outcome:
 def _npy(
     rng: np.random.Generator, folder: Path, ids: NDArray[Any], damaged: bool
 ) -> tuple[Path, Any]:
-    """A .npy file, and what it holds where that is known."""
+    """Write a .npy file; return its path, and its content where that is known."""
     path = folder / "tokens.npy"
     dtype: Any = pick(rng, np.uint16, np.int32, np.int64, ">i4")
     array = ids.astype(dtype)
@@ -585,7 +586,7 @@ def _npy(
 def _bin(
     rng: np.random.Generator, folder: Path, ids: NDArray[Any], damaged: bool
 ) -> tuple[Path, Any]:
-    """The same of a .bin file, with llm.c's header or without."""
+    """The same with a .bin file, with or without llm.c's header."""
     path = folder / "tokens.bin"
     array = ids.astype("<u2")
     header = np.zeros(256, "<i4")

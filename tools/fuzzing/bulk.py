@@ -1,6 +1,6 @@
-"""Bulk jobs: odd records and files through the reading, computing and writing of a shard.
+"""Bulk jobs: odd records and files in the reading, computing and writing of shards.
 
-Dask itself is left out: starting its processes takes seconds.
+The cases do not use Dask, whose processes take seconds to start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
 
 @lru_cache
 def model_folder() -> Path:
-    """A tiny model whose tokens are bytes. Removed with the process."""
+    """Return the folder of a tiny model whose tokens are bytes; removed with the process."""
     _folders.append(TemporaryDirectory(prefix="fuzz-model-"))
     folder = Path(_folders[-1].name)
     sizes = plain.Sizes(1, 2, 4, N_CTX, 257)
@@ -63,7 +63,7 @@ def model() -> GPT2:
 
 
 def _record(rng: np.random.Generator) -> Any:
-    """What stands for a record, right or odd."""
+    """Return a valid or an odd record."""
     kind = rng.random()
     if kind < 0.5:
         return odd_text(rng)
@@ -75,7 +75,7 @@ def _record(rng: np.random.Generator) -> Any:
 
 
 def _line(rng: np.random.Generator, keep: Sequence[str]) -> bytes:
-    """A line of JSON, or nearly."""
+    """Return a line of JSON, or of almost JSON."""
     kind = rng.random()
     if kind < 0.35:
         return pick(rng, *_ODD_LINES)
@@ -101,13 +101,13 @@ _ODD_LINES = (
 
 
 def _valid(value: Any, task: str) -> bool:
-    """Whether a record must have a result."""
+    """Return whether a record must have a result."""
     if isinstance(value, str):
         try:
             count = len(value.encode())
         except UnicodeEncodeError:
             return False
-        if count > 10**5:  # tiktoken gives up on some of these
+        if count > 10**5:  # tiktoken fails on some of these
             return False
     elif isinstance(value, list) and all(
         type(entry) is int and 0 <= entry < 257 for entry in value
@@ -119,7 +119,7 @@ def _valid(value: Any, task: str) -> bool:
 
 
 def _simple(value: Any) -> bool:
-    """Whether a kept value can be written in both formats."""
+    """Return whether a kept value can be written in both formats."""
     if isinstance(value, str):
         return value.isascii()
     return value is None or type(value) in (bool, int, float)
@@ -131,9 +131,9 @@ def _task(rng: np.random.Generator) -> tuple[Any, dict[str, Any]]:
 
 
 def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Files of lines, through a whole job but for Dask."""
-    given = folder / "in"
-    given.mkdir()
+    """Files of lines in a whole job, without Dask."""
+    inputs = folder / "in"
+    inputs.mkdir()
     expected: list[tuple[int, Any, bool]] = []  # index, object or text, whether it is a record
     keep = pick(rng, (), ("id",), ("id", "other"))
     first = 0
@@ -149,17 +149,17 @@ def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
         data = end.join(lines) + (end if rng.random() < 0.7 else b"")
         if rng.random() < 0.1:
             data = b"\xef\xbb\xbf" + data
-        (given / f"{number}{suffix}").write_bytes(data)
+        (inputs / f"{number}{suffix}").write_bytes(data)
         pieces = data.split(b"\n")
         pieces = pieces[:-1] if not pieces[-1] else pieces
         for at, piece in enumerate(pieces):
             expected += _expected(first + at, piece, at == 0, suffix == ".txt")
         first += len(pieces)
-    return _job(rng, folder, [given], expected, keep)
+    return _job(rng, folder, [inputs], expected, keep)
 
 
 def _expected(index: int, line: bytes, start: bool, text: bool) -> list[tuple[int, Any, bool]]:
-    """The record of a line, if it is one: (index, value, True), or (index, None, False)."""
+    """Return a line's record as [(index, value, True)] or [(index, None, False)]; [] if blank."""
     line = line.removesuffix(b"\r")
     try:
         found = line.decode("utf-8-sig" if start else "utf-8")
@@ -181,7 +181,7 @@ def _job(
     keep: tuple[str, ...],
     form: str | None = None,
 ) -> Outcome:
-    """Every record once and in order, as a row or as an error; the right ones as rows."""
+    """Check that each record appears once, in order, as a row or an error; valid ones as rows."""
     task, options = _task(rng)
     job = accepted(
         lambda: Job(
@@ -240,7 +240,7 @@ def _check_rows(
                 raise Difference(f"record {index} refused: {errors[index]}")
             continue
         if not is_record:
-            raise Difference(f"record {index}: a result of what is no record")
+            raise Difference(f"record {index}: a result for a line that is not a record")
         if job.form == "jsonl":
             for name in job.keep:
                 value = entry.get(name)
@@ -261,7 +261,7 @@ def _check_rows(
 
 
 def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Columns of all kinds."""
+    """Parquet columns of all kinds."""
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet  # noqa: PLC0415
 
@@ -297,7 +297,7 @@ def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _arrow_column(rng: np.random.Generator, pa: Any, numbers: list[int | None]) -> Any:
-    """A column that is carried along."""
+    """Return a column to keep."""
     large = [None if n is None else n * 2**20 for n in numbers]
     kind = pick(
         rng, pa.int64(), pa.timestamp("ns"), pa.timestamp("us", "Nowhere/At_All"),
@@ -319,9 +319,9 @@ def _arrow_column(rng: np.random.Generator, pa: Any, numbers: list[int | None]) 
 
 
 def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A batch with a bad record, a bad seed, or columns that are none."""
+    """A batch with wrong records, wrong seeds, or wrong columns."""
     task, options = _task(rng)
-    ready = Predictor(task, model_folder(), device="cpu", **options)
+    predictor = Predictor(task, model_folder(), device="cpu", **options)
     values: Any = [_record(rng) for _ in range(int(rng.integers(0, 6)))]
     batch: Any = {pick(rng, "text", "tokens"): values}
     if rng.random() < 0.5:
@@ -334,7 +334,7 @@ def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
             {**batch, "seed": odd_argument(rng)}, {"text": [odd_argument(rng), "ab"]},
         )  # fmt: skip
     attempt = refused_or if changed else accepted
-    found = attempt(lambda: ready(batch))
+    found = attempt(lambda: predictor(batch))
     if isinstance(found, str):
         return "refused"
     if changed:
@@ -353,7 +353,7 @@ def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _manifest(rng: np.random.Generator, folder: Path) -> Outcome:
-    """manifest.ndjson, changed by hand."""
+    """A manifest.ndjson that was changed by hand."""
     digest = "0123456789abcdef" * 4
     wrong_counts = [int(rng.integers(0, 3)) for _ in range(int(rng.integers(0, 5)))]
     entries: list[Any] = [
@@ -362,7 +362,7 @@ def _manifest(rng: np.random.Generator, folder: Path) -> Outcome:
     ]
     lines: list[Any] = [{"gpt2block map": 2, "task": "score", "lines": 15}, *entries]
     changed = bool(rng.random() < 0.8)
-    wrong = False  # whether an entry says what cannot be
+    wrong = False  # whether an entry has an impossible value
     if changed and entries and rng.random() < 0.7:
         entry = lines[int(rng.integers(1, len(lines)))]
         name = str(pick(rng, *entry))

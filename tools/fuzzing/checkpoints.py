@@ -1,4 +1,4 @@
-"""Weight files: tiny checkpoints of all layouts, damaged at random, opened, read, saved and run."""
+"""Weight files: randomly damaged tiny checkpoints of all layouts, opened, read, saved and run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fuzzing.values import NUMBERS, TEXTS, odd_value, pick
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 
-PICKLED = {  # files that PyTorch wrote, and the dtype of what they hold
+PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
        for dtype in ("float32", "float16", "bfloat16")},
     "parameters.bin": "float32", "old-masks.bin": "float32", "transposed.bin": "float32",
@@ -50,7 +50,7 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _odd_name(rng: np.random.Generator, folder: Path) -> Outcome:
-    """What is no checkpoint's name."""
+    """A name that is not a checkpoint's."""
     name = pick(rng, *TEXTS, odd_value(rng), b"bytes", folder, folder / "none", "x/y", "a/b/c", "é")
     if rng.random() < 0.3:
         (folder / "model.bin").write_bytes(rng.bytes(int(rng.integers(40))))
@@ -62,35 +62,35 @@ def _odd_name(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _odd_target(rng: np.random.Generator, folder: Path) -> Outcome:
-    """save_pretrained to where nothing can be written."""
+    """save_pretrained to a path that cannot be written."""
     sizes = plain.random_sizes(rng)
-    plain.write(folder / "given", sizes, plain.random_tensors(rng, sizes))
-    opened = accepted(lambda: Checkpoint.open(folder / "given"))
+    plain.write(folder / "model", sizes, plain.random_tensors(rng, sizes))
+    opened = accepted(lambda: Checkpoint.open(folder / "model"))
     (folder / "file").touch()
     (folder / "loop").symlink_to(folder / "loop")
     target = pick(
         rng, "", "~nosuchuser/x", "a\0b", "\ud800", str(folder / "file"), folder / "file" / "below",
         folder / "loop", folder / ("x" * 300), "/proc/foo", "/dev/null", 3, None, b"bytes",
     )  # fmt: skip
-    before, there = Path.cwd(), sorted(folder.rglob("*"))
-    os.chdir(folder)  # where "" would be written
+    working_directory, before = Path.cwd(), sorted(folder.rglob("*"))
+    os.chdir(folder)  # the target "" would be written there
     try:
         result = refused_or(lambda: save_pretrained(target, opened))  # type: ignore[arg-type]
     finally:
-        os.chdir(before)
-    written = [path for path in sorted(folder.rglob("*")) if path not in there]
+        os.chdir(working_directory)
+    written = [path for path in sorted(folder.rglob("*")) if path not in before]
     if not isinstance(result, str) or written:
         raise Difference(f"saved to {target!a:.60}: {[path.name for path in written][:3]}")
     return "refused"
 
 
 def label_of(ours: str) -> str:
-    """Hugging Face's name of a tensor by gpt2block's."""
+    """Return Hugging Face's name of a tensor by gpt2block's name."""
     block, dot, kind = ours.rpartition(".")
     return block + dot + _OURS[kind]
 
 
-# --- what is written, and what damages it
+# --- writing and damaging checkpoints
 
 
 def _hugging_face(rng: np.random.Generator, folder: Path) -> Outcome:
@@ -107,8 +107,8 @@ def _hugging_face(rng: np.random.Generator, folder: Path) -> Outcome:
         pick(rng, _damage_bytes, _damage_header, _damage_header, _replace, _damage_config)(
             rng, weights
         )
-    where = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
-    return _check(rng, folder, where, sizes, tensors, damaged)
+    name = pick(rng, folder, weights, str(folder), f"{folder}/", str(weights))
+    return _check(rng, folder, name, sizes, tensors, damaged)
 
 
 def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
@@ -147,8 +147,8 @@ def _sharded(rng: np.random.Generator, folder: Path) -> Outcome:
         else:
             index["weight_map"] = {n: odd_value(rng) for n in used}
     path.write_text(json.dumps(index))
-    where = pick(rng, folder, path, str(folder), str(path))
-    return _check(rng, folder, where, sizes, tensors, damaged)
+    opened_as = pick(rng, folder, path, str(folder), str(path))
+    return _check(rng, folder, opened_as, sizes, tensors, damaged)
 
 
 def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
@@ -167,7 +167,7 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
             )
         data[:32] = header.tobytes()
         path.write_bytes(data)
-        if rng.random() < 0.4:  # as large as the header claims, without taking room on the disk
+        if rng.random() < 0.4:  # a sparse file of the size in its header
             claimed = _llm_c_bytes(header.tolist())
             if 0 < claimed < 2**40:
                 os.truncate(path, claimed)
@@ -175,12 +175,12 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
         path.write_bytes(data)
         if damaged:
             pick(rng, _damage_bytes, _replace)(rng, path)
-    where: Any = pick(rng, path, str(path))
+    name: Any = pick(rng, path, str(path))
     attempt = refused_or if damaged else accepted
-    opened = attempt(lambda: Checkpoint.open(where))
+    opened = attempt(lambda: Checkpoint.open(name))
     if isinstance(opened, str):
         return "refused"
-    if path.stat().st_size > 10**7:  # zeros, as large as their header claims
+    if path.stat().st_size > 10**7:  # a sparse file
         return "right"
     expected = _read_llm_c(path.read_bytes())
     if expected is None:
@@ -196,7 +196,7 @@ def _llm_c_bytes(header: list[int]) -> int:
 
 
 def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors] | None:
-    """The sizes and tensors of a model of llm.c; None for what is none."""
+    """Return the sizes and tensors of a model of llm.c; None for any other data."""
     if len(data) < 1024:
         return None
     header = np.frombuffer(data, "<i4", 8).tolist()
@@ -223,7 +223,7 @@ def _read_llm_c(data: bytes) -> tuple[plain.Sizes, plain.Tensors] | None:
 
 
 def _spoil(rng: np.random.Generator, tensors: plain.Tensors) -> None:
-    """A weight that is not finite, or too large to compute with."""
+    """Set a weight to infinity, NaN, or a number too large to compute with."""
     array = tensors[str(pick(rng, *tensors))].reshape(-1)
     array[int(rng.integers(array.size))] = pick(rng, np.nan, np.inf, -np.inf, 1e38)
 
@@ -243,7 +243,7 @@ def _damage_bytes(rng: np.random.Generator, file: Path) -> None:
 
 
 def _damage_header(rng: np.random.Generator, file: Path) -> None:
-    """The JSON of a safetensors file, changed where it hurts."""
+    """Change the JSON header of a safetensors file."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header: Any = json.loads(data[8 : 8 + length])
@@ -271,33 +271,24 @@ def _damage_header(rng: np.random.Generator, file: Path) -> None:
 
 
 def _damage_entry(rng: np.random.Generator, spec: dict[str, Any]) -> None:
-    """What the header says of a tensor."""
-    places: tuple[Any, ...] = (
+    """Change a tensor's entry in the header."""
+    offsets: tuple[Any, ...] = (
         [0, 4], spec["data_offsets"][::-1], [-4, 0], [0, 2**63], [0], None, [0, 1.5], [], "ab",
     )  # fmt: skip
     shapes: tuple[Any, ...] = (
-        [],
-        [0],
-        [-1, -1],
-        [2**62, 4],
-        [1.5],
-        [True],
-        "ab",
-        None,
-        [[1]],
-        spec["shape"][::-1],
-    )
+        [], [0], [-1, -1], [2**62, 4], [1.5], [True], "ab", None, [[1]], spec["shape"][::-1],
+    )  # fmt: skip
     name = str(pick(rng, "dtype", "shape", "data_offsets"))
     if name == "dtype":
         spec[name] = pick(rng, "F32", "F16", "BF16", "F64", "I8", "F8_E4M3", "x\x1b[2J", 3, None)
     else:
-        spec[name] = pick(rng, *(shapes if name == "shape" else places))
+        spec[name] = pick(rng, *(shapes if name == "shape" else offsets))
     if rng.random() < 0.1:
         del spec[name]
 
 
 def _damage_names(rng: np.random.Generator, header: dict[str, Any], name: str) -> None:
-    """A tensor that is missing, of another name, or foreign."""
+    """Remove or rename a tensor, or add one."""
     kind = int(rng.integers(3))
     if kind == 0:
         del header[name]
@@ -310,7 +301,7 @@ def _damage_names(rng: np.random.Generator, header: dict[str, Any], name: str) -
 
 
 def _replace(rng: np.random.Generator, file: Path) -> None:
-    """Something else in the file's place."""
+    """Replace the file by a folder, a link, other content or nothing."""
     file.unlink()
     kind = int(rng.integers(9))
     if kind == 0:
@@ -330,7 +321,7 @@ def _replace(rng: np.random.Generator, file: Path) -> None:
         file.symlink_to("/dev/zero")
     elif kind == 7:
         file.write_bytes(rng.bytes(int(rng.integers(1, 2000))))
-    # 8: nothing there
+    # 8: the file is missing
 
 
 def _damage_config(rng: np.random.Generator, file: Path) -> None:
@@ -351,20 +342,20 @@ def _damage_config(rng: np.random.Generator, file: Path) -> None:
         _replace(rng, config)
 
 
-# --- what is expected
+# --- checking the results
 
 
 def _check(
     rng: np.random.Generator,
     folder: Path,
-    where: Any,
+    name: Any,
     sizes: plain.Sizes,
     tensors: plain.Tensors,
     damaged: bool,
 ) -> Outcome:
-    """A Hugging Face folder: refused if it is damaged, or what safetensors reads there."""
+    """Check a Hugging Face folder: compared with safetensors, or refused if damaged."""
     attempt = refused_or if damaged else accepted
-    opened = attempt(lambda: Checkpoint.open(where))
+    opened = attempt(lambda: Checkpoint.open(name))
     if isinstance(opened, str):
         return "refused"
     if damaged:
@@ -373,25 +364,25 @@ def _check(
             raise Difference("accepted without a config.json")
         expected = rules(json.loads((folder / "config.json").read_text()))
         sizes = _sizes(expected)
-        names = plain.shapes(sizes)
-        if set(names) - set(stored):
-            raise Difference(f"accepted without {sorted(set(names) - set(stored))[:3]}")
-        tensors = {name: stored[name] for name in names}
-        for name, shape in names.items():
-            check_equal(f"shape of {name}", tensors[name].shape, shape)
+        shapes = plain.shapes(sizes)
+        if set(shapes) - set(stored):
+            raise Difference(f"accepted without {sorted(set(shapes) - set(stored))[:3]}")
+        tensors = {label: stored[label] for label in shapes}
+        for label, shape in shapes.items():
+            check_equal(f"shape of {label}", tensors[label].shape, shape)
     return _check_tensors(rng, folder, opened, sizes, tensors)
 
 
 def _sizes(expected: Rules) -> plain.Sizes:
     if expected.must_refuse:
-        raise Difference("accepted with a config.json that means nothing")
+        raise Difference("accepted with a wrong config.json")
     named = {"tie_word_embeddings": "tied"}
     fields = {named.get(name, name): value for name, value in expected.fields.items()}
     return plain.Sizes(**fields)
 
 
 def _read_safetensors(file: Path) -> plain.Tensors:
-    """All tensors of a file or of the files of an index, without the prefix `transformer.`."""
+    """Return the tensors of a file or of an index's files, without the prefix `transformer.`."""
     files = [file]
     if file.suffix == ".json":
         index = json.loads(file.read_text())
@@ -416,17 +407,11 @@ def _check_tensors(
     sizes: plain.Sizes,
     tensors: Mapping[str, NDArray[Any]],
 ) -> Outcome:
-    """What is read, saved and computed of an accepted checkpoint."""
+    """Check an accepted checkpoint: read it, and sometimes save it or compute logits."""
     c = opened.config
     found = (
-        c.n_layer,
-        c.n_head,
-        c.n_embd,
-        c.n_ctx,
-        c.vocab_size,
-        float(c.eps),
-        c.tie_word_embeddings,
-    )
+        c.n_layer, c.n_head, c.n_embd, c.n_ctx, c.vocab_size, float(c.eps), c.tie_word_embeddings,
+    )  # fmt: skip
     expected = (
         sizes.n_layer, sizes.n_head, sizes.n_embd, sizes.n_ctx, sizes.vocab_size, sizes.eps,
         sizes.tied,
@@ -443,7 +428,7 @@ def _check_tensors(
 
 
 def _compare(opened: Checkpoint, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Difference unless the checkpoint's tensors are these."""
+    """Raise Difference unless the checkpoint's tensors are these."""
     seen = set()
     for ours, array, layout in opened.tensors():
         label = label_of(ours)
@@ -452,14 +437,17 @@ def _compare(opened: Checkpoint, tensors: Mapping[str, NDArray[Any]]) -> None:
         matrix = None if ours == "wpe" else usual
         with np.errstate(over="ignore"):
             kept = theirs.astype(np.float32) if theirs.dtype == np.float64 else theirs
-        kept = kept if layout == matrix else kept.T
-        same = array.dtype == kept.dtype and np.array_equal(
-            array.astype(np.float64), kept.astype(np.float64), equal_nan=True
-        )
-        if not same:
-            raise Difference(f"{ours}: other numbers than the file's")
+        if not _same(array, kept if layout == matrix else kept.T):
+            raise Difference(f"{ours}: other numbers than in the file")
         seen.add(label)
     check_equal("names", seen, set(tensors))
+
+
+def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Return whether two arrays have one dtype and equal numbers; NaN equals NaN."""
+    return one.dtype == other.dtype and np.array_equal(
+        one.astype(np.float64), other.astype(np.float64), equal_nan=True
+    )
 
 
 def _saved(
@@ -486,10 +474,7 @@ def _saved(
         with np.errstate(over="ignore"):
             kept = array.astype(np.float32) if array.dtype == np.float64 else array
             kept = kept if dtype is None else kept.astype(plain.DTYPES[dtype])
-        same = stored[name].dtype == kept.dtype and np.array_equal(
-            stored[name].astype(np.float64), kept.astype(np.float64), equal_nan=True
-        )
-        if not same:
+        if not _same(stored[name], kept):
             raise Difference(f"{name}: saved other numbers")
     again = accepted(lambda: Checkpoint.open(folder))
     check_equal("config", again.config, opened.config)
@@ -503,7 +488,7 @@ def _computed(
     tensors: Mapping[str, NDArray[Any]],
     finite: bool,
 ) -> Outcome:
-    """Logits of some tokens. Weights that are not finite are refused."""
+    """Check the logits of some tokens. Weights that are not finite are refused."""
     largest = max(float(np.abs(a.astype(np.float64)).max(initial=0)) for a in tensors.values())
     attempt = accepted if finite and largest < 1e15 else refused_or
     model = attempt(lambda: GPT2.from_pretrained(opened, device="cpu"))
@@ -519,7 +504,7 @@ def _computed(
 
 
 def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A file that PyTorch wrote: what PyTorch stored; damaged, that or refused."""
+    """A file that PyTorch wrote, compared with the stored tensors; a damaged one may be refused."""
     name = str(pick(rng, *PICKLED))
     file = folder / str(pick(rng, name, "pytorch_model.bin", "a.pt", "a.ckpt"))
     file.write_bytes((PICKLES / name).read_bytes())
@@ -531,7 +516,7 @@ def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
     opened = attempt(lambda: Checkpoint.open(file))
     if isinstance(opened, str):
         return "refused"
-    if damaged:  # a changed number is a number
+    if damaged:  # damage may change only numbers, so only reading is checked
         read = refused_or(lambda: sum(array.size for _, array, _ in opened.tensors()))
         return read if isinstance(read, str) else "right"
     _compare(opened, _read_safetensors(PICKLES / f"expected-{PICKLED[name]}.safetensors"))
@@ -539,7 +524,7 @@ def _pickle(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _hostile(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A pickle that would run a command, as it is and where PyTorch has its own."""
+    """A pickle that would run a command, as a plain file and in a zip archive like PyTorch's."""
     ran, file = folder / "ran", folder / str(pick(rng, "pytorch_model.bin", "a.pt", "a.ckpt"))
     command = f"touch {ran}"
     data = pick(
@@ -557,12 +542,12 @@ def _hostile(rng: np.random.Generator, folder: Path) -> Outcome:
         file.write_bytes(data)
     opened = refused_or(lambda: Checkpoint.open(pick(rng, file, folder)))
     if ran.exists() or not isinstance(opened, str):
-        raise Difference("a pickle was run" if ran.exists() else "opened")
+        raise Difference("a pickle was executed" if ran.exists() else "opened")
     return "refused"
 
 
 class _Runs:
-    """Pickled as a call of os.system."""
+    """An object that is pickled as a call of os.system."""
 
     def __init__(self, command: str) -> None:
         self.command = command

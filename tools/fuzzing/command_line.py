@@ -1,4 +1,4 @@
-"""`gpt2block` with random options and files: exit codes, one-line errors, and the API's results."""
+"""`gpt2block` with random options and files: exit codes, error lines, results of the API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuzzing.values import TEXTS, odd_text, pick
 from gpt2block import cli
 
 EXIT_CODES = (0, 1, 2, 130, 141)
-SUBPROCESSES = 0.005  # of the cases; each takes a second
+SUBPROCESSES = 0.005  # share of the cases, as each takes a second
 NUMBERS = (
     "0", "-1", "1", "2", "3", "1.5", "nan", "inf", "1e400", "9" * 400, "2147483648", "x", "",
     "0x10", "1e-5",
@@ -27,7 +27,7 @@ NUMBERS = (
 
 
 class Ended(NamedTuple):
-    """What a command left behind."""
+    """A finished command: exit code, stdout and stderr."""
 
     code: Any
     out: str
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 def run(arguments: Sequence[str], stdin: bytes = b"") -> Ended:
-    """`gpt2block ARGUMENTS` in this process. What it raises is raised here."""
+    """Run `gpt2block ARGUMENTS` in this process. Raises whatever it raises except SystemExit."""
     streams = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (stdin, b"", b"")]
     before = sys.stdin, sys.stdout, sys.stderr
     sys.stdin, sys.stdout, sys.stderr = streams
@@ -54,19 +54,19 @@ def run(arguments: Sequence[str], stdin: bytes = b"") -> Ended:
 
 
 def check_ended(ended: Ended, arguments: Sequence[str]) -> None:
-    """Difference for another exit code, a traceback, or an error that is not one line."""
-    told = " ".join(arguments)[:100]
+    """Raise Difference for another exit code, a traceback, or an error of more than one line."""
+    command = " ".join(arguments)[:100]
     if ended.code not in EXIT_CODES:
-        raise Difference(f"exit code {ended.code!r}: {told!a}")
+        raise Difference(f"exit code {ended.code!r}: {command!a}")
     if "Traceback" in ended.err or "Traceback" in ended.out:
-        raise Difference(f"a traceback: {told!a}: {ended.err.strip().splitlines()[-1][:100]}")
+        raise Difference(f"a traceback: {command!a}: {ended.err.strip().splitlines()[-1][:100]}")
     if ended.code == 2 and "Usage:" not in ended.err + ended.out:
         lines = ended.err.rstrip("\n").split("\n")
         if not lines[-1].startswith("error: ") or len(lines) > 1:
             raise Difference(f"expected one line 'error: …', got {ended.err[:120]!r}")
         check_message(lines[0].removeprefix("error: "))
-    asks_for_help = {"--help", "-h", "--version"} & {*arguments}
-    if ended.code == 0 and "--json" in arguments and not asks_for_help:
+    prints_help = {"--help", "-h", "--version"} & {*arguments}
+    if ended.code == 0 and "--json" in arguments and not prints_help:
         json.loads(ended.out, parse_constant=_no_json)
 
 
@@ -81,7 +81,7 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _model(rng: np.random.Generator, folder: Path) -> str:
-    """A model's name: the tiny one, or what is none."""
+    """Return the tiny model's name, or a wrong one."""
     if rng.random() < 0.8:
         return str(model_folder())
     damaged = folder / "damaged"
@@ -100,12 +100,12 @@ def _model(rng: np.random.Generator, folder: Path) -> str:
 
 
 def _texts() -> list[str]:
-    """Those that can be an argument of a process."""
+    """Return the texts that can be an argument of a process."""
     return [text for text in TEXTS if "\0" not in text]
 
 
 def _some(rng: np.random.Generator, options: dict[str, tuple[str, ...]]) -> tuple[list[str], bool]:
-    """Some options, and whether all of their values are right."""
+    """Return some options, and whether all of their values are valid."""
     found: list[str] = []
     right = True
     for name, values in options.items():
@@ -153,16 +153,16 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _same_as_api(report: dict[str, Any], options: Sequence[str]) -> None:
-    """The same text as the API's with the same options."""
+    """Check that the API returns the same text with the same options."""
     kinds = {"--samples": int, "--top-k": int, "--seed": int, "--overflow": str, "--stop": str}
-    given: dict[str, Any] = {"seed": report["seed"]}  # other defaults are the same
+    keywords: dict[str, Any] = {"seed": report["seed"]}  # other defaults are the same
     for option in options:
         name, _, value = option.partition("=")
         if name == "--stop-id":
-            given["stop_ids"] = [int(value)]
+            keywords["stop_ids"] = [int(value)]
         elif name != "--device":
-            given[name[2:].replace("-", "_")] = kinds.get(name, float)(value)
-    found = model().generate(report["prompt"], max_new_tokens=3, **given)
+            keywords[name[2:].replace("-", "_")] = kinds.get(name, float)(value)
+    found = model().generate(report["prompt"], max_new_tokens=3, **keywords)
     rows = found if isinstance(found, list) else [found]
     check_equal(
         "tokens", [row["tokens"] for row in report["samples"]], [list(row.tokens) for row in rows]
@@ -199,7 +199,7 @@ def _score(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _input(rng: np.random.Generator, folder: Path, text: str) -> tuple[str, bool]:
-    """A file's name, and whether it holds that text."""
+    """Return a file's name, and whether the file contains that text."""
     path = folder / pick(rng, "text.txt", "no\x1b[2Jname", "tokens.bin", "tokens.npy", "a.gguf")
     plain = path.suffix not in (".bin", ".npy")
     path.write_bytes(text.encode())
@@ -252,7 +252,7 @@ def _block(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _other(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Commands that only describe, or need a GPU, and commands that do not exist."""
+    """Commands that only print descriptions or need a GPU, and unknown commands."""
     arguments = list(
         pick(
             rng, [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
@@ -271,30 +271,30 @@ def _other(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _map(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Jobs that must be refused before any work: nothing is written."""
-    given = folder / "in.jsonl"
-    given.write_text('{"text": "ab"}\n')
+    """Jobs that must be refused at the start, without output."""
+    lines = folder / "in.jsonl"
+    lines.write_text('{"text": "ab"}\n')
     output = folder / "out"
     task = str(pick(rng, "score", "generate", "embed"))
     wrong = pick(
         rng,
         [str(folder / "missing.jsonl")],
-        [str(given), "--model", str(folder / "no-model")],
-        [str(given), "--format", "xml"],
-        [str(given), "--device", "tpu"],
-        [str(given), "--keep", "index"],
-        [str(given), "--batch-tokens", "0"],
-        [str(given), "--shard-size", "-3"],
-        [str(given), "--workers", "0"],
-        [str(given), "--tokenizer", str(folder)],
+        [str(lines), "--model", str(folder / "no-model")],
+        [str(lines), "--format", "xml"],
+        [str(lines), "--device", "tpu"],
+        [str(lines), "--keep", "index"],
+        [str(lines), "--batch-tokens", "0"],
+        [str(lines), "--shard-size", "-3"],
+        [str(lines), "--workers", "0"],
+        [str(lines), "--tokenizer", str(folder)],
         [str(folder / "a.csv")],
         ["~nosuchuser/x.jsonl"],
         ["x" * 300 + ".jsonl"],
-        [str(given), "--dtype", "int3"],
+        [str(lines), "--dtype", "int3"],
     )
-    place = pick(rng, str(output), str(output), str(given / "below"), str(folder / ("y" * 300)))
+    target = pick(rng, str(output), str(output), str(lines / "below"), str(folder / ("y" * 300)))
     model_option = [] if "--model" in wrong else ["--model", str(model_folder())]
-    arguments = ["map", task, "--output", place, *model_option, *wrong]
+    arguments = ["map", task, "--output", target, *model_option, *wrong]
     ended = run(arguments)
     check_ended(ended, arguments)
     if ended.code == 0 or output.exists():

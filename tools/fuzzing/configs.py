@@ -1,4 +1,4 @@
-"""config.json: random objects compared with the rules stated once more, and what they compute."""
+"""config.json: random objects compared with an independent statement of its rules, and logits."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ NAMES = {
     "vocab_size": ("vocab_size",),
 }
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024, "vocab_size": 50257}
-LARGEST = 100_000  # a size beyond may be refused: no GPT-2 is so large
+LARGEST = 100_000  # a larger size may be refused
 SWITCHES = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 VARIANTS = ("gelu_new", "gelu_pytorch_tanh", "gelu")
 
 
 class Rules(NamedTuple):
-    """What a config.json means."""
+    """The meaning of a config.json."""
 
     must_refuse: bool
-    may_refuse: bool  # variants that need not be supported, and values of doubtful meaning
+    may_refuse: bool  # variants that need not be supported, and ambiguous values
     fields: dict[str, Any]
 
 
 def rules(config: Any) -> Rules:
-    """The meaning of a config.json, from the documentation of Hugging Face's GPT2Config."""
+    """Interpret a config.json by the documentation of Hugging Face's GPT2Config."""
     if not isinstance(config, dict) or config.get("model_type", "gpt2") != "gpt2":
         return Rules(True, True, {})
     wrong = doubtful = False
@@ -49,7 +49,7 @@ def rules(config: Any) -> Rules:
     for field, names in NAMES.items():
         given = [config[name] for name in names if config.get(name) is not None]
         doubtful |= any(name in config and config[name] is None for name in names)
-        if field == "n_ctx" and config.get("n_ctx") is not None:  # an old name that newer ones win
+        if field == "n_ctx" and config.get("n_ctx") is not None:  # newer names replace this one
             doubtful |= bool(given)
             given = given or [config["n_ctx"]]
         doubtful |= field == "n_ctx" and "n_ctx" in config and config["n_ctx"] is None
@@ -83,7 +83,7 @@ def rules(config: Any) -> Rules:
 
 
 def check_config(found: GPT2Config, expected: Rules) -> None:
-    """Difference unless an accepted config is what the rules say."""
+    """Raise Difference unless an accepted config agrees with the rules."""
     if expected.must_refuse:
         raise Difference(f"accepted as {found}"[:200])
     for name, value in expected.fields.items():
@@ -95,7 +95,7 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _object(rng: np.random.Generator, folder: Path) -> Outcome:
-    """Any object, through `GPT2Config.from_hugging_face`."""
+    """Any object as the argument of `GPT2Config.from_hugging_face`."""
     config = random_object(rng)
     expected = rules(config)
     attempt = refused_or if expected.may_refuse else accepted
@@ -109,7 +109,7 @@ def _object(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def random_object(rng: np.random.Generator) -> Any:
-    """A config.json, right more often than not."""
+    """Return the content of a config.json, which is mostly valid."""
     if rng.random() < 0.03:
         return odd_value(rng)
     n_head = int(rng.integers(1, 20))
@@ -134,7 +134,7 @@ def random_object(rng: np.random.Generator) -> Any:
 
 
 def rename(rng: np.random.Generator, config: dict[str, Any]) -> None:
-    """Some fields by their other name, by both, or with a contradiction."""
+    """Give some fields their other name, both names, or contradicting values."""
     for names in NAMES.values():
         if len(names) == 1 or names[0] not in config or rng.random() < 0.6:
             continue
@@ -144,7 +144,7 @@ def rename(rng: np.random.Generator, config: dict[str, Any]) -> None:
 
 
 def _model(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A tiny model with a config.json in other words, or of a variant: opened and computed."""
+    """A tiny model whose config.json uses other names or a variant: opened and computed."""
     sizes = replace(plain.random_sizes(rng), tied=True)
     if rng.random() < 0.4:
         sizes = replace(
@@ -171,7 +171,7 @@ def check_model(
     tensors: Mapping[str, Any],
     expected: Rules,
 ) -> Outcome:
-    """Logits of the folder's model compared with float64; it may be refused as the rules say."""
+    """Compare the logits of the folder's model with float64; the rules may allow a refusal."""
     fields = dict(expected.fields, tied=expected.fields.get("tie_word_embeddings"))
     fits = all(
         fields.get(name) == getattr(sizes, name)
@@ -193,7 +193,7 @@ def check_model(
 
 
 def _wide(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A file 768 wide, which needs no config.json; anything in its place must not count as none."""
+    """A file of width 768 needs no config.json; a config.json that is not a file is refused."""
     sizes = plain.Sizes(int(rng.integers(1, 3)), 12, 768, int(rng.integers(1, 9)), 5)
     write_sparse(folder / "model.safetensors", plain.shapes(sizes))
     path, kind = (
@@ -221,7 +221,7 @@ def _wide(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A safetensors file of zeros that takes no room on the disk."""
+    """Write a sparse safetensors file of zeros."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():

@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 
 class Draw:
-    """Random arrays of one float dtype, some with strides of their own."""
+    """Random arrays of one float dtype, some of them strided."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -35,10 +35,10 @@ class Draw:
 
     def array(self, *shape: int) -> Array:
         values = self.rng.standard_normal(shape).astype(self.dtype)
-        if self.rng.random() < 0.2:  # every second element of a larger one
-            spread = np.zeros((*shape[:-1], 2 * shape[-1]), self.dtype)
-            spread[..., ::2] = values
-            return spread[..., ::2]
+        if self.rng.random() < 0.2:  # every second element of a larger array
+            strided = np.zeros((*shape[:-1], 2 * shape[-1]), self.dtype)
+            strided[..., ::2] = values
+            return strided[..., ::2]
         return np.asfortranarray(values) if self.rng.random() < 0.2 else values
 
     def ids(self, most: int, *shape: int) -> Array:
@@ -46,7 +46,7 @@ class Draw:
 
 
 class Formula(NamedTuple):
-    """A function of `reference`: how its arguments are drawn, and what it means."""
+    """For a function of `reference`: how to draw its arguments, and the formula in float64."""
 
     draw: Callable[[Draw], Arguments]
     truth: Callable[..., Any]
@@ -58,7 +58,7 @@ def check_ids(ids: Any, most: int) -> None:
 
 
 def wide(value: Any) -> Any:
-    """float64 in place of floats; integers as they are. Raises for what has no meaning."""
+    """Convert floats to float64 and keep integers. Raises TypeError for anything else."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("a mask")
     if value is None:
@@ -235,7 +235,7 @@ def _eps(d: Draw) -> float:
 
 
 def _with(d: Draw, required: Arguments, **optional: Callable[[], Any]) -> Arguments:
-    """The required arguments and some of the others."""
+    """Return the required arguments and some of the optional ones."""
     return required | {name: make() for name, make in optional.items() if d.rng.random() < 0.5}
 
 
@@ -375,7 +375,7 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
         known = {n: v if n in flags else wide(v) for n, v in arguments.items()}
         truth = formula.truth(**known)
     except Exception as error:
-        raise Difference(f"{name}: accepted {other} = {_told(arguments[other])}") from error
+        raise Difference(f"{name}: accepted {other} = {_description(arguments[other])}") from error
     tolerance = 2e-2 if changed else 2e-3 if draw.dtype == np.float32 else 1e-9
     pairs = zip(got, truth, strict=True) if isinstance(truth, tuple) else [(got, truth)]
     for one, exact in pairs:
@@ -383,14 +383,14 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
     return "right"
 
 
-def _told(value: Any) -> str:
+def _description(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{type(value).__name__} {value.dtype} {value.shape}"
     return ascii(value)[:60]
 
 
 def _fp8(rng: np.random.Generator) -> Outcome:
-    """Bytes of FP8 compared with ml_dtypes."""
+    """Compare FP8 bytes with ml_dtypes."""
     name = pick(rng, "float8_e5m2", "float8_e4m3fn")
     kind: Any = getattr(ml_dtypes, name)
     exponents = rng.integers(-20, 20, (3, 5)).astype(np.float32)
@@ -430,7 +430,7 @@ def _block(rng: np.random.Generator) -> Outcome:
 
 
 def plain_config(rng: np.random.Generator) -> Any:
-    """The GPT2Config of a tiny model."""
+    """Return the GPT2Config of a tiny model."""
     from gpt2block import GPT2Config  # noqa: PLC0415
 
     sizes = plain.random_sizes(rng)

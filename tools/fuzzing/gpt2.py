@@ -1,6 +1,6 @@
-"""What the areas compare with: GPT-2 once more, plainly and in float64, and tiny checkpoints.
+"""The reference of all areas: a simple GPT-2 in float64, and tiny checkpoints.
 
-The names and layouts are Hugging Face's: matrices of blocks are (inputs, outputs).
+Names and layouts are Hugging Face's: matrices of blocks are (inputs, outputs).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the computation depends on besides the tensors."""
+    """The sizes and options of a model."""
 
     n_layer: int
     n_head: int
@@ -41,7 +41,7 @@ class Sizes:
     tied: bool = True
     exact_gelu: bool = False
     n_inner: int | None = None
-    scaled: bool = True  # attention scores by the square root of the head size
+    scaled: bool = True  # attention scores are divided by the square root of the head size
     scaled_by_layer: bool = False  # and by the number of the layer, from 1
 
     @property
@@ -50,7 +50,7 @@ class Sizes:
 
 
 def random_sizes(rng: np.random.Generator) -> Sizes:
-    """A tiny model."""
+    """Return the sizes of a tiny model."""
     n_head = int(rng.integers(1, 4))
     return Sizes(
         n_layer=int(rng.integers(1, 4)),
@@ -64,7 +64,7 @@ def random_sizes(rng: np.random.Generator) -> Sizes:
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The tensors by Hugging Face's names, without a prefix."""
+    """Return the tensors' shapes by Hugging Face's names, without a prefix."""
     C, inner = sizes.n_embd, sizes.inner
     found: dict[str, tuple[int, ...]] = {
         "wte.weight": (sizes.vocab_size, C),
@@ -85,7 +85,7 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(rng: np.random.Generator, sizes: Sizes, dtype: str | None = None) -> Tensors:
-    """Random tensors, each of a dtype of its own where none is given."""
+    """Return random tensors. dtype: None draws one for each tensor."""
     found = {}
     names = list(DTYPES)
     for name, shape in shapes(sizes).items():
@@ -96,7 +96,7 @@ def random_tensors(rng: np.random.Generator, sizes: Sizes, dtype: str | None = N
 
 
 def config_json(sizes: Sizes) -> dict[str, Any]:
-    """The config.json of such a model."""
+    """Return the content of config.json."""
     return {
         "model_type": "gpt2",
         "n_layer": sizes.n_layer,
@@ -114,7 +114,7 @@ def config_json(sizes: Sizes) -> dict[str, Any]:
 
 
 def to_safetensors(tensors: Mapping[str, NDArray[Any]], prefix: str = "") -> bytes:
-    """The file's bytes, by the format's own library."""
+    """Return the bytes of a safetensors file, by the format's own library."""
     named = {
         name if name == "lm_head.weight" else prefix + name: np.ascontiguousarray(array)
         for name, array in tensors.items()
@@ -124,7 +124,7 @@ def to_safetensors(tensors: Mapping[str, NDArray[Any]], prefix: str = "") -> byt
 
 
 def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padded: int) -> bytes:
-    """A model file of llm.c: a header, then each kind of tensor for all layers together."""
+    """Return a model file of llm.c: a header, then each kind of tensor for all layers together."""
     header = np.zeros(256, "<i4")
     header[:8] = (
         20240326, 5 if half else 3, sizes.n_ctx, sizes.vocab_size, sizes.n_layer, sizes.n_head,
@@ -148,7 +148,7 @@ def to_llm_c(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], half: bool, padd
 
 
 def write(folder: Path, sizes: Sizes, tensors: Mapping[str, NDArray[Any]]) -> Path:
-    """A Hugging Face directory."""
+    """Write a Hugging Face directory."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(sizes)))
     (folder / "model.safetensors").write_bytes(to_safetensors(tensors))
@@ -184,7 +184,7 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> NDArray[Any]:
-    """One head: (T, HS) each."""
+    """Compute one head; q, k, v and the result are (T, HS)."""
     scores = q @ k.T * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
         scores[np.triu_indices(len(q), 1)] = -np.inf
@@ -193,7 +193,7 @@ def attention(
 
 
 def states(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> list[NDArray[Any]]:
-    """The residual stream of tokens (T,) before, between and after the blocks, and after ln_f."""
+    """Return the residual stream (T, C) of tokens (T,): before and after each block, after ln_f."""
     w = {name: array.astype(np.float64) for name, array in tensors.items()}
     x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
     found = [x]
@@ -216,7 +216,7 @@ def states(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> list[
 
 
 def logits(sizes: Sizes, tensors: Mapping[str, NDArray[Any]], ids: Any) -> NDArray[Any]:
-    """(T, V) of tokens (T,)."""
+    """Return the logits (T, V) of tokens (T,)."""
     head = tensors["wte.weight" if sizes.tied else "lm_head.weight"].astype(np.float64)
     result: NDArray[Any] = states(sizes, tensors, ids)[-1] @ head.T
     return result
@@ -229,7 +229,7 @@ def log_softmax(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_close(name: str, got: Any, truth: NDArray[Any], relative: float = 2e-3) -> None:
-    """Difference unless `got` has the shape of `truth`, NaN where it has, and values like it."""
+    """Raise Difference unless `got` has the shape, the NaN positions and the values of `truth`."""
     found = np.asarray(got)
     if found.shape != truth.shape:
         raise Difference(f"{name}: expected shape {truth.shape}, got {found.shape}")

@@ -1,9 +1,8 @@
 """Random calls of every function of `gpt2block.ops` on a GPU, compared with `gpt2block.reference`.
 
-A case draws an operation, inputs that it takes, and options; then, most of the time, it changes
-something: strides, alignment, dtype, shape, where an array lies, an option, memory that the output
-shares with an input. gpt2block has to raise InputError, or to compute what the reference computes
-in float64 from the numbers that the inputs have.
+A case draws an operation with valid inputs and options. Then it mostly changes something: strides,
+alignment, dtype, shape, the device of an array, an option, or memory that the output shares with an
+input. gpt2block must raise InputError, or agree with the reference in float64 on the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 Rng = np.random.Generator
 Arrays = dict[str, Any]  # a CuPy or NumPy array, WeightMatrix, TwoPartMatrix or None by its name
-Truth = Callable[[Arrays, dict[str, Any]], "list[Any]"]  # of what is on the host → float64 arrays
+Truth = Callable[[Arrays, dict[str, Any]], "list[Any]"]  # (host arrays, options) → float64 arrays
 
 SIZES = (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 200, 256, 320)
 HEADS = (1, 2, 3)
@@ -39,73 +38,59 @@ HEAD_SIZES = (4, 8, 48, 64, 128)
 BLOCKS = (None, None, 32, 64, 128, 256, 512, 1024)
 WEIGHTS = ("float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 ODD_OPTIONS: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    7,
-    33,
-    2**31,
-    2**70,
-    1.5,
-    float("nan"),
-    "mha",
-    "",
-    "6",
-    [],
-)
-GUARD = 64  # elements on each side of an output, which must stay as they are
+    None, True, False, 0, -1, 7, 33, 2**31, 2**70, 1.5, float("nan"), "mha", "", "6", [],
+)  # fmt: skip
+GUARD = 64  # elements on each side of an output that must not change
 
 
 class Call(NamedTuple):
-    """An operation with inputs and options that it takes."""
+    """An operation with valid inputs and options."""
 
     op: str
     arrays: Arrays  # in the order of the function's parameters
     options: dict[str, Any]
     truth: Truth
-    trusted: bool = False  # numbers in device memory say which memory the kernel reads
+    trusted: bool = False  # values in device memory determine the addresses that the kernel reads
 
 
 def case(rng: Rng, folder: Path) -> Outcome:
-    """One call, right or refused."""
-    given = BUILDERS[_pick(rng, list(BUILDERS))](rng)
-    arrays = {name: _uploaded(value) for name, value in given.arrays.items()}
-    options = dict(given.options)
-    _change(rng, given, arrays, options)
-    guarded = _add_out(rng, given.op, arrays, options)
+    """One call, whose result is right or which is refused."""
+    call = BUILDERS[_pick(rng, list(BUILDERS))](rng)
+    arrays = {name: _uploaded(value) for name, value in call.arrays.items()}
+    options = dict(call.options)
+    _change(rng, call, arrays, options)
+    guarded = _add_out(rng, call.op, arrays, options)
     before = {name: _on_host(value) for name, value in arrays.items()}
-    result = refused_or(lambda: getattr(ops, given.op)(**arrays, **options), InputError)
+    result = refused_or(lambda: getattr(ops, call.op)(**arrays, **options), InputError)
     cp.cuda.runtime.deviceSynchronize()
     if guarded is not None:
         guarded.check()
     if isinstance(result, str):
         return "refused"
-    if given.op in IN_PLACE:
-        result = [arrays[name] for name in IN_PLACE[given.op]]
-    _check_inputs(arrays, before, options.get("out"), IN_PLACE.get(given.op, ()))
-    _compare(given, result, before, options)
-    if isinstance(result, cp.ndarray) and "out" not in options and given.op in OPERATIONS:
-        _bind_into(rng, given, arrays, options, result)
+    if call.op in IN_PLACE:
+        result = [arrays[name] for name in IN_PLACE[call.op]]
+    _check_inputs(arrays, before, options.get("out"), IN_PLACE.get(call.op, ()))
+    _compare(call, result, before, options)
+    if isinstance(result, cp.ndarray) and "out" not in options and call.op in OPERATIONS:
+        _bind_into(rng, call, arrays, options, result)
     return "right"
 
 
-def _change(rng: Rng, given: Call, arrays: Arrays, options: dict[str, Any]) -> None:
+def _change(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any]) -> None:
     """Change up to two of the arguments."""
     names = list(arrays)
-    free = [name for name in options if not given.trusted or name in ("n_head", "variant", "block")]
+    free = [name for name in options if not call.trusted or name in ("n_head", "variant", "block")]
     for _ in range(rng.integers(0, 3)):
         if rng.random() < 0.7 and names:
             name = names.pop(int(rng.integers(len(names))))
-            arrays[name] = _changed(rng, arrays[name], given.trusted)
+            arrays[name] = _changed(rng, arrays[name], call.trusted)
         elif free:
             options[_pick(rng, free)] = _pick(rng, ODD_OPTIONS)
 
 
-def _bind_into(rng: Rng, given: Call, arrays: Arrays, options: dict[str, Any], result: Any) -> None:
-    """The same through `bind`, into memory that may overlap an input."""
-    bind = OPERATIONS[given.op].binder
+def _bind_into(rng: Rng, call: Call, arrays: Arrays, options: dict[str, Any], result: Any) -> None:
+    """Repeat the call with `bind`, with an output that may overlap an input."""
+    bind = OPERATIONS[call.op].binder
     known = inspect.signature(bind).parameters
     inputs = [value for value in arrays.values() if isinstance(value, cp.ndarray)]
     shared = [a for a in inputs if a.dtype == result.dtype and a.flags.c_contiguous
@@ -126,25 +111,24 @@ def _bind_into(rng: Rng, given: Call, arrays: Arrays, options: dict[str, Any], r
     if guarded is not None:
         guarded.check()
     _check_inputs(arrays, before, out, ())
-    _compare(
-        given, (bound.out, *bound.extra)[: 1 + 2 * bool(options.get("stats"))], before, options
-    )
+    outputs = (bound.out, *bound.extra)[: 1 + 2 * bool(options.get("stats"))]
+    _compare(call, outputs, before, options)
 
 
-def _compare(given: Call, result: Any, host: Arrays, options: dict[str, Any]) -> None:
+def _compare(call: Call, result: Any, host: Arrays, options: dict[str, Any]) -> None:
     got = list(result) if isinstance(result, (tuple, list)) else [result]
     try:
         with np.errstate(all="ignore"):
-            truth = given.truth(host, options)
+            truth = call.truth(host, options)
     except (ValueError, TypeError, IndexError, AttributeError) as error:
-        raise Difference(f"{given.op}: accepted what the reference refuses: {error}") from error
+        raise Difference(f"{call.op}: accepted what the reference refuses: {error}") from error
     for index, (one, true) in enumerate(zip(got, truth, strict=True)):
         values = one.joined() if isinstance(one, TwoPartMatrix) else one
-        _check_near(f"{given.op}, result {index}", values, true)
+        _check_near(f"{call.op}, result {index}", values, true)
 
 
 def _check_near(name: str, got: Any, truth: Any) -> None:
-    """Difference unless the two are equal up to rounding, where the truth is a number."""
+    """Raise Difference unless the finite values of the truth are equal up to rounding."""
     values = cp.asnumpy(got)
     if values.shape != truth.shape:
         raise Difference(f"{name}: expected shape {truth.shape}, got {values.shape}")
@@ -152,14 +136,14 @@ def _check_near(name: str, got: Any, truth: Any) -> None:
         if not np.array_equal(values, truth):
             raise Difference(f"{name}: {int((values != truth).sum())} of {truth.size} differ")
         return
-    stated = np.isfinite(truth)
-    if name.partition(",")[0] in NAN_STATED and not np.isnan(values[np.isnan(truth)]).all():
+    finite = np.isfinite(truth)
+    if name.partition(",")[0] in NAN_DEFINED and not np.isnan(values[np.isnan(truth)]).all():
         raise Difference(f"{name}: expected NaN for ids that are out of range")
-    if not stated.any():
+    if not finite.any():
         return
-    off = np.abs(values.astype(np.float64)[stated] - truth[stated])
-    largest = max(float(np.abs(truth[stated]).max()), 1e-30)
-    rounded = name.startswith("rmsnorm_")  # the norm and both products before the result
+    off = np.abs(values.astype(np.float64)[finite] - truth[finite])
+    largest = max(float(np.abs(truth[finite]).max()), 1e-30)
+    rounded = name.startswith("rmsnorm_")  # the norm and both products are rounded, too
     limit = tolerance(values.dtype.name) * (2 if rounded else 1)
     smallest = float(finfo(values.dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
     if not float(off.max()) <= limit * largest + smallest:  # also for NaN
@@ -167,7 +151,7 @@ def _check_near(name: str, got: Any, truth: Any) -> None:
 
 
 def _check_inputs(arrays: Arrays, before: Arrays, out: Any, written: tuple[str, ...]) -> None:
-    """Difference where an input has changed that is not an output."""
+    """Raise Difference where an input that is not an output has changed."""
     for name, value in arrays.items():
         if name in written or (isinstance(value, cp.ndarray) and _shares(value, out)):
             continue
@@ -179,7 +163,7 @@ def _check_inputs(arrays: Arrays, before: Arrays, out: Any, written: tuple[str, 
 
 
 def _parts(value: Any) -> list[Any]:
-    """The arrays of an input."""
+    """Return the arrays of an input."""
     if isinstance(value, WeightMatrix):
         return [value.data]
     return [value] if isinstance(value, np.ndarray) else []
@@ -193,7 +177,7 @@ def _shares(a: Any, b: Any) -> bool:
 
 
 def _changed(rng: Rng, value: Any, trusted: bool = False) -> Any:
-    """Another input: the same numbers stored otherwise, other numbers, or no array at all."""
+    """Return another input: a changed layout, other numbers, or something that is not an array."""
     if isinstance(value, WeightMatrix):
         return _changed_weights(rng, value)
     if not isinstance(value, cp.ndarray) or value.ndim == 0 or value.size == 0:
@@ -212,32 +196,32 @@ def _changed_weights(rng: Rng, w: WeightMatrix) -> Any:
     return None
 
 
-def _spread(rng: Rng, x: Any) -> Any:
-    """A view of every other element of an axis."""
+def _strided(rng: Rng, x: Any) -> Any:
+    """Return a view with every second element along an axis of a larger array."""
     axis = int(rng.integers(x.ndim))
     wide = cp.repeat(x, 2, axis=axis)
     return wide[(slice(None),) * axis + (slice(None, None, 2),)]
 
 
-def _turned(rng: Rng, x: Any) -> Any:
-    """Columns first in memory."""
+def _column_major(rng: Rng, x: Any) -> Any:
+    """Return the array in column-major order."""
     return cp.ascontiguousarray(x.T).T
 
 
 def _reversed(rng: Rng, x: Any) -> Any:
-    """A negative stride."""
+    """Return a view with a negative stride."""
     axis = int(rng.integers(x.ndim))
-    backwards = (slice(None),) * axis + (slice(None, None, -1),)
-    return cp.ascontiguousarray(x[backwards])[backwards]
+    reverse = (slice(None),) * axis + (slice(None, None, -1),)
+    return cp.ascontiguousarray(x[reverse])[reverse]
 
 
 def _repeated_rows(rng: Rng, x: Any) -> Any:
-    """A stride of 0."""
+    """Return a view with a stride of 0."""
     return cp.broadcast_to(x[:1], x.shape)
 
 
 def _offset(rng: Rng, x: Any) -> Any:
-    """Contiguous, but not at the start of an allocation."""
+    """Return a contiguous view that does not begin at the start of an allocation."""
     shift = int(rng.integers(1, 9))
     buffer = cp.empty(x.size + shift, x.dtype)
     view = buffer[shift:].reshape(x.shape)
@@ -246,7 +230,7 @@ def _offset(rng: Rng, x: Any) -> Any:
 
 
 def _misaligned(rng: Rng, x: Any) -> Any:
-    """Elements that do not start on a multiple of their size."""
+    """Return an array whose elements are not aligned to their size."""
     memory = cp.cuda.alloc(x.nbytes + x.itemsize) + int(rng.integers(1, max(2, x.itemsize)))
     flat = cp.ascontiguousarray(x).reshape(-1).view("uint8")
     cp.ndarray(x.nbytes, "uint8", memory)[...] = flat
@@ -278,13 +262,14 @@ def _on_the_host(rng: Rng, x: Any) -> Any:
 
 
 LAYOUT_CHANGES = (
-    _spread, _spread, _turned, _reversed, _offset, _offset, _misaligned, _other_dtype, _on_the_host,
+    _strided, _strided, _column_major, _reversed, _offset, _offset, _misaligned, _other_dtype,
+    _on_the_host,
 )  # fmt: skip
 CHANGES = (*LAYOUT_CHANGES, _repeated_rows, _other_dtype, _other_shape, _other_shape)
 
 
 class Guarded(NamedTuple):
-    """An output between two stretches of known bytes."""
+    """An output between two regions of known bytes."""
 
     buffer: Any
     first: int
@@ -297,12 +282,12 @@ class Guarded(NamedTuple):
 
 
 def _add_out(rng: Rng, op: str, arrays: Arrays, options: dict[str, Any]) -> Guarded | None:
-    """Give `out=` to a function that takes one: a new array, an input, or one that overlaps it."""
+    """Sometimes pass `out=`: a new array, an input, or an array that overlaps an input."""
     first = next(iter(arrays.values()), None)
     if isinstance(first, cp.ndarray) and first.data.ptr % first.itemsize:
-        return None  # which CuPy itself cannot copy
-    takes = "out" in inspect.signature(getattr(ops, op)).parameters
-    if not takes or not isinstance(first, cp.ndarray) or first.size == 0 or rng.random() < 0.4:
+        return None  # CuPy itself cannot copy a misaligned array
+    has_out = "out" in inspect.signature(getattr(ops, op)).parameters
+    if not has_out or not isinstance(first, cp.ndarray) or first.size == 0 or rng.random() < 0.4:
         return None
     dtype = np.dtype("uint8") if op == "to_fp8" else first.dtype
     kind = rng.integers(5)
@@ -323,7 +308,7 @@ def _add_out(rng: Rng, op: str, arrays: Arrays, options: dict[str, Any]) -> Guar
 
 
 def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[Guarded, Any]:
-    """An output of that shape, and what stands around it."""
+    """Return an output of that shape, and the guard regions around it."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     edge = GUARD * np.dtype(dtype).itemsize
     buffer = cp.full(size + 2 * edge, 0xA5, "uint8")
@@ -343,12 +328,12 @@ def _size(rng: Rng, most: int = 320) -> int:
 
 
 def _wide_size(rng: Rng) -> int:
-    """Channels of a LayerNorm: the variance of two or three numbers may be almost 0."""
+    """Return the channels of a LayerNorm: more than a few, whose variance could be almost 0."""
     return _size(rng) + 8
 
 
 def _rows(rng: Rng) -> tuple[int, ...]:
-    """The axes before the last one."""
+    """Return the axes before the last one."""
     return (_size(rng, 65),) if rng.random() < 0.5 else (_size(rng, 5), _size(rng, 33))
 
 
@@ -366,7 +351,7 @@ def _uploaded(value: Any) -> Any:
 
 
 def _on_host(value: Any) -> Any:
-    """A copy with the numbers that the call sees."""
+    """Return a copy on the host of the numbers that the call receives."""
     if isinstance(value, WeightMatrix):
         scale = None if value.scale is None else cp.asnumpy(value.scale)
         return replace(value, data=cp.asnumpy(value.data), scale=scale)
@@ -376,20 +361,20 @@ def _on_host(value: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    """Floats as float64."""
+    """Convert floats to float64."""
     is_float = isinstance(value, np.ndarray) and value.dtype.kind in "fV"
     return value.astype(np.float64) if is_float else value
 
 
 def by_reference(name: str) -> Truth:
-    """The function of the reference, on float64, with those of the options that it has."""
+    """Return the function of the reference in float64, with the options that it accepts."""
     function = getattr(reference, name)
     known = inspect.signature(function).parameters
 
     def truth(arrays: Arrays, options: dict[str, Any]) -> list[Any]:
-        meant = {key: value for key, value in options.items() if key in known}
+        accepted = {key: value for key, value in options.items() if key in known}
         wide = {key: _wide(value) for key, value in arrays.items() if key in known}
-        result = function(**wide, **meant)
+        result = function(**wide, **accepted)
         return list(result) if isinstance(result, tuple) else [result]
 
     return truth
@@ -451,7 +436,7 @@ def _attention(rng: Rng) -> Call:
 
 
 def _attention_packed_rows(rng: Rng) -> Call:
-    """`attention` over sequences of different lengths, in rows that follow each other."""
+    """`attention` over sequences of different lengths in consecutive rows."""
     n_head, lengths = _pick(rng, HEADS), rng.integers(0, 70, rng.integers(1, 5))
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows = int(ends[-1]) + 1
@@ -538,7 +523,7 @@ def _kv_append(rng: Rng) -> Call:
     B, n_ctx, C, kept = _size(rng, 5), _size(rng, 33), _size(rng, 129), _dtype(rng)
     places = rng.permutation(B * n_ctx)[: rng.integers(1, B * n_ctx + 1)]
     row, position = (places // n_ctx).astype(np.int32), (places % n_ctx).astype(np.int32)
-    row[0] += int(_pick(rng, (0, 0, B, -B)))  # outside the cache: left out
+    row[0] += int(_pick(rng, (0, 0, B, -B)))  # rows outside the cache are ignored
     arrays = {
         "qkv": _normal(rng, len(places), 3 * C, dtype=_pick(rng, ("float32", kept))),
         "k": _normal(rng, B, n_ctx, C, dtype=kept),
@@ -588,7 +573,7 @@ def _layernorm_gelu(rng: Rng) -> Call:
 
 
 def _ids(rng: Rng, shape: Any, V: int) -> Any:
-    """Some of them, at times, outside the vocabulary."""
+    """Return ids, sometimes with ids outside the vocabulary."""
     low, high = ((0, V), (0, V), (-2, V + 2))[int(rng.integers(3))]
     return rng.integers(low, high, shape).astype(np.int32)
 
@@ -676,7 +661,7 @@ def _rope(rng: Rng) -> Call:
 
 
 def _llama_weights(rng: Rng, K: int, N: int, dtype: str) -> Any:
-    """An array (K, N), or a WeightMatrix of its dtype or of FP8."""
+    """Return an array (K, N), or a WeightMatrix of the same dtype or FP8."""
     kinds = (dtype, "float8_e5m2", "float8_e4m3fn") if dtype == "float16" else (dtype,)
     if rng.random() < 0.3:
         return _normal(rng, K, N, dtype=dtype)
@@ -791,7 +776,7 @@ def _gemm(rng: Rng) -> Call:
 
 
 def _gemm_split(rng: Rng) -> Call:
-    """`gemm` in the accuracy of float32, on matrices in two parts."""
+    """`gemm` with the accuracy of float32, on two-part matrices."""
     K, N, rows = 8 * _size(rng, 65), 8 * _size(rng, 65), _rows(rng)
     w = cp.asarray(_normal(rng, N, K))
     split = TwoPartMatrix.from_float32(w)
@@ -831,7 +816,7 @@ def _sample_token(rng: Rng) -> Call:
     )
     logits = (3 * rng.standard_normal((B, V))).astype(np.float32)
 
-    # exp may differ in its last bit, which decides one draw in millions
+    # exp may differ in its last bit, which changes one draw in millions
     options = {"sampling": sampling, "step": 3}
     return Call("sample_token", {"logits": logits}, options, by_reference("sample_token"))
 
@@ -866,7 +851,7 @@ def _variants(op: str) -> tuple[str, ...]:
     return tuple(variant.name for variant in OPERATIONS[op].variants)
 
 
-NAN_STATED = ("encoder", "encoder_rows", "log_likelihood")
+NAN_DEFINED = ("encoder", "encoder_rows", "log_likelihood")  # NaN for ids that are out of range
 IN_PLACE: Mapping[str, tuple[str, ...]] = {"kv_append": ("k", "v"), "mark_seen": ("seen",)}
 BUILDERS: Mapping[str, Callable[[Rng], Call]] = {
     "layernorm": _layernorm,

@@ -30,7 +30,7 @@ _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 
 
 def case(rng: np.random.Generator, folder: Path) -> Outcome:
-    return pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _carried)(rng, folder)
+    return pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved)(rng, folder)
 
 
 def _byte_level(**options: bool) -> dict[str, Any]:
@@ -99,7 +99,7 @@ MODEL_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def _change(rng: np.random.Generator, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """One setting that GPT-2's tokenizer.json does not have."""
+    """Change one setting to a value that GPT-2's tokenizer.json does not have."""
     model, kind = spec["model"], int(rng.integers(10))
     if kind == 0:
         spec["pre_tokenizer"] = pick(rng, *PRE_TOKENIZERS)
@@ -147,22 +147,22 @@ def _change(rng: np.random.Generator, spec: dict[str, Any], vocabulary: Vocabula
 
 
 def _damage(rng: np.random.Generator, spec: dict[str, Any]) -> None:
-    """A field that is missing or of another type, anywhere."""
-    place: Any = spec
+    """Remove a field at any depth, or change its value."""
+    parent: Any = spec
     for _ in range(int(rng.integers(1, 4))):
-        key = pick(rng, *place)
-        if not isinstance(place[key], dict) or not place[key]:
+        key = pick(rng, *parent)
+        if not isinstance(parent[key], dict) or not parent[key]:
             break
-        place = place[key]
-    key = pick(rng, *place)
+        parent = parent[key]
+    key = pick(rng, *parent)
     if rng.random() < 0.3:
-        del place[key]
+        del parent[key]
     else:
-        place[key] = pick(rng, odd_value(rng), 2**32, 2**63, -1, 10**30)
+        parent[key] = pick(rng, odd_value(rng), 2**32, 2**63, -1, 10**30)
 
 
 def _json(rng: np.random.Generator, folder: Path) -> Outcome:
-    """tokenizer.json: GPT-2's pipeline must be accepted; all else is honoured or refused."""
+    """tokenizer.json: GPT-2's pipeline must be accepted; others must be obeyed or refused."""
     vocabulary = random_vocabulary(rng, proper=rng.random() < 0.5)
     spec = plain_spec(vocabulary)
     if rng.random() < 0.3:
@@ -183,7 +183,7 @@ def _json(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _pair(rng: np.random.Generator, folder: Path) -> Outcome:
-    """vocab.json and merges.txt, or OpenAI's names for them."""
+    """vocab.json and merges.txt, or the same with OpenAI's names."""
     vocabulary = random_vocabulary(rng, proper=rng.random() < 0.7)
     spec = plain_spec(vocabulary)
     ids, merges = dict(spec["model"]["vocab"]), [" ".join(pair) for pair in vocabulary.merges]
@@ -211,11 +211,11 @@ def _pair(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 def _check(rng: np.random.Generator, folder: Path, size: int, spec: str, exact: bool) -> Outcome:
-    """Ids of random texts by gpt2block and by `tokenizers`."""
+    """Compare the ids of random texts by gpt2block and by `tokenizers`."""
     attempt = accepted if exact else refused_or
     source = pick(rng, tokenizer.load, tokenizer.from_path)
     encoding = attempt(lambda: source(folder, size))
-    if isinstance(encoding, str):  # before the other is asked: some files end its process
+    if isinstance(encoding, str):  # before `tokenizers` reads it: some files crash its process
         return "refused"
     truth = _truth(spec)
     encoded = False
@@ -235,14 +235,14 @@ def _check(rng: np.random.Generator, folder: Path, size: int, spec: str, exact: 
 
 
 def _truth(spec: str) -> Any:
-    """The tokenizer by the package `tokenizers`; None where it refuses the file."""
+    """Return the tokenizer of the package `tokenizers`; None where it refuses the file."""
     try:
         found = hugging_face.Tokenizer.from_str(spec)
-    except BaseException as error:  # its panics are no Exceptions
+    except BaseException as error:  # its panics are not derived from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return None
-    found.no_truncation()  # of one text without a limit, as transformers does
+    found.no_truncation()  # the default of transformers, which has neither limit nor padding
     found.no_padding()
     return found
 
@@ -271,9 +271,9 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
         data = data[: int(rng.integers(len(data)))] if rng.random() < 0.3 else data
     path = folder / "gpt2_tokenizer.bin"
     path.write_bytes(data)
-    where = pick(rng, folder, path)
+    source = pick(rng, folder, path)
     attempt = refused_or if damaged else accepted
-    encoding = attempt(lambda: tokenizer.from_path(where, len(tokens) + 1))
+    encoding = attempt(lambda: tokenizer.from_path(source, len(tokens) + 1))
     if isinstance(encoding, str):
         return "refused"
     splitter = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -289,8 +289,8 @@ def _llm_c(rng: np.random.Generator, folder: Path) -> Outcome:
     return "right"
 
 
-def _carried(rng: np.random.Generator, folder: Path) -> Outcome:
-    """A model saved over another one: its tokenizer comes along, nothing of the other's stays."""
+def _saved(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A model saved over another one: its tokenizer replaces the other's."""
     for name in ("old", "new"):
         vocabulary = random_vocabulary(rng, proper=True)
         sizes = plain.Sizes(1, 1, 2, 4, len(vocabulary.ids) + 1)
@@ -304,19 +304,19 @@ def _carried(rng: np.random.Generator, folder: Path) -> Outcome:
         else:
             model = accepted(lambda opened=opened: GPT2.from_pretrained(opened, device="cpu"))  # type: ignore[misc]
             accepted(lambda model=model: model.save_pretrained(target, overwrite=True))  # type: ignore[misc]
-    given, saved = (
-        accepted(lambda place=place: tokenizer.load(place, size))  # type: ignore[misc]
-        for place in (folder / "new", target)
+    original, saved = (
+        accepted(lambda path=path: tokenizer.load(path, size))  # type: ignore[misc]
+        for path in (folder / "new", target)
     )
     for _ in range(4):
         text = odd_text(rng) or "a"
-        ids = [tokenizer.encode(encoding, text) for encoding in (given, saved)]
+        ids = [tokenizer.encode(encoding, text) for encoding in (original, saved)]
         check_equal(f"ids of {text!r:.40} after saving", ids[1], ids[0])
     return "right"
 
 
 def _write(rng: np.random.Generator, folder: Path, vocabulary: Vocabulary) -> None:
-    """The tokenizer's files in one of three layouts."""
+    """Write the tokenizer's files in one of three layouts."""
     spec = plain_spec(vocabulary)
     names = pick(rng, None, ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
     if names is None:

@@ -1,4 +1,4 @@
-"""Random values that programs do not expect."""
+"""Random values that a program does not expect."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NUMBERS: tuple[Any, ...] = (
 
 
 def pick(rng: np.random.Generator, *choices: T) -> T:
-    """One of them."""
+    """Return one of the choices."""
     return choices[int(rng.integers(len(choices)))]
 
 
 def odd_value(rng: np.random.Generator, depth: int = 0) -> Any:
-    """A value as JSON has it: numbers, texts, null, lists and objects of such."""
+    """Return a value of JSON's types: numbers, texts, null, lists and objects of these."""
     kind = rng.random()
     if kind < 0.5:
         return pick(rng, *NUMBERS)
@@ -39,7 +39,7 @@ def odd_value(rng: np.random.Generator, depth: int = 0) -> Any:
 
 
 class Strange:
-    """An object that NumPy cannot make an array of."""
+    """An object that NumPy cannot convert to an array."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no array")
@@ -49,7 +49,7 @@ class Strange:
 
 
 def odd_argument(rng: np.random.Generator) -> Any:
-    """What a caller might pass by mistake: any of the above, arrays of all kinds, objects."""
+    """Return an argument passed by mistake: values of JSON, arrays of all kinds, objects."""
     if rng.random() < 0.45:
         return odd_value(rng)
     return pick(rng, *_ARRAYS)(rng)
@@ -89,7 +89,7 @@ _ARRAYS: tuple[Callable[[np.random.Generator], Any], ...] = (
 
 
 def odd_text(rng: np.random.Generator) -> str:
-    """Some characters of all kinds; no lone surrogates."""
+    """Return some characters of all kinds, without lone surrogates."""
     alphabet = "ab cde'st \n\t.,1290é🎭漢Ω\u0301\xa0\0\r"
     length = int(rng.choice([0, 1, 2, 5, 20, 60]))
     return "".join(alphabet[i] for i in rng.integers(0, len(alphabet), length))

@@ -1,4 +1,4 @@
-"""Vocabularies of byte-pair encoding and GPT-2's own tokenizer.json over them."""
+"""Random vocabularies of byte-pair encoding, and tokenizer.json files as GPT-2's for them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ END = "<|endoftext|>"
 class Vocabulary(NamedTuple):
     """Tokens in GPT-2's order: 256 bytes, then the results of merges."""
 
-    ids: dict[str, int]  # by the characters that stand for bytes in files
+    ids: dict[str, int]  # by the characters that represent bytes in files
     merges: list[tuple[str, str]]
-    proper: bool  # every merge can happen, as in a vocabulary that was learned
+    proper: bool  # every merge can occur, as in a learned vocabulary
 
 
 def byte_characters() -> list[str]:
-    """Byte → the character that stands for it in vocabulary files."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    found, more = [], 256
+    """Return for each byte the character that represents it in vocabulary files."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    found, substitute = [], 256
     for byte in range(256):
-        found.append(chr(byte if byte in shown else more))
-        more += byte not in shown
+        found.append(chr(byte if byte in printable else substitute))
+        substitute += byte not in printable
     return found
 
 
@@ -32,7 +32,7 @@ CHARACTERS = byte_characters()
 
 
 def random_vocabulary(rng: np.random.Generator, proper: bool) -> Vocabulary:
-    """Some merges of few characters, so that they meet in the texts."""
+    """Return merges of few different characters, so that they occur in the texts."""
     ids = {char: index for index, char in enumerate(CHARACTERS)}
     parts = [CHARACTERS[b] for b in b"ab cdest'1.\n"]
     if rng.random() < 0.5:
@@ -50,7 +50,7 @@ def random_vocabulary(rng: np.random.Generator, proper: bool) -> Vocabulary:
 
 
 def by_rank(parts: list[str], ids: dict[str, int]) -> list[str]:
-    """Byte-pair encoding, where a pair's rank is the id of what it makes."""
+    """Apply byte-pair encoding, in which a pair's rank is the id of the merged token."""
     while True:
         pairs = [(ids.get(a + b), i) for i, (a, b) in enumerate(pairwise(parts))]
         ranked = [(rank, i) for rank, i in pairs if rank is not None]
@@ -61,7 +61,7 @@ def by_rank(parts: list[str], ids: dict[str, int]) -> list[str]:
 
 
 def plain_spec(vocabulary: Vocabulary) -> dict[str, Any]:
-    """GPT-2's own pipeline over such a vocabulary."""
+    """Return GPT-2's tokenizer.json with this vocabulary."""
     byte_level = {
         "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
     }  # fmt: skip
