@@ -1,6 +1,6 @@
 """Matrices in two parts: TwoPartMatrix, what makes one, and the ops that take one.
 
-How products and attention add up is in test_gemm_split.py and test_attention_fp32.py.
+How products and attention add up is in test_gemm_two_part.py and test_attention_fp32.py.
 """
 
 from __future__ import annotations
