@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from gpt2block import doctor as doctor
     from gpt2block import ops as ops
     from gpt2block import reference
+    from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
     from gpt2block.block import Block, Comparison, solve
     from gpt2block.config import SIZES, GPT2Config
     from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
     from gpt2block.model import GPT2
     from gpt2block.sampling import Sampling
-    from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -50,18 +50,18 @@ _MODULE_OF = {
     "GPT2": "model",
     "SIZES": "config",
     "Block": "block",
-    "BlockWeights": "weights.gpt2",
+    "BlockWeights": "architectures.gpt2_weights",
     "CheckpointError": "errors",
     "Comparison": "block",
     "DeviceError": "errors",
     "GPT2Config": "config",
-    "GPT2Weights": "weights.gpt2",
+    "GPT2Weights": "architectures.gpt2_weights",
     "InputError": "errors",
     "KernelError": "errors",
     "Sampling": "sampling",
     "TwoPartMatrix": "weights.two_part",
     "WeightMatrix": "weights.matrix",
-    "random_input": "weights.gpt2",
+    "random_input": "architectures.gpt2_weights",
     "solve": "block",
 }
 _MODULES = (  # submodules that need no import of their own

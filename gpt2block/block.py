@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import doctor
 from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
+from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.checks import check_flag, named_options
 from gpt2block.config import block_shapes, check_count
@@ -20,7 +21,6 @@ from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.ops.registry import largest
 from gpt2block.run import Engine
 from gpt2block.run.numpy_block import NumpyEngine
-from gpt2block.weights.gpt2 import BlockWeights, unpack
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.block import Comparison, resolve_device
 from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
@@ -25,7 +26,6 @@ from gpt2block.run.model import (
 )
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
-from gpt2block.weights.gpt2 import GPT2Weights
 
 if TYPE_CHECKING:
     from gpt2block.text.generation import Generation, Overflow

@@ -22,7 +22,7 @@ from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling, choose, rows_of
 
 if TYPE_CHECKING:
-    from gpt2block.weights.gpt2 import BlockWeights
+    from gpt2block.architectures.gpt2_weights import BlockWeights
     from gpt2block.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating[Any]]

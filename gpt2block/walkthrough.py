@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, reference
+from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.array_checks import FLOATS
 from gpt2block.block import Block, Comparison, errors
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
@@ -17,7 +18,6 @@ from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import bytes_of_id
-from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 
 MAX_TOKENS = 2**17  # every step is kept in float32 and float64: some 10 GB for GPT-2 small
 Array = NDArray[np.floating[Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -19,7 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With --gpu a machine without a usable device is a failure, never a silent skip."""
+    """Programs started by tests can be interrupted, also where a shell runs the tests with `&`.
+
+    With --gpu a machine without a usable device is a failure, never a silent skip."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--gpu"):
         from gpt2block import doctor  # noqa: PLC0415
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, reference
+from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
@@ -20,7 +21,6 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import DTYPES, kv_cache_dtype
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
 from gpt2block.text import generation
-from gpt2block.weights.gpt2 import GPT2Weights
 from gpt2block.weights.matrix import WeightMatrix
 from tests.plain import rounding
 

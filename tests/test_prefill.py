@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, emulator, reference
+from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader, stand_in
@@ -33,7 +34,6 @@ from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.run.cuda_model import CudaCache, CudaModel
 from gpt2block.run.model import filled_up, kv_cache_dtype
 from gpt2block.sampling import Sampling
-from gpt2block.weights.gpt2 import GPT2Weights
 from tests.gpus import cupy_with
 from tests.plain import rounding
 

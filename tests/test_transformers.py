@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gpt2block import GPT2, SIZES, BlockWeights, GPT2Config
+from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints.hugging_face import NAMES
 from gpt2block.config import block_shapes
-from gpt2block.weights.gpt2 import GPT2Weights
 
 
 def random_model(torch: Any, transformers: Any, config: GPT2Config) -> Any:

@@ -11,13 +11,13 @@ from time import perf_counter
 import numpy as np
 
 from gpt2block import doctor
+from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.block import Block
 from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
 from gpt2block.model import GPT2
 from gpt2block.run.model import DTYPES
 from gpt2block.sampling import Sampling
-from gpt2block.weights.gpt2 import BlockWeights, GPT2Weights, random_input
 
 # T → ms of the challenge's own `solve` on an H200; every call of it allocates device memory.
 DOCUMENT_MS = {128: 0.545, 1024: 6.30, 4096: 67.8}

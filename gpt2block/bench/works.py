@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures.gpt2_weights import BlockWeights
 from gpt2block.bench.measure import Host, Truth, matrix, widened
 from gpt2block.errors import InputError
-from gpt2block.weights.gpt2 import BlockWeights
 from gpt2block.weights.matrix import WeightMatrix
 
 C, NH = 768, 12
