@@ -34,6 +34,7 @@ ATTRIBUTES = {
     "L2CacheSize": 1 << 20,
 }
 __version__ = "emulated"
+float32, float16, int32, uint8 = np.float32, np.float16, np.int32, np.uint8
 
 _memory: dict[int, tuple[weakref.ref[Any], int]] = {}  # address → the array that owns it, bytes
 

@@ -1,0 +1,121 @@
+"""Every variant of every operation, in each dtype, at odd sizes, and with inputs that do not fit.
+
+The same `bind` runs on the CPU emulator and on a GPU. What is special to an operation is in a file
+of its own; a new one, or a new variant, is tested here as soon as the registry lists it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import InputError, WeightMatrix, emulator, ops
+from gpt2block.bench import measure
+from gpt2block.cuda import cupy
+from gpt2block.ops.operation import Operation, Variant
+from gpt2block.ops.registry import OPERATIONS
+from tests import devices
+
+device = devices.device
+SIZES = (
+    {"B": 1, "T": 5, "C": 24, "N": 7, "NH": 3, "HS": 8, "V": 11, "M": 3, "K": 5, "H": 3, "D": 8},
+    {"B": 2, "T": 33, "C": 128, "N": 19, "NH": 2, "HS": 12, "V": 70, "M": 17, "K": 40, "H": 1}
+    | {"D": 34},
+)
+WITH_HEADS = ({"M": 3, "K": 64, "N": 128}, {"M": 17, "K": 96, "N": 256})  # of products
+CASES = [
+    pytest.param(operation, variant, dtype, size, id=f"{name}-{variant.name}-{dtype}-{size}")
+    for name, operation in OPERATIONS.items()
+    for variant in operation.variants
+    for dtype in variant.dtypes or operation.dtypes
+    for size in range(2)
+]
+DEVICES = [
+    pytest.param("shuffled", id="emulator"),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
+on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
+every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
+
+
+def sizes_of(operation: Operation, size: int) -> dict[str, int]:
+    if operation.matrices:
+        return {name: WITH_HEADS[size][name] for name in operation.sizes}
+    return {name: SIZES[size][name] for name in operation.sizes}
+
+
+def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
+    """The documented attributes, with as many heads as the channels allow."""
+    heads = {"n_head": (3, 2)[size]} if "n_head" in operation.attrs else {}
+    return {**operation.attrs, **heads}
+
+
+@on_devices
+@pytest.mark.parametrize(("operation", "variant", "dtype", "size"), CASES)
+def test_a_variant_is_right(
+    operation: Operation, variant: Variant, dtype: str, size: int, device: Any
+) -> None:
+    here = replace(operation, attrs=attrs_of(operation, size))
+    layout = (operation.layout, "NK")[size]
+    host, truth = measure.inputs_and_truth(here, sizes_of(operation, size), dtype, layout)
+    arrays = tuple(map(measure.uploaded, host))
+    options = {**here.attrs, **measure.options_for(here, variant)}
+    try:
+        bound = here.bind(arrays, **options)
+    except InputError as problem:
+        pytest.skip(str(problem))
+    if not any(bound.out is array for array in arrays):
+        measure.poison(bound.out)
+    got = bound.run().get()
+    relative = measure.errors(got, truth)[1]
+    assert relative <= measure.tolerance(dtype), relative
+    again = tuple(map(measure.uploaded, host))  # a launch does not keep its arrays alive
+    np.testing.assert_array_equal(here.bind(again, **options).run().get(), got)
+
+
+@every_operation
+def test_host_arrays_run_on_the_emulator(operation: Operation) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    here = replace(operation, attrs=attrs_of(operation, 0))
+    dtype = operation.dtypes[0]
+    host, truth = measure.inputs_and_truth(here, sizes_of(operation, 0), dtype, here.layout)
+    bound = here.bind(host, **here.attrs)
+    got = np.asarray(bound.run())
+    assert isinstance(bound.out, np.ndarray)
+    assert measure.errors(got, truth)[1] <= measure.tolerance(dtype)
+
+
+@on_devices
+@every_operation
+def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -> None:
+    """The first array as integers, empty, with an axis less, reversed in memory, and as a list."""
+    here = replace(operation, attrs=attrs_of(operation, 0))
+    dtype, sizes = operation.dtypes[0], sizes_of(operation, 0)
+    host, _ = measure.inputs_and_truth(here, sizes, dtype, operation.layout)
+    first, *others = map(measure.uploaded, host)
+    wrong = [
+        cupy.asarray(np.ones(first.shape, "int64")),
+        first[:0],
+        first.reshape(-1)[:1].reshape(()),
+        [[1.0]],
+        None,
+    ]
+    for value in wrong:
+        with pytest.raises(InputError):
+            here.bind((value, *others), **here.attrs)
+    for i, other in enumerate(others):
+        if other is None or isinstance(other, WeightMatrix) or operation.name == "sample_token":
+            continue
+        inputs = [first, *others]
+        inputs[i + 1] = cupy.asarray(np.ones((3, 1, 2, 1, 5), "float32"))
+        with pytest.raises(InputError):
+            here.bind(tuple(inputs), **here.attrs)
+    if len(operation.variants) > 1:
+        with pytest.raises(InputError, match="unknown variant 'nothing'"):
+            here.bind((first, *others), **{**here.attrs, "variant": "nothing"})
+    with pytest.raises(InputError, match="CuPy array"):
+        getattr(ops, operation.name)(*host, **here.attrs)
