@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import Block, BlockWeights, GPT2Config, InputError
-from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
+from gpt2block import Block, BlockWeights, GPT2Config, InputError, reference
+from gpt2block.architectures.gpt2 import Prefill, decode_plan, fused_plan, model_plan, ten_step_plan
 from gpt2block.config import block_shapes
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Step
+from gpt2block.run import program
+from gpt2block.run.numpy_walk import walk
 
 TEN = ("ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output")
 SEVEN = ("ln1", "qkv", "attn", "x1", "ln2", "gelu", "output")
@@ -113,3 +118,68 @@ def test_a_step_may_take_the_place_of_what_nobody_needs_any_more() -> None:
     Plan(steps, (), in_place={"c": "a", "d": "b"})
     with pytest.raises(InputError, match="step c: reads 'b', which is already overwritten"):
         Plan((*steps[:2], Step("d", "gelu", ("x",)), steps[2]), (), in_place={"d": "b"})
+
+
+CONFIG = GPT2Config(n_layer=3, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+WANTS: tuple[Any, ...] = (None, "last", "logits", "hidden", "log_likelihood")
+
+
+def every_model_plan() -> Iterator[Plan]:
+    yield decode_plan(CONFIG)
+    for want in WANTS:
+        yield model_plan(CONFIG, None if want == "log_likelihood" else want, 7)
+        for cores, batch, kind in itertools.product((False, True), (1, 3), range(4)):
+            fresh, continued = kind != 1, kind > 0
+            if fresh or (continued and cores):
+                shape = Prefill(cores, 1030, batch, 7, True, fresh, continued and cores)
+                yield shape.plan(CONFIG, want)
+
+
+def test_every_op_of_every_plan_runs_in_numpy_and_in_cuda() -> None:
+    plans = list(every_model_plan())
+    assert len(plans) > 50
+    for step in itertools.chain.from_iterable(plan.steps for plan in plans):
+        assert callable(getattr(reference, step.op))
+        assert step.op in OPERATIONS or step.op in program.BINDERS
+
+
+def test_a_layer_of_each_plan() -> None:
+    def ops_of(plan: Plan) -> list[str]:
+        return [f"{s.name[4:]} {s.op}" for s in plan.steps if s.name.startswith("h.1.")]
+
+    assert ops_of(decode_plan(CONFIG)) == [
+        "q linear_qkv", "attn attention_split", "x1 linear", "gelu linear", "output linear",
+    ]  # fmt: skip
+    assert ops_of(Prefill(True, 9, 1, 9, False).plan(CONFIG, "logits")) == [
+        "ln1 layernorm", "qkv gemm", "attn attention_varlen", "x1 gemm", "ln2 layernorm",
+        "gelu gemm", "output gemm",
+    ]  # fmt: skip
+    continued = ops_of(Prefill(True, 9, 2, 9, True, True, True).plan(CONFIG, "logits"))
+    assert continued[2:5] == [
+        "kv kv_append", "attn_new attention_varlen", "attn attention_packed",
+    ]  # fmt: skip
+    numpy = ops_of(model_plan(CONFIG, "logits", 9))
+    assert [name.split()[0] for name in numpy] == ["ln1", "qkv", "kv", "attn", *TEN[3:]]
+
+
+def test_the_stream_and_the_normed_rows_have_one_buffer_each() -> None:
+    plan = Prefill(True, 9, 2, 9, True).plan(CONFIG, "last")
+    buffers = {name: plan.buffer(name) for name in plan.names}
+    assert {buffers[f"h.{n}.output"] for n in range(2)} == {"embedding"}
+    assert {buffers[f"h.{n}.{name}"] for n in range(3) for name in ("ln1", "attn")} == {"h.0.ln1"}
+    assert buffers["h.2.x1"] == buffers["h.2.output"] == "last.x"
+    assert buffers["h.1.gelu"] == "h.0.gelu"
+    assert buffers["h.2.gelu"] == "h.2.gelu"
+
+
+def test_the_plan_of_a_block_is_the_formula() -> None:
+    """Both plans in float64 give what `reference.block_forward` gives, the text to read."""
+    config = GPT2Config(n_head=2, n_embd=48)
+    weights = BlockWeights.random(0, config).astype(np.float64)
+    x = np.random.default_rng(0).normal(size=(2, 7, 48))
+    for causal in (False, True):
+        truth = reference.block_forward(x, weights, causal)
+        for plan in (ten_step_plan, fused_plan):
+            steps = plan(2, causal, weights.eps, weights.tensors())
+            out = walk(steps, {**weights.tensors(), "x": x})["output"]
+            np.testing.assert_allclose(out, truth, rtol=1e-13, atol=1e-13)

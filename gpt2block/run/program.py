@@ -53,7 +53,7 @@ def _varlen(inputs: tuple[Any, ...], out: Any, **options: Any) -> Bound:
 
 
 # Ops of plans that are not operations by themselves, with the signature of `Operation.bind`.
-_BINDERS: Mapping[str, Callable[..., Bound]] = {
+BINDERS: Mapping[str, Callable[..., Bound]] = {
     "take": _take,
     "rows": lambda inputs, out, first, end: Bound(inputs[0][first:end], ()),
     "kv_append": _append,
@@ -67,7 +67,7 @@ _BINDERS: Mapping[str, Callable[..., Bound]] = {
 def bind_step(step: Step, tensors: Mapping[str, Any], out: Any = None) -> Bound:
     """A step's launches on arrays by name; `out` is allocated where it is None."""
     inputs = tuple(tensors[name] if name else None for name in step.inputs)
-    bind = _BINDERS[step.op] if step.op in _BINDERS else OPERATIONS[step.op].bind
+    bind = BINDERS[step.op] if step.op in BINDERS else OPERATIONS[step.op].bind
     return bind(inputs, out, **step.attrs)
 
 
