@@ -12,12 +12,12 @@ import signal
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 
+from gpt2block.cli.codes import FAILED, INTERRUPTED, PIPE_CLOSED, WRONG
+
 TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn, TextIO
-
-FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141  # 128 + signal for the last two
 
 
 class OutputError(Exception):

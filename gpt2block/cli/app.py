@@ -23,12 +23,12 @@ from gpt2block.bench.roofline import check_file, draw
 from gpt2block.bench.torch_peers import check_peer
 from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.cli import FAILED, INTERRUPTED, WRONG
 from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import compare as cli_compare
 from gpt2block.cli import convert as cli_convert
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
+from gpt2block.cli.codes import FAILED, INTERRUPTED, WRONG
 from gpt2block.cli.display import console, new_table, print_table, shown, tracked
 from gpt2block.cli.kernels import (
     draw_sweep,

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2block.checkpoints import ON_BOARD
-from gpt2block.cli import FAILED, INTERRUPTED
+from gpt2block.cli.codes import FAILED, INTERRUPTED
 from gpt2block.cli.model import (
     Device,
     Dtype,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpt2block.checkpoints import ON_BOARD, Checkpoint
-from gpt2block.cli import INTERRUPTED
+from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import console, new_table, print_facts, print_table, progress_bar, shown
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.sampling import DEFAULT_TEMPERATURE
