@@ -292,5 +292,6 @@ def test_what_comes_before_main_is_little() -> None:
     assert [name for name in loaded if name.startswith("gpt2block")] == [
         "gpt2block",
         "gpt2block.cli",
+        "gpt2block.cli.codes",
     ]
     assert not {*loaded} & {"numpy", "typer", "rich", "click", "json", "typing"}
