@@ -19,9 +19,10 @@ ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDE
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-in_every_order = pytest.mark.parametrize("where", emulator.ORDERS)
-on_every_device = pytest.mark.parametrize("where", [*emulator.ORDERS, GPU])
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *emulator.ORDERS, GPU])
+ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in emulator.ORDERS]
+in_every_order = pytest.mark.parametrize("where", ORDERS)
+on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
 H200 = 132  # multiprocessors
 
 
@@ -47,7 +48,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def assert_same_bits(a: NDArray[Any], b: NDArray[Any]) -> None:
-    np.testing.assert_array_equal(*(np.frombuffer(array.tobytes(), "uint8") for array in (a, b)))
+    one, other = (np.frombuffer(array.tobytes(), "uint8") for array in (a, b))
+    np.testing.assert_array_equal(one, other)
 
 
 def outputs(
@@ -67,7 +69,7 @@ def outputs(
     runs = []
     with running_on(where, multiprocessors) as cupy:
         for _ in range(2 if where == "gpu" else 1):
-            arrays = [None if array is None else cupy.asarray(array) for array in inputs]
+            arrays: list[Any] = [a if a is None else cupy.asarray(a) for a in inputs]
             to = arrays[0] if out is None else cupy.asarray(out)
             given = {
                 k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()
@@ -76,7 +78,7 @@ def outputs(
             assert bound.run() is to
             runs.append([array.get() for array in (to, *bound.extra)])
             for array, before in zip(arrays, inputs, strict=True):
-                if array is not None and array is not to:
+                if before is not None and array is not to:
                     assert_same_bits(array.get(), before)
     for first, last in zip(runs[0], runs[-1], strict=True):
         assert_same_bits(first, last)

@@ -275,7 +275,9 @@ def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
 # --- on both --------------------------------------------------------------------------------------
 
 
-on_both = pytest.mark.parametrize("where", [pytest.param("forward", marks=on_the_cpu), GPU])
+on_both = pytest.mark.parametrize(
+    "where", [pytest.param("forward", id="cpu", marks=on_the_cpu), GPU]
+)
 
 
 @on_both
