@@ -47,6 +47,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield cupy
 
 
+def moved(host: NDArray[Any], offset: int) -> Any:
+    """A copy on the current device, `offset` elements after a multiple of 512 bytes."""
+    memory = np.concatenate([np.zeros(offset, host.dtype), host.ravel()])
+    return cuda.cupy.asarray(memory)[offset:].reshape(host.shape)
+
+
 def assert_same_bits(a: NDArray[Any], b: NDArray[Any]) -> None:
     one, other = (np.frombuffer(array.tobytes(), "uint8") for array in (a, b))
     np.testing.assert_array_equal(one, other)

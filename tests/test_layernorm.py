@@ -29,7 +29,7 @@ from gpt2block.ops.layernorm import (
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.registry import OPERATIONS
 from tests import plain
-from tests.devices import GPU, outputs
+from tests.devices import GPU, moved, outputs
 
 Array = NDArray[Any]
 Outputs = tuple[Array, Array, Array]  # out, mean, rstd
@@ -605,12 +605,8 @@ def test_rows_that_start_anywhere(dtype: str, offset: int) -> None:
     """Narrower loads where x, gamma or beta is not aligned to 16 bytes."""
 
     arrays = inputs(5, 768, dtype)
-    moved = []
-    for array in arrays:
-        memory = cp.zeros(array.size + offset, array.dtype)
-        memory[offset:] = cp.asarray(array).ravel()
-        moved.append(memory[offset:].reshape(array.shape))
-    bound = bind_layernorm(tuple(moved), eps=EPS, variant=6)
+    on_device = tuple(moved(a, offset) for a in arrays)
+    bound = bind_layernorm(on_device, eps=EPS, variant=6)
     bound.run()
     got = (bound.out.get(), bound.extra[0].get(), bound.extra[1].get())
     assert_right("6", got, *arrays)

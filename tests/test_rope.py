@@ -26,7 +26,7 @@ from gpt2block.ops.rope import (
 )
 from gpt2block.ops.rope import bind as bind_rope
 from tests import plain
-from tests.devices import H200, on_every_device, running_on
+from tests.devices import H200, moved, on_every_device, running_on
 
 Array = NDArray[Any]
 
@@ -71,9 +71,9 @@ def evaluate(
     results: list[Array] = []
     with running_on(where, sms):
         for _ in range(2 if where == "gpu" else 1):
-            on_device = aligned(rows, width)
+            on_device = moved(rows, width or 0)
             view = on_device[:, :, 0]
-            out = view if in_place else aligned(np.full_like(x, np.nan), width)
+            out = view if in_place else moved(np.full_like(x, np.nan), width or 0)
             options: dict[str, Any] = {"start": start, "theta": theta, "half_split": half_split}
             results.append(bind_rope((view,), out, block=block, **options).run().get())
             after = on_device.get()
@@ -81,12 +81,6 @@ def evaluate(
             np.testing.assert_array_equal(after[:, :, 0], results[0] if in_place else x)
     np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
-
-
-def aligned(host: Array, width: int | None) -> Any:
-    """On the device, at an address that allows loads of no more than `width` elements."""
-    memory = np.concatenate([np.zeros(width or 0, host.dtype), host.ravel()])
-    return cp.asarray(memory)[width or 0 :].reshape(host.shape)
 
 
 # --- what it means --------------------------------------------------------------------------------
@@ -326,11 +320,9 @@ def test_block_sizes(block: int) -> None:
 @both_layouts
 def test_arrays_that_start_anywhere(dtype: str, offset: int, half_split: bool) -> None:
     x = normal(0, 2, 40, 3, 32, dtype=dtype)
-    memory = cp.zeros(x.size + offset, x.dtype)
-    memory[offset:] = cp.asarray(x).ravel()
-    moved = memory[offset:].reshape(x.shape)
-    assert_right(ops.rope(moved, 3, half_split=half_split).get(), x, 3, 1e4, half_split)
-    out = cp.empty(x.size + offset, x.dtype)[offset:].reshape(x.shape)
+    got = ops.rope(moved(x, offset), 3, half_split=half_split)
+    assert_right(got.get(), x, 3, 1e4, half_split)
+    out = moved(np.full_like(x, np.nan), offset)
     assert ops.rope(cp.asarray(x), 3, half_split=half_split, out=out) is out
     assert_right(out.get(), x, 3, 1e4, half_split)
 
