@@ -5,26 +5,37 @@ A test takes `device`, which is CuPy or its stand-in, and calls operations the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from gpt2block import cuda, emulator
 
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in emulator.ORDERS]
+in_every_order = pytest.mark.parametrize("where", ORDERS)
+on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
+on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
+H200 = 132  # multiprocessors
 
 
 @contextmanager
-def running_on(name: str) -> Iterator[Any]:
-    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing."""
+def running_on(name: str, multiprocessors: int = 4) -> Iterator[Any]:
+    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing.
+
+    multiprocessors: of the emulated device.
+    """
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
     context: AbstractContextManager[Any] = (
-        nullcontext() if name == "gpu" else emulator.emulated(name)  # type: ignore[arg-type]
+        nullcontext() if name == "gpu" else emulator.emulated(name, multiprocessors)  # type: ignore[arg-type]
     )
     with context:
         yield cuda.cupy
@@ -34,3 +45,47 @@ def running_on(name: str) -> Iterator[Any]:
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     with running_on(request.param) as cupy:
         yield cupy
+
+
+def moved(host: NDArray[Any], offset: int) -> Any:
+    """A copy on the current device, `offset` elements after a multiple of 512 bytes."""
+    memory = np.concatenate([np.zeros(offset, host.dtype), host.ravel()])
+    return cuda.cupy.asarray(memory)[offset:].reshape(host.shape)
+
+
+def assert_same_bits(a: NDArray[Any], b: NDArray[Any]) -> None:
+    one, other = (np.frombuffer(array.tobytes(), "uint8") for array in (a, b))
+    np.testing.assert_array_equal(one, other)
+
+
+def outputs(
+    where: str,
+    bind: Callable[..., Any],
+    inputs: tuple[NDArray[Any] | None, ...],
+    out: NDArray[Any] | None,
+    *,
+    multiprocessors: int = H200,
+    **options: Any,
+) -> list[NDArray[Any]]:
+    """The output of a bound operation on copies of NumPy arrays, and its extra outputs.
+
+    out: what the output holds before; None computes in place. No input may change. On a GPU the
+    operation runs twice and must give the same bits.
+    """
+    runs = []
+    with running_on(where, multiprocessors) as cupy:
+        for _ in range(2 if where == "gpu" else 1):
+            arrays: list[Any] = [a if a is None else cupy.asarray(a) for a in inputs]
+            to = arrays[0] if out is None else cupy.asarray(out)
+            given = {
+                k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()
+            }
+            bound = bind(tuple(arrays), to, **given)
+            assert bound.run() is to
+            runs.append([array.get() for array in (to, *bound.extra)])
+            for array, before in zip(arrays, inputs, strict=True):
+                if before is not None and array is not to:
+                    assert_same_bits(array.get(), before)
+    for first, last in zip(runs[0], runs[-1], strict=True):
+        assert_same_bits(first, last)
+    return runs[0]

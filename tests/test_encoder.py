@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, emulator, reference
-from gpt2block.emulator import loader
-from gpt2block.ops.encoder import FILE, OPERATION, Job
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy as cp
+from gpt2block.ops.encoder import OPERATION
 from gpt2block.ops.encoder import bind as bind_encoder
-from tests.launches import geometry_of
+from tests.devices import moved, on_every_backend, on_every_device, outputs
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
-on_every_kernel = pytest.mark.parametrize("where", [*CPU, GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 few = settings(max_examples=6)
 
@@ -43,32 +38,8 @@ def evaluate(
     """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
     if where == "numpy":
         return np.asarray(reference.encoder(ids, wte, wpe))
-    if where == "gpu":
-        return on_gpu(variant, ids, wte, wpe, block)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    (V, C), T = wte.shape, ids.shape[-1]
-    out = np.full((*ids.shape, C), np.nan, np.float32)
-    chosen = OPERATION.variant(variant)
-    order: Any = where.removeprefix("cpu-")
-    args = [ids, wte, wpe, out, ids.size, T, C, V]
-    on_device = [emulator.adopted(array) for array in (ids, wte, wpe, out)]
-    job = Job._make([*on_device, block])
-    geometry = geometry_of(chosen, job)
-    loader.run(FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order)
-    return out
-
-
-def on_gpu(variant: str, ids: Array, wte: Array, wpe: Array, block: int | None = None) -> Array:
-    import cupy  # noqa: PLC0415
-
-    results: list[Array] = []
-    for _ in range(2):
-        out = cupy.full((*ids.shape, wte.shape[1]), np.nan, cupy.float32)
-        inputs = tuple(map(cupy.asarray, (ids, wte, wpe)))
-        results.append(bind_encoder(inputs, out, variant=variant, block=block).run().get())
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
+    out = np.full((*ids.shape, wte.shape[1]), np.nan, np.float32)
+    return outputs(where, bind_encoder, (ids, wte, wpe), out, variant=variant, block=block)[0]
 
 
 def test_reference_against_a_loop_by_hand() -> None:
@@ -118,7 +89,7 @@ def test_block_sizes_and_one_sequence(where: str, variant: str, block: int) -> N
     np.testing.assert_array_equal(got, wte[ids] + wpe[:33])
 
 
-@on_every_kernel
+@on_every_device
 @on_every_variant
 @pytest.mark.parametrize("wrong", [-1, 20, 2**31 - 1, -(2**31)])
 def test_an_id_without_a_row_becomes_nan(where: str, variant: str, wrong: int) -> None:
@@ -133,28 +104,18 @@ def test_an_id_without_a_row_becomes_nan(where: str, variant: str, wrong: int) -
 # --- on the GPU alone ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 def test_the_documented_size() -> None:
     ids, wte, wpe = OPERATION.make(OPERATION.sizes, np.random.default_rng(0))
     expected = wte[ids] + wpe
     for variant in OPERATION.variants:
         for block in variant.blocks:
-            got = on_gpu(variant.name, ids, wte, wpe, block)
+            got = evaluate("gpu", variant.name, ids, wte, wpe, block)
             np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_op() -> None:
     wte, wpe = tables(20, 6, 48)
     ids = random_ids(20, 2, 5)
     expected = wte[ids] + wpe[:5]
@@ -170,26 +131,21 @@ def test_the_op(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_rows_that_do_not_start_on_16_bytes() -> None:
     wte, wpe = tables(20, 6, 48)
     ids = random_ids(20, 2, 5)
-    moved = cp.asarray(np.append(np.float32(0), wte))[1:].reshape(wte.shape)
-    assert moved.data.ptr % 16
-    got = ops.encoder(ids, moved, cp.asarray(wpe)).get()
+    odd = moved(wte, 1)
+    got = ops.encoder(ids, odd, cp.asarray(wpe)).get()
     np.testing.assert_array_equal(got, wte[ids] + wpe[:5])
     for variant in (2, 3):
         with pytest.raises(
             InputError, match="rows that start on a multiple of 16 bytes: use variant 1"
         ):
-            ops.encoder(ids, moved, cp.asarray(wpe), variant=variant)
+            ops.encoder(ids, odd, cp.asarray(wpe), variant=variant)
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     wte, wpe = (cp.zeros((n, 48), "float32") for n in (20, 6))
     ids = np.zeros((2, 5), np.int32)
     beyond, negative = ids.copy(), [3, -1, 20]

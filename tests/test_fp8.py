@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -14,13 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, reference
+from gpt2block import InputError, WeightMatrix, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.to_fp8 import FILE, OPERATION, Job, absmax_geometry
+from gpt2block.ops.to_fp8 import FILE, OPERATION, Job
 from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
 from gpt2block.weights.matrix import SMALLEST
+from tests.devices import GPU, in_every_order, moved, on_every_backend, outputs, running_on
 from tests.launches import geometry_of, stub
 
 Array = NDArray[Any]
@@ -31,9 +31,6 @@ LARGEST = {E5M2: 57344.0, E4M3: 448.0}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 VARIANTS = [variant.name for variant in OPERATION.variants]
 LAYOUTS = ("KN", "NK")
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
 on_every_format = pytest.mark.parametrize("format", FORMATS)
 in_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 few = settings(max_examples=4)
@@ -86,51 +83,22 @@ def evaluate(
     *,
     variant: str = "vectors",
     block: int | None = None,
-    alignment: int = 16,
+    offset: int = 0,
 ) -> Bytes:
-    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits.
+
+    offset: elements of the device's memory before x.
+    """
     if where == "numpy":
         return reference.to_fp8(x, format, saturate, scale, layout)
-    if where == "gpu":
-        return on_gpu(x, format, saturate, scale, layout, variant=variant, block=block)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    out = np.full(x.shape, 0xCD, np.uint8)
-    row = None if scale is None else x.shape[1]
-    given = stub(x.dtype.name, x.shape, alignment * x.itemsize)
-    job = Job(
-        given, None if scale is None else stub(), stub("uint8"), format, saturate, layout, block
-    )
-    how = geometry_of(OPERATION.variant(variant), job)
-    loader.run(
-        FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        [x, scale, out, x.size, row or x.size],
-        defines=how.defines,
-        storage=x.dtype.name,
-        weights=format,
-        order=where.removeprefix("cpu-"),  # type: ignore[arg-type]
-    )
-    return out
+    memory = np.concatenate([np.zeros(offset, x.dtype), x.ravel()])
 
+    def bind(inputs: tuple[Any, ...], out: Any, **options: Any) -> Any:
+        return OPERATIONS["to_fp8"].bind((inputs[0][offset:].reshape(x.shape),), out, **options)
 
-def on_gpu(x: Array, format: str, *options: Any, variant: str | None, block: int | None) -> Bytes:
-    import cupy  # noqa: PLC0415
-
-    saturate, scale, layout = options
-    results: list[Bytes] = []
-    for _ in range(2):
-        out = cupy.full(x.shape, 0xCD, "uint8")
-        scales = None if scale is None else cupy.asarray(scale)
-        how = {"variant": variant, "block": block, "scale": scales, "layout": layout}
-        bound = OPERATIONS["to_fp8"].bind(
-            (cupy.asarray(x),), out, format=format, saturate=saturate, **how
-        )
-        results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
+    options: dict[str, Any] = {"format": format, "saturate": saturate, "scale": scale}
+    options |= {"layout": layout, "variant": variant, "block": block}
+    return outputs(where, bind, (memory,), np.full(x.shape, 0xCD, np.uint8), **options)[0]
 
 
 # --- the NumPy meaning ----------------------------------------------------------------------------
@@ -230,13 +198,13 @@ def test_scales(where: str, layout: str, variant: str, dtype: str, shape: tuple[
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("where", CPU)
-@pytest.mark.parametrize("alignment", [1, 2, 8])
-def test_narrow_loads(where: str, alignment: int) -> None:
+@in_every_order
+@pytest.mark.parametrize("offset", [1, 2, 8])
+def test_narrow_loads(where: str, offset: int) -> None:
     x = np.random.default_rng(0).standard_normal((3, 80)).astype(np.float16)
     scale = np.full(80, 0.01, np.float32)
     expected = evaluate("numpy", x, E4M3, scale=scale)
-    got = evaluate(where, x, E4M3, scale=scale, alignment=alignment)
+    got = evaluate(where, x, E4M3, scale=scale, offset=offset)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -245,29 +213,10 @@ def absmax(where: str, w: Array, layout: str) -> Array:
         most = np.abs(w.astype(np.float32)).max(axis=layout.index("K"))
         most[~np.isfinite(most)] = np.inf
         return np.asarray(most)
-    if where == "gpu":
-        import cupy  # noqa: PLC0415
-
-        results = [to_fp8_absmax(cupy.asarray(w), layout).get() for _ in range(2)]
-        np.testing.assert_array_equal(results[0], results[1])
-        return np.asarray(results[0])
-    if problem := loader.missing():
-        pytest.skip(problem)
-    out = np.full(w.shape[layout.index("N")], np.nan, np.float32)
-    rows, columns = w.shape
-    how = absmax_geometry(layout, rows, columns, w.itemsize, alignment=16)
-    sizes = (rows, columns) if layout == "KN" else (columns,)
-    loader.run(
-        FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        [w, out, *sizes],
-        defines=how.defines,
-        storage=w.dtype.name,
-        order=where.removeprefix("cpu-"),  # type: ignore[arg-type]
-    )
-    return out
+    with running_on(where):
+        results = [to_fp8_absmax(cp.asarray(w), layout).get() for _ in range(1 + (where == "gpu"))]
+    np.testing.assert_array_equal(results[0], results[-1])
+    return np.asarray(results[0])
 
 
 @on_every_backend
@@ -311,11 +260,7 @@ on_numpy_and_gpu = pytest.mark.parametrize("where", ["numpy", GPU])
 
 
 def matrix(where: str, w: Array) -> Any:
-    if where == "numpy":
-        return w
-    import cupy  # noqa: PLC0415
-
-    return cupy.asarray(w)
+    return w if where == "numpy" else cp.asarray(w)
 
 
 def host(array: Any) -> Array:
@@ -488,23 +433,15 @@ def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @on_every_format
-def test_every_float32_of_a_range_on_the_gpu(cp: ModuleType, format: str) -> None:
+def test_every_float32_of_a_range_on_the_gpu(format: str) -> None:
     """2^24 patterns spread over all of float32, at every block size."""
     x = (np.arange(1 << 24, dtype=np.uint32) * np.uint32(257) + np.uint32(1)).view(np.float32)
     expected = x.astype(PEERS[format]).view(np.uint8)
     for variant in OPERATION.variants:
         for block in variant.blocks:
-            got = on_gpu(x, format, False, None, "KN", variant=variant.name, block=block)
+            got = evaluate("gpu", x, format, False, variant=variant.name, block=block)
             np.testing.assert_array_equal(got, expected)
 
 
@@ -512,9 +449,7 @@ def test_every_float32_of_a_range_on_the_gpu(cp: ModuleType, format: str) -> Non
 @in_every_layout
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1024, 2752), (333, 1001), (1, 5000), (5000, 1)])
-def test_the_same_on_numpy_and_gpu(
-    cp: ModuleType, layout: str, dtype: str, shape: tuple[int, int]
-) -> None:
+def test_the_same_on_numpy_and_gpu(layout: str, dtype: str, shape: tuple[int, int]) -> None:
     w = weights(dtype, *shape)
     for target in (*DTYPES, *FORMATS):
         there = WeightMatrix.quantize(cp.asarray(w), target, layout)
@@ -525,9 +460,7 @@ def test_the_same_on_numpy_and_gpu(
 
 
 @pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_op() -> None:
     x = weights()
     expected = reference.to_fp8(x)
     got = ops.to_fp8(cp.asarray(x))
@@ -536,9 +469,7 @@ def test_the_op(cp: ModuleType) -> None:
     out = cp.zeros(x.shape, "uint8")
     assert ops.to_fp8(cp.asarray(x), out=out) is out
     np.testing.assert_array_equal(ops.to_fp8(cp.asarray(x).T).get(), expected.T)
-    moved = cp.asarray(np.append(np.float32(0), x))[1:]
-    assert moved.data.ptr % 16
-    np.testing.assert_array_equal(ops.to_fp8(moved).get(), expected.ravel())
+    np.testing.assert_array_equal(ops.to_fp8(moved(x, 1)).get(), expected)
     scale = cp.full(25, 0.01, "float32")[1:]
     np.testing.assert_array_equal(
         ops.to_fp8(cp.asarray(x), E4M3, scale=scale).get(),
@@ -547,9 +478,7 @@ def test_the_op(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     x = cp.zeros((3, 48), "float32")
     scale = cp.ones(48, "float32")
     for args, options, message in (

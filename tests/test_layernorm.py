@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, reference
+from gpt2block import InputError, KernelError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import STORAGE, Parameter, Signature
 from gpt2block.emulator import ORDERS, ShimError, Source, loader, missing, run
@@ -30,6 +29,7 @@ from gpt2block.ops.layernorm import (
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.registry import OPERATIONS
 from tests import plain
+from tests.devices import GPU, moved, outputs
 
 Array = NDArray[Any]
 Outputs = tuple[Array, Array, Array]  # out, mean, rstd
@@ -155,50 +155,48 @@ def poisoned(*shape: int, dtype: str = "float32") -> Array:
     return np.full(shape, np.nan, DTYPES[dtype])
 
 
-def on_shim(
+def evaluate(
+    where: str,
     variant: str,
     arrays: tuple[Array, Array, Array],
     *,
-    order: loader.Order = "forward",
-    block: int = 64,
+    block: int | None = None,
     eps: float = EPS,
     shape: RowShape | None = None,
-    source: Source | None = None,
 ) -> Outputs:
-    """A variant on the CPU with the grids of gpt2block.ops; `block` is a multiple of 32."""
+    """A variant on a device; its default block size on the GPU and 64 threads elsewhere.
+
+    shape: how kernel 6 shares out a row; None: as the operation does it.
+    """
+    x = arrays[0]
+    out = poisoned(*x.shape, dtype=x.dtype.name)
+    options: dict[str, Any] = {name: poisoned(*x.shape[:-1]) for name in ("mean", "rstd")}
+    options |= {"eps": eps, "variant": variant}
+    options["block"] = block or (None if where == "gpu" else 64)
+    with pytest.MonkeyPatch.context() as patch:
+        if shape:
+            patch.setitem(bind_layernorm.__globals__, "row_shape", lambda *_: shape)
+        got = outputs(where, bind_layernorm, arrays, out, **options)
+    return got[0], got[1], got[2]
+
+
+def run_edited(
+    source: Source, variant: str, arrays: tuple[Array, Array, Array], order: loader.Order
+) -> Outputs:
+    """Variant 4, 5 or 6 of another source, with blocks of 64 threads."""
     x, gamma, beta = arrays
     N, C = x.shape
-    out, mean, rstd = poisoned(N, C, dtype=x.dtype.name), poisoned(N), poisoned(N)
-    chosen = OPERATION.variant(variant)
-    every = [x, gamma, beta, out, mean, rstd]
-    launches: list[tuple[tuple[int, ...], list[Any]]]
-    defines: kernels.Defines = () if variant in "34" else (("LN_BLOCK", block),)
-    if variant == "6":
-        width, threads, vectors = shape or row_shape(C, x.dtype.itemsize)
-        block = max(block, threads)
-        rows = block // threads
-        defines = (
-            ("LN_WIDTH", width),
-            ("LN_THREADS", threads),
-            ("LN_VECTORS", vectors),
-            ("LN_ROWS", rows),
-        )
-        launches = [((-(-N // rows),), [*every, eps, N, C])]
-    elif variant == "2":
-        launches = [
-            ((N,), [x, mean, C]),
-            ((N,), [x, mean, rstd, eps, C]),
-            ((N, -(-C // block)), [x, mean, rstd, gamma, beta, out, C]),
-        ]
-    elif variant == "5":
-        launches = [((N,), [*every, eps, C])]
-    else:
-        rows = block if variant == "1" else block // 32
-        launches = [((-(-N // rows),), [*every, eps, N, C])]
-    for kernel, (grid, args) in zip(chosen.kernels, launches, strict=True):
-        storage = x.dtype.name
-        file = source or chosen.file
-        run(file, kernel, grid, (block,), args, order=order, defines=defines, storage=storage)
+    out, mean, rstd = poisoned(N, C), poisoned(N), poisoned(N)
+    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
+    defines = {
+        "4": (),
+        "5": (("LN_BLOCK", 64),),
+        "6": tuple(zip(names, (4, 64, 2, 1), strict=True)),
+    }
+    grid = (math.ceil(N / 2),) if variant == "4" else (N,)  # 4: a warp a row
+    args = [x, gamma, beta, out, mean, rstd, EPS, *((C,) if variant == "5" else (N, C))]
+    (kernel,) = OPERATION.variant(variant).kernels
+    run(source, kernel, grid, (64,), args, order=order, defines=defines[variant])
     return out, mean, rstd
 
 
@@ -210,14 +208,14 @@ def on_shim(
 @example(rows=2, C=768)
 def test_the_documents_kernels(variant: str, order: loader.Order, rows: int, C: int) -> None:
     arrays = inputs(rows, C)
-    assert_right(variant, on_shim(variant, arrays, order=order), *arrays)
+    assert_right(variant, evaluate(order, variant, arrays), *arrays)
 
 
 @on_the_cpu
 @pytest.mark.parametrize("variant", VARIANTS[:5])
 def test_another_block_size(variant: str) -> None:
     arrays = inputs(5, 300)
-    assert_right(variant, on_shim(variant, arrays, block=256, order="shuffled"), *arrays)
+    assert_right(variant, evaluate("shuffled", variant, arrays, block=256), *arrays)
 
 
 # dtype, rows, C and how a row is shared out; None: as the op does it
@@ -238,21 +236,16 @@ def test_rows_in_registers(
     dtype: str, rows: int, C: int, shape: RowShape | None, order: loader.Order
 ) -> None:
     arrays = inputs(rows, C, dtype)
-    assert_right("6", on_shim("6", arrays, block=128, order=order, shape=shape), *arrays)
+    assert_right("6", evaluate(order, "6", arrays, block=128, shape=shape), *arrays)
 
 
 @on_the_cpu
 def test_null_pointers_skip_the_statistics() -> None:
-    x, gamma, beta = inputs(5, 768)
-    width, threads, vectors = row_shape(768, 4)
-    names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
-    rows = 128 // threads
-    defines = tuple(zip(names, (width, threads, vectors, rows), strict=True))
-    out = poisoned(5, 768)
-    args = [x, gamma, beta, out, None, None, EPS, 5, 768]
-    grid = (-(-5 // rows),)
-    run("layernorm/rows.cu", "layernorm_forward_kernel6", grid, (128,), args, defines=defines)
-    np.testing.assert_array_equal(out, on_shim("6", (x, gamma, beta), block=128)[0])
+    arrays = inputs(5, 768)
+    options: dict[str, Any] = {"eps": EPS, "variant": 6, "block": 128}
+    got = outputs("forward", bind_layernorm, arrays, poisoned(5, 768), stats=False, **options)
+    assert len(got) == 1
+    np.testing.assert_array_equal(got[0], evaluate("forward", "6", arrays, block=128)[0])
 
 
 @on_the_cpu
@@ -267,11 +260,11 @@ def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
     if header:
         source = Source(file, kernels.read_source(file), ((header, without),))
     arrays, shape = inputs(2, 300), RowShape(4, 64, 2)
-    right = on_shim(variant, arrays, shape=shape)
+    right = evaluate("forward", variant, arrays, shape=shape)
 
     def differs(order: loader.Order) -> bool:
         try:
-            got = on_shim(variant, arrays, shape=shape, order=order, source=source)
+            got = run_edited(source, variant, arrays, order)
         except ShimError:
             return True
         return any((a != b).any() for a, b in zip(got, right, strict=True))
@@ -282,47 +275,18 @@ def test_a_missing_barrier_shows(variant: str, barriers: int, nth: int) -> None:
 # --- on both --------------------------------------------------------------------------------------
 
 
-def on_gpu(
-    variant: str, arrays: tuple[Array, Array, Array], *, block: int | None = None, eps: float = EPS
-) -> Outputs:
-    """A variant bound to poisoned outputs, twice; the bits must be the same."""
-    import cupy  # noqa: PLC0415
-
-    results: list[Outputs] = []
-    x = arrays[0]
-    for _ in range(2):
-        on_device = tuple(cupy.asarray(a) for a in arrays)
-        out, mean, rstd = (
-            cupy.asarray(poisoned(*shape, dtype=dtype))
-            for shape, dtype in ((x.shape, x.dtype.name), *[(x.shape[:-1], "float32")] * 2)
-        )
-        bound = bind_layernorm(
-            on_device, out, eps=eps, variant=variant, block=block, mean=mean, rstd=rstd
-        )
-        assert bound.run() is out
-        results.append((out.get(), mean.get(), rstd.get()))
-    for first, second in zip(*results, strict=True):
-        np.testing.assert_array_equal(first, second)
-    return results[0]
-
-
-Run = Callable[..., Outputs]
 on_both = pytest.mark.parametrize(
-    "run_on",
-    [
-        pytest.param(on_shim, id="cpu", marks=on_the_cpu),
-        pytest.param(on_gpu, id="gpu", marks=pytest.mark.gpu),
-    ],
+    "where", [pytest.param("forward", id="cpu", marks=on_the_cpu), GPU]
 )
 
 
 @on_both
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_large_mean(run_on: Run, variant: str) -> None:
+def test_a_large_mean(where: str, variant: str) -> None:
     """E[x²] - E[x]² has lost its digits where the variance around the mean has not."""
     x, gamma, beta = inputs(16, 48)
     x = (1000 + 0.1 * x).astype(np.float32)
-    got = run_on(variant, (x, gamma, beta))
+    got = evaluate(where, variant, (x, gamma, beta))
     if variant not in ONE_PASS:
         assert_right(variant, got, x, gamma, beta)
         return
@@ -335,11 +299,11 @@ def test_a_large_mean(run_on: Run, variant: str) -> None:
 
 @on_both
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_constant_rows(run_on: Run, variant: str) -> None:
+def test_constant_rows(where: str, variant: str) -> None:
     """Rounding makes some of these variances negative in one pass; none may become NaN."""
     constants = 1e4 + 0.37 * np.arange(20)
     x = np.repeat(constants[:, None], 48, axis=1).astype(np.float32)
-    out, mean, rstd = run_on(variant, (x, normal(1, 48), normal(2, 48)))
+    out, mean, rstd = evaluate(where, variant, (x, normal(1, 48), normal(2, 48)))
     np.testing.assert_allclose(mean, x[:, 0], rtol=1e-6)
     assert np.isfinite(out).all()
     assert (rstd > 0).all()
@@ -352,16 +316,16 @@ def test_constant_rows_need_the_clamp(variant: str) -> None:
     source = Source.shipped(OPERATION.variant(variant).file)
     source = source.edited("if (var < 0.0f) var = 0.0f;", "")
     x = np.repeat((1e4 + 0.37 * np.arange(20))[:, None], 48, axis=1).astype(np.float32)
-    rstd = on_shim(variant, (x, normal(1, 48), normal(2, 48)), source=source)[2]
+    rstd = run_edited(source, variant, (x, normal(1, 48), normal(2, 48)), "forward")[2]
     assert np.isnan(rstd).any()
 
 
 @on_both
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nan_stays_in_its_row_and_eps_counts(run_on: Run, variant: str) -> None:
+def test_nan_stays_in_its_row_and_eps_counts(where: str, variant: str) -> None:
     x, gamma, beta = inputs(3, 48)
     x[1, 7] = np.nan
-    out, mean, rstd = run_on(variant, (x, gamma, beta), eps=0.5)
+    out, mean, rstd = evaluate(where, variant, (x, gamma, beta), eps=0.5)
     for result in (out[:, 0], mean, rstd):
         assert np.isnan(result).tolist() == [False, True, False]
     rows = [0, 2]
@@ -564,14 +528,6 @@ def test_constants_that_make_no_sense_do_not_compile(
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
@@ -579,7 +535,7 @@ def cp() -> ModuleType:
 )
 def test_widths(variant: str, C: int) -> None:
     arrays = inputs(5 if C > 2000 else 33, C)
-    assert_right(variant, on_gpu(variant, arrays), *arrays)
+    assert_right(variant, evaluate("gpu", variant, arrays), *arrays)
 
 
 @pytest.mark.gpu
@@ -589,7 +545,7 @@ def test_widths(variant: str, C: int) -> None:
 )
 def test_half_precision(dtype: str, C: int) -> None:
     arrays = inputs(5 if C > 2000 else 33, C, dtype)
-    assert_right("6", on_gpu("6", arrays), *arrays)
+    assert_right("6", evaluate("gpu", "6", arrays), *arrays)
 
 
 @pytest.mark.gpu
@@ -597,21 +553,19 @@ def test_half_precision(dtype: str, C: int) -> None:
 def test_every_block_size(variant: str) -> None:
     arrays = inputs(1030, 768)
     for block in BLOCKS[1:] if variant == "6" else BLOCKS:  # a row of kernel 6 takes 64 threads
-        assert_right(variant, on_gpu(variant, arrays, block=block), *arrays)
+        assert_right(variant, evaluate("gpu", variant, arrays, block=block), *arrays)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_documented_size(variant: str) -> None:
     x, gamma, beta = OPERATION.make(OPERATION.sizes, np.random.default_rng(0))
-    assert_right(variant, on_gpu(variant, (x, gamma, beta)), x, gamma, beta)
+    assert_right(variant, evaluate("gpu", variant, (x, gamma, beta)), x, gamma, beta)
 
 
 @pytest.mark.gpu
-def test_many_rows(cp: ModuleType) -> None:
+def test_many_rows() -> None:
     """More than 2³¹ elements: equal rows must give equal results to the last one."""
-    from gpt2block import ops  # noqa: PLC0415
-
     row, gamma, beta = inputs(1, 768)
     x = cp.empty((2_800_000, 768), "float32")
     x[:] = cp.asarray(row)
@@ -622,9 +576,7 @@ def test_many_rows(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_the_public_function(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_public_function() -> None:
     arrays = tuple(cp.asarray(a) for a in inputs(6, 96))
     x, gamma, beta = arrays
     ten_step = OPERATIONS["layernorm"].bind(arrays, eps=EPS).run()
@@ -649,25 +601,19 @@ def test_the_public_function(cp: ModuleType) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_start_anywhere(cp: ModuleType, dtype: str, offset: int) -> None:
+def test_rows_that_start_anywhere(dtype: str, offset: int) -> None:
     """Narrower loads where x, gamma or beta is not aligned to 16 bytes."""
 
     arrays = inputs(5, 768, dtype)
-    moved = []
-    for array in arrays:
-        memory = cp.zeros(array.size + offset, array.dtype)
-        memory[offset:] = cp.asarray(array).ravel()
-        moved.append(memory[offset:].reshape(array.shape))
-    bound = bind_layernorm(tuple(moved), eps=EPS, variant=6)
+    on_device = tuple(moved(a, offset) for a in arrays)
+    bound = bind_layernorm(on_device, eps=EPS, variant=6)
     bound.run()
     got = (bound.out.get(), bound.extra[0].get(), bound.extra[1].get())
     assert_right("6", got, *arrays)
 
 
 @pytest.mark.gpu
-def test_wrong_arguments_are_refused(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_wrong_arguments_are_refused() -> None:
     x, gamma, beta = (cp.asarray(a) for a in inputs(4, 4096))
     wide = cp.zeros((4, 4096))
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,24 +11,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, emulator, reference
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
 from gpt2block.ops._rows import THREADS, VALUES, share
 from gpt2block.ops.layernorm_gelu import FILE, OPERATION, Job, layernorm_gelu
 from gpt2block.ops.layernorm_gelu import bind as bind_layernorm_gelu
 from tests import plain
+from tests.devices import H200, in_every_order, moved, on_every_backend, outputs
 from tests.launches import geometry_of, stub
 from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 few = settings(max_examples=5)
-H200 = 132  # multiprocessors
 
 
 def exact(
@@ -49,48 +45,16 @@ def evaluate(
     eps: float = 1e-5,
     block: int | None = None,
     sms: int = H200,
+    in_place: bool = False,
 ) -> Array:
     """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
     if where == "numpy":
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(reference.layernorm_gelu(x, gamma, beta, eps))
-    if where == "gpu":
-        return on_gpu(variant, x, gamma, beta, eps=eps, block=block)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    C = x.shape[-1]
-    rows = x.size // C
-    out = np.full_like(x, np.nan)
-    arrays = [None if a is None else emulator.adopted(a) for a in (x, gamma, beta, out)]
-    job = Job._make([*arrays, eps, rows, C, 1 if C % 4 else 4, sms, block])
-    how = geometry_of(OPERATION.variant(variant), job)
-    args = [x, out, gamma, beta, rows, eps] if variant == "rows" else [x, out, rows, C, eps]
-    order: Any = where.removeprefix("cpu-")
-    loader.run(
-        FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        args,
-        shared=how.shared,
-        defines=how.defines,
-        order=order,
-    )
-    return out
-
-
-def on_gpu(variant: str, *arrays: Array | None, eps: float, block: int | None) -> Array:
-    import cupy  # noqa: PLC0415
-
-    results = []
-    for _ in range(2):
-        inputs = tuple(None if a is None else cupy.asarray(a) for a in arrays)
-        out = cupy.full_like(inputs[0], np.nan)
-        bound = bind_layernorm_gelu(inputs, out, eps=eps, variant=variant, block=block)
-        results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[1])
-    first: Array = results[0]
-    return first
+    out = None if in_place else np.full_like(x, np.nan)
+    options = {"eps": eps, "variant": variant, "block": block}
+    arrays = (x, gamma, beta)
+    return outputs(where, bind_layernorm_gelu, arrays, out, multiprocessors=sms, **options)[0]
 
 
 def sequential(variant: str, x: Array, *affine: Array | None, eps: float = 1e-5) -> Array:
@@ -135,7 +99,7 @@ def test_every_variant(where: str, variant: str, rows: int, C: int) -> None:
     plain.assert_as_accurate(got, exact(x), sequential(variant, x))
 
 
-@pytest.mark.parametrize("where", CPU)
+@in_every_order
 @pytest.mark.parametrize(
     ("rows", "C"),
     [(5, 1024), (5, 768), (7, 48), (3, 1000), (2, 2052), (3, 41), (2, 1026)],
@@ -236,17 +200,13 @@ def test_the_error_of_gelu_by_exp2() -> None:
             assert np.abs(quotient - truth)[np.abs(v) < 6].max() < 2e-6
 
 
-@pytest.mark.parametrize("where", CPU)
+@in_every_order
 @pytest.mark.parametrize("C", [48, 768])
 def test_rows_in_place(where: str, C: int) -> None:
     x = normal(0, 9, C)
     expected = evaluate(where, "rows", x)
-    job = Job(stub(), None, None, stub(), 1e-5, 9, C, 4, H200, None)
-    how = geometry_of(OPERATION.variant("rows"), job)
-    order: Any = where.removeprefix("cpu-")
-    args = [x, x, None, None, 9, 1e-5]
-    loader.run(FILE, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
-    np.testing.assert_array_equal(x, expected)
+    got = evaluate(where, "rows", x, in_place=True)
+    np.testing.assert_array_equal(got, expected)
 
 
 @given(
@@ -303,14 +263,6 @@ def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int) -> Non
 # --- on the GPU alone ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 DOCUMENTED = [(128, 768), (256, 768), (1024, 768), (128, 1024), (256, 1024), (1024, 1024)]
 
 
@@ -319,7 +271,7 @@ DOCUMENTED = [(128, 768), (256, 768), (1024, 768), (128, 1024), (256, 1024), (10
 @pytest.mark.parametrize(("rows", "C"), [*DOCUMENTED, (256, 2048), (8192, 1024)])
 def test_the_documented_sizes(variant: str, rows: int, C: int) -> None:
     x = normal(rows, rows, C)
-    got = on_gpu(variant, x, eps=1e-5, block=None)
+    got = evaluate("gpu", variant, x)
     assert np.abs(got - exact(x)).max() <= 1e-5
     plain.assert_as_accurate(got, exact(x), sequential(variant, x))
 
@@ -334,14 +286,12 @@ def test_every_block_size(C: int) -> None:
         for block in variant.blocks:
             if variant.name == "rows" and VALUES * block < C:
                 continue
-            got = on_gpu(variant.name, x, eps=1e-5, block=block)
+            got = evaluate("gpu", variant.name, x, block=block)
             plain.assert_as_accurate(got, truth, expected)
 
 
 @pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_op() -> None:
     x, gamma, beta = normal(0, 2, 30, 96), normal(1, 96), normal(2, 96)
     on_device = cp.asarray(x)
     for variant in VARIANTS:
@@ -354,21 +304,16 @@ def test_the_op(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_that_do_not_start_on_16_bytes(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_rows_that_do_not_start_on_16_bytes() -> None:
     x = normal(0, 30, 96)
-    moved = cp.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
-    assert moved.data.ptr % 16
-    got = ops.layernorm_gelu(moved).get()
+    got = ops.layernorm_gelu(moved(x, 1)).get()
     plain.assert_as_accurate(got, exact(x), sequential("rows", x))
     transposed = cp.asarray(np.asfortranarray(x))
     plain.assert_as_accurate(ops.layernorm_gelu(transposed).get(), exact(x), sequential("rows", x))
 
 
 @pytest.mark.gpu
-def test_in_place_on_the_gpu(cp: ModuleType) -> None:
-
+def test_in_place_on_the_gpu() -> None:
     x = cp.asarray(normal(0, 300, 768))
     expected = layernorm_gelu(x).get()
     with pytest.raises(InputError, match="out: overlaps x: expected another array"):
@@ -378,9 +323,7 @@ def test_in_place_on_the_gpu(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     x, gamma = cp.zeros((3, 48), "float32"), cp.zeros(48, "float32")
     wide = cp.zeros((1, 16388), "float32")
     for args, options, message in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
@@ -20,16 +20,13 @@ from gpt2block.ops.layernorm import HELD, NARROW, OPERATION, narrow_geometry
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from tests import plain
 from tests.compiling import assert_clean
+from tests.devices import H200, moved, on_every_device, outputs
 
 Array = NDArray[Any]
 FILE = OPERATION.variant(NARROW).file
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PAIRS = [(x, out) for out in DTYPES for x in dict.fromkeys((out, "float32"))]  # x, out
 HALVES = [pair for pair in PAIRS if pair[1] != "float32"]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*CPU, GPU])
-H200 = 132  # multiprocessors
 EPS = 1e-5
 few = settings(max_examples=4)
 
@@ -58,36 +55,10 @@ def evaluate(
     *,
     sms: int = H200,
     eps: float = EPS,
-    source: loader.Source | None = None,
 ) -> Array:
-    x, *_ = arrays
-    rows, C = x.shape
-    if where == "gpu":
-        return on_gpu(arrays, out_dtype, eps)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    how = narrow_geometry(x.dtype == np.float32, rows, C, widest(C, out_dtype), sms)
-    out = np.full(x.shape, np.nan, DTYPES[out_dtype])
-    args = [*arrays, out, eps, rows, C]
-    options: dict[str, Any] = {"defines": how.defines, "storage": out_dtype}
-    order: Any = where.removeprefix("cpu-")
-    loader.run(source or FILE, how.kernel, how.grid, how.block, args, order=order, **options)
-    return out
-
-
-def on_gpu(arrays: tuple[Array, Array, Array], out_dtype: str, eps: float = EPS) -> Array:
-    """Bound to a poisoned output, twice; the bits must be the same."""
-    import cupy  # noqa: PLC0415
-
-    results: list[Array] = []
-    for _ in range(2):
-        out = cupy.asarray(np.full(arrays[0].shape, np.nan, DTYPES[out_dtype]))
-        on_device = tuple(cupy.asarray(a) for a in arrays)
-        bound = bind_layernorm(on_device, out, eps=eps, variant=NARROW)
-        assert bound.run() is out
-        results.append(out.get())
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
+    out = np.full(arrays[0].shape, np.nan, DTYPES[out_dtype])
+    options = {"eps": eps, "variant": NARROW}
+    return outputs(where, bind_layernorm, arrays, out, multiprocessors=sms, **options)[0]
 
 
 def constants(how: Geometry) -> dict[str, int]:
@@ -135,14 +106,14 @@ def test_a_row_too_long_for_registers_is_refused() -> None:
 # --- on the CPU and on the GPU --------------------------------------------------------------------
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(("x", "out"), PAIRS)
 def test_the_width_of_gpt2(where: str, x: str, out: str) -> None:
     arrays = inputs(0, 5, 768, x)
     assert_right(evaluate(where, arrays, out), arrays)
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(
     ("C", "x", "out", "sms"),
     [
@@ -162,14 +133,14 @@ def test_rows(where: str, C: int, x: str, out: str, sms: int, rows: int) -> None
     assert_right(evaluate(where, arrays, out, sms=sms), arrays)
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(("x", "out"), HALVES)
 def test_several_warps_a_row_and_several_rows_a_team(where: str, x: str, out: str) -> None:
     arrays = inputs(0, 5, 1600, x)
     assert_right(evaluate(where, arrays, out, sms=0), arrays)
 
 
-@on_every_backend
+@on_every_device
 def test_a_row_has_the_same_bits_alone_and_in_turn(where: str) -> None:
     x, gamma, beta = inputs(0, 37, 768, "bfloat16")
     alone = [evaluate(where, (x[i : i + 1], gamma, beta), "bfloat16") for i in (0, 20, 36)]
@@ -177,7 +148,7 @@ def test_a_row_has_the_same_bits_alone_and_in_turn(where: str) -> None:
     np.testing.assert_array_equal(np.concatenate(alone), together[[0, 20, 36]])
 
 
-@on_every_backend
+@on_every_device
 def test_a_large_mean_eps_and_what_is_not_finite(where: str) -> None:
     x, gamma, beta = inputs(0, 9, 96, "float32")
     x = (1000 + 0.1 * x).astype(np.float32)
@@ -196,8 +167,17 @@ def test_a_missing_barrier_shows() -> None:
         pytest.skip(problem)
     arrays = inputs(0, 2, 1600, "bfloat16")
     source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="lib/rows.cuh")
-    right = evaluate("cpu-forward", arrays, "bfloat16")
-    assert any((evaluate(w, arrays, "bfloat16", source=source) != right).any() for w in CPU)
+    right = evaluate("forward", arrays, "bfloat16")
+    how = narrow_geometry(False, 2, 1600, 8, H200)
+
+    def differs(order: loader.Order) -> bool:
+        out = np.full_like(right, np.nan)
+        args: list[Any] = [*arrays, out, EPS, 2, 1600]
+        options: dict[str, Any] = {"defines": how.defines, "storage": "bfloat16", "order": order}
+        loader.run(source, how.kernel, how.grid, how.block, args, **options)
+        return bool((out != right).any())
+
+    assert any(map(differs, loader.ORDERS))
 
 
 def test_compiles_without_spills() -> None:
@@ -216,59 +196,45 @@ def test_compiles_without_spills() -> None:
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("x", "out"), PAIRS)
 @pytest.mark.parametrize("C", [1, 2, 7, 48, 100, 768, 769, 1024, 1280, 1600, 4096, 8191, 16384])
 def test_widths(x: str, out: str, C: int) -> None:
     for rows in (1, 17, 1000) if C < 5000 else (5,):
         arrays = inputs(rows, rows, C, x)
-        assert_right(on_gpu(arrays, out), arrays)
+        assert_right(evaluate("gpu", arrays, out), arrays)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("x", "out"), HALVES)
-def test_many_rows(cp: ModuleType, x: str, out: str) -> None:
-
+def test_many_rows(x: str, out: str) -> None:
     row, gamma, beta = inputs(0, 1, 768, x)
     many = cp.asarray(np.repeat(row, 65537, axis=0))
     to = cp.empty(many.shape, out)
     vectors = cp.asarray(gamma), cp.asarray(beta)
     bind_layernorm((many, *vectors), to, eps=EPS, variant=NARROW).run()
     assert bool((to == to[0]).all())
-    np.testing.assert_array_equal(to[:1].get(), on_gpu((row, gamma, beta), out))
+    np.testing.assert_array_equal(to[:1].get(), evaluate("gpu", (row, gamma, beta), out))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @pytest.mark.parametrize("which", range(4))
-def test_arrays_that_start_anywhere(cp: ModuleType, which: int, offset: int) -> None:
-
+def test_arrays_that_start_anywhere(which: int, offset: int) -> None:
     arrays = inputs(0, 5, 768, "bfloat16")
-    every = [*map(cp.asarray, arrays), cp.empty((5, 768), "bfloat16")]
-    memory = cp.zeros(every[which].size + offset, every[which].dtype)
-    memory[offset:] = every[which].ravel()
-    every[which] = memory[offset:].reshape(every[which].shape)
+    hosts = [*arrays, np.full_like(arrays[0], np.nan)]
+    every = [moved(array, offset if i == which else 0) for i, array in enumerate(hosts)]
     bind_layernorm(tuple(every[:3]), every[3], eps=EPS, variant=NARROW).run()
     assert_right(every[3].get(), arrays)
 
 
 @pytest.mark.gpu
-def test_the_public_function_and_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_public_function_and_bad_input() -> None:
     arrays = inputs(0, 6, 768, "bfloat16")
     x, gamma, beta = map(cp.asarray, arrays)
     got = ops.layernorm(x, gamma, beta)  # its variant follows from the dtypes
     assert got.dtype.name == "bfloat16"
-    np.testing.assert_array_equal(got.get(), on_gpu(arrays, "bfloat16"))
+    np.testing.assert_array_equal(got.get(), evaluate("gpu", arrays, "bfloat16"))
     assert ops.layernorm(x, gamma.astype("bfloat16"), beta.astype("bfloat16")).dtype == x.dtype
     for args, options, message in (
         ((x, gamma, beta), {"variant": NARROW, "stats": True}, "it gives no mean and rstd"),

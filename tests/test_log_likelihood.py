@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.emulator import loader
-from gpt2block.ops.log_likelihood import FILE, choose_geometry
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy as cp
+from gpt2block.ops.log_likelihood import THREADS, choose_geometry
 from gpt2block.ops.log_likelihood import bind as bind_log_likelihood
 from tests import plain
+from tests.devices import on_every_backend, on_every_device, outputs
 from tests.plain import normal
 
 Array = NDArray[Any]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
 few = settings(max_examples=4)
 
 
@@ -43,39 +42,17 @@ def sequential(x: Array, targets: Array) -> Array:
 
 
 def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
-    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    """On NumPy, on the CPU in a thread order, or on the GPU, twice, with the same bits.
+
+    threads: of a block on the CPU.
+    """
     if where == "numpy":
         return np.asarray(reference.log_likelihood(x, targets))
-    if where == "gpu":
-        return on_gpu(x, targets)
-    if problem := loader.missing():
-        pytest.skip(problem)
     out = np.full(targets.shape, np.inf, np.float32)
-    geometry = choose_geometry(targets.size, threads)
-    args = [x, targets, out, x.shape[-1]]
-    order: Any = where.removeprefix("cpu-")
-    loader.run(
-        FILE,
-        geometry.kernel,
-        geometry.grid,
-        geometry.block,
-        args,
-        defines=geometry.defines,
-        order=order,
-    )
-    return out
-
-
-def on_gpu(x: Array, targets: Array) -> Array:
-    import cupy  # noqa: PLC0415
-
-    results: list[Array] = []
-    for _ in range(2):
-        out = cupy.full(targets.shape, np.inf, np.float32)
-        arrays = cupy.asarray(x), cupy.asarray(targets)
-        results.append(bind_log_likelihood(arrays, out).run().get())
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
+    with pytest.MonkeyPatch.context() as patch:
+        geometry = partial(choose_geometry, threads=THREADS if where == "gpu" else threads)
+        patch.setitem(bind_log_likelihood.__globals__, "choose_geometry", geometry)
+        return outputs(where, bind_log_likelihood, (x, targets), out)[0]
 
 
 def test_reference_against_a_loop_by_hand() -> None:
@@ -132,7 +109,7 @@ def test_rows_and_targets_that_have_none(where: str) -> None:
     np.testing.assert_array_equal(got[[0, 7]], clean[[0, 7]])
 
 
-@pytest.mark.parametrize("where", [*CPU, GPU])
+@on_every_device
 @pytest.mark.parametrize("V", [33, 1001])
 def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
     """Also where it starts elsewhere in memory: the rows are of odd length."""
@@ -149,17 +126,13 @@ def test_a_row_has_the_same_bits_alone(where: str, V: int) -> None:
 @pytest.mark.parametrize(("N", "V"), [(1, 50257), (300, 50257), (3, 1_000_003)])
 def test_vocabularies(N: int, V: int) -> None:
     x, targets = case(N, V)
-    got = on_gpu(x, targets)
+    got = evaluate("gpu", x, targets)
     plain.assert_as_accurate(got, exact(x, targets), sequential(x, targets))
-    np.testing.assert_array_equal(on_gpu(x[-1:], targets[-1:]), got[-1:])
+    np.testing.assert_array_equal(evaluate("gpu", x[-1:], targets[-1:]), got[-1:])
 
 
 @pytest.mark.gpu
 def test_calls_and_bad_inputs() -> None:
-    import cupy as cp  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     x, targets = (cp.asarray(a) for a in case(6, 40))
     shaped = ops.log_likelihood(x.reshape(2, 3, 40), targets.reshape(2, 3))
     assert shaped.shape == (2, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -13,21 +12,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, reference
+from gpt2block import InputError, KernelError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
+from gpt2block.cuda.arrays import row_stride
 from gpt2block.emulator import loader
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, VALUES
 from gpt2block.ops.rmsnorm import BLOCKS, FILE, OPERATION, choose_geometry
 from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
 from tests import plain
+from tests.devices import H200, moved, on_every_device, outputs
 
 Array = NDArray[Any]
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*CPU, GPU])
-H200 = 132  # multiprocessors
 EPS = 1e-6
 few = settings(max_examples=4)
 
@@ -70,7 +68,6 @@ def evaluate(
     sms: int = H200,
     block: int | None = None,
     eps: float = EPS,
-    source: loader.Source | None = None,
     residual: Array | None = None,
 ) -> Array:
     """x (M, C) as the first columns of rows `apart` wider, with NaN in the others.
@@ -80,53 +77,22 @@ def evaluate(
     M, C = x.shape
     wide = np.full((M, C + apart), np.nan, x.dtype)
     wide[:, :C] = x
-    if where == "gpu":
-        return on_gpu(wide, C, weight, block=block, eps=eps, residual=residual)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    dtype = x.dtype.name
-    width = widest(dtype, C, C + apart)
-    geometry = choose_geometry(M, C, width, sms, block, residual is not None)
     out = np.full_like(x, np.nan)
-    total = None if residual is None else np.full_like(x, np.nan)
-    args = [wide, residual, weight, total, out, C + apart, eps, M]
-    options: dict[str, Any] = {"defines": geometry.defines, "storage": dtype}
-    order: Any = where.removeprefix("cpu-")
-    loader.run(
-        source or FILE, geometry.kernel, geometry.grid, geometry.block, args, order=order, **options
-    )
+    inputs = (wide, weight) if residual is None else (wide, weight, residual)
+
+    def bind(inputs: tuple[Any, ...], out: Any, **options: Any) -> Any:
+        rows, *others = inputs
+        return bind_rmsnorm((rows[:, :C], *others), out, **options)
+
+    got = outputs(where, bind, inputs, out, multiprocessors=sms, eps=eps, block=block)
     if residual is not None:
-        np.testing.assert_array_equal(total, added(x, residual))
-    return out
+        np.testing.assert_array_equal(got[1], added(x, residual))
+    return got[0]
 
 
 def added(x: Array, residual: Array) -> Array:
     """Their sum as it is stored."""
     return (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
-
-
-def on_gpu(
-    wide: Array,
-    C: int,
-    weight: Array,
-    *,
-    block: int | None,
-    eps: float,
-    residual: Array | None,
-) -> Array:
-    import cupy  # noqa: PLC0415
-
-    results: list[Array] = []
-    for _ in range(2):
-        x = cupy.asarray(wide)[:, :C]
-        out = cupy.asarray(np.full(x.shape, np.nan, x.dtype))
-        inputs = (x, cupy.asarray(weight), *(() if residual is None else (cupy.asarray(residual),)))
-        bound = bind_rmsnorm(inputs, out, eps=eps, block=block)
-        results.append(bound.run().get())
-        if residual is not None:
-            np.testing.assert_array_equal(bound.extra[0].get(), added(wide[:, :C], residual))
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
 
 
 # --- what it means, and how rows are shared out ---------------------------------------------------
@@ -180,7 +146,7 @@ def test_the_operation_describes_itself() -> None:
 # --- on the CPU and on the GPU --------------------------------------------------------------------
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(
     ("dtype", "M", "C", "apart", "sms"),
     [
@@ -213,7 +179,7 @@ SHAPES = [
 ]
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(("dtype", "C", "apart", "sms"), SHAPES)
 @few
 @given(M=st.integers(1, 19))
@@ -224,7 +190,7 @@ def test_rows(where: str, dtype: str, C: int, apart: int, sms: int, M: int) -> N
     assert_right(evaluate(where, x, weight, apart=apart, sms=sms), x, weight)
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_too_long_for_registers_are_read_twice(where: str, dtype: str) -> None:
     C = LONGEST_IN_REGISTERS + 8
@@ -232,7 +198,7 @@ def test_rows_too_long_for_registers_are_read_twice(where: str, dtype: str) -> N
     assert_right(evaluate(where, x, weight, apart=8, block=256), x, weight)
 
 
-@on_every_backend
+@on_every_device
 def test_nan_and_infinity_stay_in_their_row_and_column_and_eps_counts(where: str) -> None:
     x, weight = normal(0, 5, 300), normal(1, 300)
     clean = evaluate(where, x, weight, eps=0.5)
@@ -249,7 +215,7 @@ def test_nan_and_infinity_stay_in_their_row_and_column_and_eps_counts(where: str
     np.testing.assert_array_equal(got[[0, 2, 4]][:, others], clean[[0, 2, 4]][:, others])
 
 
-@on_every_backend
+@on_every_device
 def test_a_row_of_zeros_and_one_of_large_values(where: str) -> None:
     x, weight = normal(0, 3, 300), normal(1, 300)
     x[0] = 0
@@ -263,8 +229,17 @@ def test_a_missing_barrier_shows() -> None:
         pytest.skip(problem)
     x, weight = normal(0, 2, 768), normal(1, 768)
     source = loader.Source.shipped(FILE).edited("__syncthreads();", "", header="lib/rows.cuh")
-    right = evaluate("cpu-forward", x, weight)
-    assert any((evaluate(where, x, weight, source=source) != right).any() for where in CPU)
+    right = evaluate("forward", x, weight)
+    geometry = choose_geometry(2, 768, 4, H200)
+    launch = geometry.kernel, geometry.grid, geometry.block
+
+    def differs(order: loader.Order) -> bool:
+        out = np.full_like(x, np.nan)
+        args = [x, None, weight, None, out, 768, EPS, 2]
+        loader.run(source, *launch, args, defines=geometry.defines, order=order)
+        return bool((out != right).any())
+
+    assert any(map(differs, loader.ORDERS))
 
 
 # --- with NVRTC -----------------------------------------------------------------------------------
@@ -305,14 +280,6 @@ def test_constants_that_make_no_sense_do_not_compile(
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -337,10 +304,8 @@ def test_block_sizes(block: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_many_rows(cp: ModuleType, dtype: str) -> None:
+def test_many_rows(dtype: str) -> None:
     """More than 2³¹ elements, read from rows twice as wide: equal rows must give equal results."""
-    from gpt2block import ops  # noqa: PLC0415
-
     rows = 2_200_000
     if cp.cuda.Device().mem_info[1] < 36 << 30:
         pytest.skip("needs a GPU with 36 GB")
@@ -355,9 +320,8 @@ def test_many_rows(cp: ModuleType, dtype: str) -> None:
 
 
 @pytest.mark.gpu
-def test_views_are_read_where_they_are_or_copied(cp: ModuleType) -> None:
+def test_views_are_read_where_they_are_or_copied() -> None:
     from gpt2block import ops  # noqa: PLC0415
-    from gpt2block.cuda.arrays import row_stride  # noqa: PLC0415
 
     host = normal(0, 4, 6, 96, dtype="float16")
     weight = normal(1, 32, dtype="float16")
@@ -389,21 +353,15 @@ def test_views_are_read_where_they_are_or_copied(cp: ModuleType) -> None:
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", ["x", "weight", "out"])
-def test_arrays_that_start_anywhere(cp: ModuleType, dtype: str, offset: int, which: str) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_arrays_that_start_anywhere(dtype: str, offset: int, which: str) -> None:
     x, weight = normal(0, 5, 768, dtype=dtype), normal(1, 768, dtype=dtype)
-    arrays = {"x": cp.asarray(x), "weight": cp.asarray(weight), "out": cp.empty(x.shape, x.dtype)}
-    memory = cp.zeros(arrays[which].size + offset, x.dtype)
-    memory[offset:] = arrays[which].ravel()
-    arrays[which] = memory[offset:].reshape(arrays[which].shape)
+    hosts = {"x": x, "weight": weight, "out": np.full_like(x, np.nan)}
+    arrays = {name: moved(a, offset if name == which else 0) for name, a in hosts.items()}
     assert_right(ops.rmsnorm(**arrays).get(), x, weight)
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     x, weight = cp.zeros((3, 4096), "float16"), cp.zeros(4096, "float16")
     flat = cp.zeros(8192, "float16")
     for args, options, message in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cmath
 import math
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -14,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, KernelError, reference
+from gpt2block import InputError, KernelError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
 from gpt2block.ops.rope import (
     BLOCKS,
     FILE,
@@ -27,15 +26,12 @@ from gpt2block.ops.rope import (
 )
 from gpt2block.ops.rope import bind as bind_rope
 from tests import plain
+from tests.devices import H200, moved, on_every_device, running_on
 
 Array = NDArray[Any]
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*CPU, GPU])
 both_layouts = pytest.mark.parametrize("half_split", [False, True])
-H200 = 132  # multiprocessors
 few = settings(max_examples=4)
 
 
@@ -65,53 +61,25 @@ def evaluate(
     parts: int = 1,
     in_place: bool = False,
 ) -> Array:
-    """x (B, T, H, D) as the first of `parts` in every row, NaN in the others."""
+    """x (B, T, H, D) as the first of `parts` in every row, NaN in the others.
+
+    width: elements a load at most; the arrays do not start on a multiple of more.
+    """
     B, T, H, D = x.shape
     rows = np.full((B, T, parts, H, D), np.nan, x.dtype)
     rows[:, :, 0] = x
-    options: dict[str, Any] = {"half_split": half_split}
-    if where == "gpu":
-        return on_gpu(rows, in_place, start=start, theta=theta, block=block, **options)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    out = rows if in_place else np.full_like(x, np.nan)
-    item, unit = x.dtype.itemsize, D // 2 if half_split else D
-    width = width or next(w for w in (16 // item, 4, 2, 1) if unit % w == 0)
-    geometry = choose_geometry(B, T, H, D, half_split, width, sms, block)
-    heads = H * D
-    distances = [T * parts * heads, T * heads, parts * heads, heads, D, D]
-    if in_place:
-        distances[1::2] = distances[::2]
-    args = [rows, out, *distances, start, *exponent_step(theta, D), T, H]
-    order: Any = where.removeprefix("cpu-")
-    dtype = x.dtype.name
-    loader.run(
-        FILE,
-        geometry.kernel,
-        geometry.grid,
-        geometry.block,
-        args,
-        defines=geometry.defines,
-        order=order,
-        storage=dtype,
-    )
-    if in_place:
-        assert np.isnan(rows[:, :, 1:]).all()
-        return rows[:, :, 0]
-    return out
-
-
-def on_gpu(rows: Array, in_place: bool, **options: Any) -> Array:
-    import cupy  # noqa: PLC0415
-
     results: list[Array] = []
-    for _ in range(2):
-        on_device = cupy.asarray(rows)
-        x = on_device[:, :, 0]
-        out = x if in_place else cupy.asarray(np.full(x.shape, np.nan, x.dtype))
-        results.append(bind_rope((x,), out, **options).run().get())
-        assert np.isnan(on_device.get()[:, :, 1:].astype(np.float32)).all()
-    np.testing.assert_array_equal(results[0], results[1])
+    with running_on(where, sms):
+        for _ in range(2 if where == "gpu" else 1):
+            on_device = moved(rows, width or 0)
+            view = on_device[:, :, 0]
+            out = view if in_place else moved(np.full_like(x, np.nan), width or 0)
+            options: dict[str, Any] = {"start": start, "theta": theta, "half_split": half_split}
+            results.append(bind_rope((view,), out, block=block, **options).run().get())
+            after = on_device.get()
+            assert np.isnan(after[:, :, 1:].astype(np.float32)).all()
+            np.testing.assert_array_equal(after[:, :, 0], results[0] if in_place else x)
+    np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
 
 
@@ -215,7 +183,7 @@ SHAPES = [
 ]
 
 
-@on_every_backend
+@on_every_device
 @both_layouts
 @pytest.mark.parametrize(("dtype", "H", "D", "width", "sms"), SHAPES)
 @few
@@ -237,14 +205,12 @@ def test_any_shape(
     start: int,
     parts: int,
 ) -> None:
-    if half_split and width is None and D // 2 % 2:
-        width = 1
     x = normal(T, B, T, H, D, dtype=dtype)
     got = evaluate(where, x, start, 1e4, half_split, width=width, sms=sms, parts=parts)
     assert_right(got, x, start, 1e4, half_split)
 
 
-@on_every_backend
+@on_every_device
 @both_layouts
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_in_place_among_others(where: str, dtype: str, half_split: bool) -> None:
@@ -253,7 +219,7 @@ def test_in_place_among_others(where: str, dtype: str, half_split: bool) -> None
     np.testing.assert_array_equal(got, evaluate(where, x, 5, 1e4, half_split))
 
 
-@on_every_backend
+@on_every_device
 @pytest.mark.parametrize(("theta", "D"), [(1e4, 64), (5e5, 128), (1.0, 6), (16.0, 4), (1e4, 2)])
 def test_far_positions(where: str, theta: float, D: int) -> None:
     """What the source says: an angle is right to about 2^-27 of itself, and pair 0 exactly."""
@@ -268,7 +234,7 @@ def test_far_positions(where: str, theta: float, D: int) -> None:
         assert error.max() <= (start + 8) * 2.0**-26 + rounding
 
 
-@on_every_backend
+@on_every_device
 def test_an_output_depends_on_its_pair_alone(where: str) -> None:
     x = normal(0, 2, 5, 3, 16)
     x[1, 2, 1, 6] = np.nan
@@ -278,7 +244,7 @@ def test_an_output_depends_on_its_pair_alone(where: str) -> None:
     np.testing.assert_array_equal(~np.isfinite(evaluate(where, x)), wrong)
 
 
-@on_every_backend
+@on_every_device
 def test_position_0_is_left_as_it_is(where: str) -> None:
     x = normal(0, 1, 3, 3, 16, dtype="float16")
     got = evaluate(where, x)
@@ -289,7 +255,7 @@ def test_position_0_is_left_as_it_is(where: str) -> None:
 @pytest.mark.parametrize("block", [32, 512])
 def test_block_sizes_on_the_cpu(block: int) -> None:
     x = normal(0, 1, 9, 3, 24)
-    assert_right(evaluate("cpu-shuffled", x, block=block), x)
+    assert_right(evaluate("shuffled", x, block=block), x)
 
 
 # --- with NVRTC -----------------------------------------------------------------------------------
@@ -328,14 +294,6 @@ def test_constants_that_make_no_sense_do_not_compile(
 # --- on the GPU alone -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @both_layouts
@@ -360,25 +318,17 @@ def test_block_sizes(block: int) -> None:
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @both_layouts
-def test_arrays_that_start_anywhere(
-    cp: ModuleType, dtype: str, offset: int, half_split: bool
-) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_arrays_that_start_anywhere(dtype: str, offset: int, half_split: bool) -> None:
     x = normal(0, 2, 40, 3, 32, dtype=dtype)
-    memory = cp.zeros(x.size + offset, x.dtype)
-    memory[offset:] = cp.asarray(x).ravel()
-    moved = memory[offset:].reshape(x.shape)
-    assert_right(ops.rope(moved, 3, half_split=half_split).get(), x, 3, 1e4, half_split)
-    out = cp.empty(x.size + offset, x.dtype)[offset:].reshape(x.shape)
+    got = ops.rope(moved(x, offset), 3, half_split=half_split)
+    assert_right(got.get(), x, 3, 1e4, half_split)
+    out = moved(np.full_like(x, np.nan), offset)
     assert ops.rope(cp.asarray(x), 3, half_split=half_split, out=out) is out
     assert_right(out.get(), x, 3, 1e4, half_split)
 
 
 @pytest.mark.gpu
-def test_views(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_views() -> None:
     host = normal(0, 3, 20, 4, 48, dtype="float16")
     x = cp.asarray(host)
     for view, expected in (
@@ -403,9 +353,7 @@ def test_views(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_an_int_counts(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_more_elements_than_an_int_counts() -> None:
     if cp.cuda.Device().mem_info[1] < 12 << 30:
         pytest.skip("needs a GPU with 12 GB")
     T = 600_000
@@ -420,9 +368,7 @@ def test_more_elements_than_an_int_counts(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     x = cp.zeros((3, 2, 8), "float16")
     flat = cp.zeros(100, "float16")
     cases: tuple[tuple[Any, dict[str, Any], str], ...] = (

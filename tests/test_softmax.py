@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,24 +11,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS
 from gpt2block.ops.softmax import FILE, OPERATION, Job
 from gpt2block.ops.softmax import bind as bind_softmax
 from tests import plain
+from tests.devices import H200, in_every_order, moved, on_every_backend, outputs
 from tests.launches import geometry_of, stub
 from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", ["numpy", *CPU, GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 few = settings(max_examples=4)
-H200 = 132  # multiprocessors
 
 
 def exact(x: Array, causal: bool = False) -> Array:
@@ -46,7 +42,7 @@ def sequential(x: Array, causal: bool = False) -> Array:
 
 def evaluate(
     where: str,
-    variant: str,
+    variant: str | None,
     x: Array,
     causal: bool = False,
     *,
@@ -58,43 +54,9 @@ def evaluate(
     if where == "numpy":
         with np.errstate(invalid="ignore"):
             return np.asarray(reference.softmax(x, causal))
-    if where == "gpu":
-        return on_gpu(variant, x, causal, block=block, in_place=in_place)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    n = x.shape[-1]
-    rows = x.size // n
-    x = x.copy()
-    out = x if in_place else np.full_like(x, np.nan)
-    job = Job(stub(), stub(), rows, n, causal, 1 if n % 4 else 4, sms, block)
-    geometry = geometry_of(OPERATION.variant(variant), job)
-    order: Any = where.removeprefix("cpu-")
-    args = [x, out, rows, n]
-    loader.run(
-        FILE,
-        geometry.kernel,
-        geometry.grid,
-        geometry.block,
-        args,
-        defines=geometry.defines,
-        order=order,
-    )
-    return out
-
-
-def on_gpu(
-    variant: str | None, x: Array, causal: bool, *, block: int | None = None, in_place: bool = False
-) -> Array:
-    import cupy  # noqa: PLC0415
-
-    results: list[Array] = []
-    for _ in range(2):
-        scores = cupy.asarray(x)
-        out = scores if in_place else cupy.full_like(scores, np.nan)
-        bound = bind_softmax((scores,), out, causal=causal, variant=variant, block=block)
-        results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[1])
-    return results[0]
+    out = None if in_place else np.full_like(x, np.nan)
+    options = {"causal": causal, "variant": variant, "block": block}
+    return outputs(where, bind_softmax, (x,), out, multiprocessors=sms, **options)[0]
 
 
 def test_reference_against_a_loop_by_hand() -> None:
@@ -149,7 +111,7 @@ def test_in_place(where: str, variant: str, causal: bool) -> None:
     np.testing.assert_array_equal(got, evaluate(where, variant, x, causal))
 
 
-@pytest.mark.parametrize("where", CPU)
+@in_every_order
 @pytest.mark.parametrize(("rows", "n"), [(7, 1024), (5, 200), (9, 12), (3, 41), (2, 1100)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_of_a_large_batch(where: str, rows: int, n: int, causal: bool) -> None:
@@ -228,14 +190,6 @@ def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int, causal
 # --- on the GPU alone ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [64, 1000, 1021, 5120, 16384])
 def test_every_block_size(n: int) -> None:
@@ -245,7 +199,7 @@ def test_every_block_size(n: int) -> None:
         for block in variant.blocks:
             if variant.name == "rows" and 32 * block < n:
                 continue
-            got = on_gpu(variant.name, x, False, block=block)
+            got = evaluate("gpu", variant.name, x, block=block)
             plain.assert_as_accurate(got, truth, expected)
 
 
@@ -256,7 +210,7 @@ def test_causal_on_the_gpu(T: int) -> None:
     truth, expected = exact(x, causal=True), sequential(x, causal=True)
     for variant in (None, *VARIANTS):
         for in_place in (False, True):
-            got = on_gpu(variant, x, True, in_place=in_place)
+            got = evaluate("gpu", variant, x, True, in_place=in_place)
             plain.assert_as_accurate(got, truth, expected)
             assert (got[:, ~np.tri(T, dtype=bool)] == 0).all()
 
@@ -267,21 +221,17 @@ def test_long_rows() -> None:
     x = 3 * normal(0, 9, 50257)
     truth, expected = exact(x), sequential(x)
     for variant in (None, "three_pass", "online_warp", "online_block"):
-        plain.assert_as_accurate(on_gpu(variant, x, False), truth, expected)
+        plain.assert_as_accurate(evaluate("gpu", variant, x), truth, expected)
 
 
 @pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_op() -> None:
     x = normal(0, 2, 30, 30)
     scores = cp.asarray(x)
     for causal in (False, True):
         truth, expected = exact(x, causal), sequential(x, causal)
         plain.assert_as_accurate(ops.softmax(scores, causal).get(), truth, expected)
-        moved = cp.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
-        assert moved.data.ptr % 16
-        plain.assert_as_accurate(ops.softmax(moved, causal).get(), truth, expected)
+        plain.assert_as_accurate(ops.softmax(moved(x, 1), causal).get(), truth, expected)
     np.testing.assert_array_equal(scores.get(), x)  # a new array each time
     strided = ops.softmax(scores.transpose(0, 2, 1)).get()
     np.testing.assert_array_equal(strided, ops.softmax(cp.asarray(x.swapaxes(1, 2).copy())).get())
@@ -290,9 +240,7 @@ def test_the_op(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_bad_input() -> None:
     x = cp.zeros((3, 48), "float32")
     long = cp.zeros((1, LONGEST_IN_REGISTERS + 4), "float32")
     flat = cp.zeros(200, "float32")

@@ -324,7 +324,7 @@ class Event:
 class Device:
     """The one emulated device."""
 
-    id = -MULTIPROCESSORS  # no index of a real device
+    id = -1 - MULTIPROCESSORS  # no index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
 
@@ -351,13 +351,13 @@ def device(order: loader.Order, multiprocessors: int) -> Iterator[None]:
     What is cached for a device stays valid: its index follows from what it says.
     """
     before = _state.order, Device.id
-    _state.order, Device.id = order, -multiprocessors
+    _state.order, Device.id = order, -1 - multiprocessors
     ATTRIBUTES["MultiProcessorCount"] = multiprocessors
     try:
         yield
     finally:
         _state.order, Device.id = before
-        ATTRIBUTES["MultiProcessorCount"] = -Device.id
+        ATTRIBUTES["MultiProcessorCount"] = -1 - Device.id
 
 
 def _now_or_captured(call: Callable[[], None]) -> None:
