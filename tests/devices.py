@@ -15,16 +15,25 @@ from gpt2block import cuda, emulator
 
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
+GPU = EVERYWHERE[-1]
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+one_order = pytest.mark.parametrize("device", EVERYWHERE[-2:], indirect=True)
+# By name, for tests with hypothesis, which takes no fixtures, and for helpers.
+on_every_device = pytest.mark.parametrize("where", EVERYWHERE)
+on_one_order = pytest.mark.parametrize("where", EVERYWHERE[-2:])
+H200 = 132  # multiprocessors
 
 
 @contextmanager
-def running_on(name: str) -> Iterator[Any]:
-    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing."""
+def running_on(name: str, multiprocessors: int = 4) -> Iterator[Any]:
+    """CuPy, or its stand-in with a thread order by name; skips where g++ is missing.
+
+    multiprocessors: of the emulated device.
+    """
     if name != "gpu" and (problem := emulator.missing()):
         pytest.skip(problem)
     context: AbstractContextManager[Any] = (
-        nullcontext() if name == "gpu" else emulator.emulated(name)  # type: ignore[arg-type]
+        nullcontext() if name == "gpu" else emulator.emulated(name, multiprocessors)  # type: ignore[arg-type]
     )
     with context:
         yield cuda.cupy
