@@ -109,9 +109,8 @@ class Problem:
 
         out = cupy.full((c.M, c.N), np.nan, T)
         sum = cupy.full((c.M, c.K), np.nan, T) if c.residual else None
-        x, gamma, residual = map(
-            there, (self.x, self.gamma, self.residual if sum is not None else None)
-        )
+        x, gamma = there(self.x), there(self.gamma)
+        residual = there(self.residual if c.residual else None)
         pairs = zip(self.stored, self.scales, strict=True)
         weights = [there(array) for pair in pairs for array in pair]
         sizes = (EPS, c.K + c.stride, c.M, c.N, c.K)
