@@ -17,11 +17,14 @@ from gpt2block import cuda, emulator
 
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
+GPU = EVERYWHERE[-1]
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+one_order = pytest.mark.parametrize("device", EVERYWHERE[-2:], indirect=True)
+# By name, for tests with hypothesis, which takes no fixtures, and for helpers.
 ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in emulator.ORDERS]
 in_every_order = pytest.mark.parametrize("where", ORDERS)
 on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
+on_one_order = pytest.mark.parametrize("where", [ORDERS[-1], GPU])
 on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
 H200 = 132  # multiprocessors
 

@@ -9,10 +9,9 @@ rounding (half a unit in the last place) of the largest value.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -40,17 +39,11 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
 from gpt2block.cuda import kernels, overlap
-from gpt2block.emulator import loader
-from gpt2block.ops.registry import OPERATIONS, largest
-from gpt2block.plan import Plan
 from gpt2block.run import program
-from gpt2block.weights.matrix import WeightMatrix
-from tests import test_warm
+from tests.devices import running_on
 from tests.gpus import cupy_with
-from tests.test_warm import Recorder
 
 Array = NDArray[Any]
-host = test_warm.host  # a fixture
 SMALL = GPT2Config(n_head=3, n_embd=48)
 HEAD_64 = GPT2Config(n_head=2, n_embd=128)
 DTYPES = ("bfloat16", "float16")
@@ -252,71 +245,6 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
-class OnTheCpu:
-    """Launches of the ops, run by the kernels' own source on arrays in memory of the host."""
-
-    def __init__(self, host: Recorder, order: loader.Order) -> None:
-        self.host, self.order = host, order
-        self.arrays: dict[int, Array] = {}
-        self.files: dict[str, str] = {}
-
-    def array(self, shape: Any, dtype: Any = "float32") -> Any:
-        """An array in which an element that is never written shows."""
-        made = self.host.array(shape, dtype)
-        memory = (ctypes.c_char * made.nbytes).from_address(made.data.ptr)
-        seen = np.frombuffer(memory, np.uint8)
-        seen[...] = 0xFF
-        self.arrays[made.data.ptr] = seen.view(np.dtype(dtype)).reshape(shape)
-        return made
-
-    def full(self, shape: Any, value: float, dtype: Any) -> Any:
-        return self.put(np.full(shape, value, dtype))
-
-    def put(self, values: Array) -> Any:
-        made = self.array(values.shape, values.dtype)
-        self.get(made)[...] = values
-        return made
-
-    def get(self, array: Any) -> Array:
-        return self.arrays[array.data.ptr]
-
-    def load(self, file: str, name: str, defines: kernels.Defines = ()) -> Any:
-        self.files[name] = file
-        parameters = kernels.signatures(file)[name].parameters
-        held = set(defines)
-        storage = next(s for s, own in kernels.STORAGE.items() if own and set(own) <= held)
-        others = tuple(each for each in defines if each not in kernels.STORAGE[storage])
-        loader.compile_ahead(file, defines)
-
-        def function(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
-            every = [
-                self.arrays.get(int(arg)) if parameter.ctype.endswith("*") else arg.item()
-                for arg, parameter in zip(args, parameters, strict=True)
-            ]
-            options: dict[str, Any] = {"shared": shared_mem, "defines": others, "storage": storage}
-            loader.run(file, name, grid, block, every, order=self.order, **options)
-
-        function.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
-        return function
-
-
-def tensors_of(
-    put: Callable[[Array], Any], weights: BlockWeights, plan: Plan, dtype: str
-) -> dict[str, Any]:
-    """The weights as the steps take them, on the device of `put`."""
-    tensors: dict[str, Any] = {}
-    for name, array in weights.tensors().items():
-        rows = np.ascontiguousarray(array.T)
-        if name in plan.matrices and dtype == "float32":
-            parts, scale = reference.two_part(rows)
-            tensors[name] = TwoPartMatrix(put(parts), put(scale), rows.shape)
-        elif name in plan.matrices:
-            tensors[name] = WeightMatrix(put(rows.astype(FLOATS[dtype])), dtype, None, "NK")
-        else:
-            tensors[name] = put(array)
-    return tensors
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "causal", "order"),
     [
@@ -327,42 +255,28 @@ def tensors_of(
     ],
 )
 def test_the_steps_in_a_row_and_every_kernel_waits(
-    host: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    shape: tuple[int, ...],
-    causal: bool,
-    order: loader.Order,
+    monkeypatch: pytest.MonkeyPatch, dtype: str, shape: tuple[int, ...], causal: bool, order: str
 ) -> None:
     """With the launches and buffers of a GPU of compute capability 8.0."""
-    if problem := loader.missing():
-        pytest.skip(problem)
-    from gpt2block.run.cuda_block import allocate  # noqa: PLC0415
-
-    attributes = {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912}
-    device = SimpleNamespace(id=0, attributes=attributes, compute_capability="80")
-    monkeypatch.setattr(host.cp.cuda, "Device", lambda *_: device)
-    gpu = OnTheCpu(host, order)
-    monkeypatch.setattr(kernels, "load", gpu.load)
-    monkeypatch.setattr(host.cp, "empty", gpu.array)
-    monkeypatch.setattr(host.cp, "full", gpu.full)
-
     weights = BlockWeights.random(0, GPT2Config(n_head=shape[-1] // 64, n_embd=shape[-1]))
-    block = Block(weights, causal=causal, device="cpu", dtype=dtype, kernels="fused")
-    x, plan = inputs(1, shape, dtype), block.plan
-    tensors = tensors_of(gpu.put, block.weights, plan, dtype)
-    tensors |= {"x": gpu.put(x), "output": gpu.array(shape, dtype)}
-    tensors |= allocate(plan, shape, tensors, dtype, largest(plan, weights.tensors()))
-    row = []
-    for step in plan.steps:
-        arrays = tuple(tensors[name] for name in step.inputs)
-        row.append(OPERATIONS[step.op].bind(arrays, tensors[step.name], **step.attrs))
-    for step, bound in zip(plan.steps, row, strict=True):
-        assert bound.run() is tensors[step.name]
-    got = gpu.get(tensors["output"])
-    assert_as_accurate(got, exact(x, weights, dtype, causal), block(x))
+    x = inputs(1, shape, dtype)
+    meaning = Block(weights, causal=causal, device="cpu", dtype=dtype, kernels="fused")(x)
+    files: dict[str, str] = {}
+    load = kernels.load
 
-    for name, file in gpu.files.items():
+    def recorded(file: str, name: str, defines: kernels.Defines = ()) -> Any:
+        files[name] = file
+        return load(file, name, defines)
+
+    with running_on(order, 108):
+        block = Block(
+            weights, causal=causal, device="cuda", dtype=dtype, kernels="fused", graph=False
+        )
+        monkeypatch.setattr(kernels, "load", recorded)
+        got = block(x)
+    assert_as_accurate(got, exact(x, weights, dtype, causal), meaning)
+    assert len(files) == 3
+    for name, file in files.items():
         text = kernels.read_source(file)
         headers = re.findall(r'#include "(.*)"', text)
         every = text + "".join((kernels.SOURCE_DIR / header).read_text() for header in headers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -17,17 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.emulator import loader
+from gpt2block.emulator import ORDERS
+from gpt2block.ops import _gemm_mma
 from gpt2block.ops._gemm_mma import FILE, TILES, Tile, geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
-from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
+from tests.devices import running_on
+from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -93,14 +96,33 @@ class Problem:
         residual = rng.standard_normal((case.M, case.N), np.float32) + np.float32(0.5)
         self.residual = residual.astype(case.out_dtype) if case.residual else None
 
-    def arguments(self, out: Array, residual: Any) -> list[Any]:
-        """Of the kernel, in its order."""
-        c = self.case
-        outputs = [None, None, residual, out] if c.float_out else [residual, out, None, None]
-        return [self.a, self.w, self.bias, *outputs, c.M, c.N, c.K]
-
     def poisoned(self) -> Array:
         return np.full((self.case.M, self.case.N), np.nan, self.case.out_dtype)
+
+    def run(
+        self,
+        where: str,
+        variant: str | None = None,
+        tile: Tile | None = None,
+        in_place: bool = False,
+        multiprocessors: int = 4,
+    ) -> Array:
+        """On a GPU twice, and both must give the same bits. A tile is for the variant mma."""
+        c = self.case
+        results: list[Array] = []
+        with running_on(where, multiprocessors), pytest.MonkeyPatch.context() as patch:
+            if tile:
+                patch.setattr(_gemm_mma, "geometry", partial(geometry, tile=tile))
+            for _ in range(1 + (where == "gpu")):
+                a, w, bias, residual = (
+                    x if x is None else cupy.asarray(x)
+                    for x in (self.a, self.w, self.bias, self.residual)
+                )
+                out = residual if in_place else cupy.asarray(self.poisoned())
+                inputs = (a, WeightMatrix(w, c.storage, None, "NK"), bias, residual)
+                results.append(bind_gemm(inputs, out, gelu=c.gelu, variant=variant).run().get())
+        np.testing.assert_array_equal(results[0], results[-1])
+        return results[0]
 
     def truth(self) -> Array:
         bias, residual = (
@@ -191,27 +213,10 @@ def test_a_tile_has_room_on_every_gpu(gpu: Gpu) -> None:
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-def run_on_cpu(
-    case: Case, tile: Tile, order: loader.Order, at_once: bool = False, blocks: int = 4
-) -> Array:
+def run_on_cpu(case: Case, tile: Tile, order: str, blocks: int = 4) -> Array:
     """With so few blocks, each has several tiles."""
-    if problem := loader.missing():
-        pytest.skip(problem)
     given = Problem(case)
-    out = given.poisoned()
-    how = case.geometry({"sms": blocks, "most_shared": H200["most_shared"]}, tile)
-    loader.run(
-        FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        given.arguments(out, given.residual),
-        shared=how.shared,
-        defines=how.defines,
-        storage=case.storage,
-        order=order,
-        copies_at_once=at_once,
-    )
+    out = given.run(order, "mma", tile, multiprocessors=blocks)
     given.assert_right(out)
     return out
 
@@ -226,30 +231,20 @@ def test_epilogues_on_the_cpu(i: int) -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("order", loader.ORDERS)
-def test_the_ring_waits_for_what_it_needs(order: loader.Order, at_once: bool) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_ring_waits_for_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, order: str, at_once: bool
+) -> None:
+    if at_once:  # copies by cp.async arrive immediately, not when a thread waits for them
+        monkeypatch.setenv("COPIES_AT_ONCE", "1")
     for K in (24, 200):
-        run_on_cpu(replace(EPILOGUES[0], M=130, N=72, K=K), SQUARE, order, at_once, blocks=2)
+        run_on_cpu(replace(EPILOGUES[0], M=130, N=72, K=K), SQUARE, order, blocks=2)
 
 
 def test_the_residual_may_be_the_output() -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
     for case in (EPILOGUES[3], EPILOGUES[4]):
         given = Problem(replace(case, M=33, N=80, K=64))
-        assert given.residual is not None
-        out, how = given.residual.copy(), given.case.geometry(H200, SQUARE)
-        loader.run(
-            FILE,
-            how.kernel,
-            how.grid,
-            how.block,
-            given.arguments(out, out),
-            shared=how.shared,
-            defines=how.defines,
-            storage=case.storage,
-        )
-        given.assert_right(out)
+        given.assert_right(given.run("forward", "mma", SQUARE, in_place=True, multiprocessors=132))
 
 
 def test_all_tiles_give_the_same_bits_on_the_cpu() -> None:
@@ -295,46 +290,15 @@ on_the_gpu = pytest.mark.usefixtures("_tensor_cores")
 variants = pytest.mark.parametrize("variant", ["mma", "hopper"])
 
 
-def run_on_gpu(given: Problem, variant: str | None = None, tile: Tile | None = None) -> Array:
-    """Twice, and both must give the same bits. A tile is for the variant mma."""
-    import cupy  # noqa: PLC0415
-
-    from gpt2block.cuda.arrays import launch_at  # noqa: PLC0415
-
-    case = given.case
-    a, w, bias, residual = (
-        x if x is None else cupy.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
-    )
-    results = []
-    for _ in range(2):
-        out = cupy.asarray(given.poisoned())
-        if tile is None:
-            matrix = WeightMatrix(w, case.storage, None, "NK")
-            inputs = (a, matrix, bias, residual)
-            bind_gemm(inputs, out, gelu=case.gelu, variant=variant).run()
-        else:
-            outputs = (residual, out)
-            both = (None, None, *outputs) if case.float_out else (*outputs, None, None)
-            args = (a, w, bias, *both, case.M, case.N, case.K)
-            launch_at(FILE, case.geometry(this_gpu(), tile), args, storage=case.storage).run()
-        results.append(out.get())
-    first: Array
-    first, again = results
-    np.testing.assert_array_equal(first, again)
-    return first
-
-
 @pytest.mark.gpu
 @on_the_gpu
 @variants
 @pytest.mark.parametrize("M", [1, 17, 100, 128, 1000, 1024, 8192])
 def test_gpt2_sizes_on_the_gpu(M: int, variant: str) -> None:
-    import cupy  # noqa: PLC0415
-
     for i, (N, K) in enumerate(GPT2):
         epilogue = EPILOGUES[(i + M) % len(EPILOGUES)]
         given = Problem(replace(epilogue, M=M, N=N, K=K))
-        given.assert_right(run_on_gpu(given, variant), cupy)
+        given.assert_right(given.run("gpu", variant), cupy)
 
 
 @pytest.mark.gpu
@@ -342,27 +306,23 @@ def test_gpt2_sizes_on_the_gpu(M: int, variant: str) -> None:
 @variants
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 def test_epilogues_on_the_gpu(epilogue: Case, variant: str) -> None:
-    import cupy  # noqa: PLC0415
-
     for storage in DTYPES:
         for M, N, K in ((1, 8, 8), (130, 72, 200), (300, 1032, 520)):
             given = Problem(replace(epilogue, storage=storage, M=M, N=N, K=K))
-            given.assert_right(run_on_gpu(given, variant), cupy)
+            given.assert_right(given.run("gpu", variant), cupy)
 
 
 @pytest.mark.gpu
 @on_the_gpu
 @pytest.mark.parametrize("float_out", [False, True])
 def test_every_tile_gives_the_same_bits_on_the_gpu(float_out: bool) -> None:
-    import cupy  # noqa: PLC0415
-
     for M, N, K in ((1, 8, 8), (129, 264, 184), (260, 520, 1032), (3000, 776, 768)):
         given = Problem(Case(M, N, K, residual=True, float_out=float_out))
-        expected = run_on_gpu(given, "mma")
+        expected = given.run("gpu", "mma")
         given.assert_right(expected, cupy)
         for tile in TILES:
             try:
-                got = run_on_gpu(given, tile=tile)
+                got = given.run("gpu", tile=tile)
             except ValueError:  # no room for this tile, and none is left to choose from
                 continue
             np.testing.assert_array_equal(got, expected)
@@ -374,27 +334,21 @@ def test_every_tile_gives_the_same_bits_on_the_gpu(float_out: bool) -> None:
 def test_a_row_has_the_same_bits_alone_and_among_others(variant: str) -> None:
     for N, K in GPT2:
         many = Problem(Case(1000, N, K, gelu=True, float_out=True))
-        among = run_on_gpu(many, variant)
+        among = many.run("gpu", variant)
         for rows in (slice(0, 1), slice(700, 717), slice(300, 600)):
             few = Problem(many.case)
             few.a = np.ascontiguousarray(many.a[rows])
             few.case = replace(many.case, M=len(few.a))
-            np.testing.assert_array_equal(run_on_gpu(few, variant), among[rows])
+            np.testing.assert_array_equal(few.run("gpu", variant), among[rows])
 
 
 @pytest.mark.gpu
 @on_the_gpu
 @variants
 def test_the_residual_may_be_the_output_on_the_gpu(variant: str) -> None:
-    import cupy  # noqa: PLC0415
-
     for float_out in (False, True):
         given = Problem(Case(1000, 768, 768, residual=True, float_out=float_out))
-        out = cupy.asarray(given.residual)
-        matrix = WeightMatrix(cupy.asarray(given.w), given.case.storage, None, "NK")
-        inputs = (cupy.asarray(given.a), matrix, cupy.asarray(given.bias), out)
-        bind_gemm(inputs, out, variant=variant).run()
-        given.assert_right(out.get(), cupy)
+        given.assert_right(given.run("gpu", variant, in_place=True), cupy)
 
 
 @pytest.mark.gpu
@@ -407,19 +361,13 @@ def test_the_residual_may_be_the_output_on_the_gpu(variant: str) -> None:
     epilogue=st.sampled_from(EPILOGUES),
 )
 def test_any_size_on_the_gpu(M: int, N: int, K: int, epilogue: Case) -> None:
-    import cupy  # noqa: PLC0415
-
     given = Problem(replace(epilogue, M=M, N=8 * N, K=8 * K))
-    given.assert_right(run_on_gpu(given), cupy)
+    given.assert_right(given.run("gpu"), cupy)
 
 
 @pytest.mark.gpu
 @on_the_gpu
 def test_the_function() -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     given = Problem(Case(6, 16, 24, residual=True))
     w = WeightMatrix(cupy.asarray(given.w), "bfloat16", None, "NK")
     a = cupy.asarray(np.asfortranarray(given.a)).reshape(2, 3, 24)
@@ -451,10 +399,6 @@ def test_the_function() -> None:
     ],
 )
 def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     def made(name: str) -> Any:
         shape, dtype = change.pop(name)
         return cupy.zeros(shape, dtype)
@@ -471,8 +415,6 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.gpu
 @on_the_gpu
 def test_an_output_that_overlaps_is_refused() -> None:
-    import cupy  # noqa: PLC0415
-
     memory = cupy.zeros(3 * 64 * 64 + 4, "bfloat16")
     first = memory[: 64 * 64].reshape(64, 64)
     w = WeightMatrix(cupy.zeros((64, 64), "bfloat16"), "bfloat16", None, "NK")

@@ -14,13 +14,14 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.cuda import kernels
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.arrays import launch_at
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.emulator import loader
 from gpt2block.ops._gemm_mma import TWO_PART_FILE, TWO_PART_TILES, Tile, geometry
 from gpt2block.reference import two_part
 from tests import plain
 from tests.compiling import assert_clean
+from tests.devices import running_on
 from tests.gpus import GPUS, H200, Gpu, this_gpu
 from tests.test_gemm import GPT2, on_the_gpu
 from tests.test_gemm import _tensor_cores as _tensor_cores  # noqa: PLC0414  # a fixture
@@ -87,19 +88,29 @@ class Problem:
         self.residual = residual if case.residual else None
         self.scale = 2.0**-4  # of what comes out split
 
-    def arguments(self, out: Array) -> list[Any]:
-        """Of the kernel, in its order."""
-        c = self.case
-        outputs = [None, out] if c.split_out else [out, None]
-        operands = [*two_part(self.a), *two_part(self.w)]
-        sizes = [1 / self.scale, c.M, c.N, c.K]
-        return [*operands, self.bias, self.residual, *outputs, *sizes]
-
     def poisoned(self) -> Array:
         c = self.case
         if c.split_out:
             return np.full((2, c.M, c.N), np.nan, np.float16)
         return np.full((c.M, c.N), np.nan, np.float32)
+
+    def run(self, where: str, tile: Tile | None = None) -> Array:
+        """On a GPU twice, with the same bits; on the CPU, blocks have several tiles."""
+        c = self.case
+        host = (*two_part(self.a), *two_part(self.w), self.bias, self.residual)
+        results: list[Array] = []
+        with running_on(where):
+            few: Gpu = {"sms": 2, "most_shared": H200["most_shared"]}
+            how = c.geometry(this_gpu() if where == "gpu" else few, tile)
+            for _ in range(1 + (where == "gpu")):
+                arrays = [None if x is None else cupy.asarray(x) for x in host]
+                out = cupy.asarray(self.poisoned())
+                outputs = (None, out) if c.split_out else (out, None)
+                args = (*arrays, *outputs, 1 / self.scale, c.M, c.N, c.K)
+                launch_at(TWO_PART_FILE, how, args, "float16").run()
+                results.append(out.get())
+        np.testing.assert_array_equal(results[0], results[-1])
+        return results[0]
 
     def truth(self) -> Array:
         """In float64."""
@@ -124,33 +135,10 @@ class Problem:
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-def run_on_cpu(case: Case, tile: Tile, order: loader.Order, at_once: bool = False) -> Array:
-    """With so few blocks that each has several tiles."""
+def run_on_cpu(case: Case, tile: Tile, order: str) -> Array:
     given = Problem(case)
-    out = launched_on_cpu(given, tile, order, at_once)
+    out = given.run(order, tile)
     given.assert_right(out)
-    return out
-
-
-def launched_on_cpu(
-    given: Problem, tile: Tile, order: loader.Order, at_once: bool = False
-) -> Array:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    out = given.poisoned()
-    how = given.case.geometry({"sms": 2, "most_shared": H200["most_shared"]}, tile)
-    loader.run(
-        TWO_PART_FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        given.arguments(out),
-        shared=how.shared,
-        defines=how.defines,
-        storage="float16",
-        order=order,
-        copies_at_once=at_once,
-    )
     return out
 
 
@@ -161,7 +149,7 @@ def test_infinity_and_nan_are_what_they_are_in_float() -> None:
     given.w[6, 8], given.w[7] = np.nan, 0
     with np.errstate(invalid="ignore"):
         truth = given.truth()
-        out = launched_on_cpu(given, ODD, "forward")
+        out = given.run("forward", ODD)
     np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
     wild = np.isinf(truth)
     assert wild[2:4].sum() == 2 * 38
@@ -169,7 +157,7 @@ def test_infinity_and_nan_are_what_they_are_in_float() -> None:
     clean = Problem(given.case)
     clean.w[7] = 0
     same = np.isfinite(truth)
-    np.testing.assert_array_equal(out[same], launched_on_cpu(clean, ODD, "forward")[same])
+    np.testing.assert_array_equal(out[same], clean.run("forward", ODD)[same])
 
 
 def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
@@ -177,23 +165,25 @@ def test_what_is_infinite_beside_next_to_nothing_is_nan() -> None:
     given = Problem(Case(16, 8, 8, bias=False))
     given.a[1, 3] = np.inf
     given.w[:, 0], given.w[:, 3] = 1.0, 1e-13
-    assert np.isnan(launched_on_cpu(given, ODD, "forward")[1]).all()
+    assert np.isnan(given.run("forward", ODD)[1]).all()
 
 
 def test_scales_far_apart() -> None:
     """Each of the sums, before it has met both scales, would be beyond float."""
     given = Problem(Case(16, 8, 136, bias=False, size=1e33))
     given.w *= np.float32(1e-30)
-    given.assert_right(launched_on_cpu(given, ODD, "forward"))
+    given.assert_right(given.run("forward", ODD))
     given.a, given.w = given.a * np.float32(1e-36), given.w * np.float32(1e36)
-    given.assert_right(launched_on_cpu(given, ODD, "forward"))
+    given.assert_right(given.run("forward", ODD))
 
 
 @pytest.mark.parametrize("i", range(len(EPILOGUES)))
-def test_epilogues_on_the_cpu(i: int) -> None:
+def test_epilogues_on_the_cpu(monkeypatch: pytest.MonkeyPatch, i: int) -> None:
     case = replace(EPILOGUES[i], M=37, N=88, K=264)
     first = run_on_cpu(case, ODD, "forward")
-    np.testing.assert_array_equal(run_on_cpu(case, ODD, "reverse", at_once=True), first)
+    with monkeypatch.context() as patch:
+        patch.setenv("COPIES_AT_ONCE", "1")  # by cp.async
+        np.testing.assert_array_equal(run_on_cpu(case, ODD, "reverse"), first)
     if i == 0:  # whatever the tile
         np.testing.assert_array_equal(run_on_cpu(case, PAIRS, "shuffled"), first)
     run_on_cpu(replace(case, M=1, N=8, K=8), ODD, "shuffled")
@@ -218,60 +208,34 @@ def test_no_tile_spills() -> None:
 # --- on the GPU ----------------------------------------------------------------------------------
 
 
-def run_on_gpu(given: Problem, tile: Tile | None = None) -> Array:
-    """Twice, and both must give the same bits."""
-    import cupy  # noqa: PLC0415
-
-    from gpt2block.cuda.arrays import launch_at  # noqa: PLC0415
-
-    how, results = given.case.geometry(this_gpu(), tile), []
-    for _ in range(2):
-        out = cupy.asarray(given.poisoned())
-        args = tuple(
-            cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in given.arguments(out)
-        )
-        launch_at(TWO_PART_FILE, how, args, storage="float16").run()
-        results.append(out.get())
-    first: Array
-    first, again = results
-    np.testing.assert_array_equal(first, again)
-    return first
-
-
 @pytest.mark.gpu
 @on_the_gpu
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_as_accurate_as_float32(size: float) -> None:
-    import cupy  # noqa: PLC0415
-
     for M in (17, 1024):
         for N, K in GPT2:
             given = Problem(Case(M, N, K, size=size))
-            given.assert_right(run_on_gpu(given), cupy)
+            given.assert_right(given.run("gpu"), cupy)
 
 
 @pytest.mark.gpu
 @on_the_gpu
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 def test_epilogues_on_the_gpu(epilogue: Case) -> None:
-    import cupy  # noqa: PLC0415
-
     for M, N, K in ((1, 8, 8), (130, 72, 200), (300, 1032, 520)):
         given = Problem(replace(epilogue, M=M, N=N, K=K))
-        given.assert_right(run_on_gpu(given), cupy)
+        given.assert_right(given.run("gpu"), cupy)
 
 
 @pytest.mark.gpu
 @on_the_gpu
 def test_every_tile_gives_the_same_bits_on_the_gpu() -> None:
-    import cupy  # noqa: PLC0415
-
     given = Problem(Case(260, 520, 1032))
-    expected = run_on_gpu(given)
+    expected = given.run("gpu")
     given.assert_right(expected, cupy)
     for tile in TWO_PART_TILES:
         try:
-            got = run_on_gpu(given, tile)
+            got = given.run("gpu", tile)
         except ValueError:  # no room for this tile, and none is left to choose from
             continue
         np.testing.assert_array_equal(got, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
-from gpt2block.emulator import loader
-from gpt2block.ops._linear_matvec import FILE, Layout, geometry, layout, order
+from gpt2block.emulator import ORDERS
+from gpt2block.ops import _linear_matvec
+from gpt2block.ops._linear_matvec import Layout, geometry, layout, order
 from gpt2block.ops.linear import OPERATION, bind_qkv
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
-from tests.backends import poisoned
+from tests.devices import H200, one_order, running_on
 
 Array = NDArray[Any]
 DTYPES: dict[str, Any] = {
@@ -37,10 +40,7 @@ SHAPES = [  # (K, N) of the four GPT-2 models, of the model on board, and odd on
     (1, 1),
     (1601, 333),
 ]
-on_the_cpu = pytest.mark.skipif(
-    loader.missing() is not None, reason=f"no CUDA on the CPU: {loader.missing()}"
-)
-in_every_order = pytest.mark.parametrize("order", loader.ORDERS)
+in_every_order = pytest.mark.parametrize("where", ORDERS)
 every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
 
 
@@ -67,13 +67,6 @@ def arrays(M: int, K: int, N: int, dtype: str) -> Arrays:
 
 def wide(array: Array) -> Array:
     return array.astype(np.float64)
-
-
-def stored(w: WeightMatrix, cache: str = "float32") -> dict[str, str | None]:
-    """What `T` and `W` of the kernels are."""
-    if w.dtype in FP8:
-        return {"storage": cache, "weights": w.dtype}
-    return {"storage": w.dtype, "weights": None}
 
 
 def plain_linear(
@@ -184,67 +177,57 @@ CASES = [
 ]
 
 
-def launch(kernel: str, where: Any, args: list[Any], order: loader.Order, **dtypes: Any) -> None:
-    loader.run(
-        FILE,
-        kernel,
-        where.grid,
-        where.block,
-        args,
-        shared=where.shared,
-        defines=where.defines,
-        order=order,
-        **dtypes,
-    )
+def upload(given: Arrays) -> Arrays:
+    scale = None if given.w.scale is None else cupy.asarray(given.w.scale)
+    w = WeightMatrix(cupy.asarray(given.w.data), given.w.dtype, scale, "NK")
+    x, *others = (cupy.asarray(array) for array in (given.x, *given[2:]))
+    return Arrays(x, w, *others)
 
 
-def run_linear(
-    given: Arrays, case: Case, order: loader.Order = "forward", blocks: int = 0
-) -> Array:
-    """linear_matvec on the CPU, with so many blocks of columns where it loops."""
-    M, N, K = len(given.x), given.w.N, given.w.K
-    size = given.w.data.itemsize
-    where = geometry("linear_matvec", M, N, K, size, norm=case.norm, cut=case.how)
-    assert where is not None
-    if blocks:
-        where = where._replace(grid=(blocks, where.grid[1]))
-    out = given.residual.copy() if case.residual else poisoned(M, N)
-    norm = [given.gamma, given.beta] if case.norm else [None, None]
-    product = [given.w.data, given.w.scale, given.bias, out if case.residual else None, out]
-    args = [given.x, *norm, *product, EPS, M, N, int(case.gelu)]
-    launch("linear_matvec", where, args, order, **stored(given.w))
-    return out
+def run_linear(where: str, given: Arrays, case: Case, multiprocessors: int = H200) -> Array:
+    """On a GPU twice, with the same bits."""
+    results: list[Array] = []
+    with running_on(where, multiprocessors), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=case.how))
+        for _ in range(1 + (where == "gpu")):
+            x, w, bias, gamma, beta, residual = upload(given)
+            norm = (gamma, beta) if case.norm else (None, None)
+            out = residual if case.residual else cupy.full(residual.shape, np.nan, "float32")
+            inputs = (x, w, bias, *norm, residual if case.residual else None)
+            bound = bind_linear(inputs, out, gelu=case.gelu, eps=EPS, variant="matvec")
+            results.append(bound.run().get())
+    np.testing.assert_array_equal(results[0], results[-1])
+    return results[0]
 
 
-@on_the_cpu
-@in_every_order
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_linear(case: Case, order: loader.Order) -> None:
+def assert_linear(where: str, case: Case, multiprocessors: int = H200) -> None:
     given = arrays(*case[:4])
+    got = run_linear(where, given, case, multiprocessors)
     what = (given.x, given, case.norm, case.residual, case.gelu)
-    blocks = 2 if case.how in (ROUNDS, LONG) else 0
-    got = run_linear(given, case, order, blocks)
     plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
 
 
-@on_the_cpu
+@in_every_order
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case, where: str) -> None:
+    assert_linear(where, case, 2 if case.how in (ROUNDS, LONG) else H200)
+
+
 @settings(max_examples=4)
 @given(M=st.integers(1, 6), N=st.integers(1, 40), blocks=st.integers(1, 3))
 def test_any_rows_and_columns(M: int, N: int, blocks: int) -> None:
-    given = arrays(M, 784, N, "bfloat16")
-    got = run_linear(given, Case(M, 784, N, "bfloat16", how=ROUNDS), blocks=blocks)
-    what = (given.x, given, True)
-    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
+    """With so many blocks of columns, which loop."""
+    assert_linear("forward", Case(M, 784, N, "bfloat16", how=ROUNDS), blocks)
 
 
-@on_the_cpu
 def test_a_row_is_the_same_bits_alone_and_in_any_batch() -> None:
     K, N = 264, 14
     given = arrays(17, K, N, "float32")
     case = Case(1, K, N, "float32", residual=True, gelu=True)
+    small = case._replace(how=SMALL)
     alone = np.concatenate(
         [
-            run_linear(given._replace(x=x[None], residual=r[None]), case._replace(how=SMALL))
+            run_linear("forward", given._replace(x=x[None], residual=r[None]), small)
             for x, r in zip(given.x, given.residual, strict=True)
         ]
     )
@@ -253,65 +236,53 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch() -> None:
         how = SMALL._replace(rows=rows, columns=columns, groups=1 + (rows < 16))
         for M in {rows - 1, rows, 17}:
             some = given._replace(x=given.x[:M], residual=given.residual[:M])
-            np.testing.assert_array_equal(run_linear(some, case._replace(how=how)), alone[:M])
+            got = run_linear("forward", some, case._replace(how=how))
+            np.testing.assert_array_equal(got, alone[:M])
 
 
-@on_the_cpu
-@in_every_order
-@pytest.mark.parametrize(
-    ("M", "dtype", "cache"),
-    [(3, "float32", "float32"), (1, "float8_e4m3fn", "bfloat16"), (2, "bfloat16", "bfloat16")],
-)
-def test_qkv(M: int, dtype: str, cache: str, order: loader.Order) -> None:
-    K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
-    given = arrays(M, K, 3 * C, dtype)
-    how = ROUNDS if dtype == "bfloat16" else None
-    where = geometry("qkv_matvec", M, 3 * C, K, given.w.data.itemsize, norm=True, cut=how)
-    assert where is not None
-    position = np.array([2, -1, n_ctx], np.int32)[:M]  # of which two are nowhere
-    q = poisoned(M, C)
-    before = poisoned(M, n_ctx, C).astype(DTYPES[cache])
-    k_cache, v_cache = before.copy(), before.copy()
-    norm = [given.gamma, given.beta]
-    product = [given.w.data, given.w.scale, given.bias]
-    args = [given.x, *norm, *product, position, q, k_cache, v_cache, EPS, M, C, n_ctx]
-    launch("qkv_matvec", where, args, order, **stored(given.w, cache))
-    assert_qkv(q, k_cache, v_cache, given, position)
-
-
-def assert_qkv(q: Array, k_cache: Array, v_cache: Array, given: Arrays, position: Array) -> None:
-    C, n_ctx = q.shape[1], k_cache.shape[1]
+def assert_qkv(
+    where: str, given: Arrays, n_ctx: int, position: Array, how: Layout | None = None
+) -> None:
+    """On a GPU twice, with the same bits."""
+    M, C = len(given.x), given.w.N // 3
+    cache = DTYPES["bfloat16" if given.w.dtype in FP8 else given.w.dtype]
+    results = []
+    with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=how))
+        for _ in range(1 + (where == "gpu")):
+            k, v = (cupy.full((M, n_ctx, C), np.nan, cache) for _ in range(2))
+            x, w, bias, gamma, beta, _ = upload(given)
+            where_to = cupy.asarray(position)
+            q = cupy.full((M, C), np.nan, "float32")
+            bind_qkv(x, w, bias, gamma, beta, k, v, where_to, q, EPS).run()
+            results.append([q.get(), *(each.get().astype(np.float32) for each in (k, v))])
+    for first, last in zip(results[0], results[-1], strict=True):
+        np.testing.assert_array_equal(first, last)
+    q, *caches = results[0]
     truth = exact_linear(given.x, given, norm=True)
     expected = plain_linear(given.x, given, norm=True)
     plain.assert_as_accurate(q, truth[:, :C], expected[:, :C])
-    for i, cache in enumerate((k_cache, v_cache)):
+    for i, there in enumerate(caches):
         at = slice((i + 1) * C, (i + 2) * C)
         for m, p in enumerate(position):
-            there = cache[m].astype(np.float32)
+            row = there[m]
             if 0 <= p < n_ctx:
-                rounded = expected[m, at].astype(cache.dtype).astype(np.float32)
-                plain.assert_as_accurate(there[p], truth[m, at], rounded)
-                there = np.delete(there, p, axis=0)
-            assert np.isnan(there).all(), "written where nothing belongs"
+                rounded = expected[m, at].astype(cache).astype(np.float32)
+                plain.assert_as_accurate(row[p], truth[m, at], rounded)
+                row = np.delete(row, p, axis=0)
+            assert np.isnan(row).all(), "written where nothing belongs"
+
+
+@in_every_order
+@pytest.mark.parametrize(("M", "dtype"), [(3, "float32"), (1, "float8_e4m3fn"), (2, "bfloat16")])
+def test_qkv(M: int, dtype: str, where: str) -> None:
+    K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
+    position = np.array([2, -1, n_ctx], np.int32)[:M]  # of which two are nowhere
+    how = ROUNDS if dtype == "bfloat16" else None
+    assert_qkv(where, arrays(M, K, 3 * C, dtype), n_ctx, position, how)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
-
-
-def upload(given: Arrays) -> Arrays:
-    import cupy  # noqa: PLC0415
-
-    scale = None if given.w.scale is None else cupy.asarray(given.w.scale)
-    w = WeightMatrix(cupy.asarray(given.w.data), given.w.dtype, scale, "NK")
-    x, *others = (cupy.asarray(array) for array in (given.x, *given[2:]))
-    return Arrays(x, w, *others)
-
-
-def bound_twice(run: Any) -> Array:
-    """What `run(residual)` gives, on two runs the same bits."""
-    first, second = run(), run()
-    np.testing.assert_array_equal(first, second)
-    return np.asarray(first)
 
 
 @pytest.mark.gpu
@@ -328,27 +299,13 @@ def bound_twice(run: Any) -> Array:
     ],
 )
 def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu: bool) -> None:
-
-    given = arrays(M, K, N, dtype)
-    device = upload(given)
-    affine = (device.gamma, device.beta) if norm else (None, None)
-
-    def run() -> Array:
-        out = device.residual.copy()
-        inputs = (device.x, device.w, device.bias, *affine, out)
-        host: Array = bind_linear(inputs, out, gelu=gelu, eps=EPS, variant="matvec").run().get()
-        return host
-
-    got = bound_twice(run)
-    what = (given.x, given, norm, True, gelu)
-    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
+    assert_linear("gpu", Case(M, K, N, dtype, norm, True, gelu))
 
 
 @pytest.mark.gpu
 @every_weight
 @pytest.mark.parametrize(("K", "N"), [(768, 2304), (3072, 768), (768, 20_000), (1601, 333)])
 def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
-
     device = upload(arrays(17, K, N, dtype))
 
     def rows(first: int, last: int) -> Array:
@@ -367,31 +324,12 @@ def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
 @every_weight
 @pytest.mark.parametrize("M", [1, 3, 8])
 def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
-    import cupy  # noqa: PLC0415
-
-    C, n_ctx = 768, 5
-    given = arrays(M, C, 3 * C, dtype)
-    device = upload(given)
     position = np.array([4, -1, 5, 0, 1, 2, 3, 2], np.int32)[:M]
-    cache = DTYPES["bfloat16" if dtype in FP8 else dtype]
-
-    def run() -> Array:
-        caches = [cupy.full((M, n_ctx, C), np.nan, cache) for _ in range(2)]
-        norm = (device.gamma, device.beta)
-        at = cupy.asarray(position)
-        bind: Any = bind_qkv
-        bound = bind(device.x, device.w, device.bias, *norm, *caches, at, eps=EPS)
-        q, (k, v) = bound.run().get(), (each.get() for each in caches)
-        assert_qkv(q, k, v, given, position)
-        return np.concatenate([q, *(each.astype(np.float32).reshape(-1, C) for each in (k, v))])
-
-    bound_twice(run)
+    assert_qkv("gpu", arrays(M, 768, 3 * 768, dtype), 5, position)
 
 
 @pytest.mark.gpu
 def test_the_function() -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
     given = arrays(3, 64, 48, "bfloat16")
     device = upload(given)
     got = ops.linear(*device[:3], device.gamma, device.beta, device.residual, gelu=True)
@@ -402,7 +340,7 @@ def test_the_function() -> None:
     np.testing.assert_allclose(deep.get()[:, 0], given.x @ given.w.dequantized(), rtol=1e-3)
 
 
-@pytest.mark.gpu
+@one_order
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -419,11 +357,7 @@ def test_the_function() -> None:
         ({"w": "unaligned"}, "w: expected data aligned to 16 bytes: pass a copy"),
     ],
 )
-def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_wrong_input_is_refused(device: Any, change: dict[str, Any], message: str) -> None:
     shapes = {"x": (2, 64), "bias": (48,), "gamma": (64,), "beta": (64,), "residual": (2, 48)}
     given: dict[str, Any] = {
         name: None if shape is None else cupy.zeros(shape, "float32")
@@ -442,12 +376,10 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
         ops.linear(w=w, variant=change.get("variant", "matvec"), **given)
 
 
-@pytest.mark.gpu
-def test_wrong_caches_are_refused() -> None:
-    import cupy  # noqa: PLC0415
-
+@one_order
+def test_wrong_caches_are_refused(device: Any) -> None:
     def matrix(N: int, dtype: str = "float32") -> WeightMatrix:
-        return WeightMatrix.quantize(cupy.ones((N, 64), "float32"), dtype, "NK")
+        return WeightMatrix.quantize(cupy.full((N, 64), 1, "float32"), dtype, "NK")
 
     x, at = cupy.zeros((2, 64), "float32"), cupy.zeros(2, "int32")
     cache = cupy.zeros((2, 5, 16), "float32")

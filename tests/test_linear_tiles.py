@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import Bound
 from gpt2block.cuda.kernels import FP8, STORAGE, Geometry
 from gpt2block.emulator import loader
@@ -23,16 +22,13 @@ from gpt2block.ops._matrix import fastest
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
+from tests.devices import H200, on_every_device, on_one_order, one_order, running_on
 from tests.plain import normal
 
 Array = NDArray[Any]
+MODULE = import_module("gpt2block.ops._linear_tiles")
 DTYPES = [*STORAGE, *FP8]
-H200 = 132  # multiprocessors
 SHARED = 64 << 10  # bytes that a block can have from sm_75 on
-ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*ORDERS, GPU])
-on_one_order = pytest.mark.parametrize("where", ["shuffled", GPU])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_tile = pytest.mark.parametrize(
     "tile", [pytest.param(tile, id=f"{tile.rows}x{tile.columns}") for tile in TILES]
@@ -89,41 +85,8 @@ def how(given: Given, tile: Tile | None = None) -> Geometry:
     return geometry(M, N, size, load, 1 if N % 4 else 4, given.gelu, H200, SHARED, tile)
 
 
-def on_shim(
-    where: Geometry,
-    order: Any,
-    given: Given,
-    in_place: bool = False,
-    source: str | loader.Source = FILE,
-) -> Array:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    M, K, N = given.sizes
-    out = np.full((M, N), np.nan, np.float32)
-    residual = given.residual
-    if in_place:
-        assert residual is not None
-        out = residual = residual.copy()
-    dtype = given.w.dtype
-    loader.run(
-        source,
-        where.kernel,
-        where.grid,
-        where.block,
-        [given.x, given.w.data, given.w.scale, given.bias, residual, out, M, K, N],
-        shared=where.shared,
-        defines=where.defines,
-        storage="float32" if dtype in FP8 else dtype,
-        weights=dtype if dtype in FP8 else None,
-        order=order,
-    )
-    return out
-
-
 def on_device(given: Given) -> tuple[Any, ...]:
     """x, w, bias and residual."""
-    import cupy  # noqa: PLC0415
-
     x, bias, residual, scale = (
         None if array is None else cupy.asarray(array)
         for array in (given.x, given.bias, given.residual, given.w.scale)
@@ -138,23 +101,19 @@ def bind_tiles(inputs: tuple[Any, ...], out: Any = None, gelu: bool = False) -> 
     return bind_linear((x, w, bias, None, None, residual), out, gelu=gelu, variant="tiles")
 
 
-def on_gpu(given: Given, in_place: bool = False) -> Array:
-    """Twice, with the same bits."""
-    import cupy  # noqa: PLC0415
-
+def evaluate(where: str, given: Given, in_place: bool = False, tile: Tile | None = None) -> Array:
+    """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
     results: list[Array] = []
-    for _ in range(2):
-        arrays = on_device(given)
-        out = arrays[3] if in_place else cupy.full((len(given.x), given.w.N), np.nan, np.float32)
-        results.append(bind_tiles(arrays, out, gelu=given.gelu).run().get())
-    np.testing.assert_array_equal(results[0], results[1])
+    with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
+        if tile:
+            patch.setattr(MODULE, "geometry", lambda *_: how(given, tile))
+        for _ in range(1 + (where == "gpu")):
+            arrays = on_device(given)
+            shape = len(given.x), given.w.N
+            out = arrays[3] if in_place else cupy.full(shape, np.nan, np.float32)
+            results.append(bind_tiles(arrays, out, gelu=given.gelu).run().get())
+    np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
-
-
-def evaluate(where: str, given: Given, in_place: bool = False) -> Array:
-    if where == "gpu":
-        return on_gpu(given, in_place)
-    return on_shim(how(given), where, given, in_place)
 
 
 # --- what is launched -----------------------------------------------------------------------------
@@ -197,7 +156,7 @@ def test_every_tile_compiles_and_fits(arch: str, dtype: str, tile: Tile) -> None
 # --- every dtype and tile -------------------------------------------------------------------------
 
 
-@on_every_backend
+@on_every_device
 @every_dtype
 @settings(max_examples=3)
 @given(M=st.integers(1, 70), K=st.integers(0, 34), N=st.integers(1, 100))
@@ -215,7 +174,7 @@ def test_every_dtype(where: str, dtype: str, M: int, K: int, N: int) -> None:
 def test_every_tile(dtype: str, tile: Tile) -> None:
     given = inputs(131, 136, 104, dtype, gelu=True)
     for order in ("shuffled", "reverse"):
-        assert_right(on_shim(how(given, tile), order, given), given)
+        assert_right(evaluate(order, given, tile=tile), given)
 
 
 @on_one_order
@@ -224,12 +183,10 @@ def test_the_same_bits_alone_and_in_any_batch(where: str, dtype: str) -> None:
     """Whatever tile a row falls into, its products are added in the order of k."""
     given = inputs(131, 88, 40, dtype, gelu=True)
     assert given.residual is not None
-    if where == "gpu":
-        whole = on_gpu(given)
-    else:
-        whole, *others = (on_shim(how(given, tile), where, given) for tile in TILES)
-        for other in others:
-            np.testing.assert_array_equal(other, whole)
+    tiles = [None] if where == "gpu" else TILES
+    whole, *others = (evaluate(where, given, tile=tile) for tile in tiles)
+    for other in others:
+        np.testing.assert_array_equal(other, whole)
     for rows in (slice(130, 131), slice(3, 5), slice(30, 47)):
         part = given._replace(x=given.x[rows], residual=given.residual[rows])
         part = part._replace(x=part.x.copy(), residual=given.residual[rows].copy())
@@ -239,7 +196,7 @@ def test_the_same_bits_alone_and_in_any_batch(where: str, dtype: str) -> None:
 def test_one_product_after_the_other() -> None:
     """The bits of the plain sum: the CPU multiplies and adds in two steps, as this does."""
     given = inputs(9, 75, 7, extra=False)
-    got = on_shim(how(given), "forward", given)
+    got = evaluate("forward", given)
     np.testing.assert_array_equal(got, evaluated(given, False))
 
 
@@ -285,28 +242,32 @@ def test_a_missing_barrier_shows(dtype: str) -> None:
     if problem := loader.missing():
         pytest.skip(problem)
     given = inputs(20, 270, 20, dtype)
-    where = how(given)
-    right = on_shim(where, "forward", given)
+    where, w = how(given), given.w
     racing = loader.Source.shipped(FILE).edited("__syncthreads();", "")
+    right = evaluate("forward", given)
 
     def shows(order: loader.Order) -> bool:
+        out = np.full((20, 20), np.nan, np.float32)
         try:
-            return not np.array_equal(on_shim(where, order, given, source=racing), right)
+            loader.run(
+                racing,
+                where.kernel,
+                where.grid,
+                where.block,
+                [given.x, w.data, w.scale, given.bias, given.residual, out, 20, 270, 20],
+                shared=where.shared,
+                defines=where.defines,
+                storage=dtype,
+                order=order,
+            )
         except loader.ShimError:  # went out of bounds
             return True
+        return not np.array_equal(out, right)
 
     assert any(map(shows, loader.ORDERS))
 
 
 # --- on the GPU alone -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
 
 
 @pytest.mark.gpu
@@ -315,36 +276,25 @@ def cp() -> ModuleType:
     ("M", "K", "N"),
     [(17, 768, 768), (128, 3072, 768), (1000, 768, 2304), (1024, 767, 771), (8192, 64, 768)],
 )
-def test_large_sizes(cp: ModuleType, dtype: str, M: int, K: int, N: int) -> None:
+def test_large_sizes(dtype: str, M: int, K: int, N: int) -> None:
     given = inputs(M, K, N, dtype, gelu=N == 2304)
     w = given.w.dequantized()
-    y = plain.matmul_bias(cp.asarray(given.x), cp.asarray(w), cp.asarray(given.bias), cp)
-    y = plain.gelu(y, cp) if given.gelu else y
-    expected = (cp.asarray(given.residual) + y).get()
-    plain.assert_as_accurate(on_gpu(given), evaluated(given, True), expected)
+    y = plain.matmul_bias(cupy.asarray(given.x), cupy.asarray(w), cupy.asarray(given.bias), cupy)
+    y = plain.gelu(y, cupy) if given.gelu else y
+    expected = (cupy.asarray(given.residual) + y).get()
+    plain.assert_as_accurate(evaluate("gpu", given), evaluated(given, True), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gelu", [False, True])
 @every_dtype
-def test_every_tile_gives_the_same_bits_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, gelu: bool
-) -> None:
+def test_every_tile_gives_the_same_bits_on_the_gpu(dtype: str, gelu: bool) -> None:
     for sizes in ((517, 1000, 516), (300, 77, 333)):
         given = inputs(*sizes, dtype, gelu)
-        results = []
-        for tile in TILES:
-            where = how(given, tile)
-            with monkeypatch.context() as patched:
-                patched.setattr(
-                    import_module("gpt2block.ops._linear_tiles"),
-                    "geometry",
-                    lambda *_, where=where: where,
-                )
-                results.append(on_gpu(given))
-        assert_right(results[0], given)
-        for result in results[1:]:
-            np.testing.assert_array_equal(result, results[0])
+        first, *others = (evaluate("gpu", given, tile=tile) for tile in TILES)
+        assert_right(first, given)
+        for other in others:
+            np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.gpu
@@ -352,40 +302,38 @@ def test_every_tile_gives_the_same_bits_on_the_gpu(
 def test_any_number_of_rows_gives_the_same_bits_on_the_gpu(dtype: str) -> None:
     given = inputs(2000, 768, 768, dtype)
     assert given.residual is not None
-    whole = on_gpu(given)
+    whole = evaluate("gpu", given)
     for first, last in ((0, 1), (7, 24), (100, 228), (500, 1524), (1999, 2000)):
         x, residual = given.x[first:last].copy(), given.residual[first:last].copy()
         part = given._replace(x=x, residual=residual)
-        np.testing.assert_array_equal(on_gpu(part), whole[first:last])
+        np.testing.assert_array_equal(evaluate("gpu", part), whole[first:last])
 
 
 @pytest.mark.gpu
-def test_one_product_after_the_other_on_the_gpu(cp: ModuleType) -> None:
+def test_one_product_after_the_other_on_the_gpu() -> None:
     """The bits of the kernels that say so of themselves."""
-    from gpt2block import ops  # noqa: PLC0415
-
     given = inputs(300, 77, 333)._replace(residual=None)
-    a, w, bias = (cp.asarray(v) for v in (given.x, given.w.dequantized(), given.bias))
+    a, w, bias = (cupy.asarray(v) for v in (given.x, given.w.dequantized(), given.bias))
     expected = ops.matmul_bias(a, w, bias, variant="tiled").get()
-    np.testing.assert_array_equal(on_gpu(given), expected)
+    np.testing.assert_array_equal(evaluate("gpu", given), expected)
 
 
 @pytest.mark.gpu
-def test_more_outputs_than_an_int_counts(cp: ModuleType) -> None:
+def test_more_outputs_than_an_int_counts() -> None:
     M, N = 70_001, 32_003  # 9 GB
-    if cp.cuda.Device().mem_info[1] < 24 << 30:
+    if cupy.cuda.Device().mem_info[1] < 24 << 30:
         pytest.skip("needs a GPU with 24 GB")
     given = inputs(M, 2, N, extra=False)
     got = bind_tiles(on_device(given)).run()
     for rows in (slice(0, 3), slice(M // 2, M // 2 + 3), slice(M - 3, M)):
         assert_right(got[rows].get(), given._replace(x=given.x[rows]))
     del got
-    cp.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2"])
-def test_arrays_that_lie_anywhere(cp: ModuleType, dtype: str) -> None:
+def test_arrays_that_lie_anywhere(dtype: str) -> None:
     given = inputs(42, 48, 52, dtype)
     x, w, bias, residual = on_device(given)
     batch = x.reshape(2, 21, 48), w, bias, residual.reshape(2, 21, 52)
@@ -395,7 +343,7 @@ def test_arrays_that_lie_anywhere(cp: ModuleType, dtype: str) -> None:
 
     def moved(array: Any) -> Any:
         """By one element."""
-        longer = cp.empty(array.size + 1, array.dtype)[1:].reshape(array.shape)
+        longer = cupy.empty(array.size + 1, array.dtype)[1:].reshape(array.shape)
         longer[...] = array
         assert longer.data.ptr % 16
         return longer
@@ -411,24 +359,22 @@ def test_arrays_that_lie_anywhere(cp: ModuleType, dtype: str) -> None:
 
 @pytest.mark.gpu
 def test_the_variant_of_the_op() -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
     given = inputs(20, 40, 24, "bfloat16", gelu=True)
     x, w, bias, residual = on_device(given)
     options = {"residual": residual, "gelu": True}
     for variant in (None, "tiles"):  # the one by itself for more than 16 rows
         got = ops.linear(x, w, bias, variant=variant, **options)
-        np.testing.assert_array_equal(got.get(), on_gpu(given))
+        np.testing.assert_array_equal(got.get(), evaluate("gpu", given))
     with pytest.raises(InputError, match="variant tiles: takes no gamma and beta"):
         ops.linear(x, w, bias, x[0], x[0], variant="tiles")
 
 
-@pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    x, data = cp.zeros((3, 8), "float32"), cp.zeros((4, 8), "float32")
-    w, out = WeightMatrix(data, "float32", None, "NK"), cp.zeros((3, 4), "float32")
+@one_order
+def test_bad_input(device: Any) -> None:
+    x, data = cupy.zeros((3, 8), "float32"), cupy.zeros((4, 8), "float32")
+    w, out = WeightMatrix(data, "float32", None, "NK"), cupy.zeros((3, 4), "float32")
     host = WeightMatrix(data.get(), "float32", None, "NK")
-    both = cp.zeros(24, "float32")
+    both = cupy.zeros(24, "float32")
     for arrays, given_out, message in (
         ((x.get(), w, None, None), None, "x: expected a CuPy array, got ndarray"),
         ((x.astype("float16"), w, None, None), None, "x: expected float32, got float16"),
@@ -446,7 +392,7 @@ def test_bad_input(cp: ModuleType) -> None:
             both[:12].reshape(3, 4),
             "out: overlaps residual in part",
         ),
-        ((cp.zeros((1, 0), "float32"), w, None, None), None, "x: expected at least one element"),
+        ((cupy.zeros((1, 0), "float32"), w, None, None), None, "x: expected at least one element"),
     ):
         with pytest.raises(InputError, match=message):
             bind_tiles(arrays, given_out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.matmul_bias import (
@@ -29,14 +28,12 @@ from gpt2block.ops.matmul_bias import (
 )
 from gpt2block.ops.matmul_bias import bind as bind_matmul_bias
 from tests import plain
+from tests.devices import H200, on_every_device, on_one_order, one_order, running_on
 from tests.plain import normal
 
 Array = NDArray[Any]
+MODULE = import_module("gpt2block.ops.matmul_bias")
 VARIANTS = [variant.name for variant in OPERATION.variants]
-ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*ORDERS, GPU])
-on_one_order = pytest.mark.parametrize("where", ["shuffled", GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_tile = pytest.mark.parametrize(
     ("tile", "groups"),
@@ -46,7 +43,6 @@ every_tile = pytest.mark.parametrize(
         for n in (1, 2)
     ],
 )
-H200 = 132  # multiprocessors
 
 
 def inputs(M: int, K: int, N: int) -> tuple[Array, Array, Array]:
@@ -59,18 +55,6 @@ def assert_right(got: Array, a: Array, w: Array, bias: Array | None = None) -> N
     plain.assert_as_accurate(got, truth, plain.matmul_bias(a, w, bias))
 
 
-def on_shim(
-    file: str | loader.Source, how: Geometry, order: Any, a: Array, w: Array, bias: Array | None
-) -> Array:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    (M, K), N = a.shape, w.shape[1]
-    out = np.full((M, N), np.nan, np.float32)
-    options = {"shared": how.shared, "defines": how.defines, "order": order}
-    loader.run(file, how.kernel, how.grid, how.block, [a, w, bias, out, M, K, N], **options)
-    return out
-
-
 def geometry(variant: str, M: int, N: int) -> Geometry:
     """As on an H200."""
     if variant == "registers":
@@ -81,21 +65,13 @@ def geometry(variant: str, M: int, N: int) -> Geometry:
 
 def evaluate(where: str, variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
     """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
-    if where == "gpu":
-        return on_gpu(variant, a, w, bias)
-    how = geometry(variant, len(a), w.shape[1])
-    return on_shim(OPERATION.variant(variant).file, how, where, a, w, bias)
-
-
-def on_gpu(variant: str, a: Array, w: Array, bias: Array | None = None) -> Array:
-    import cupy  # noqa: PLC0415
-
     results: list[Array] = []
-    for _ in range(2):
-        arrays = tuple(None if x is None else cupy.asarray(x) for x in (a, w, bias))
-        out = cupy.full((*a.shape[:-1], w.shape[1]), np.nan, np.float32)
-        results.append(bind_matmul_bias(arrays, out, variant=variant).run().get())
-    np.testing.assert_array_equal(results[0], results[1])
+    with running_on(where, H200):
+        for _ in range(1 + (where == "gpu")):
+            arrays = tuple(None if x is None else cupy.asarray(x) for x in (a, w, bias))
+            out = cupy.full((*a.shape[:-1], w.shape[1]), np.nan, np.float32)
+            results.append(bind_matmul_bias(arrays, out, variant=variant).run().get())
+    np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
 
 
@@ -151,7 +127,7 @@ def test_every_tile_compiles_and_fits(arch: str, tile: Tile, groups: int, width:
 # --- every variant -------------------------------------------------------------------------------
 
 
-@on_every_backend
+@on_every_device
 @on_every_variant
 @settings(max_examples=4)
 @given(M=st.integers(1, 70), K=st.integers(1, 70), N=st.integers(1, 70), with_bias=st.booleans())
@@ -165,12 +141,28 @@ def test_every_variant(where: str, variant: str, M: int, K: int, N: int, with_bi
 
 
 @every_tile
-@pytest.mark.parametrize(("M", "K", "N"), [(131, 70, 132), (70, 19, 101)])
-def test_every_tile(tile: Tile, groups: int, M: int, K: int, N: int) -> None:
+@pytest.mark.parametrize(
+    ("M", "K", "N", "devices"),
+    [
+        (131, 70, 132, ["shuffled"]),
+        (70, 19, 101, loader.ORDERS),
+        pytest.param(517, 1000, 516, ["gpu"], marks=pytest.mark.gpu),
+        pytest.param(300, 77, 333, ["gpu"], marks=pytest.mark.gpu),
+    ],
+)
+def test_every_tile(
+    monkeypatch: pytest.MonkeyPatch,
+    tile: Tile,
+    groups: int,
+    M: int,
+    K: int,
+    N: int,
+    devices: list[str],
+) -> None:
+    monkeypatch.setattr(MODULE, "choose_tile", lambda *_: (tile, groups))
     a, w, bias = inputs(M, K, N)
-    how = registers_geometry(tile, groups, M, N, 1 if N % 4 else 4)
-    for order in loader.ORDERS if K == 19 else ("shuffled",):
-        assert_right(on_shim(REGISTERS, how, order, a, w, bias), a, w, bias)
+    for where in devices:
+        assert_right(evaluate(where, "registers", a, w, bias), a, w, bias)
 
 
 @on_one_order
@@ -210,23 +202,30 @@ def test_a_missing_barrier_shows(variant: str, barriers: int) -> None:
     assert len(parts) == barriers + 1
     a, w, bias = inputs(20, 270, 20)
     how = geometry(variant, 20, 20)
-    right = on_shim(chosen.file, how, "forward", a, w, bias)
+
+    def run(order: loader.Order, text: str) -> Array:
+        out = np.full((20, 20), np.nan, np.float32)
+        args = [a, w, bias, out, 20, 270, 20]
+        loader.run(
+            loader.Source(chosen.file, text),
+            how.kernel,
+            how.grid,
+            how.block,
+            args,
+            shared=how.shared,
+            defines=how.defines,
+            order=order,
+        )
+        return out
+
+    right = run("forward", source.text)
     for n in range(barriers):
-        edited = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
-        racing = loader.Source(chosen.file, edited)
-        results = [on_shim(racing, how, order, a, w, bias) for order in loader.ORDERS]
+        racing = "__syncthreads();".join([*parts[:n], parts[n] + parts[n + 1], *parts[n + 2 :]])
+        results = [run(order, racing) for order in loader.ORDERS]
         assert any(not np.array_equal(result, right) for result in results)
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
 
 
 @pytest.mark.gpu
@@ -235,23 +234,11 @@ def cp() -> ModuleType:
     [(1, 768, 3072), (128, 3072, 768), (1000, 768, 2304), (1024, 767, 771), (8192, 64, 768)],
 )
 @on_every_variant
-def test_large_sizes(cp: ModuleType, variant: str, M: int, K: int, N: int) -> None:
+def test_large_sizes(variant: str, M: int, K: int, N: int) -> None:
     a, w, bias = inputs(M, K, N)
-    expected = plain.matmul_bias(cp.asarray(a), cp.asarray(w), cp.asarray(bias), cp).get()
+    expected = plain.matmul_bias(cupy.asarray(a), cupy.asarray(w), cupy.asarray(bias), cupy).get()
     truth = reference.matmul_bias(*(x.astype(np.float64) for x in (a, w, bias)))
-    plain.assert_as_accurate(on_gpu(variant, a, w, bias), truth, expected)
-
-
-@pytest.mark.gpu
-@every_tile
-@pytest.mark.parametrize(("M", "K", "N"), [(517, 1000, 516), (300, 77, 333)])
-def test_every_tile_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, tile: Tile, groups: int, M: int, K: int, N: int
-) -> None:
-    module = import_module("gpt2block.ops.matmul_bias")
-    monkeypatch.setattr(module, "choose_tile", lambda *_: (tile, groups))
-    a, w, bias = inputs(M, K, N)
-    assert_right(on_gpu("registers", a, w, bias), a, w, bias)
+    plain.assert_as_accurate(evaluate("gpu", variant, a, w, bias), truth, expected)
 
 
 @pytest.mark.gpu
@@ -261,65 +248,58 @@ def test_one_group_gives_the_same_bits_as_the_other_variants(
 ) -> None:
     """Each adds the products in the order of k: what differs is how they come to the registers."""
     a, w, bias = inputs(M, K, N)
-    expected = on_gpu("tiled", a, w, bias)
+    expected = evaluate("gpu", "tiled", a, w, bias)
     for variant in ("naive", "coarsened"):
-        np.testing.assert_array_equal(on_gpu(variant, a, w, bias), expected)
-    module = import_module("gpt2block.ops.matmul_bias")
-    monkeypatch.setattr(module, "choose_tile", lambda *_: (TILES[0], 1))
-    np.testing.assert_array_equal(on_gpu("registers", a, w, bias), expected)
+        np.testing.assert_array_equal(evaluate("gpu", variant, a, w, bias), expected)
+    monkeypatch.setattr(MODULE, "choose_tile", lambda *_: (TILES[0], 1))
+    np.testing.assert_array_equal(evaluate("gpu", "registers", a, w, bias), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["naive", "coarsened", "registers"])
 def test_more_rows_than_a_grid_is_high(variant: str) -> None:
     a, w, bias = inputs(65535 * 32 + 1, 3, 5)
-    assert_right(on_gpu(variant, a, w, bias), a, w, bias)
+    assert_right(evaluate("gpu", variant, a, w, bias), a, w, bias)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["naive", "coarsened", "registers"])
-def test_more_outputs_than_an_int_counts(cp: ModuleType, variant: str) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_more_outputs_than_an_int_counts(variant: str) -> None:
     M, N = 70_001, 32_003  # 9 GB
-    if cp.cuda.Device().mem_info[1] < 24 << 30:
+    if cupy.cuda.Device().mem_info[1] < 24 << 30:
         pytest.skip("needs a GPU with 24 GB")
-    a, w, bias = (cp.asarray(x) for x in inputs(M, 2, N))
+    a, w, bias = (cupy.asarray(x) for x in inputs(M, 2, N))
     got = ops.matmul_bias(a, w, bias, variant=variant)
     for rows in (slice(0, 3), slice(M // 2, M // 2 + 3), slice(M - 3, M)):
         assert_right(got[rows].get(), a[rows].get(), w.get(), bias.get())
     del got
-    cp.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.gpu
 @on_every_variant
-def test_the_op(cp: ModuleType, variant: str) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_the_op(variant: str) -> None:
     a, w, bias = inputs(42, 48, 52)
-    on_device = [cp.asarray(x) for x in (a, w, bias)]
+    on_device = [cupy.asarray(x) for x in (a, w, bias)]
     batch = on_device[0].reshape(2, 21, 48)
     got = ops.matmul_bias(batch, on_device[1], on_device[2], variant)
     assert got.shape == (2, 21, 52)
     assert_right(got.get().reshape(42, 52), a, w, bias)
-    wide = cp.asarray(np.repeat(a, 2, axis=1))[:, ::2]
+    wide = cupy.asarray(np.repeat(a, 2, axis=1))[:, ::2]
     np.testing.assert_array_equal(
         ops.matmul_bias(wide, on_device[1], on_device[2], variant).get(), got.get().reshape(42, 52)
     )
-    moved = cp.asarray(np.append(np.float32(0), w))[1:].reshape(w.shape)
+    moved = cupy.asarray(np.append(np.float32(0), w))[1:].reshape(w.shape)
     assert moved.data.ptr % 16
     assert_right(ops.matmul_bias(on_device[0], moved, variant=variant).get(), a, w)
-    out = cp.full(42 * 52 + 1, np.nan, np.float32)[1:].reshape(42, 52)
+    out = cupy.full(42 * 52 + 1, np.nan, np.float32)[1:].reshape(42, 52)
     assert_right(bind_matmul_bias(tuple(on_device), out, variant=variant).run().get(), a, w, bias)
 
 
-@pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    a, w = cp.zeros((3, 8), "float32"), cp.zeros((8, 4), "float32")
-    tall = cp.zeros((1_048_561, 1), "float32")
+@one_order
+def test_bad_input(device: Any) -> None:
+    a, w = cupy.zeros((3, 8), "float32"), cupy.zeros((8, 4), "float32")
+    tall = cupy.zeros((1_048_561, 1), "float32")
     for args, variant, message in (
         (
             (a, w),

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.cuda import kernels
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.arrays import launch_at
 from gpt2block.cuda.kernels import Geometry
-from gpt2block.emulator import loader
+from gpt2block.emulator import ORDERS
 from gpt2block.ops._rmsnorm_mma import FILE, TILES, Tile, fits, geometry
 from gpt2block.ops.rope import exponent_step
 from tests import plain
 from tests.compiling import Job, assert_clean
+from tests.devices import running_on
 from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with, this_gpu
 
 Array = NDArray[Any]
@@ -98,22 +100,27 @@ class Problem:
             self.stored.append(np.ascontiguousarray(bits if case.layout == "KN" else bits.T))
             self.wide.append(value.astype(np.float64))
 
-    def arguments(self, out: Array, sum: Array | None) -> list[Any]:
-        """Of the kernel, in its order."""
-        c = self.case
-        sizes = [EPS, c.K + c.stride, c.M, c.N, c.K]
-        if c.matrices == 1:
-            rope = [c.seq_len, c.head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2)]
-            return [self.x, self.gamma, self.stored[0], self.scales[0], out, *sizes, *rope]
-        weights = [self.stored[0], self.scales[0], self.stored[1], self.scales[1]]
-        residual = self.residual if c.residual else None
-        return [self.x, residual, sum, self.gamma, *weights, out, *sizes]
-
-    def outputs(self) -> tuple[Array, Array | None]:
-        """Arrays full of NaN for `out` and `sum`."""
+    def launched(self, how: Geometry) -> tuple[Array, Array | None]:
+        """`out` and `sum`, from poisoned memory."""
         c, T = self.case, DTYPES[self.case.storage]
-        sum = np.full((c.M, c.K), np.nan, T) if c.residual else None
-        return np.full((c.M, c.N), np.nan, T), sum
+
+        def there(array: Array | None) -> Any:
+            return None if array is None else cupy.asarray(array)
+
+        out = cupy.full((c.M, c.N), np.nan, T)
+        sum = cupy.full((c.M, c.K), np.nan, T) if c.residual else None
+        x, gamma = there(self.x), there(self.gamma)
+        residual = there(self.residual if c.residual else None)
+        pairs = zip(self.stored, self.scales, strict=True)
+        weights = [there(array) for pair in pairs for array in pair]
+        sizes = (EPS, c.K + c.stride, c.M, c.N, c.K)
+        if c.matrices == 1:
+            rope = (c.seq_len, c.head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2))
+            args = (x, gamma, *weights, out, *sizes, *rope)
+        else:
+            args = (x, residual, sum, gamma, *weights, out, *sizes)
+        launch_at(FILE, how, args, c.storage, c.weights).run()
+        return out.get(), None if sum is None else sum.get()
 
     def hidden(self) -> Array:
         """x, or x + residual as it is stored."""
@@ -167,56 +174,17 @@ class Problem:
             np.testing.assert_array_equal(sum, self.hidden())
 
 
-def run_on_cpu(case: Case, how: Geometry, order: loader.Order, at_once: bool = False) -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
+def run(where: str, case: Case, tile: Tile | None = None) -> None:
+    """On a GPU twice, and both must give the same bits."""
     given = Problem(case)
-    out, sum = given.outputs()
-    loader.run(
-        FILE,
-        how.kernel,
-        how.grid,
-        how.block,
-        given.arguments(out, sum),
-        shared=how.shared,
-        defines=how.defines,
-        storage=case.storage,
-        weights=case.weights,
-        order=order,
-        copies_at_once=at_once,
-    )
-    given.assert_right(out, sum)
-
-
-def run_on_gpu(case: Case, tile: Tile | None = None) -> None:
-    """Twice, and both must give the same bits."""
-    import cupy  # noqa: PLC0415
-
-    how, problem = case.geometry(this_gpu(), tile), Problem(case)
-    results = []
-    for _ in range(2):
-        out, sum = problem.outputs()
-        outputs: tuple[Any, Any] = cupy.asarray(out), None if sum is None else cupy.asarray(sum)
-        args = tuple(
-            cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in problem.arguments(*outputs)
-        )
-        kernels.launch(
-            FILE,
-            how.kernel,
-            how.grid,
-            how.block,
-            args,
-            shared=how.shared,
-            defines=how.defines,
-            storage=case.storage,
-            weights=case.weights,
-        ).run()
-        results.append((outputs[0].get(), None if sum is None else outputs[1].get()))
-    (out, sum), (again, sum_again) = results
+    with running_on(where):
+        how = case.geometry(this_gpu() if where == "gpu" else H200, tile)
+        results = [given.launched(how) for _ in range(1 + (where == "gpu"))]
+    (out, sum), (again, sum_again) = results[0], results[-1]
     np.testing.assert_array_equal(out, again)
     if sum is not None:
         np.testing.assert_array_equal(sum, sum_again)
-    problem.assert_right(out, sum, cupy)
+    given.assert_right(out, sum, cupy if where == "gpu" else np)
 
 
 # --- which tile ----------------------------------------------------------------------------------
@@ -300,23 +268,25 @@ ODD = Tile(32, 48, (2, 2, 1), 64, 2, 1)
 def test_dtypes_and_layouts_on_the_cpu(storage: str, weights: str | None, layout: str) -> None:
     for case in (Case(1, 21, 80, 144, head_dim=16), Case(2, 21, 80, 144)):
         stored = replace(case, storage=storage, weights=weights, layout=layout)
-        run_on_cpu(stored, stored.geometry(H200, TINY), "shuffled")
+        run("shuffled", stored, TINY)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_pipeline_waits_for_what_it_needs(at_once: bool) -> None:
-    for order in loader.ORDERS:
+def test_the_pipeline_waits_for_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    if at_once:  # copies by cp.async arrive immediately, not when a thread waits for them
+        monkeypatch.setenv("COPIES_AT_ONCE", "1")
+    for order in ORDERS:
         for K in (64, 64 * 5 + 8):
-            case = Case(2, 40, 40, K, residual=True)
-            run_on_cpu(case, case.geometry(H200, ODD), order, at_once)
+            run(order, Case(2, 40, 40, K, residual=True), ODD)
 
 
 @settings(max_examples=6)
 @given(M=st.integers(1, 100), N=st.integers(1, 9), K=st.integers(1, 40), matrices=st.integers(1, 2))
 def test_any_size_on_the_cpu(M: int, N: int, K: int, matrices: int) -> None:
     """Without a norm, scales and space between the rows, too."""
-    case = Case(matrices, M, 8 * N, 8 * K, norm=False, scaled=False, stride=0)
-    run_on_cpu(case, case.geometry(H200, ODD), "reverse")
+    run("reverse", Case(matrices, M, 8 * N, 8 * K, norm=False, scaled=False, stride=0), ODD)
 
 
 # --- with NVRTC, without a GPU -------------------------------------------------------------------
@@ -381,7 +351,7 @@ def test_every_dtype_and_layout_on_the_gpu(
 ) -> None:
     for M, N, K in ((1, 16, 16), (21, 80, 144), (300, 1040, 528)):
         case = Case(matrices, M, N, K, storage, weights, layout)
-        run_on_gpu(replace(case, head_dim=16) if matrices == 1 else replace(case, residual=True))
+        run("gpu", replace(case, head_dim=16) if matrices == 1 else replace(case, residual=True))
 
 
 @pytest.mark.gpu
@@ -390,7 +360,7 @@ def test_every_dtype_and_layout_on_the_gpu(
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_on_the_gpu(tile: Tile, matrices: int) -> None:
     for M, N, K in ((1, 8, 8), (129, 264, 3 * tile.slice - 8), (260, 520, 1024)):
-        run_on_gpu(Case(matrices, M, N, K), tile)
+        run("gpu", Case(matrices, M, N, K), tile)
 
 
 @pytest.mark.gpu
@@ -404,12 +374,12 @@ def test_every_tile_on_the_gpu(tile: Tile, matrices: int) -> None:
     norm=st.booleans(),
 )
 def test_any_size_on_the_gpu(M: int, N: int, K: int, matrices: int, norm: bool) -> None:
-    run_on_gpu(Case(matrices, M, 8 * N, 8 * K, norm=norm))
+    run("gpu", Case(matrices, M, 8 * N, 8 * K, norm=norm))
 
 
 @pytest.mark.gpu
 @on_the_gpu
 @pytest.mark.parametrize("M", [16, 500])
 def test_llama_sizes_on_the_gpu(M: int) -> None:
-    run_on_gpu(Case(1, M, 4096, 4096, head_dim=128, seq_len=M, start=100))
-    run_on_gpu(Case(2, M, 11008, 4096))
+    run("gpu", Case(1, M, 4096, 4096, head_dim=128, seq_len=M, start=100))
+    run("gpu", Case(2, M, 11008, 4096))

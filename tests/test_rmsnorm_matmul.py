@@ -12,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8
-from gpt2block.emulator import loader
+from gpt2block.emulator import ORDERS
 from gpt2block.ops import _rmsnorm_hopper
 from gpt2block.ops._rmsnorm_hopper import tiles
-from gpt2block.ops._rmsnorm_matvec import FILE
 from gpt2block.ops._rmsnorm_matvec import geometry as matvec
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL, bind_ffn, bind_matmul
-from gpt2block.ops.rope import exponent_step
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
+from tests.devices import one_order, running_on
 from tests.gpus import H200, cupy_with
 
 Array = NDArray[Any]
@@ -36,10 +35,7 @@ DTYPES: dict[str, Any] = {
 }
 EPS = 1e-6
 SHARED = 200_000  # bytes that a block may have
-on_the_cpu = pytest.mark.skipif(
-    loader.missing() is not None, reason=f"no CUDA on the CPU: {loader.missing()}"
-)
-in_every_order = pytest.mark.parametrize("order", loader.ORDERS)
+in_every_order = pytest.mark.parametrize("where", ORDERS)
 both_layouts = pytest.mark.parametrize("layout", ["KN", "NK"])
 
 
@@ -259,69 +255,8 @@ FFNS = [
 START, THETA = 3, 500.0
 
 
-def on_shim(case: Case, layout: str, order: loader.Order, ffn: bool, residual: bool) -> Any:
-    given = arrays(case, layout)
-    x = given.x.base if given.x.base is not None else given.x
-    out = np.full((case.M, case.N), np.nan, DTYPES[case.dtype])
-    pairing: Any = "two matrices" if ffn else "halves" if case.half_split else "neighbours"
-    width = 16 // x.itemsize
-    while case.K % width or (case.K + case.apart) % width:
-        width //= 2
-    size = given.first.data.itemsize
-    M, K, N = case[:3]
-    where = matvec(M, N, K, width, size, layout, pairing, case.head_dim or 0, 16, SHARED)
-    assert where is not None
-    sizes = [EPS, K + case.apart, M, N, K]
-    h = np.full((M, K), np.nan, x.dtype) if residual else None
-    first, second = given.first, given.second
-    args: list[Any] = [x, given.gamma, first.data, first.scale, out, *sizes]
-    args += [M, case.head_dim or 0, START, *exponent_step(THETA, case.head_dim or 2)]
-    if ffn:
-        weights = [first.data, first.scale, second.data, second.scale]
-        args = [x, given.residual if residual else None, h, given.gamma, *weights, out, *sizes]
-    loader.run(
-        FILE,
-        where.kernel,
-        where.grid,
-        where.block,
-        args,
-        shared=where.shared,
-        defines=where.defines,
-        storage=case.dtype,
-        weights=case.weights,
-        order=order,
-    )
-    return given, out, h
-
-
-@on_the_cpu
-@in_every_order
-@both_layouts
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_matvec(case: Case, layout: str, order: loader.Order) -> None:
-    given, out, _ = on_shim(case, layout, order, ffn=False, residual=False)
-    assert_product(out, given, case, START, THETA)
-
-
-@on_the_cpu
-@in_every_order
-@both_layouts
-@pytest.mark.parametrize("case", FFNS, ids=str)
-def test_ffn_matvec(case: Case, layout: str, order: loader.Order) -> None:
-    residual = case.M > 1
-    given, out, h = on_shim(case, layout, order, ffn=True, residual=residual)
-    assert_ffn(out, given, residual)
-    if residual:
-        np.testing.assert_array_equal(h, summed(given))
-
-
-# --- on the GPU -----------------------------------------------------------------------------------
-
-
 def on_device(given: Arrays) -> Arrays:
     """The same arrays on the GPU, rows as far apart."""
-    import cupy  # noqa: PLC0415
-
     base = given.x.base if given.x.base is not None else given.x
     x = cupy.asarray(base)[:, : given.x.shape[1]]
 
@@ -333,20 +268,58 @@ def on_device(given: Arrays) -> Arrays:
     return Arrays(x, cupy.asarray(given.residual), cupy.asarray(given.gamma), first, second)
 
 
-def run_twice(bind: Any, inputs: tuple[Any, ...], **options: Any) -> list[Array]:
-    """Outputs of two runs, which must be the same bits, from poisoned memory."""
-    import cupy  # noqa: PLC0415
-
+def run(where: str, bind: Any, inputs: tuple[Any, ...], **options: Any) -> list[Array]:
+    """Outputs, from poisoned memory; on a GPU of two runs, which must be the same bits."""
     x, weights = inputs[0], inputs[2]
     results = []
-    for _ in range(2):
+    for _ in range(1 + (where == "gpu")):
         out = cupy.full((*x.shape[:-1], weights.N), np.nan, x.dtype)
-        bound = bind(inputs, out, **options)
+        bound = bind(inputs, out, eps=EPS, **options)
         bound.run()
         results.append([out.get(), *(array.get() for array in bound.extra)])
-    for one, other in zip(*results, strict=True):
+    for one, other in zip(results[0], results[-1], strict=True):
         np.testing.assert_array_equal(one, other)
     return results[0]
+
+
+def check_product(where: str, case: Case, layout: str, variant: str | None = "matvec") -> None:
+    given = arrays(case, layout)
+    turn = {"head_dim": case.head_dim, "start": START, "theta": THETA}
+    with running_on(where):
+        x, _, gamma, w, _ = on_device(given)
+        options = {"half_split": case.half_split, "variant": variant}
+        got = run(where, bind_matmul, (x, gamma, w), **turn, **options)
+    assert_product(got[0], given, case, START, THETA)
+
+
+def check_ffn(
+    where: str, case: Case, layout: str, variant: str | None = "matvec", residual: bool = False
+) -> None:
+    given = arrays(case, layout)
+    with running_on(where):
+        x, other, gamma, *weights = on_device(given)
+        inputs = (x, gamma, *weights, other if residual else None)
+        got = run(where, bind_ffn, inputs, variant=variant)
+    assert_ffn(got[0], given, residual)
+    if residual:
+        np.testing.assert_array_equal(got[1], summed(given))
+
+
+@in_every_order
+@both_layouts
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_matvec(case: Case, layout: str, where: str) -> None:
+    check_product(where, case, layout)
+
+
+@in_every_order
+@both_layouts
+@pytest.mark.parametrize("case", FFNS, ids=str)
+def test_ffn_matvec(case: Case, layout: str, where: str) -> None:
+    check_ffn(where, case, layout, residual=case.M > 1)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
 
 
 VARIANTS = [variant.name for variant in RMSNORM_MATMUL.variants]
@@ -374,16 +347,10 @@ def skip_what_tiles_cannot(variant: str, dtype: str, weights: str | None) -> Non
 def test_products_on_the_gpu(
     variant: str, dtype: str, weights: str | None, layout: str, M: int
 ) -> None:
-
     skip_what_tiles_cannot(variant, dtype, weights)
     half_split = M in (3, 70)
     case = Case(M, 272, 384, dtype, weights, 64 if M > 1 else None, half_split, 8 if M > 3 else 0)
-    given = arrays(case, layout)
-    device = on_device(given)
-    inputs = (device.x, device.gamma, device.first)
-    options = {"head_dim": case.head_dim, "start": START, "theta": THETA, "half_split": half_split}
-    got = run_twice(bind_matmul, inputs, variant=variant, eps=EPS, **options)
-    assert_product(got[0], given, case, START, THETA)
+    check_product("gpu", case, layout, variant)
 
 
 @pytest.mark.gpu
@@ -395,18 +362,9 @@ def test_products_on_the_gpu(
 def test_feed_forward_on_the_gpu(
     variant: str, dtype: str, weights: str | None, layout: str, M: int
 ) -> None:
-
     skip_what_tiles_cannot(variant, dtype, weights)
     case = Case(M, 272, 192, dtype, weights, apart=8 if M > 5 else 0)
-    given = arrays(case, layout)
-    device = on_device(given)
-    residual = M > 1
-    inputs: tuple[Any, ...] = (device.x, device.gamma, device.first, device.second)
-    inputs += (device.residual,) if residual else ()
-    got = run_twice(bind_ffn, inputs, variant=variant, eps=EPS)
-    assert_ffn(got[0], given, residual)
-    if residual:
-        np.testing.assert_array_equal(got[1], summed(given))
+    check_ffn("gpu", case, layout, variant, residual=M > 1)
 
 
 @pytest.mark.gpu
@@ -425,17 +383,7 @@ def test_every_hopper_tile(
         Case(333, 1032, 1448, "float16"),
         Case(1000, 136, 3032, "float16", None, 8),
     ):
-        given = arrays(case, layout)
-        device = on_device(given)
-        inputs: tuple[Any, ...] = (device.x, device.gamma, device.first)
-        if matrices == 2:
-            inputs += (device.second,)
-            got = run_twice(bind_ffn, inputs, variant="hopper", eps=EPS)
-            assert_ffn(got[0], given, False)
-        else:
-            options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
-            got = run_twice(bind_matmul, inputs, variant="hopper", eps=EPS, **options)
-            assert_product(got[0], given, case, START, THETA)
+        (check_ffn if matrices == 2 else check_product)("gpu", case, layout, "hopper")
     _rmsnorm_hopper.geometry.cache_clear()
 
 
@@ -452,25 +400,13 @@ def test_every_hopper_tile(
     ids=str,
 )
 def test_odd_and_long_rows_on_the_gpu(case: Case, layout: str) -> None:
-
-    given = arrays(case, layout)
-    device = on_device(given)
-    options = {"head_dim": case.head_dim, "start": START, "theta": THETA}
-    options["half_split"] = case.half_split
-    inputs: tuple[Any, ...] = (device.x, device.gamma, device.first)
-    got = run_twice(bind_matmul, inputs, variant="matvec", eps=EPS, **options)
-    assert_product(got[0], given, case, START, THETA)
+    check_product("gpu", case, layout)
     if case.head_dim is None:
-        inputs = (device.x, device.gamma, device.first, device.second)
-        assert_ffn(run_twice(bind_ffn, inputs, eps=EPS)[0], given, False)
+        check_ffn("gpu", case, layout, None)
 
 
 @pytest.mark.gpu
 def test_a_batch_has_positions_of_its_own() -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     given = arrays(Case(6, 64, 32, "float16"), "KN")
     x = cupy.asarray(np.ascontiguousarray(given.x)).reshape(2, 3, 64)
     gamma, w = cupy.asarray(given.gamma), cupy.asarray(given.first.data)
@@ -486,10 +422,6 @@ def test_a_batch_has_positions_of_its_own() -> None:
 @pytest.mark.parametrize("variant", [None, "unfused"])
 @pytest.mark.parametrize("half_split", [False, True])
 def test_more_axes_in_front(variant: str | None, half_split: bool) -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     given = arrays(Case(24, 64, 32, "float16"), "KN")
     x = cupy.asarray(np.ascontiguousarray(given.x)).reshape(2, 3, 4, 64)
     gamma, w = cupy.asarray(given.gamma), cupy.asarray(given.first.data)
@@ -502,10 +434,6 @@ def test_more_axes_in_front(variant: str | None, half_split: bool) -> None:
 
 @pytest.mark.gpu
 def test_a_row_too_long_for_matvec_takes_tiles() -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     x, gamma = cupy.ones((1, 65_536), "float16"), cupy.ones(65_536, "float16")
     w = cupy.full((65_536, 16), 2.0**-16, "float16")
     np.testing.assert_allclose(ops.rmsnorm_matmul(x, gamma, w).get(), 1, rtol=1e-3)
@@ -513,10 +441,6 @@ def test_a_row_too_long_for_matvec_takes_tiles() -> None:
 
 @pytest.mark.gpu
 def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     given = arrays(Case(2, 64, 32, "float32"), "KN")
     device = on_device(given)
     w1, w3 = device.first.data, device.second.data
@@ -530,7 +454,7 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
     cupy.testing.assert_array_equal(turned, same)
 
 
-@pytest.mark.gpu
+@one_order
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -551,13 +475,9 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
         ({"x": (64,)}, r"x: expected \(\.\.\., T, K\)"),
     ],
 )
-def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
+def test_wrong_input_is_refused(device: Any, change: dict[str, Any], message: str) -> None:
     x = cupy.zeros(change.pop("x", (1, 64)), "float32")
-    gamma = cupy.ones(change.pop("gamma", (64,)), "float32")
+    gamma = cupy.zeros(change.pop("gamma", (64,)), "float32")
     *shape, dtype = change.pop("w", (64, 48, "float32"))
     with pytest.raises(InputError, match=message):
         ops.rmsnorm_matmul(x, gamma, cupy.zeros(shape, dtype), **change)
@@ -565,10 +485,6 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.gpu
 def test_feed_forward_matrices_must_be_alike() -> None:
-    import cupy  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
     x, gamma = cupy.zeros((1, 64), "float32"), cupy.ones(64, "float32")
     w = cupy.zeros((64, 48), "float32")
     other = WeightMatrix(cupy.zeros((48, 64), "float32"), "float32", None, "NK")

@@ -15,20 +15,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, TwoPartMatrix, reference
-from gpt2block.emulator import loader
-from gpt2block.ops.layernorm import NARROW, OPERATION, layernorm_bound, narrow_geometry
+from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block.cuda import cupy
+from gpt2block.emulator import ORDERS
+from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.two_part import FILE, geometry
 from gpt2block.weights.two_part import scale_for
 from tests import plain
+from tests.devices import H200, running_on
 from tests.gpus import cupy_with
-from tests.test_layernorm_narrow import EPS, inputs, widest
+from tests.test_layernorm_narrow import EPS, inputs
 from tests.test_layernorm_narrow import assert_right as assert_normalized
 
 Array = NDArray[Any]
-H200 = 132
-every_order = pytest.mark.parametrize("order", loader.ORDERS)
+every_order = pytest.mark.parametrize("order", ORDERS)
 few = settings(max_examples=4)
 
 
@@ -151,17 +152,8 @@ def test_what_cannot_be_split(x: Any, message: str) -> None:
 # --- the kernels on the CPU -----------------------------------------------------------------------
 
 
-def rows_on_cpu(x: Array, order: loader.Order, width: int | None = None) -> TwoPartMatrix:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    rows, K = x.shape
-    how = geometry(rows, width or next(w for w in (4, 2, 1) if K % w == 0))
-    parts = np.full((2, rows, K), np.nan, np.float16)
-    scale = np.full(rows, np.nan, np.float32)
-    args = [x, parts, scale, rows, K]
-    options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
-    loader.run(FILE, how.kernel, how.grid, how.block, args, **options)
-    return TwoPartMatrix(parts, scale, x.shape)
+def host(matrix: TwoPartMatrix) -> TwoPartMatrix:
+    return TwoPartMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
 
 
 def assert_same(got: TwoPartMatrix, x: Array) -> None:
@@ -183,27 +175,23 @@ def without_subnormals(x: Array) -> Array:
 @given(rows=st.integers(1, 9), K=st.integers(1, 300))
 @example(rows=9, K=256)
 @example(rows=5, K=130)
-def test_rows_of_all_magnitudes(order: loader.Order, rows: int, K: int) -> None:
+def test_rows_of_all_magnitudes(order: str, rows: int, K: int) -> None:
     x = without_subnormals(wild(K, rows, K))
-    assert_same(rows_on_cpu(x, order), x)
+    with running_on(order):
+        assert_same(host(TwoPartMatrix.from_float32(cupy.asarray(x))), x)
 
 
 @every_order
 @pytest.mark.parametrize(("rows", "C"), [(5, 768), (7, 48), (3, 300)])
-def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
+def test_layernorm_in_two_parts(order: str, rows: int, C: int) -> None:
     x, gamma, beta = inputs(rows, rows, C, "float32")
     x[rows - 1] = 0
     x[1, 7] = np.nan
-    scale = scale_for(layernorm_bound(gamma, beta))
-    how = narrow_geometry(True, rows, C, widest(C, "float16"), H200, two_part=True)
-    parts = np.full((2, rows, C), np.nan, np.float16)
-    args = [x, gamma, beta, parts, 1 / scale, EPS, rows, C]
-    options: dict[str, Any] = {"defines": how.defines, "storage": "float16", "order": order}
-    file = OPERATION.variant(NARROW).file
-    loader.run(file, how.kernel, how.grid, how.block, args, **options)
-    got = TwoPartMatrix(parts, np.full(rows, scale, np.float32), x.shape).joined()
+    with running_on(order, H200):
+        out = TwoPartMatrix.empty((rows, C), layernorm_bound(gamma, beta))
+        arrays = tuple(map(cupy.asarray, (x, gamma, beta)))
+        bind_layernorm(arrays, out, eps=EPS).run()
+        got = host(out).joined()
     assert np.isnan(got[1]).all()
     finite = np.arange(rows) != 1
     assert_normalized(got[finite], (x[finite], gamma, beta))
@@ -215,10 +203,6 @@ def test_layernorm_in_two_parts(order: loader.Order, rows: int, C: int) -> None:
 @pytest.fixture(scope="module")
 def cp() -> ModuleType:
     return cupy_with()
-
-
-def host(matrix: TwoPartMatrix) -> TwoPartMatrix:
-    return TwoPartMatrix(matrix.parts.get(), matrix.scale.get(), matrix.shape)
 
 
 @pytest.mark.gpu
@@ -259,8 +243,6 @@ def product_problem(K: int, N: int, size: float) -> tuple[Array, Array, Array]:
 @pytest.mark.parametrize(("K", "N"), PRODUCTS)
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_a_product_is_as_accurate_as_cublas(cp: ModuleType, K: int, N: int, size: float) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
     a, w, bias = product_problem(K, N, size)
     with np.errstate(invalid="ignore"):
         truth = a.astype(np.float64) @ w.T.astype(np.float64) + bias
@@ -302,8 +284,6 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 
     Not of subnormal numbers, which are zero on a GPU.
     """
-    from gpt2block import ops  # noqa: PLC0415
-
     rng = np.random.default_rng(0)
     sizes = np.array([1e-33, 1e-25, 1e-10, 1, 1e10, 1e25, 1e37], np.float32)
     a = rng.standard_normal((len(sizes), 64), dtype=np.float32) * sizes[:, None]
@@ -326,8 +306,6 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 @pytest.mark.gpu
 def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
     """The public functions in a row, against float64."""
-    from gpt2block import ops  # noqa: PLC0415
-
     x, gamma, beta = inputs(0, 100, 128, "float32")
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
     vectors = cp.asarray(gamma), cp.asarray(beta)
@@ -349,8 +327,6 @@ def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
 
 @pytest.mark.gpu
 def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
     a, w = cp.ones((8, 64), "float32"), TwoPartMatrix.from_float32(cp.ones((8, 64), "float32"))
     assert (ops.gemm(a, w, dtype="two_part", bound=33.0).get() == 64).all()
     assert np.isinf(ops.gemm(a, w, dtype="two_part", bound=31.0).get()).all()
@@ -366,16 +342,14 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
         ),
         ({"a": "short"}, "w: expected K 56 to match a, got 64"),
         ({"a": "half"}, "a: expected float32, got float16"),
-        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' with a Split"),
+        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'two_part' with a Two"),
         ({"dtype": "two_part"}, "bound: expected the largest magnitude that the result can have"),
-        ({"bound": 1.0}, "bound: expected dtype 'split', of a two-part result"),
+        ({"bound": 1.0}, "bound: expected dtype 'two_part', of a two-part result"),
         ({"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude from 0"),
         ({"variant": "split"}, "unknown variant 'split': expected one of mma, hopper"),
     ],
 )
 def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message: str) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
     ones = cp.ones((8, 64), "float32")
     known = {
         "dense": ones,
@@ -411,9 +385,12 @@ def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
         norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
     qkv = TwoPartMatrix.from_float32(cp.ones((4, 192), "float32"))
     for options, message in (
-        ({"n_head": 2}, "head size 32: split matrices have 64"),
+        ({"n_head": 2}, "head size 32: tensor cores take 64"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),
-        ({"n_head": 1, "variant": "online"}, "expected variant mma, and no block"),
+        (
+            {"n_head": 1, "variant": "online"},
+            "variant online: takes no two-part matrix: use variant mma",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             attention((qkv,), causal=True, **options)
