@@ -8,6 +8,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.devices import device  # noqa: F401  (a fixture of every test file)
+
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
 )
