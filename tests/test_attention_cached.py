@@ -491,7 +491,8 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
     wpe = normal(1, n_ctx, C)
     scale = None if wte.scale is None else device.asarray(wte.scale)
     moved = WeightMatrix(device.asarray(wte.data), dtype, scale, "NK")
-    out = ops.encoder_rows(*map(device.asarray, (ids, positions)), moved, device.asarray(wpe)).get()
+    rows = device.asarray(ids), device.asarray(positions)
+    out = ops.encoder_rows(*rows, moved, device.asarray(wpe)).get()
     assert np.isnan(out[3:]).all()
     table = wte.dequantized().T
     truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
