@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import pytest
 
+from gpt2block.cuda import cupy
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 
 
@@ -23,17 +23,14 @@ RTX: Gpu = {"sms": 84, "most_shared": 101376}
 GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 
-def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
-    """CuPy, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma."""
-    import cupy  # noqa: PLC0415
-
+def cupy_with(capability: int = MMA_CAPABILITY) -> Any:
+    """CuPy or its stand-in, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma."""
     there = int(cupy.cuda.Device().compute_capability)
     if there < capability:
         pytest.skip(f"needs compute capability {capability / 10}, this GPU has {there / 10}")
     if capability == HOPPER_CAPABILITY != there:
         pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {there / 10}")
-    module: ModuleType = cupy
-    return module
+    return cupy
 
 
 def this_gpu() -> Gpu:
