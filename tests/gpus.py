@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from types import ModuleType
+from typing import TypedDict
 
 import pytest
 
@@ -23,14 +24,18 @@ RTX: Gpu = {"sms": 84, "most_shared": 101376}
 GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 
-def cupy_with(capability: int = MMA_CAPABILITY) -> Any:
-    """CuPy or its stand-in, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma."""
+def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
+    """CuPy, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma.
+
+    The emulated device has mma.sync.
+    """
     there = int(cupy.cuda.Device().compute_capability)
     if there < capability:
         pytest.skip(f"needs compute capability {capability / 10}, this GPU has {there / 10}")
     if capability == HOPPER_CAPABILITY != there:
         pytest.skip(f"wgmma needs compute capability 9.0, this GPU has {there / 10}")
-    return cupy
+    module: ModuleType = cupy
+    return module
 
 
 def this_gpu() -> Gpu:
