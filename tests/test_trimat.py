@@ -44,7 +44,7 @@ FEW_SMS = {"sms": 1, "most_shared": H200["most_shared"]}  # a block then has sev
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def few_blocks(*sizes: int, **given: int) -> tuple[Geometry, tuple[int, int, int]]:
+def few_blocks(*sizes: int, **given: int) -> tuple[Geometry, tuple[int, ...]]:
     """tri6 on a multiprocessor alone, with smaller tiles where there is no more than one."""
     tile = {"tile": 64} if sizes[1] < 128 else {}
     return mma_geometry(*sizes, **tile | given | FEW_SMS)
