@@ -427,6 +427,8 @@ def test_candidates_that_do_not_fit_the_list(device: Any, ties: bool) -> None:
 @pytest.mark.parametrize("order", loader.ORDERS)
 def test_candidates_whose_bound_was_too_tight(order: loader.Order) -> None:
     """A bound that keeps the likeliest alone: the search then starts again without one."""
+    if problem := loader.missing():
+        pytest.skip(problem)
     rows = [Sampling(top_p=p, seed=i) for i, p in enumerate((0.9, 0.5, 0.99, 0.0))]
     x, after = rows_of_logits(4, 4, 900), state_before(4, 900, 2, None)
     tight = loader.Source.shipped(FILE).edited(
