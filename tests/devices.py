@@ -14,12 +14,15 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import cuda, emulator
+from gpt2block.cuda import arrays as cuda_arrays
 
 ON_CPU = [pytest.param(order, id=f"emulator-{order}") for order in emulator.ORDERS]
 EVERYWHERE = [*ON_CPU, pytest.param("gpu", marks=pytest.mark.gpu)]
 GPU = EVERYWHERE[-1]
+SOMEWHERE = ["shuffled", GPU]  # for tests of which one thread order is enough
 every_device = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-one_order = pytest.mark.parametrize("device", EVERYWHERE[-2:], indirect=True)
+one_order = pytest.mark.parametrize("device", SOMEWHERE, indirect=True)
+on_gpu = pytest.mark.parametrize("device", [GPU], indirect=True)
 # By name, for tests with hypothesis, which takes no fixtures, and for helpers.
 ORDERS = [pytest.param(order, id=f"cpu-{order}") for order in emulator.ORDERS]
 in_every_order = pytest.mark.parametrize("where", ORDERS)
@@ -92,3 +95,10 @@ def outputs(
     for first, last in zip(runs[0], runs[-1], strict=True):
         assert_same_bits(first, last)
     return runs[0]
+
+
+def set_attributes(monkeypatch: pytest.MonkeyPatch, **attributes: int) -> None:
+    """What the emulated device says of itself; a GPU keeps its own attributes."""
+    if cuda.replaced():
+        known = cuda.cupy.ATTRIBUTES | attributes
+        monkeypatch.setattr(cuda_arrays, "_attribute", lambda _, name: known[name])

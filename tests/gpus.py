@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import pytest
 
+from gpt2block.cuda import cupy
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 
 
@@ -24,9 +25,10 @@ GPUS = (("sm_80", A100), ("sm_90", H200), ("sm_120", RTX))
 
 
 def cupy_with(capability: int = MMA_CAPABILITY) -> ModuleType:
-    """CuPy, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma."""
-    import cupy  # noqa: PLC0415
+    """CuPy, where the current GPU has mma.sync; with HOPPER_CAPABILITY where it has wgmma.
 
+    The emulated device has mma.sync.
+    """
     there = int(cupy.cuda.Device().compute_capability)
     if there < capability:
         pytest.skip(f"needs compute capability {capability / 10}, this GPU has {there / 10}")

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import cupy, kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.emulator import emulated, loader
 from gpt2block.ops._attention_tiles import online_geometry
-from gpt2block.ops.attention import BLOCK, OPERATION, mha_geometry, naive_geometry
+from gpt2block.ops.attention import OPERATION, naive_geometry
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
+from tests.devices import ON_CPU, every_device, on_gpu, one_order, running_on, set_attributes
 from tests.plain import normal
 
 Array = NDArray[Any]
 VARIANTS = [variant.name for variant in OPERATION.variants if "float32" in variant.dtypes]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*CPU, GPU])
-one_order = pytest.mark.parametrize("where", ["cpu-shuffled", GPU])
 on_every_variant = pytest.mark.parametrize("variant", VARIANTS)
 on_the_new_variants = pytest.mark.parametrize("variant", ["naive", "online"])  # mha: test_ops.py
 both_masks = pytest.mark.parametrize("causal", [False, True])
-few = settings(max_examples=4)
+few = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 H200 = 232448  # bytes of shared memory that a block can have
 T4 = 65536
 
@@ -45,89 +41,26 @@ def assert_right(got: Array, qkv: Array, n_head: int, causal: bool) -> None:
 
 
 def evaluate(
-    where: str,
-    variant: str,
-    qkv: Array,
-    n_head: int,
-    causal: bool,
-    *,
-    block: int | None = None,
-    shared_limit: int = H200,
+    device: Any, variant: str, qkv: Array, n_head: int, causal: bool, block: int | None = None
 ) -> Array:
-    """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
-    if where == "gpu":
-        return on_gpu(variant, qkv, n_head, causal, block=block)
-    if problem := loader.missing():
-        pytest.skip(problem)
-    order: Any = where.removeprefix("cpu-")
-    return on_cpu(variant, qkv, n_head, causal, block, shared_limit, order)
-
-
-def on_cpu(
-    variant: str,
-    qkv: Array,
-    n_head: int,
-    causal: bool,
-    block: int | None = None,
-    shared_limit: int = H200,
-    order: loader.Order = "forward",
-    source: loader.Source | None = None,
-) -> Array:
-    chosen = OPERATION.variant(variant)
-    *batch, T, three_c = qkv.shape
-    B, C = batch[0] if batch else 1, three_c // 3
-    sizes = B, T, n_head, C // n_head
-    out: Array = np.full((*batch, T, C), np.nan, np.float32)
-    scores: Array = np.full((B, n_head, T, T) if variant == "naive" else 1, np.nan, np.float32)
-    arguments: dict[str, list[list[Any]]] = {
-        "mha": [[qkv, out, T]],
-        "naive": [
-            [qkv, scores, T, int(causal)],
-            [scores, T, B * n_head * T, int(causal)],
-            [qkv, scores, out, T, out.size, int(causal)],
-        ],
-        "online": [[qkv, out, T, int(causal)]],
-    }
-    if variant == "naive":
-        geometries = naive_geometry(*sizes, block or BLOCK)
-    elif variant == "mha":
-        geometries = (mha_geometry(*sizes, causal),)
-    else:
-        geometries = (online_geometry(*sizes, block=block, most_shared=shared_limit),)
-    for geometry, args in zip(geometries, arguments[variant], strict=True):
-        options: dict[str, Any] = {
-            "shared": geometry.shared,
-            "defines": geometry.defines,
-            "order": order,
-        }
-        loader.run(
-            source or chosen.file, geometry.kernel, geometry.grid, geometry.block, args, **options
-        )
-    return out
-
-
-def on_gpu(
-    variant: str, qkv: Array, n_head: int, causal: bool, *, block: int | None = None
-) -> Array:
-    import cupy  # noqa: PLC0415
-
+    """On a GPU twice, with the same bits."""
     results: list[Array] = []
-    for _ in range(2):
-        array = cupy.asarray(qkv)
-        out = cupy.full((*qkv.shape[:-1], qkv.shape[-1] // 3), cupy.nan, "float32")
+    for _ in range(1 if replaced() else 2):
+        array = device.asarray(qkv)
+        out = device.full((*qkv.shape[:-1], qkv.shape[-1] // 3), np.nan, "float32")
         options: dict[str, Any] = {"n_head": n_head, "variant": variant, "block": block}
         bound = bind_attention((array,), out, causal=causal, **options)
         for scores in bound.extra:
-            scores.fill(cupy.nan)
+            scores.fill(np.nan)
         results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
 
 
 # --- every variant
 
 
-@on_every_backend
+@every_device
 @on_the_new_variants
 @few
 @given(
@@ -140,60 +73,63 @@ def on_gpu(
 @example(B=2, T=11, heads=(3, 16), causal=True)
 @example(B=1, T=65, heads=(2, 7), causal=False)
 def test_any_length(
-    where: str, variant: str, B: int, T: int, heads: tuple[int, int], causal: bool
+    device: Any, variant: str, B: int, T: int, heads: tuple[int, int], causal: bool
 ) -> None:
     n_head, size = heads
     qkv = normal(T, B, T, 3 * n_head * size)
-    assert_right(evaluate(where, variant, qkv, n_head, causal), qkv, n_head, causal)
+    assert_right(evaluate(device, variant, qkv, n_head, causal), qkv, n_head, causal)
 
 
-@on_every_backend
+@every_device
 @both_masks
 @pytest.mark.parametrize("T", [128, 135, 259])
-def test_more_than_one_block_of_queries(where: str, causal: bool, T: int) -> None:
+def test_more_than_one_block_of_queries(device: Any, causal: bool, T: int) -> None:
     qkv = normal(T, T, 3 * 2 * 64)
-    assert_right(evaluate(where, "online", qkv, 2, causal), qkv, 2, causal)
+    assert_right(evaluate(device, "online", qkv, 2, causal), qkv, 2, causal)
 
 
-@on_every_backend
+@every_device
 @both_masks
 @pytest.mark.parametrize("size", [80, 256])
-def test_large_heads(where: str, causal: bool, size: int) -> None:
+def test_large_heads(device: Any, causal: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
     qkv = normal(size, 70, 3 * size)
-    assert_right(evaluate(where, "online", qkv, 1, causal), qkv, 1, causal)
+    assert_right(evaluate(device, "online", qkv, 1, causal), qkv, 1, causal)
 
 
 @one_order
 @on_the_new_variants
 @pytest.mark.parametrize("block", [32, 64, 128, 256])
-def test_block_sizes(where: str, variant: str, block: int) -> None:
+def test_block_sizes(device: Any, variant: str, block: int) -> None:
     for T, causal in ((40, False), (150, True)):
         qkv = normal(T, 1, T, 3 * 3 * 16)
-        assert_right(evaluate(where, variant, qkv, 3, causal, block=block), qkv, 3, causal)
+        assert_right(evaluate(device, variant, qkv, 3, causal, block=block), qkv, 3, causal)
 
 
-@pytest.mark.parametrize("where", CPU)
+@pytest.mark.parametrize("device", ON_CPU, indirect=True)
 @pytest.mark.parametrize("size", [64, 128])
-def test_tiles_for_little_shared_memory(where: str, size: int) -> None:
+def test_tiles_for_little_shared_memory(
+    device: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU with 64 KB a block."""
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
     geometry = online_geometry(1, 150, 1, size, block=None, most_shared=T4)
     assert geometry.shared <= T4
     qkv = normal(size, 150, 3 * size)
-    got = evaluate(where, "online", qkv, 1, True, shared_limit=T4)
-    assert_right(got, qkv, 1, True)
+    assert_right(evaluate(device, "online", qkv, 1, True), qkv, 1, True)
 
 
-@on_every_backend
+@every_device
 @on_the_new_variants
 @pytest.mark.parametrize("T", [9, 75])
-def test_what_the_mask_hides_leaves_no_trace(where: str, variant: str, T: int) -> None:
+def test_what_the_mask_hides_leaves_no_trace(device: Any, variant: str, T: int) -> None:
     """NaN in K or V of a key changes the queries that see it, and no other bit."""
     qkv = normal(0, 1, T, 144)
-    clean = evaluate(where, variant, qkv, 3, True)
+    clean = evaluate(device, variant, qkv, 3, True)
     for part in (48, 96):  # the first channel of K, of V
         wrong = qkv.copy()
         wrong[0, 5:, part : part + 48] = np.nan
-        got = evaluate(where, variant, wrong, 3, True)
+        got = evaluate(device, variant, wrong, 3, True)
         np.testing.assert_array_equal(got[0, :5], clean[0, :5])
         assert np.isnan(got[0, 5:]).all()
 
@@ -202,13 +138,13 @@ def test_what_the_mask_hides_leaves_no_trace(where: str, variant: str, T: int) -
 @on_every_variant
 @both_masks
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite(where: str, variant: str, causal: bool, value: float) -> None:
+def test_values_that_are_not_finite(device: Any, variant: str, causal: bool, value: float) -> None:
     """In V they reach the one channel they stand in, of the queries that see them."""
     T = 70
     qkv = normal(0, T, 96)
-    clean = evaluate(where, variant, qkv, 2, causal)
+    clean = evaluate(device, variant, qkv, 2, causal)
     qkv[40, 64 + 16 + 3] = value
-    got = evaluate(where, variant, qkv, 2, causal)
+    got = evaluate(device, variant, qkv, 2, causal)
     reached = np.zeros((T, 32), bool)
     reached[40 if causal else 0 :, 16 + 3] = True
     assert not np.isfinite(got[reached]).any()
@@ -218,43 +154,41 @@ def test_values_that_are_not_finite(where: str, variant: str, causal: bool, valu
 
 @one_order
 @on_the_new_variants
-def test_a_score_that_is_not_finite(where: str, variant: str) -> None:
+def test_a_score_that_is_not_finite(device: Any, variant: str) -> None:
     """NaN in Q is its query's alone; a key with a score of -inf weighs nothing."""
     qkv = np.abs(normal(0, 70, 48))
     qkv[3, 2] = np.nan
-    got = evaluate(where, variant, qkv, 1, True)
+    got = evaluate(device, variant, qkv, 1, True)
     assert np.isnan(got[3]).all()
     assert np.isfinite(np.delete(got, 3, axis=0)).all()
     qkv = np.abs(normal(0, 70, 48)) + np.float32(0.1)
     qkv[:64, 16 + 2] = -np.inf  # all of the first tile's keys
-    got = evaluate(where, variant, qkv, 1, True)
+    got = evaluate(device, variant, qkv, 1, True)
     assert np.isnan(got[:64]).all()  # they see nothing else
     assert_right(got[64:], qkv[64:], 1, True)
 
 
-@on_every_backend
+@every_device
 @on_the_new_variants
 @both_masks
-def test_large_scores(where: str, variant: str, causal: bool) -> None:
+def test_large_scores(device: Any, variant: str, causal: bool) -> None:
     """Scores in the thousands: exp of anything but score - max is inf."""
     qkv = 30 * normal(0, 1, 70, 144)
-    assert_right(evaluate(where, variant, qkv, 3, causal), qkv, 3, causal)
+    assert_right(evaluate(device, variant, qkv, 3, causal), qkv, 3, causal)
 
 
 @one_order
 @both_masks
-def test_a_maximum_that_grows_from_tile_to_tile(where: str, causal: bool) -> None:
+def test_a_maximum_that_grows_from_tile_to_tile(device: Any, causal: bool) -> None:
     qkv = normal(0, 200, 48)
     qkv[:, 16:32] *= np.linspace(0.1, 40, 200, dtype=np.float32)[:, None]
-    assert_right(evaluate(where, "online", qkv, 1, causal), qkv, 1, causal)
-    assert_right(evaluate(where, "online", qkv[::-1].copy(), 1, causal), qkv[::-1], 1, causal)
+    assert_right(evaluate(device, "online", qkv, 1, causal), qkv, 1, causal)
+    assert_right(evaluate(device, "online", qkv[::-1].copy(), 1, causal), qkv[::-1], 1, causal)
 
 
 @pytest.mark.parametrize("n", range(4))
 def test_a_missing_barrier_shows(n: int) -> None:
     """Two of the block, two of the warp: without any of them some thread order gives other bits."""
-    if problem := loader.missing():
-        pytest.skip(problem)
     shipped = loader.Source.shipped(OPERATION.variant("online").file)
     header = "attention/online.cuh"
     parts = [(kernels.SOURCE_DIR / header).read_text("ascii")]
@@ -266,8 +200,15 @@ def test_a_missing_barrier_shows(n: int) -> None:
     text = "".join(a + b for a, b in zip(parts, [*names, ""], strict=True))
     racing = loader.Source(shipped.name, shipped.text, ((header, text),))
     qkv = normal(0, 150, 48)
-    right = on_cpu("online", qkv, 1, False)
-    results = [on_cpu("online", qkv, 1, False, order=o, source=racing) for o in loader.ORDERS]
+    with running_on("forward") as device:
+        right = evaluate(device, "online", qkv, 1, False)
+    geometry = online_geometry(1, 150, 1, 16, block=None, most_shared=H200)
+    options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
+    results = []
+    for order in loader.ORDERS:
+        results.append(np.full((150, 16), np.nan, np.float32))
+        args, launch = [qkv, results[-1], 150, 0], (geometry.kernel, geometry.grid, geometry.block)
+        loader.run(racing, *launch, args, **options, order=order)
     assert any(not np.array_equal(result, right) for result in results)
 
 
@@ -319,47 +260,39 @@ def test_every_head_stays_in_registers(arch: str, size: int) -> None:
     assert "0 bytes spill stores, 0 bytes spill loads" in spills
 
 
-# --- on the GPU alone ----------------------------------------------------------------------------
+# --- calls, and sizes for a GPU
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
-@pytest.mark.gpu
+@on_gpu
 @both_masks
 @on_every_variant
 @pytest.mark.parametrize("shape", [(2, 1024, 12, 64), (1, 1023, 3, 80), (1, 777, 2, 256)])
 def test_gpt2_sizes(
-    cp: ModuleType, shape: tuple[int, int, int, int], variant: str, causal: bool
+    device: Any, shape: tuple[int, int, int, int], variant: str, causal: bool
 ) -> None:
     B, T, NH, HS = shape
     qkv = normal(T, B, T, 3 * NH * HS)
-    got = on_gpu(variant, qkv, NH, causal)
-    expected = plain.attention(cp.asarray(qkv), NH, causal, cp).get()
+    got = evaluate(device, variant, qkv, NH, causal)
+    expected = plain.attention(device.asarray(qkv), NH, causal, device).get()
     plain.assert_as_accurate(got, exact(qkv, NH, causal), expected)
 
 
-@pytest.mark.gpu
+@on_gpu
 @on_the_new_variants
-def test_every_block_size(variant: str) -> None:
+def test_every_block_size(device: Any, variant: str) -> None:
     qkv = normal(0, 1, 300, 3 * 2 * 64)
     for block in OPERATION.variant(variant).blocks:
-        assert_right(on_gpu(variant, qkv, 2, True, block=block), qkv, 2, True)
+        assert_right(evaluate(device, variant, qkv, 2, True, block=block), qkv, 2, True)
 
 
-@pytest.mark.gpu
+@on_gpu
 @both_masks
 @pytest.mark.parametrize("size", [20, 64])
-def test_a_long_sequence(size: int, causal: bool) -> None:
+def test_a_long_sequence(device: Any, size: int, causal: bool) -> None:
     """Some of 65,541 queries; the scores of all would take 17 GB."""
     T = 65541
     qkv = normal(T, T, 3 * size)
-    got = on_gpu("online", qkv, 1, causal)
+    got = evaluate(device, "online", qkv, 1, causal)
     assert np.isfinite(got).all()
     rows = np.array([0, 1, 127, 128, 30000, T - 6, T - 5, T - 1])
     mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)
@@ -372,40 +305,34 @@ def test_a_long_sequence(size: int, causal: bool) -> None:
     plain.assert_as_accurate(got[rows], truth, expected)
 
 
-@pytest.mark.gpu
-def test_more_sequences_than_a_grid_has_rows(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    qkv = cp.asarray(normal(0, 70000, 2, 12))
+@on_gpu
+def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
+    qkv = device.asarray(normal(0, 70000, 2, 12))
     for variant in ("naive", "online"):
         got = ops.attention(qkv, 1, True, variant).get()
         assert_right(got, qkv.get(), 1, True)
 
 
-@pytest.mark.gpu
-def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
+@on_gpu
+def test_offsets_beyond_32_bits(device: Any) -> None:
     """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
-    from gpt2block import ops  # noqa: PLC0415
-
-    free = cp.cuda.Device().mem_info[0]
+    free = device.cuda.Device().mem_info[0]
     B, T, width = 1025, 1024, 2304
     if free < 4 * B * T * width * 4 / 3 + 2**30:
         pytest.skip("needs 14 GB of device memory")
-    qkv = cp.full((B, T, width), cp.nan, "float32")
-    qkv[-1] = cp.asarray(normal(0, T, width))
+    qkv = device.full((B, T, width), device.nan, "float32")
+    qkv[-1] = device.asarray(normal(0, T, width))
     got = ops.attention(qkv, 12, True, "online")[-1]
     assert bool((got == ops.attention(qkv[-1], 12, True, "online")).all())
 
 
-@pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+@one_order
+def test_the_op(device: Any) -> None:
     x = normal(0, 2, 30, 144)
-    qkv = cp.asarray(x)
-    moved = cp.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
+    qkv = device.asarray(x)
+    moved = device.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape)
     assert moved.data.ptr % 16
-    strided = cp.asarray(np.repeat(x, 2, axis=1))[:, ::2]
+    strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
     for variant in VARIANTS:
         for causal in (False, True):
             got = ops.attention(qkv, 3, causal, variant)
@@ -416,13 +343,11 @@ def test_the_op(cp: ModuleType) -> None:
     np.testing.assert_array_equal(qkv.get(), x)
 
 
-@pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    x = cp.zeros((5, 48), "float32")
-    long = cp.zeros((400_000, 12), "float32")  # 640 GB of scores
-    wide = cp.zeros((5, 900), "float32")
+@on_gpu
+def test_bad_input(device: Any) -> None:
+    x = device.zeros((5, 48), "float32")
+    long = device.zeros((400_000, 12), "float32")  # 640 GB of scores
+    wide = device.zeros((5, 900), "float32")
     for args, options, message in (
         ((x.get(), 2), {}, "qkv: expected a CuPy array, got ndarray"),
         ((x.astype("float16"), 2), {"variant": "mha"}, "qkv: expected float32, got float16"),
@@ -438,7 +363,7 @@ def test_bad_input(cp: ModuleType) -> None:
         with pytest.raises(InputError, match=message):
             ops.attention(*args, **options)
     assert ops.attention(wide, 1, variant="naive").shape == (5, 300)
-    flat = cp.zeros(5 * 16 + 1, "float32")
+    flat = device.zeros(5 * 16 + 1, "float32")
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
         bind_attention((x,), flat[1:].reshape(5, 16), n_head=2, causal=False, variant="online")
     with pytest.raises(InputError, match=r"out: expected shape \(5, 16\)"):

@@ -3,53 +3,37 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import partial
 from math import ceil
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
-from gpt2block.cuda.kernels import FP8
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import kernels, replaced
+from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.emulator import loader
 from gpt2block.ops.attention_cached import SPLIT_KEYS, bind_split
 from gpt2block.ops.attention_cached import append_geometry as attention_cached_append
 from gpt2block.ops.attention_cached import bind as bind_attention_cached
 from gpt2block.ops.attention_cached import split_geometry as attention_cached_split
 from gpt2block.ops.attention_cached import tiles_geometry as attention_cached_tiles
-from gpt2block.ops.encoder_rows import geometry as encoder_rows_geometry
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
+from tests.devices import every_device, on_gpu, one_order, running_on, set_attributes
 from tests.plain import normal
 
 Array = NDArray[Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 H200 = 232448  # bytes of shared memory that a block can have
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_backend = pytest.mark.parametrize("where", [*loader.ORDERS, GPU])
-one_order = pytest.mark.parametrize("where", ["shuffled", GPU])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-few = settings(max_examples=2)
-
-
-def on_shim(where: Any, file: str, geometry: Any, args: list[Any], *dtypes: Any) -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
-    storage, weights = (*dtypes, None)[:2]
-    options: dict[str, Any] = {"storage": storage, "weights": weights, "order": where}
-    options |= {"shared": geometry.shared, "defines": geometry.defines}
-    loader.run(file, geometry.kernel, geometry.grid, geometry.block, args, **options)
-
-
-def poisoned(*shape: int) -> Array:
-    return np.full(shape, np.nan, np.float32)
+few = settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def cache(seed: int, lengths: list[int], n_ctx: int, C: int, dtype: str) -> tuple[Array, Array]:
@@ -135,40 +119,14 @@ class Split(NamedTuple):
 
 
 def split(
-    where: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    position: Array,
-    n_head: int,
-    file: Any = "attention/decode.cu",
-    runs: int = 1,
+    device: Any, q: Array, k: Array, v: Array, position: Array, n_head: int, runs: int = 1
 ) -> Split:
-    B, n_ctx, C = k.shape
-    S = ceil(n_ctx / SPLIT_KEYS)
-    parts, stats = poisoned(B, S, n_head, C // n_head), poisoned(B, S, n_head, 2)
-    out, arrived = poisoned(B, C), np.zeros((B, n_head), np.int32)
-    if where != "gpu":
-        geometry = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
-        args = [q, k, v, position, parts, stats, n_ctx, out, arrived]
-        for _ in range(runs):
-            for array in (parts, stats, out):
-                array.fill(np.nan)
-            on_shim(where, file, geometry, args, k.dtype.name)
-            assert not arrived.any()
-        return Split(parts, stats, out)
-    return split_on_gpu(q, k, v, position, n_head, out)
-
-
-def split_on_gpu(q: Array, k: Array, v: Array, position: Array, n_head: int, out: Array) -> Split:
-    """Three times in a row, the same bits."""
-    import cupy  # noqa: PLC0415
-
-    arrays = tuple(map(cupy.asarray, (q, k, v, position)))
-    arrived = cupy.zeros((len(q), n_head), "int32")
-    bound = bind_split((*arrays, arrived), cupy.asarray(out), n_head=n_head)
+    """Every run, of three on a GPU, gives the same bits."""
+    arrived = device.zeros((len(q), n_head), "int32")
+    inputs = (*map(device.asarray, (q, k, v, position)), arrived)
+    bound = bind_split(inputs, n_head=n_head)
     results = []
-    for _ in range(3):
+    for _ in range(runs if replaced() else 3):
         for array in (bound.out, *bound.extra):
             array.fill(np.nan)
         bound.run()
@@ -177,6 +135,30 @@ def split_on_gpu(q: Array, k: Array, v: Array, position: Array, n_head: int, out
         for first, later in zip(results[0], results[-1], strict=True):
             np.testing.assert_array_equal(first, later)
     return results[0]
+
+
+def edited_split(
+    source: loader.Source, order: loader.Order, q: Array, k: Array, v: Array, position: Array
+) -> Split:
+    """Of three heads, by an edited kernel."""
+    (B, n_ctx, C), n_head = k.shape, 3
+    S = ceil(n_ctx / SPLIT_KEYS)
+    sizes = (B, S, n_head, C // n_head), (B, S, n_head, 2), (B, C)
+    made = Split(*(np.full(size, np.nan, np.float32) for size in sizes))
+    geometry = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
+    arrived = np.zeros((B, n_head), np.int32)
+    args = [q, k, v, position, made.parts, made.stats, n_ctx, made.out, arrived]
+    launch_edited(source, order, geometry, args, k.dtype.name)
+    assert not arrived.any()
+    return made
+
+
+def launch_edited(
+    source: loader.Source, order: loader.Order, geometry: Geometry, args: list[Any], dtype: str
+) -> None:
+    options: dict[str, Any] = {"storage": dtype, "order": order}
+    options |= {"shared": geometry.shared, "defines": geometry.defines}
+    loader.run(source, geometry.kernel, geometry.grid, geometry.block, args, **options)
 
 
 def combined(parts: Array, stats: Array, position: Array, n_ctx: int) -> Array:
@@ -194,12 +176,12 @@ def combined(parts: Array, stats: Array, position: Array, n_ctx: int) -> Array:
 
 
 def assert_split_right(
-    where: str, positions: list[int], n_ctx: int, n_head: int, size: int, dtype: str
+    device: Any, positions: list[int], n_ctx: int, n_head: int, size: int, dtype: str
 ) -> None:
     lengths = [min(at, n_ctx - 1) + 1 for at in positions]
     k, v = cache(size, lengths, n_ctx, n_head * size, dtype)
     q, position = normal(1, len(positions), n_head * size), np.array(positions, np.int32)
-    got = split(where, q, k, v, position, n_head)
+    got = split(device, q, k, v, position, n_head)
     parts, stats = got.parts, got.stats
     together = combined(parts, stats, position, n_ctx)
     truth = combined(parts.astype(np.float64), stats.astype(np.float64), position, n_ctx)
@@ -215,13 +197,13 @@ def assert_split_right(
         np.testing.assert_allclose(most, top, rtol=1e-4)
 
 
-@on_every_backend
+@every_device
 @every_dtype
-def test_split_over_positions(where: str, dtype: str) -> None:
-    assert_split_right(where, [0, 1, 126, 127, 128, 149, 150], 150, 1, 64, dtype)
+def test_split_over_positions(device: Any, dtype: str) -> None:
+    assert_split_right(device, [0, 1, 126, 127, 128, 149, 150], 150, 1, 64, dtype)
 
 
-@on_every_backend
+@every_device
 @few
 @given(
     position=st.integers(0, 140),
@@ -230,44 +212,44 @@ def test_split_over_positions(where: str, dtype: str) -> None:
 )
 @example(position=0, heads=(2, 1), dtype="float16")
 @example(position=139, heads=(2, 25), dtype="bfloat16")
-def test_split_of_any_head(where: str, position: int, heads: tuple[int, int], dtype: str) -> None:
-    assert_split_right(where, [position, 5], 139, *heads, dtype)
+def test_split_of_any_head(device: Any, position: int, heads: tuple[int, int], dtype: str) -> None:
+    assert_split_right(device, [position, 5], 139, *heads, dtype)
 
 
 @one_order
 @pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "bfloat16"), (255, "float16")])
-def test_split_of_large_heads(where: str, size: int, dtype: str) -> None:
+def test_split_of_large_heads(device: Any, size: int, dtype: str) -> None:
     """Some in several rounds."""
-    assert_split_right(where, [129, 40], 131, 1, size, dtype)
+    assert_split_right(device, [129, 40], 131, 1, size, dtype)
 
 
 @one_order
 @every_dtype
-def test_split_alone_and_in_a_batch(where: str, dtype: str) -> None:
+def test_split_alone_and_in_a_batch(device: Any, dtype: str) -> None:
     k, v = cache(0, [140, 3, 128], 141, 48, dtype)
     q, position = normal(1, 3, 48), np.array([139, 2, 127], np.int32)
-    together = split(where, q, k, v, position, 3)
+    together = split(device, q, k, v, position, 3)
     for b in (0, 2):
         one = slice(b, b + 1)
-        alone = split(where, q[one], k[one], v[one], position[one], 3)
+        alone = split(device, q[one], k[one], v[one], position[one], 3)
         for got, row in zip(alone, together, strict=True):
             np.testing.assert_array_equal(got, row[one])
     # and in a longer cache
     wide_k, wide_v = (np.concatenate([a] + [np.full_like(a, np.nan)] * 7, axis=1) for a in (k, v))
-    longer = split(where, q, wide_k, wide_v, position, 3)
+    longer = split(device, q, wide_k, wide_v, position, 3)
     np.testing.assert_array_equal(longer.parts[:, :2], together.parts)
     np.testing.assert_array_equal(longer.out, together.out)
 
 
-@on_every_backend
+@every_device
 @pytest.mark.parametrize(("S", "dtype"), [(1, "float32"), (8, "bfloat16"), (20, "float16")])
-def test_splits_are_put_together_by_the_last_one(where: str, S: int, dtype: str) -> None:
+def test_splits_are_put_together_by_the_last_one(device: Any, S: int, dtype: str) -> None:
     n_ctx, size = S * SPLIT_KEYS - 1, 16
     positions = [n_ctx - 1, *(at for at in (1023, 1024, 127) if at < n_ctx), 9000]
     k, v = cache(S, [min(at + 1, n_ctx) for at in positions], n_ctx, 3 * size, dtype)
     q, position = normal(1, len(positions), 3 * size), np.array(positions, np.int32)
     position[0] = -1  # no row
-    got = split(where, q, k, v, position, 3, runs=2)
+    got = split(device, q, k, v, position, 3, runs=2)
     assert np.isnan(got.out[0]).all()
     for b in range(1, len(positions)):
         at = min(positions[b], n_ctx - 1)
@@ -276,19 +258,19 @@ def test_splits_are_put_together_by_the_last_one(where: str, S: int, dtype: str)
 
 @one_order
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_split_of_values_that_are_not_finite(where: str, value: float) -> None:
+def test_split_of_values_that_are_not_finite(device: Any, value: float) -> None:
     """In V they reach the one channel they stand in; a key of -inf weighs nothing."""
     k, v = cache(0, [140], 141, 48, "float32")
     q, position = np.abs(normal(1, 1, 48)) + np.float32(0.1), np.array([139], np.int32)
-    clean = split(where, q, k, v, position, 3).out
+    clean = split(device, q, k, v, position, 3).out
     v[0, 77, 19] = value
-    got = split(where, q, k, v, position, 3).out
+    got = split(device, q, k, v, position, 3).out
     assert not np.isfinite(got[0, 19])
     np.testing.assert_array_equal(np.delete(got, 19, 1), np.delete(clean, 19, 1))
     v[0, 77, 19] = 0
     k[0, :130, 3] = -np.inf  # the whole first split
     q[0, 3] = 1
-    got = split(where, q, k, v, position, 3).out
+    got = split(device, q, k, v, position, 3).out
     rest = exact(q[:, :16], k[0, 130:140, :16], v[0, 130:140, :16], 9, 1)
     np.testing.assert_allclose(got[0, :16], rest[0], rtol=1e-5)
 
@@ -302,22 +284,22 @@ def test_split_loads_again_when_the_hint_was_wrong() -> None:
     for hint in (0, 127, 139):
         k, v = cache(0, [130 if hint < 139 else 140], 140, 48, "bfloat16")
         q, position = normal(1, 1, 48), np.array([129, hint], np.int32)
-        right = split("shuffled", q, k, v, position[:1].copy(), 3)
-        again = split("shuffled", q, k, v, position, 3, source)
+        with running_on("shuffled") as device:
+            right = split(device, q, k, v, position[:1], 3)
+        again = edited_split(source, "shuffled", q, k, v, position)
         for got, expected in zip(again, right, strict=True):
             np.testing.assert_array_equal(got, expected)
 
 
 def test_split_without_its_barrier_shows() -> None:
-    if problem := loader.missing():
-        pytest.skip(problem)
     before = "maxima[warp] = m, totals[warp] = l;\n"
     shipped = loader.Source.shipped("attention/decode.cu")
     racing = shipped.edited(f"{before}    __syncthreads();\n", before)
     k, v = cache(0, [128], 128, 48, "float32")
     q, position = normal(1, 1, 48), np.array([127], np.int32)
-    right = split("forward", q, k, v, position, 3).parts
-    racing_parts = (split(order, q, k, v, position, 3, racing).parts for order in loader.ORDERS)
+    with running_on("forward") as device:
+        right = split(device, q, k, v, position, 3).parts
+    racing_parts = (edited_split(racing, o, q, k, v, position).parts for o in loader.ORDERS)
     assert not all(np.array_equal(parts, right) for parts in racing_parts)
 
 
@@ -325,48 +307,29 @@ def test_split_without_its_barrier_shows() -> None:
 
 
 def packed(
-    where: str,
-    qkv: Array,
-    k: Array,
-    v: Array,
-    lengths: list[int],
-    start: list[int],
-    n_head: int,
-    shared_limit: int = H200,
+    device: Any, qkv: Array, k: Array, v: Array, lengths: list[int], start: list[int], n_head: int
 ) -> Array:
-    B, n_ctx, C = k.shape
-    N, longest = len(qkv), max(lengths)
+    """On a GPU twice, with the same bits."""
     seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
-    out = poisoned(N, C).astype(qkv.dtype)
-    if where != "gpu":
-        narrow = qkv.dtype != np.float32
-        geometry = attention_cached_tiles(
-            B, longest, n_head, C // n_head, k.itemsize, shared_limit, narrow
-        )
-        args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, N, B, 0]
-        on_shim(where, "attention/cached.cu", geometry, args, k.dtype.name)
-        return out
-    import cupy  # noqa: PLC0415
-
     results = []
-    for _ in range(2):
-        arrays = tuple(map(cupy.asarray, (qkv, k, v, seams, starts)))
-        to = cupy.asarray(out)
-        bound = bind_attention_cached(arrays, to, n_head=n_head, longest=longest)
+    for _ in range(1 if replaced() else 2):
+        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
+        out = device.asarray(np.full((len(qkv), k.shape[-1]), np.nan, qkv.dtype))
+        bound = bind_attention_cached(inputs, out, n_head=n_head, longest=max(lengths))
         results.append(bound.run().get())
-    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], results[-1])
     result: Array = results[0]
     return result
 
 
 def assert_packed_right(
-    where: str, lengths: list[int], start: list[int], n_head: int, size: int, dtype: str
+    device: Any, lengths: list[int], start: list[int], n_head: int, size: int, dtype: str
 ) -> None:
     C, ends = n_head * size, [s + n for s, n in zip(start, lengths, strict=True)]
     k, v = cache(size, ends, max(ends) + 2, C, dtype)
     qkv = normal(3, sum(lengths), 3 * C)
     qkv[:, C:] = np.nan  # K and V come from the cache
-    got, row = packed(where, qkv, k, v, lengths, start, n_head), 0
+    got, row = packed(device, qkv, k, v, lengths, start, n_head), 0
     for b, length in enumerate(lengths):
         if length:
             rows = slice(row, row + length)
@@ -374,13 +337,13 @@ def assert_packed_right(
         row += length
 
 
-@on_every_backend
+@every_device
 @every_dtype
-def test_packed_rows(where: str, dtype: str) -> None:
-    assert_packed_right(where, [3, 0, 70, 1], [0, 9, 5, 66], 2, 16, dtype)
+def test_packed_rows(device: Any, dtype: str) -> None:
+    assert_packed_right(device, [3, 0, 70, 1], [0, 9, 5, 66], 2, 16, dtype)
 
 
-@on_every_backend
+@every_device
 @few
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
@@ -391,76 +354,79 @@ def test_packed_rows(where: str, dtype: str) -> None:
 @example(lengths=[135], start=0, heads=(1, 64), dtype="bfloat16")
 @example(lengths=[5], start=64, heads=(2, 12), dtype="float16")
 def test_packed_rows_of_any_length(
-    where: str, lengths: list[int], start: int, heads: tuple[int, int], dtype: str
+    device: Any, lengths: list[int], start: int, heads: tuple[int, int], dtype: str
 ) -> None:
-    assert_packed_right(where, lengths, [start + b for b in range(len(lengths))], *heads, dtype)
+    assert_packed_right(device, lengths, [start + b for b in range(len(lengths))], *heads, dtype)
 
 
 @one_order
 @pytest.mark.parametrize(("size", "dtype"), [(256, "float32"), (250, "float16")])
-def test_packed_rows_of_large_heads(where: str, size: int, dtype: str) -> None:
-    assert_packed_right(where, [40, 3], [3, 70], 1, size, dtype)
+def test_packed_rows_of_large_heads(
+    device: Any, size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=H200)
+    assert_packed_right(device, [40, 3], [3, 70], 1, size, dtype)
 
 
-@on_every_backend
+@every_device
 @pytest.mark.parametrize(
     ("heads", "dtype"),
     [((2, 64), "bfloat16"), ((3, 16), "float16"), ((2, 12), "bfloat16"), ((1, 7), "float16")],
 )
-def test_packed_rows_of_16_bits(where: str, heads: tuple[int, int], dtype: str) -> None:
+def test_packed_rows_of_16_bits(device: Any, heads: tuple[int, int], dtype: str) -> None:
     """What the same numbers give as float32, rounded once."""
     C, lengths, start = heads[0] * heads[1], [3, 0, 70, 1], [0, 9, 5, 66]
     k, v = cache(1, [s + n for s, n in zip(start, lengths, strict=True)], 80, C, dtype)
     qkv = normal(3, sum(lengths), 3 * C).astype(DTYPES[dtype])
     qkv[:, C:] = np.nan
-    got = packed(where, qkv, k, v, lengths, start, heads[0])
-    wide = packed(where, qkv.astype(np.float32), k, v, lengths, start, heads[0])
+    got = packed(device, qkv, k, v, lengths, start, heads[0])
+    wide = packed(device, qkv.astype(np.float32), k, v, lengths, start, heads[0])
     assert got.dtype == DTYPES[dtype]
     np.testing.assert_array_equal(got, wide.astype(DTYPES[dtype]))
 
 
 @one_order
 @every_dtype
-def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(where: str, dtype: str) -> None:
+def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(device: Any, dtype: str) -> None:
     C, lengths, start = 32, [75, 0, 40, 133], [0, 7, 90, 0]
     k, v = cache(0, [s + n for s, n in zip(start, lengths, strict=True)], 140, C, dtype)
     qkv = normal(1, sum(lengths), 3 * C)
-    together = np.split(packed(where, qkv, k, v, lengths, start, 2), np.cumsum(lengths)[:-1])
+    together = np.split(packed(device, qkv, k, v, lengths, start, 2), np.cumsum(lengths)[:-1])
     own = np.split(qkv, np.cumsum(lengths)[:-1])
     for b in (0, 2, 3):
         one = slice(b, b + 1)
-        alone = packed(where, own[b], k[one], v[one], lengths[one], start[one], 2)
+        alone = packed(device, own[b], k[one], v[one], lengths[one], start[one], 2)
         np.testing.assert_array_equal(alone, together[b])
     one, pieces, at = slice(3, 4), [1, 62, 5, 65], 0
     for n in pieces:
         rows = own[3][at : at + n].copy()
-        got = packed(where, rows, k[one], v[one], [n], [at], 2)
+        got = packed(device, rows, k[one], v[one], [n], [at], 2)
         np.testing.assert_array_equal(got, together[3][at : at + n])
         at += n
 
 
-def test_queries_of_a_thread_leave_the_bits_as_they_are() -> None:
-    C = 64
-    k, v = cache(0, [90], 90, C, "bfloat16")
-    qkv, seams, starts = normal(1, 90, 3 * C), np.array([0, 90], np.int32), np.zeros(1, np.int32)
-    right = packed("forward", qkv, k, v, [90], [0], 1)
+def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v = cache(0, [90], 90, 64, "bfloat16")
+    qkv = normal(1, 90, 3 * 64)
     geometry = attention_cached_tiles(1, 90, 1, 64, 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
-    out = poisoned(90, C)
-    args = [qkv, k, v, seams, starts, out, 3 * C, 90, 90, 1, 0]
-    on_shim("forward", "attention/cached.cu", geometry, args, "bfloat16")
-    np.testing.assert_array_equal(out, right)
+    with running_on("forward") as device:
+        right = packed(device, qkv, k, v, [90], [0], 1)
+        monkeypatch.setattr(
+            sys.modules[bind_split.__module__], "tiles_geometry", lambda *_: geometry
+        )
+        np.testing.assert_array_equal(packed(device, qkv, k, v, [90], [0], 1), right)
 
 
 def test_what_lies_outside_is_left_out() -> None:
     """Sequences beyond N, positions beyond n_ctx, a start below 0: no access out of bounds."""
     C, n_ctx = 32, 20
     k, v = cache(0, [n_ctx] * 3, n_ctx, C, "float32")
-    qkv, out = normal(1, 30, 3 * C), poisoned(30, C)
+    qkv = normal(1, 30, 3 * C)
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
-    geometry = attention_cached_tiles(3, 30, 2, 16, 4, H200)
-    args = [qkv, k, v, seams, starts, out, 3 * C, n_ctx, 30, 3, 0]
-    on_shim("forward", "attention/cached.cu", geometry, args, "float32")
+    with running_on("forward") as device:
+        inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
+        out = bind_attention_cached(inputs, n_head=2, longest=30).run().get()
     assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
     assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
     assert np.isnan(out[17:]).all()
@@ -468,22 +434,21 @@ def test_what_lies_outside_is_left_out() -> None:
 
 def test_widening_before_the_barrier_is_needed() -> None:
     """The pieces that others widen are there behind the block's barriers alone."""
-    if problem := loader.missing():
-        pytest.skip(problem)
     shipped = loader.Source.shipped("attention/cached.cu")
     k, v = cache(0, [130], 130, 32, "bfloat16")
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
-    right = packed("forward", qkv, k, v, [130], [0], 2)
+    with running_on("forward") as device:
+        right = packed(device, qkv, k, v, [130], [0], 2)
     geometry = attention_cached_tiles(1, 130, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
         different = False
         for order in loader.ORDERS:
-            out = poisoned(130, 32)
+            out = np.full((130, 32), np.nan, np.float32)
             seams = np.array([0, 130], np.int32)
             args = [qkv, k, v, seams, starts, out, 96, 130, 130, 1, 0]
-            on_shim(order, racing, geometry, args, "bfloat16")  # type: ignore[arg-type]
+            launch_edited(racing, order, geometry, args, "bfloat16")
             different |= not np.array_equal(out, right)
         assert different
 
@@ -491,11 +456,11 @@ def test_widening_before_the_barrier_is_needed() -> None:
 # --- append
 
 
-@on_every_backend
+@every_device
 @every_dtype
 @pytest.mark.parametrize("C", [24, 14, 9])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
+def test_append(device: Any, narrow: bool, C: int, dtype: str) -> None:
     B, n_ctx = 3, 5
     row = np.array([2, 0, 2, -1, 3, 1, 1], np.int32)
     position = np.array([4, 0, 3, 1, 1, 5, -1], np.int32)  # the last four are outside
@@ -505,19 +470,9 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
     for n in range(3):
         truth_k[row[n], position[n]] = qkv[n, C : 2 * C].astype(DTYPES[dtype])
         truth_v[row[n], position[n]] = qkv[n, 2 * C :].astype(DTYPES[dtype])
-    if where == "gpu":
-        import cupy  # noqa: PLC0415
-
-        from gpt2block import ops  # noqa: PLC0415
-
-        arrays = [cupy.asarray(a) for a in (qkv, k, v, row, position)]
-        ops.kv_append(*arrays)
-        k, v = arrays[1].get(), arrays[2].get()
-    else:
-        geometry = attention_cached_append(7, C, k.itemsize, 16, 16, narrow)
-        on_shim(
-            where, "attention/kv_cache.cu", geometry, [qkv, row, position, k, v, C, B, n_ctx], dtype
-        )
+    arrays = [device.asarray(a) for a in (qkv, k, v, row, position)]
+    ops.kv_append(*arrays)
+    k, v = arrays[1].get(), arrays[2].get()
     np.testing.assert_array_equal(k, truth_k)
     np.testing.assert_array_equal(v, truth_v)
 
@@ -525,30 +480,19 @@ def test_append(where: str, narrow: bool, C: int, dtype: str) -> None:
 # --- encoder_rows
 
 
-@on_every_backend
+@every_device
 @pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
 @pytest.mark.parametrize("C", [24, 10, 7])
-def test_encoder_rows(where: str, C: int, dtype: str) -> None:
+def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
     V, n_ctx = 6, 9
     ids = np.array([5, 0, 5, -1, 6, 1, 1], np.int32)
     positions = np.array([8, 0, 3, 1, 1, 9, -1], np.int32)  # the last four are outside
     wte = WeightMatrix.quantize(normal(0, V, C), dtype, "NK")
-    wpe, out = normal(1, n_ctx, C), poisoned(7, C)
-    if where == "gpu":
-        import cupy  # noqa: PLC0415
-
-        from gpt2block import ops  # noqa: PLC0415
-
-        moved = WeightMatrix.quantize(cupy.asarray(normal(0, V, C)), dtype, "NK")
-        arrays = cupy.asarray(ids), cupy.asarray(positions), moved, cupy.asarray(wpe)
-        out = ops.encoder_rows(*arrays).get()
-    else:
-        geometry = encoder_rows_geometry(7, C, 16)
-        fp8 = dtype if dtype in FP8 else None
-        args = [ids, positions, wte.data, wte.scale, wpe, out, C, V, n_ctx]
-        on_shim(
-            where, "embedding/encoder_rows.cu", geometry, args, "float32" if fp8 else dtype, fp8
-        )
+    wpe = normal(1, n_ctx, C)
+    scale = None if wte.scale is None else device.asarray(wte.scale)
+    moved = WeightMatrix(device.asarray(wte.data), dtype, scale, "NK")
+    rows = device.asarray(ids), device.asarray(positions)
+    out = ops.encoder_rows(*rows, moved, device.asarray(wpe)).get()
     assert np.isnan(out[3:]).all()
     table = wte.dequantized().T
     truth = table.astype(np.float64)[ids[:3]] + wpe[positions[:3]]
@@ -601,67 +545,56 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
         assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
-# --- on the GPU alone
+# --- calls, and sizes for a GPU
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
-@pytest.mark.gpu
+@on_gpu
 @every_dtype
-def test_split_at_gpt2_sizes(dtype: str) -> None:
-    assert_split_right("gpu", [0, 1, 63, 127, 128, 511, 1022, 1023], 1024, 12, 64, dtype)
-    assert_split_right("gpu", [5000, 700], 1024, 25, 64, dtype)
+def test_split_at_gpt2_sizes(device: Any, dtype: str) -> None:
+    assert_split_right(device, [0, 1, 63, 127, 128, 511, 1022, 1023], 1024, 12, 64, dtype)
+    assert_split_right(device, [5000, 700], 1024, 25, 64, dtype)
 
 
-@pytest.mark.gpu
+@on_gpu
 @every_dtype
-def test_packed_rows_at_gpt2_sizes(dtype: str) -> None:
+def test_packed_rows_at_gpt2_sizes(device: Any, dtype: str) -> None:
     lengths, start = [1024, 0, 300, 1, 128, 64, 63, 200], [0, 1, 511, 1023, 127, 128, 1, 824]
-    assert_packed_right("gpu", lengths, start, 12, 64, dtype)
+    assert_packed_right(device, lengths, start, 12, 64, dtype)
 
 
-@pytest.mark.gpu
-def test_the_ops(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+@one_order
+def test_the_ops(device: Any) -> None:
+    put = device.asarray
     k, v = cache(0, [75], 80, 48, "bfloat16")
     q = normal(1, 70, 48)
     for _ in range(2):  # the second call is a warm one
-        got = ops.attention_cached(cp.asarray(q), cp.asarray(k[0]), cp.asarray(v[0]), 5, 3)
+        got = ops.attention_cached(put(q), put(k[0]), put(v[0]), 5, 3)
         assert_right(got.get(), q, k[0], v[0], 5, 3)
-    qkv = cp.asarray(np.repeat(q, 3, axis=1).reshape(70, 48, 3).swapaxes(1, 2).reshape(70, 144))
-    seams, start = cp.asarray([0, 70], "int32"), cp.asarray([5], "int32")
+    qkv = put(np.repeat(q, 3, axis=1).reshape(70, 48, 3).swapaxes(1, 2).reshape(70, 144))
+    seams, start = put([0, 70], "int32"), put([5], "int32")
     for _ in range(2):
-        same = ops.attention_packed(qkv, cp.asarray(k), cp.asarray(v), seams, start, 3, 70)
+        same = ops.attention_packed(qkv, put(k), put(v), seams, start, 3, 70)
         assert bool((same == got).all())
-    one, position = cp.asarray(q[-1:]), cp.asarray([74], "int32")
+    one, position = put(q[-1:]), put([74], "int32")
     for _ in range(2):
-        out = ops.attention_split(one, cp.asarray(k), cp.asarray(v), position, 3)
+        out = ops.attention_split(one, put(k), put(v), position, 3)
         assert_right(out.get(), q[-1:], k[0], v[0], 74, 3)
-    arrays = (one, cp.asarray(k), cp.asarray(v), position)
+    arrays = (one, put(k), put(v), position)
     bound = bind_split((*arrays, None), n_head=3)
     for _ in range(2):
         assert_right(bound.run().get(), q[-1:], k[0], v[0], 74, 3)
     assert not bound.extra[2].any()
 
 
-@pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+@one_order
+def test_bad_input(device: Any) -> None:
     def split(*inputs: Any, out: Any = None) -> None:
         bind_split(inputs, out, n_head=3)
 
-    q, k = cp.zeros((5, 48), "float32"), cp.zeros((2, 9, 48), "float16")
-    qkv, at = cp.zeros((5, 144), "float32"), cp.zeros(2, "int32")
-    rows, seams = cp.zeros(5, "int32"), cp.zeros(3, "int32")
-    wide, long = cp.zeros((2, 9, 48), "float32"), cp.zeros(2, "int64")
+    q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
+    qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
+    rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
+    wide, long = device.zeros((2, 9, 48), "float32"), device.zeros(2, "int64")
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
         (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
@@ -673,18 +606,18 @@ def test_bad_input(cp: ModuleType) -> None:
         (ops.attention_split, (q[:2], k, wide, at, 3), "v: expected float16"),
         (ops.attention_split, (q[:2], k, k, long, 3), "position: expected int"),
         (split, (q[:2], k, k, at, seams), r"arrived: expected shape \(2, 3\)"),
-        (split, (q[:2], k, k, at, cp.zeros((2, 3))), "arrived: expected int32"),
+        (split, (q[:2], k, k, at, device.zeros((2, 3))), "arrived: expected int32"),
         (partial(split, out=q[1:3]), (q[:2], k, k, at, None), "out: overlaps q:"),
         (ops.kv_append, (qkv, k, k, rows, rows), "v: overlaps k"),
         (
             ops.kv_append,
-            (q, k, cp.zeros((2, 9, 48), "float16"), rows, rows),
-            r"qkv: expected shape \(5, 144\)",
+            (q, k, device.zeros((2, 9, 48), "float16"), rows, rows),
+            r"qkv: expected \(N, 144\), as k has 48",
         ),
         (ops.encoder_rows, (rows, at, q, q), r"positions: expected shape \(5,\)"),
         (
             ops.encoder_rows,
-            (rows, rows, q, cp.zeros((5, 40), "float32")),
+            (rows, rows, q, device.zeros((5, 40), "float32")),
             r"wpe: expected \(n_ctx, 48\)",
         ),
     ]

@@ -6,7 +6,6 @@ Its inputs and its result are two-part matrices: (hi + lo 2^-11) scale, with a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,68 +13,60 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.cuda import kernels
-from gpt2block.emulator import loader
+from gpt2block.cuda import replaced
 from gpt2block.ops._attention_tiles import two_part_geometry
-from gpt2block.ops.attention import MMA_TWO_PART
+from gpt2block.ops.attention import MMA_TWO_PART, bind
 from gpt2block.reference import joined, two_part
+from gpt2block.weights.two_part import TwoPartMatrix
 from tests import plain
 from tests.compiling import assert_clean
+from tests.devices import ON_CPU, on_gpu, set_attributes
 from tests.gpus import H200, cupy_with
-from tests.test_attention_mma import both_masks, every_order
+from tests.test_attention_mma import both_masks
 from tests.test_attention_mma import parts as rows_of
 
 Array = NDArray[Any]
 MOST_SHARED = H200["most_shared"]
 
 
+shuffled = pytest.mark.parametrize("device", ["shuffled"], indirect=True)
+
+
+@pytest.fixture
+def device(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=MOST_SHARED)
+    cupy_with()  # tensor cores
+    return device
+
+
 def evaluate(
+    device: Any,
     qkv: Array,
     lengths: Sequence[int],
     n_head: int,
     causal: bool,
-    order: loader.Order | None = "shuffled",
     packed: bool = True,
 ) -> Array:
-    """On the CPU in a thread order; on the GPU, twice, where there is none."""
-    B, T = len(lengths), max(lengths)
-    geometry, side_by_side = two_part_geometry(B, T, n_head, causal, most_shared=MOST_SHARED)
-    starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
-    inputs, scale = two_part(qkv)
-    out = np.full((2, len(qkv), 64 * n_head), np.nan, np.float16)
-    top = np.full(len(qkv), np.nan, np.float32)
-    last = [len(qkv), B, T, n_head, side_by_side]
-    options: dict[str, Any] = {
-        "shared": geometry.shared,
-        "defines": geometry.defines,
-        "storage": "float16",
-    }
-    if order is not None:
-        if problem := loader.missing():
-            pytest.skip(problem)
-        host = [inputs, scale, starts, out, top, *last]
-        loader.run(
-            MMA_TWO_PART,
-            geometry.kernel,
-            geometry.grid,
-            geometry.block,
-            host,
-            order=order,
-            **options,
-        )
-        return joined(out, top)
-    import cupy  # noqa: PLC0415
-
-    given = [None if a is None else cupy.asarray(a) for a in (inputs, scale, starts)]
+    """On a GPU twice, with the same bits."""
+    ragged: dict[str, Any] = {}
+    if packed:
+        starts = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
+        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
+    parts, scale = map(device.asarray, two_part(qkv))
+    shape, nan = (len(qkv), 64 * n_head), np.nan
     results = []
-    for _ in range(2):
-        outs = [cupy.asarray(out), cupy.asarray(top)]
-        args = (*given, *outs, *last)
-        kernels.launch(
-            MMA_TWO_PART, geometry.kernel, geometry.grid, geometry.block, args, **options
-        ).run()
-        results.append(joined(outs[0].get(), outs[1].get()))
-    np.testing.assert_array_equal(results[0], results[1])
+    for _ in range(1 if replaced() else 2):
+        out = device.full((2, *shape), nan, "float16"), device.full(len(qkv), nan, "float32")
+        bound = bind(
+            (TwoPartMatrix(parts, scale, qkv.shape),),
+            TwoPartMatrix(*out, shape),
+            n_head=n_head,
+            causal=causal,
+            **ragged,
+        )
+        bound.run()
+        results.append(joined(out[0].get(), out[1].get()))
+    np.testing.assert_array_equal(results[0], results[-1])
     return results[0]
 
 
@@ -94,45 +85,48 @@ def assert_right(
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-@every_order
+@pytest.mark.parametrize("device", ON_CPU, indirect=True)
 @both_masks
-def test_lengths(order: loader.Order, causal: bool) -> None:
+def test_lengths(device: Any, causal: bool) -> None:
     for T, n_head in ((1, 1), (16, 1), (17, 2), (65, 1), (130, 1)):
         qkv = plain.normal(T, T, 192 * n_head)
-        got = evaluate(qkv, [T], n_head, causal, order, packed=False)
+        got = evaluate(device, qkv, [T], n_head, causal, packed=False)
         assert_right(got, qkv, [T], n_head, causal)
 
 
+@shuffled
 @both_masks
-def test_ragged_batches(causal: bool) -> None:
+def test_ragged_batches(device: Any, causal: bool) -> None:
     """A row's bits are those of its sequence alone."""
     lengths, n_head = [5, 0, 70, 1], 2
     qkv = plain.normal(3, sum(lengths), 384)
-    got = evaluate(qkv, lengths, n_head, causal)
+    got = evaluate(device, qkv, lengths, n_head, causal)
     assert_right(got, qkv, lengths, n_head, causal)
-    np.testing.assert_array_equal(evaluate(qkv[5:75], [70], n_head, causal), got[5:75])
+    np.testing.assert_array_equal(evaluate(device, qkv[5:75], [70], n_head, causal), got[5:75])
 
 
+@shuffled
 @both_masks
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_rows_of_any_size(causal: bool, size: float) -> None:
+def test_rows_of_any_size(device: Any, causal: bool, size: float) -> None:
     """V of other magnitudes than Q and K, which share its scales; outliers, a row of zeros."""
     T = 100
     qkv = plain.normal(1, T, 192)
     qkv[:, 128:] *= np.float32(size) * 10 ** np.linspace(-2, 2, T, dtype=np.float32)[::-1, None]
     qkv[:, 128 + 7] *= 100
     qkv[40] = 0
-    assert_right(evaluate(qkv, [T], 1, causal), qkv, [T], 1, causal)
+    assert_right(evaluate(device, qkv, [T], 1, causal), qkv, [T], 1, causal)
 
 
+@shuffled
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_a_row_does_not_see_leaves_no_trace(value: float) -> None:
+def test_what_a_row_does_not_see_leaves_no_trace(device: Any, value: float) -> None:
     T, key = 75, 37
     qkv = plain.normal(0, T, 192)
-    clean = evaluate(qkv, [T], 1, True)
+    clean = evaluate(device, qkv, [T], 1, True)
     wrong = qkv.copy()
     wrong[key, 128 + 3] = value
-    got = evaluate(wrong, [T], 1, True)
+    got = evaluate(device, wrong, [T], 1, True)
     reached = np.zeros(got.shape, bool)
     reached[key:, 3] = True
     np.testing.assert_array_equal(got[:key], clean[:key])
@@ -152,17 +146,12 @@ def test_no_spills() -> None:
     assert_clean(jobs)
 
 
-@pytest.fixture
-def cp() -> ModuleType:
-    return cupy_with()
-
-
-@pytest.mark.gpu
+@on_gpu
 @both_masks
 @pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024, 4096])
-def test_lengths_on_the_gpu(cp: ModuleType, T: int, causal: bool) -> None:
+def test_lengths_on_the_gpu(device: Any, T: int, causal: bool) -> None:
     n_head = 2 if T > 1024 else 12
     qkv = plain.normal(T, T, 192 * n_head)
-    got = evaluate(qkv, [T], n_head, causal, None, packed=False)
-    assert_right(got, qkv, [T], n_head, causal, cp)
-    np.testing.assert_array_equal(evaluate(qkv, [T], n_head, causal, None), got)
+    got = evaluate(device, qkv, [T], n_head, causal, packed=False)
+    assert_right(got, qkv, [T], n_head, causal, device)
+    np.testing.assert_array_equal(evaluate(device, qkv, [T], n_head, causal), got)

@@ -56,7 +56,7 @@ def cp() -> ModuleType:
     return cupy_with(HOPPER_CAPABILITY)
 
 
-on_gpu = partial(test_attention_mma.on_gpu, variant="hopper")
+on_gpu = partial(test_attention_mma.evaluate, variant="hopper")
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ tensor cores take no others, and so does the result. Scores, sums and the quotie
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -21,14 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
-from gpt2block.cuda import kernels
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import kernels, replaced
 from gpt2block.emulator import loader
 from gpt2block.ops._attention_tiles import MMA_STAGE, MMA_TILES, Tile, mma_geometry, together
 from gpt2block.ops.attention import MMA
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.compiling import assert_clean
+from tests.devices import one_order, running_on
 from tests.gpus import H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
@@ -91,6 +93,30 @@ def assert_right(
     plain.assert_as_accurate(got.astype(np.float32), truth, by_hand)
 
 
+def evaluate(
+    cp: Any,
+    qkv: Any,
+    n_head: int,
+    causal: bool,
+    lengths: Sequence[int] = (),
+    variant: str | None = "mma",
+) -> Array:
+    """With lengths as a ragged batch; on a GPU twice, and both must give the same bits."""
+    qkv = cp.asarray(qkv)
+    ragged: dict[str, Any] = {}
+    if lengths:
+        starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
+        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
+    results: list[Array] = []
+    for _ in range(1 if replaced() else 2):
+        out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
+        out.data.memset(0xFF, out.nbytes)
+        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
+        results.append(bind_attention((qkv,), out, **options, **ragged).run().get())
+    same_bits(results[0], results[-1])
+    return results[0]
+
+
 def on_cpu(
     qkv: Array,
     lengths: Sequence[int],
@@ -100,28 +126,38 @@ def on_cpu(
     tile: Tile = SMALL,
     packed: bool = True,
     order: loader.Order = "shuffled",
-    source: loader.Source | str = MMA,
-    at_once: bool = False,
 ) -> Array:
     """qkv (N, 3C): sequences of these lengths. packed: told by cu_seqlens; else all are alike."""
+
+    def geometry(*sizes: Any, **_: int) -> Any:
+        return mma_geometry(*sizes, **H200, tile=tile)
+
+    with running_on(order) as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[bind_attention.__module__], "mma_geometry", geometry)
+        if packed:
+            return evaluate(device, qkv, n_head, causal, lengths)
+        batch = qkv.reshape(len(lengths), max(lengths), -1)
+        return evaluate(device, batch, n_head, causal).reshape(len(qkv), -1)
+
+
+def launched(
+    source: loader.Source | str,
+    qkv: Array,
+    causal: bool,
+    tile: Tile,
+    order: loader.Order,
+    at_once: bool = False,
+) -> Array:
+    """One sequence with one head. at_once: when copies to shared memory arrive."""
     if problem := loader.missing():
         pytest.skip(problem)
-    B, T = len(lengths), max(lengths)
-    geometry, side_by_side = mma_geometry(B, T, n_head, causal, **H200, tile=tile)
-    starts = np.cumsum([0, *lengths], dtype=np.int32) if packed else None
-    out = np.full((len(qkv), 64 * n_head), np.nan, qkv.dtype)
-    loader.run(
-        source,
-        geometry.kernel,
-        geometry.grid,
-        geometry.block,
-        [qkv, starts, out, B, T, n_head, side_by_side],
-        shared=geometry.shared,
-        defines=geometry.defines,
-        storage=qkv.dtype.name,
-        order=order,
-        copies_at_once=at_once,
-    )
+    T = len(qkv)
+    geometry, together = mma_geometry(1, T, 1, causal, **H200, tile=tile)
+    out = np.full((T, 64), np.nan, qkv.dtype)
+    args = [qkv, np.array([0, T], np.int32), out, 1, T, 1, together]
+    options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
+    options |= {"storage": qkv.dtype.name, "order": order, "copies_at_once": at_once}
+    loader.run(source, geometry.kernel, geometry.grid, geometry.block, args, **options)
     return out
 
 
@@ -176,10 +212,7 @@ def test_the_ring_waits_for_what_it_needs(tile: Tile, causal: bool, at_once: boo
     """Copies that arrive late, and at once; two stages, and three."""
     T = 200
     qkv = made(stored(causal), T, 1)
-    results = [
-        on_cpu(qkv, [T], 1, causal, tile=tile, order=order, at_once=at_once)
-        for order in loader.ORDERS
-    ]
+    results = [launched(MMA, qkv, causal, tile, order, at_once) for order in loader.ORDERS]
     same_bits(results[1], results[0])
     same_bits(results[2], results[0])
     assert_right(results[0], qkv, [T], 1, causal)
@@ -284,7 +317,7 @@ def test_what_is_left_out_shows(old: str, new: str) -> None:
 
 def same(right: Array, qkv: Array, tile: Tile, order: loader.Order, source: loader.Source) -> bool:
     try:
-        got = on_cpu(qkv, [len(qkv)], 1, True, tile=tile, order=order, source=source)
+        got = launched(source, qkv, True, tile, order)
     except loader.ShimError:  # a copy that arrives when its block has ended
         return False
     return np.array_equal(got, right, equal_nan=True)
@@ -352,31 +385,6 @@ def cp() -> ModuleType:
     return cupy_with()
 
 
-def on_gpu(
-    cp: ModuleType,
-    qkv: Any,
-    n_head: int,
-    causal: bool,
-    lengths: Sequence[int] = (),
-    variant: str | None = "mma",
-) -> Array:
-    """Twice, and both must give the same bits; with lengths as a ragged batch."""
-
-    qkv = cp.asarray(qkv)
-    ragged: dict[str, Any] = {}
-    if lengths:
-        starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
-        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
-    results: list[Array] = []
-    for _ in range(2):
-        out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
-        out.data.memset(0xFF, out.nbytes)
-        options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
-        results.append(bind_attention((qkv,), out, **options, **ragged).run().get())
-    same_bits(*results)
-    return results[0]
-
-
 @pytest.mark.gpu
 @both_dtypes
 @both_masks
@@ -384,12 +392,12 @@ def on_gpu(
 def test_lengths_on_the_gpu(cp: ModuleType, T: int, causal: bool, dtype: str) -> None:
     B, n_head = (1, 2) if T > 1024 else (2, 12)
     qkv = made(dtype, B * T, n_head)
-    got = on_gpu(cp, qkv.reshape(B, T, -1), n_head, causal)
+    got = evaluate(cp, qkv.reshape(B, T, -1), n_head, causal)
     first = slice(0, T)
     assert_right(got[0], qkv[first], [T], n_head, causal, cp)
-    alone = on_gpu(cp, qkv[first], n_head, causal)
+    alone = evaluate(cp, qkv[first], n_head, causal)
     same_bits(alone, got[0])
-    same_bits(on_gpu(cp, qkv, n_head, causal, [T] * B), got.reshape(B * T, -1))
+    same_bits(evaluate(cp, qkv, n_head, causal, [T] * B), got.reshape(B * T, -1))
 
 
 @pytest.mark.gpu
@@ -398,11 +406,11 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, causal: bool) -> No
     """The same sequence in batches that get different tiles."""
     T = 1000
     qkv = made("float16", T, 12)
-    alone = on_gpu(cp, qkv, 12, causal)
+    alone = evaluate(cp, qkv, 12, causal)
     many = np.concatenate([qkv] * 20)
     grids = [mma_geometry(B, T, 12, causal, **H200) for B in (1, 20)]
     assert dict(grids[0][0].defines) != dict(grids[1][0].defines)
-    for got in on_gpu(cp, many.reshape(20, T, -1), 12, causal):
+    for got in evaluate(cp, many.reshape(20, T, -1), 12, causal):
         same_bits(got, alone)
 
 
@@ -412,11 +420,11 @@ def test_tiles_give_the_same_bits_on_the_gpu(cp: ModuleType, causal: bool) -> No
 def test_a_ragged_batch_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
     lengths, n_head = [300, 0, 1, 128, 1000, 65], 3
     qkv = made(dtype, sum(lengths), n_head)
-    got = on_gpu(cp, qkv, n_head, causal, lengths)
+    got = evaluate(cp, qkv, n_head, causal, lengths)
     assert_right(got, qkv, lengths, n_head, causal, cp)
     for part in parts(lengths):
         if part.stop > part.start:
-            same_bits(on_gpu(cp, qkv[part], n_head, causal), got[part])
+            same_bits(evaluate(cp, qkv[part], n_head, causal), got[part])
 
 
 @pytest.mark.gpu
@@ -425,11 +433,11 @@ def test_a_ragged_batch_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> 
 def test_values_that_are_not_finite_on_the_gpu(cp: ModuleType, causal: bool, dtype: str) -> None:
     T, key = 300, 141
     qkv = made(dtype, T, 2)
-    clean = on_gpu(cp, qkv, 2, causal)
+    clean = evaluate(cp, qkv, 2, causal)
     for value in (np.nan, np.inf, -np.inf):
         wrong = qkv.copy()
         wrong[key, 256 + 64 + 3] = value
-        got = on_gpu(cp, wrong, 2, causal)
+        got = evaluate(cp, wrong, 2, causal)
         reached = np.zeros(got.shape, bool)
         reached[key if causal else 0 :, 64 + 3] = True
         same_bits(got[~reached], clean[~reached])
@@ -447,7 +455,7 @@ def assert_a_long_sequence(cp: ModuleType, causal: bool, dtype: str, variant: st
     """Some of 65,536 queries; the scores of all would take 17 GB."""
     T = 65536
     qkv = made(dtype, T, 1)
-    got = on_gpu(cp, qkv, 1, causal, variant=variant).astype(np.float32)
+    got = evaluate(cp, qkv, 1, causal, variant=variant).astype(np.float32)
     assert np.isfinite(got).all()
     rows = np.array([0, 1, 127, 128, 30000, T - 2, T - 1])
     mask = np.where(np.arange(T) <= (rows[:, None] if causal else T), 0, -np.inf)
@@ -464,8 +472,6 @@ def assert_a_long_sequence(cp: ModuleType, causal: bool, dtype: str, variant: st
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
     """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
-    from gpt2block import ops  # noqa: PLC0415
-
     B, T, width = 1025, 1024, 2304
     if cp.cuda.Device().mem_info[0] < 2 * B * T * width * 4 / 3 + 2**30:
         pytest.skip("needs 8 GB of device memory")
@@ -475,15 +481,14 @@ def test_offsets_beyond_32_bits(cp: ModuleType) -> None:
     assert bool((got == ops.attention(qkv[-1], 12, True)).all())
 
 
-@pytest.mark.gpu
-def test_the_op(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
+@one_order
+def test_the_op(device: Any) -> None:
+    cupy_with()
     for dtype in DTYPES:
         x = made(dtype, 60, 3).reshape(2, 30, -1)
-        qkv = cp.asarray(x)
-        strided = cp.asarray(np.repeat(x, 2, axis=1))[:, ::2]
-        starts = cp.asarray(np.array([0, 30, 60], np.int32))
+        qkv = device.asarray(x)
+        strided = device.asarray(np.repeat(x, 2, axis=1))[:, ::2]
+        starts = device.asarray(np.array([0, 30, 60], np.int32))
         for causal in (False, True):
             got = ops.attention(qkv, 3, causal, "mma")
             assert_right(got.get().reshape(60, -1), x.reshape(60, -1), [30, 30], 3, causal)
@@ -496,12 +501,11 @@ def test_the_op(cp: ModuleType) -> None:
             assert ops.attention(qkv, 3, causal).dtype == qkv.dtype
 
 
-@pytest.mark.gpu
-def test_bad_input(cp: ModuleType) -> None:
-    from gpt2block import ops  # noqa: PLC0415
-
-    x = cp.zeros((5, 384), "float16")
-    starts = cp.asarray(np.array([0, 2, 5], np.int32))
+@one_order
+def test_bad_input(device: Any) -> None:
+    cupy_with()
+    x = device.zeros((5, 384), "float16")
+    starts = device.asarray(np.array([0, 2, 5], np.int32))
     ragged = {"cu_seqlens": starts, "max_seqlen": 3}
     for args, options, message in (
         ((x.get(), 2), {"variant": "mma"}, "qkv: expected a CuPy array, got ndarray"),

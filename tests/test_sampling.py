@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import InputError, reference
+from gpt2block import InputError, ops, reference
+from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
 from gpt2block.ops.sample_token import FILE, SampleState, bind_state, choose_geometry
 from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
+from tests.devices import ON_CPU, every_device, on_gpu, one_order
 
 Array = NDArray[Any]
-CPU = [f"cpu-{order}" for order in loader.ORDERS]
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-on_every_kernel = pytest.mark.parametrize("where", [*CPU, GPU])
-few = settings(max_examples=4)
+on_cpu = pytest.mark.parametrize("device", ON_CPU, indirect=True)
+MODULE = sys.modules[bind_state.__module__]
+few = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GREEDY = Sampling(temperature=0)
 EVERY_WAY = (
     GREEDY,
@@ -313,8 +316,18 @@ class State(NamedTuple):
     logprob: Array
 
 
+def state_before(B: int, V: int, step: int, seen: Array | None, position: int = 5) -> State:
+    return State(
+        np.zeros((B, V), np.uint8) if seen is None else seen.copy(),
+        np.full(B, position, np.int32),
+        np.full(B, step, np.int32),
+        np.full(B, -7, np.int32),
+        np.full(B, np.inf, np.float32),
+    )
+
+
 def run(
-    where: str,
+    device: Any,
     x: Array,
     rows: Sequence[Sampling],
     step: int = 0,
@@ -324,33 +337,28 @@ def run(
     defines: Defines = (),
     position: int = 5,
     n_ctx: int = 1024,
-    source: loader.Source | str = FILE,
 ) -> State:
-    """On the CPU in a thread order, or on the GPU, twice, with the same bits."""
+    """On a GPU twice, with the same bits. threads, defines: of the kernel on the CPU."""
     B, V = x.shape
-    before = State(
-        np.zeros((B, V), np.uint8) if seen is None else seen,
-        np.full(B, position, np.int32),
-        np.full(B, step, np.int32),
-        np.full(B, -7, np.int32),
-        np.full(B, np.inf, np.float32),
-    )
-    if where == "gpu":
-        first, second = (on_gpu(x, rows, before, n_ctx) for _ in range(2))
-        for a, b in zip(first, second, strict=True):
-            np.testing.assert_array_equal(a, b)
-        return first
-    if problem := loader.missing():
-        pytest.skip(problem)
-    after = State(*(a.copy() for a in before))
-    how = choose_geometry(B, threads, defines)
-    asked = parameters(rows)
-    report = np.full((2, 2, B), -9, np.int32)
-    args = [x, *asked.values(), *after, report, V, n_ctx]
-    order: Any = where.removeprefix("cpu-")
-    loader.run(source, how.kernel, how.grid, how.block, args, defines=how.defines, order=order)
-    check_report(report, step, after)
-    return after
+    before = state_before(B, V, step, seen, position)
+    results = []
+    for _ in range(1 if replaced() else 2):
+        state = SampleState.allocate(B, V)
+        state.set(rows)
+        for name, values in before._asdict().items():
+            getattr(state, name).set(values)
+        logits, report = device.asarray(x), device.full((2, 2, B), -9, "int32")
+        with pytest.MonkeyPatch.context() as patch:
+            if replaced():
+                geometry = partial(choose_geometry, threads=threads, defines=defines)
+                patch.setattr(MODULE, "choose_geometry", geometry)
+            bound = bind_state(logits, state, n_ctx, report)
+        assert bound.run() is state.token
+        results.append(State(*(getattr(state, name).get() for name in State._fields)))
+        check_report(report.get(), step, results[-1])
+    for first, last in zip(results[0], results[-1], strict=True):
+        np.testing.assert_array_equal(first, last)
+    return results[0]
 
 
 def check_report(report: Array, step: int, state: State) -> None:
@@ -358,22 +366,6 @@ def check_report(report: Array, step: int, state: State) -> None:
     np.testing.assert_array_equal(report[step % 2, 0], state.token)
     np.testing.assert_array_equal(report[step % 2, 1], state.logprob.view(np.int32))
     assert (report[1 - step % 2] == -9).all()
-
-
-def on_gpu(x: Array, rows: Sequence[Sampling], before: State, n_ctx: int) -> State:
-    import cupy  # noqa: PLC0415
-
-    state = SampleState.allocate(*x.shape)
-    state.set(rows)
-    for name, values in before._asdict().items():
-        getattr(state, name).set(values)
-    logits = cupy.asarray(x)
-    report = cupy.full((2, 2, len(x)), -9, "int32")
-    bound = bind_state(logits, state, n_ctx, report)
-    assert bound.run() is state.token
-    after = State(*(getattr(state, name).get() for name in State._fields))
-    check_report(report.get(), int(before.step[0]), after)
-    return after
 
 
 def assert_as_chosen(
@@ -403,7 +395,7 @@ def sequential(x: Array, tokens: Array) -> Array:
     return np.asarray((np.take_along_axis(shifted, tokens[:, None], axis=-1) - np.log(total))[:, 0])
 
 
-@on_every_kernel
+@every_device
 @few
 @given(
     seed=st.integers(0, 999),
@@ -413,68 +405,75 @@ def sequential(x: Array, tokens: Array) -> Array:
     hidden=st.sampled_from([0.0, 0.5]),
 )
 def test_the_kernel_chooses_as_numpy_does(
-    where: str, seed: int, V: int, spread: float, ties: bool, hidden: float
+    device: Any, seed: int, V: int, spread: float, ties: bool, hidden: float
 ) -> None:
     B = len(EVERY_WAY)
     x, seen = rows_of_logits(seed, B, V, spread, ties), some_seen(seed, B, V)
     x[:, 1:][np.random.default_rng(seed).random((B, V - 1)) < hidden] = -np.inf
-    got = run(where, x, EVERY_WAY, seed, seen)
+    got = run(device, x, EVERY_WAY, seed, seen)
     assert_as_chosen(x, EVERY_WAY, seed, seen, got)
 
 
-@pytest.mark.parametrize("where", CPU)
+@on_cpu
 @pytest.mark.parametrize("ties", [False, True])
-def test_candidates_that_do_not_fit_the_list(where: str, ties: bool) -> None:
+def test_candidates_that_do_not_fit_the_list(device: Any, ties: bool) -> None:
     B, V = len(EVERY_WAY), 3001
     x, seen = rows_of_logits(3, B, V, ties=ties), some_seen(3, B, V)
     for step in range(3):
-        got = run(where, x, EVERY_WAY, step, seen, defines=(("SAMPLE_LIST", 16),))
+        got = run(device, x, EVERY_WAY, step, seen, defines=(("SAMPLE_LIST", 16),))
         assert_as_chosen(x, EVERY_WAY, step, seen, got)
 
 
-@pytest.mark.parametrize("where", CPU)
-def test_candidates_whose_bound_was_too_tight(where: str) -> None:
+@pytest.mark.parametrize("order", loader.ORDERS)
+def test_candidates_whose_bound_was_too_tight(order: loader.Order) -> None:
     """A bound that keeps the likeliest alone: the search then starts again without one."""
+    if problem := loader.missing():
+        pytest.skip(problem)
     rows = [Sampling(top_p=p, seed=i) for i, p in enumerate((0.9, 0.5, 0.99, 0.0))]
-    x, seen = rows_of_logits(4, 4, 900), np.zeros((4, 900), np.uint8)
+    x, after = rows_of_logits(4, 4, 900), state_before(4, 900, 2, None)
     tight = loader.Source.shipped(FILE).edited(
         "fminf(1.0f - __logf(share)", "fminf(1.0f + 0.0f * share"
     )
-    assert_as_chosen(x, rows, 2, seen, run(where, x, rows, 2, seen, source=tight))
+    geometry, report = choose_geometry(4, 128), np.full((2, 2, 4), -9, np.int32)
+    launch = geometry.kernel, geometry.grid, geometry.block
+    args = [x, *parameters(rows).values(), *after, report, 900, 1024]
+    loader.run(tight, *launch, args, defines=geometry.defines, order=order)
+    check_report(report, 2, after)
+    assert_as_chosen(x, rows, 2, np.zeros((4, 900), np.uint8), after)
 
 
-@on_every_kernel
-def test_with_the_threads_it_ships_with(where: str) -> None:
+@every_device
+def test_with_the_threads_it_ships_with(device: Any) -> None:
     B, V = len(EVERY_WAY), 5001
     x, seen = rows_of_logits(5, B, V), some_seen(5, B, V)
-    got = run(where, x, EVERY_WAY, 9, seen, threads=1024)
+    got = run(device, x, EVERY_WAY, 9, seen, threads=1024)
     assert_as_chosen(x, EVERY_WAY, 9, seen, got)
 
 
-@on_every_kernel
-def test_a_row_chooses_the_same_alone(where: str) -> None:
+@every_device
+def test_a_row_chooses_the_same_alone(device: Any) -> None:
     """The same bits, also where it starts elsewhere in memory: rows are of odd length."""
     B, V = len(EVERY_WAY), 515
     x, seen = rows_of_logits(6, B, V), some_seen(6, B, V)
-    together = run(where, x, EVERY_WAY, 1, seen)
+    together = run(device, x, EVERY_WAY, 1, seen)
     for b in range(B):
-        alone = run(where, x[b : b + 1], EVERY_WAY[b : b + 1], 1, seen[b : b + 1])
+        alone = run(device, x[b : b + 1], EVERY_WAY[b : b + 1], 1, seen[b : b + 1])
         for one, all_rows in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one, all_rows[b : b + 1])
 
 
-@on_every_kernel
-def test_of_equals_the_lowest_id_is_the_greedy_one(where: str) -> None:
+@every_device
+def test_of_equals_the_lowest_id_is_the_greedy_one(device: Any) -> None:
     places = [(40, 130), (130, 256), (2, 2999), (1023, 1024), (7, 8), (2047, 2048)]
     x = np.zeros((len(places), 3000), np.float32)
     for row, ids in zip(x, places, strict=True):
         row[list(ids)] = 1
-    got = run(where, x, [GREEDY] * len(places))
+    got = run(device, x, [GREEDY] * len(places))
     assert got.token.tolist() == [first for first, _ in places]
 
 
-@on_every_kernel
-def test_equal_masses_and_zeros_of_both_signs(where: str) -> None:
+@every_device
+def test_equal_masses_and_zeros_of_both_signs(device: Any) -> None:
     x = np.zeros((7, 40), np.float32)
     x[:, ::3], x[:, 7] = -0.0, -1
     x[6] = np.arange(40)
@@ -489,13 +488,13 @@ def test_equal_masses_and_zeros_of_both_signs(where: str) -> None:
     ]
     seen = np.zeros(x.shape, np.uint8)
     for step in range(8):
-        got = run(where, x, rows, step, seen)
+        got = run(device, x, rows, step, seen)
         assert_as_chosen(x, rows, step, seen, got)
         assert got.token[6] >= 20
 
 
-@on_every_kernel
-def test_rows_that_the_kernel_cannot_choose_from(where: str) -> None:
+@every_device
+def test_rows_that_the_kernel_cannot_choose_from(device: Any) -> None:
     x = np.tile(rows_of_logits(7, 1, 300), (10, 1))
     x[0:2, 9] = np.nan
     x[2:4] = -np.inf
@@ -503,7 +502,7 @@ def test_rows_that_the_kernel_cannot_choose_from(where: str) -> None:
     x[6:8, [3, 200]] = np.inf
     rows = [GREEDY, Sampling(top_k=4, top_p=0.9)] * 5
     seen = np.zeros(x.shape, np.uint8)
-    got = run(where, x, rows, 0, seen)
+    got = run(device, x, rows, 0, seen)
     assert_as_chosen(x, rows, 0, seen, got)
     assert got.token[:6].tolist() == [-1] * 6
     assert got.token[6] == 3
@@ -511,16 +510,16 @@ def test_rows_that_the_kernel_cannot_choose_from(where: str) -> None:
     assert not got.seen[:6].any()
 
 
-@on_every_kernel
-def test_positions_end_with_the_context(where: str) -> None:
+@every_device
+def test_positions_end_with_the_context(device: Any) -> None:
     x = rows_of_logits(8, 2, 20)
     for position, expected in ((5, 6), (1022, 1023), (1023, 1023)):
-        got = run(where, x, [GREEDY] * 2, position=position)
+        got = run(device, x, [GREEDY] * 2, position=position)
         assert got.position.tolist() == [expected] * 2
 
 
-@on_every_kernel
-def test_the_tokens_of_prompts_are_marked(where: str) -> None:
+@every_device
+def test_the_tokens_of_prompts_are_marked(device: Any) -> None:
     B, V = 3, 40
     tokens = np.array([0, 39, 5, 5, 40, -1, 7, 7], np.int32)
     rows = np.array([0, 0, 1, 1, 1, 1, 3, -1], np.int32)
@@ -528,53 +527,39 @@ def test_the_tokens_of_prompts_are_marked(where: str) -> None:
     seen[2, 2] = 1
     expected = seen.copy()
     expected[[0, 0, 1], [0, 39, 5]] = 1
-    if where == "gpu":
-        import cupy as cp  # noqa: PLC0415
-
-        from gpt2block import ops  # noqa: PLC0415
-
-        got = ops.mark_seen(cp.asarray(tokens), cp.asarray(rows), cp.asarray(seen)).get()
-    elif problem := loader.missing():
-        pytest.skip(problem)
-    else:
-        got = seen.copy()
-        order: Any = where.removeprefix("cpu-")
-        args = [tokens, rows, got, len(tokens), B, V]
-        loader.run(FILE, "mark_seen", (1,), (256,), args, order=order)
+    got = ops.mark_seen(*map(device.asarray, (tokens, rows, seen))).get()
     np.testing.assert_array_equal(got, expected)
 
 
-# --- on the GPU alone ----------------------------------------------------------------------------
+# --- calls, and sizes for a GPU
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 @pytest.mark.parametrize("V", [50257, 200_003])
-def test_vocabularies(V: int, spread: float) -> None:
+def test_vocabularies(device: Any, V: int, spread: float) -> None:
     B = len(EVERY_WAY)
     x, seen = rows_of_logits(9, B, V, spread), some_seen(9, B, V)
     for step in range(3):
-        assert_as_chosen(x, EVERY_WAY, step, seen, run("gpu", x, EVERY_WAY, step, seen))
+        assert_as_chosen(x, EVERY_WAY, step, seen, run(device, x, EVERY_WAY, step, seen))
 
 
-@pytest.mark.gpu
-def test_draws_of_the_gpu_have_the_probabilities() -> None:
+@on_gpu
+def test_draws_of_the_gpu_have_the_probabilities(device: Any) -> None:
     (x,) = rows_of_logits(1, 1, 12, 1.0)
     rows = [Sampling(temperature=0.8, top_k=9, seed=12, sample=i) for i in range(20_000)]
-    tokens = run("gpu", np.tile(x, (len(rows), 1)), rows).token
+    tokens = run(device, np.tile(x, (len(rows), 1)), rows).token
     mass = masses(x, rows[0]).astype(np.float64)
     assert chi_square(tokens, mass / mass.sum()) < 5
 
 
-@pytest.mark.gpu
-def test_steps_follow_each_other_in_one_state() -> None:
-    import cupy as cp  # noqa: PLC0415
-
+@one_order
+def test_steps_follow_each_other_in_one_state(device: Any) -> None:
     (x,) = rows_of_logits(10, 1, 1000)
     rows = [Sampling(seed=3, repetition_penalty=1.2), Sampling(seed=3, sample=1)]
     state = SampleState.allocate(2, 1000)
     state.set(rows)
-    logits = cp.asarray(np.tile(x, (2, 1)))
+    logits = device.asarray(np.tile(x, (2, 1)))
     bound = bind_state(logits, state, 1024)
     seen = np.zeros((2, 1000), np.uint8)
     for step in range(20):
@@ -586,17 +571,13 @@ def test_steps_follow_each_other_in_one_state() -> None:
     assert state.position.get().tolist() == state.step.get().tolist() == [20, 20]
 
 
-@pytest.mark.gpu
-def test_calls_and_bad_inputs() -> None:
-    import cupy as cp  # noqa: PLC0415
-
-    from gpt2block import ops  # noqa: PLC0415
-
+@one_order
+def test_calls_and_bad_inputs(device: Any) -> None:
     x, seen = rows_of_logits(11, 3, 700), some_seen(11, 3, 700)
     rows = [GREEDY, EVERY_WAY[6], EVERY_WAY[7]]
-    got = ops.sample_token(cp.asarray(x), rows, step=4, seen=cp.asarray(seen))
+    got = ops.sample_token(device.asarray(x), rows, step=4, seen=device.asarray(seen))
     np.testing.assert_array_equal(got.get(), reference.sample_token(x, rows, 4, seen))
-    logits = cp.asarray(x)
+    logits = device.asarray(x)
     with pytest.raises(InputError, match="logits: expected float32"):
         ops.sample_token(logits.astype("float16"))
     with pytest.raises(InputError, match=r"logits: expected \(B, V\)"):
@@ -604,7 +585,7 @@ def test_calls_and_bad_inputs() -> None:
     with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
         ops.sample_token(logits, rows[:2])
     with pytest.raises(InputError, match="seen: expected shape"):
-        ops.sample_token(logits, seen=cp.asarray(seen[:2]))
+        ops.sample_token(logits, seen=device.asarray(seen[:2]))
     state = SampleState.allocate(3, 700)
     with pytest.raises(InputError, match="sampling: expected 3, one a row, got 1"):
         state.set([GREEDY])
@@ -613,4 +594,4 @@ def test_calls_and_bad_inputs() -> None:
     with pytest.raises(InputError, match=r"temperature: expected shape \(2,\)"):
         bind_state(logits[:2], state)
     with pytest.raises(InputError, match="rows: expected shape"):
-        ops.mark_seen(cp.zeros(3, "int32"), cp.zeros(2, "int32"), state.seen)
+        ops.mark_seen(device.zeros(3, "int32"), device.zeros(2, "int32"), state.seen)
