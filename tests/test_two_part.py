@@ -342,9 +342,9 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
         ),
         ({"a": "short"}, "w: expected K 56 to match a, got 64"),
         ({"a": "half"}, "a: expected float32, got float16"),
-        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'split' with a Split"),
+        ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'two_part' with a Two"),
         ({"dtype": "two_part"}, "bound: expected the largest magnitude that the result can have"),
-        ({"bound": 1.0}, "bound: expected dtype 'split', of a two-part result"),
+        ({"bound": 1.0}, "bound: expected dtype 'two_part', of a two-part result"),
         ({"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude from 0"),
         ({"variant": "split"}, "unknown variant 'split': expected one of mma, hopper"),
     ],
@@ -385,9 +385,12 @@ def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
         norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
     qkv = TwoPartMatrix.from_float32(cp.ones((4, 192), "float32"))
     for options, message in (
-        ({"n_head": 2}, "head size 32: split matrices have 64"),
+        ({"n_head": 2}, "head size 32: tensor cores take 64"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),
-        ({"n_head": 1, "variant": "online"}, "expected variant mma, and no block"),
+        (
+            {"n_head": 1, "variant": "online"},
+            "variant online: takes no two-part matrix: use variant mma",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             attention((qkv,), causal=True, **options)
