@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpt2block.block import Comparison, resolve_device
-from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
+from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import compare
 from gpt2block.config import GPT2Config, check_count
@@ -67,7 +67,7 @@ class GPT2:
     @named_options()
     def from_pretrained(
         cls,
-        name: str | Path | Checkpoint = ON_BOARD,
+        name: str | Path | Checkpoint = BUNDLED,
         device: str | None = None,
         dtype: str = "float32",
         progress: Progress = iter,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor, reference
 from gpt2block.array_checks import FLOATS
 from gpt2block.block import Block, Comparison, errors
-from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.text import tokenizer
@@ -147,7 +147,7 @@ def _mask(causal: bool) -> str:
 
 
 def _passage() -> str:
-    return (Checkpoint.open(ON_BOARD).directory / "passage.txt").read_text(encoding="utf-8")
+    return (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
