@@ -146,7 +146,7 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
     out.print(f"weights  {shown(result.weights)}, mask: {result.mask}")
     out.print(f"input    {shown(result.input)}")
     if result.device.startswith("CPU"):
-        out.print(f"kernels  none run: {result.dtype} NumPy held against the same in float64")
+        out.print(f"kernels  none run: {result.dtype} NumPy compared with float64")
     elif result.dtype != "float32":
         out.print(f"kernels  {result.kernels}, {result.dtype}")
     table = new_table(
@@ -171,7 +171,7 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
         marks = ", ".join(f"{error:.1e}" for error in result.stream)
         out.print(f"Residual stream after each block, rel: {marks}")
         words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
-        out.print(f"Likeliest next tokens: {shown(words)}")
+        out.print(f"Most likely next tokens: {shown(words)}")
 
 
 @app.command(epilog="Example: gpt2block check --json")
