@@ -331,7 +331,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="attention",
-    document="ten-step block",
+    document="LeetGPU's GPT-2 block challenge",
     idea="softmax(Q Kᵀ / sqrt(HS)) V",
     sizes={"B": 8, "T": 1024, "C": 768},
     variants=(
@@ -339,7 +339,7 @@ OPERATION = Operation(
             "mha",
             FILE,
             ("mha_causal_kernel", "mha_nocausal_kernel"),
-            "a block a query and head: scores, exp and sum, weighted sum of V",
+            "one block per query and head: scores, exp and sum, weighted sum of V",
             dtypes=("float32",),
             launch=_launch_mha,
             problem=_mha_problem,
@@ -352,9 +352,9 @@ OPERATION = Operation(
                 "attention_softmax_kernel1",
                 "attention_value_kernel1",
             ),
-            "a thread a score, then a row, then an output: three kernels, T×T scores in memory",
+            "three kernels: one thread per score, per row, per output; T×T scores in memory",
             BLOCKS,
-            source="named with the LayerNorm kernels",
+            source="named after llm.c's attention kernels",
             dtypes=("float32",),
             launch=_launch_naive,
             problem=_naive_problem,
@@ -363,10 +363,10 @@ OPERATION = Operation(
             "online",
             ONLINE,
             ("attention_forward_online",),
-            "tiles of K and V in shared memory, online softmax, 8×8 a thread: no T×T scores, any T",
+            "tiles of K and V in shared memory, online softmax, 8×8 per thread; no T×T scores",
             ONLINE_BLOCKS,
             128,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=("float32",),
             launch=_launch_online,
             problem=_online_problem,
@@ -375,10 +375,10 @@ OPERATION = Operation(
             "mma",
             MMA,
             ("attention_mma",),
-            "tensor cores (mma.sync), 16 or 32 queries a warp: scores stay in registers, a ring of "
-            "tiles of K and V by cp.async; ragged batches",
+            "tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring "
+            "of tiles of K and V by cp.async; ragged batches",
             block=MMA_THREADS,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=SIXTEEN_BITS,
             launch=_launch_mma,
             problem=_mma_problem,
@@ -387,10 +387,10 @@ OPERATION = Operation(
             "hopper",
             HOPPER,
             ("attention_hopper",),
-            "tensor cores (wgmma), 64 queries a warpgroup: a warp copies K and V (TMA), scores and "
-            "P V are multiplied during the softmax, a block takes many tiles; ragged batches",
+            "tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the "
+            "softmax overlaps the products, each block processes many tiles; ragged batches",
             block=HOPPER_THREADS,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=SIXTEEN_BITS,
             launch=_launch_hopper,
             problem=_hopper_problem,
@@ -407,9 +407,9 @@ OPERATION = Operation(
             "mma_fp32",
             MMA_TWO_PART,
             ("attention_fp32_mma",),
-            "the accuracy of float32 from tensor cores: each float32 matrix in two of fp16, three "
-            "products for one",
-            source="Ootomo and Yokota (2022), for the split",
+            "float32 accuracy on tensor cores: each float32 matrix as two in float16, three "
+            "products instead of one",
+            source="Ootomo and Yokota (2022), for two-part matrices",
             launch=_launch_mma,
             problem=_mma_problem,
         ),

@@ -283,7 +283,7 @@ def _flops(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="attention_cached",
-    document="beyond the documents",
+    document="gpt2block",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
     sizes={"T": 128, "C": 768},
     variants=(
@@ -292,7 +292,7 @@ OPERATION = Operation(
             TILES,
             ("attention_cached", "attention_cached_narrow"),
             "attention's `online` over packed rows of several sequences; a query's bits depend on "
-            "its own sequence alone; q in float32, or in 16 bits",
+            "its own sequence only; q in float32, or in 16 bits",
             launch=_launch_tiles,
         ),
     ),
@@ -306,7 +306,7 @@ OPERATION = Operation(
             "split",
             SPLIT,
             ("attention_split",),
-            "decoding: a block 128 keys of a head, all loads in flight at once; the last block "
+            "decoding: one block per 128 keys of a head, all loads in flight; the last block "
             "combines the splits",
         ),
         Variant(

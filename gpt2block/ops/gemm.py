@@ -286,7 +286,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="gemm",
-    document="GPT-2",
+    document="gpt2block",
     idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
     sizes={"M": 1024, "K": 768, "N": 3072},
     variants=(
@@ -302,7 +302,7 @@ OPERATION = Operation(
             "hopper",
             hopper.FILE,
             (hopper.KERNEL,),
-            "TMA and wgmma: one warpgroup loads, two multiply in turn, so that epilogues are free",
+            "TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues",
             launch=_launch_hopper,
             problem=_hopper_problem,
         ),
@@ -312,7 +312,7 @@ OPERATION = Operation(
             "split",
             mma.TWO_PART_FILE,
             (mma.TWO_PART_KERNEL,),
-            "float accuracy: three products of float16 parts, sums promoted every 128 of K",
+            "float32 accuracy: three products of float16 parts, sums promoted every 128 of K",
         ),
         Variant(
             "split hopper",
@@ -324,7 +324,7 @@ OPERATION = Operation(
             "split rows",
             two_part.FILE,
             ("split_rows",),
-            "a warp a row: its largest magnitude makes the scale, then both parts",
+            "one warp per row: the scale from the largest magnitude, then both parts",
         ),
     ),
     make=_make,

@@ -234,7 +234,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="linear",
-    document="GPT-2",
+    document="gpt2block",
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
     variants=(

@@ -171,7 +171,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="matmul_bias",
-    document="ten-step block",
+    document="LeetGPU's GPT-2 block challenge",
     idea="a · w + bias",
     sizes={"M": 1024, "K": 768, "N": 3072},  # GPT-2's first product of the feed-forward
     variants=(
@@ -179,15 +179,15 @@ OPERATION = Operation(
             "naive",
             LADDER,
             ("matmul_forward_kernel1",),
-            "a thread an output, straight from global memory",
-            source="named with the LayerNorm kernels",
+            "one thread per output, operands read from global memory",
+            source="named after llm.c's matmul kernels",
             launch=partial(_launch, LADDER, naive_geometry),
         ),
         Variant(
             "tiled",
             SKELETON,
             ("matmul_bias_tiled",),
-            "a thread an output, 16x16 tiles in shared memory, the next tile in flight",
+            "one thread per output, 16x16 tiles in shared memory, the next tile in flight",
             launch=partial(_launch, SKELETON, tiled_geometry),
             problem=_tiled_problem,
         ),
@@ -195,16 +195,16 @@ OPERATION = Operation(
             "coarsened",
             LADDER,
             ("matmul_forward_kernel2",),
-            "thread coarsening: a thread 8 outputs of a column, a value of w loaded once for them",
-            source="named with the LayerNorm kernels",
+            "thread coarsening: 8 outputs of a column per thread, which share each loaded w",
+            source="named after llm.c's matmul kernels",
             launch=partial(_launch, LADDER, coarsened_geometry),
         ),
         Variant(
             "registers",
             REGISTERS,
             ("matmul_forward_kernel3",),
-            "a thread 8x8 outputs in registers, 16-byte loads, cp.async, no bank conflicts",
-            source="named with the LayerNorm kernels",
+            "8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts",
+            source="named after llm.c's matmul kernels",
             launch=_launch_registers,
         ),
     ),

@@ -154,7 +154,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="sample_token",
-    document="Salmon et al. (2011), for the random numbers",
+    document="gpt2block; random numbers by Salmon et al. (2011)",
     idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
     sizes={"B": 1, "V": 50257},
     variants=(
@@ -162,7 +162,7 @@ OPERATION = Operation(
             "block",
             FILE,
             ("sample_token",),
-            "a block a row; after exp all is integers: the same bits in any batch",
+            "one block per row; after exp all is integers: the same bits in any batch",
             block=THREADS,
             launch=_launch,
         ),
