@@ -540,7 +540,7 @@ def test_too_many_rows_or_sequences(cp: ModuleType) -> None:
 
 def test_a_grid_beyond_the_hardware_is_not_launched(cp: ModuleType) -> None:
     x = cp.zeros(1, "float32")
-    with pytest.raises(KernelError, match="passes CUDA's limits"):
+    with pytest.raises(KernelError, match="exceeds CUDA's limits"):
         kernels.launch("elementwise/gelu.cu", "gelu_kernel", (1, 65536), (256,), (x, 1))
 
 

@@ -157,7 +157,9 @@ class Program:
                 copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
         return copies
 
-    def alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, str, NDArray[Any]]]:
+    def run_alone(
+        self, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[tuple[str, str, NDArray[Any]]]:
         """Run each step alone on exact inputs, rounded to the dtype of their storage.
 
         exact: float64 tensors by name, of the plan's steps and K and V of a kv_cache, (B, T, C).
