@@ -40,17 +40,17 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
 MAX_THREADS = 1024  # of a block
-KEPT_BY_MOST = 32  # where a row takes so many threads, which leaves each of them 64 registers
+KEPT_BY_MOST = 32  # the same with MAX_THREADS threads, which have 64 registers each
 NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
-MANY = 2**31  # rows: a team of `narrow` is as for so many of them, whatever their number is
+MANY = 2**31  # rows: the teams of `narrow` are sized for many rows, whatever the number
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
 MOST_EACH = 2  # rows of a team
-STATS_VARIANT = 6  # the default for what the skeleton's kernels do not do
+STATS_VARIANT = 6  # the default where the skeleton's kernels lack an option
 
 
 class RowShape(NamedTuple):
-    """How kernel 6 shares out a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
+    """How kernel 6 distributes a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
 
     width: int  # elements a load
     threads: int  # a row
@@ -107,7 +107,7 @@ def narrow_geometry(
 
 
 class Request(NamedTuple):
-    """What decides whether a variant can compute a call."""
+    """The properties that determine whether a variant supports a call."""
 
     stored: str  # the dtype of x
     two_part: bool  # the result is a TwoPartMatrix
@@ -131,7 +131,7 @@ class Job(NamedTuple):
 
     @property
     def every(self) -> tuple[Any, ...]:
-        """The arguments of a kernel that computes everything."""
+        """The arguments of a kernel with all outputs."""
         return self[:9]
 
 
@@ -177,7 +177,7 @@ def _launch_blocks(job: Job) -> tuple[Launch, ...]:
 
 
 def _launch_rows(job: Job) -> tuple[Launch, ...]:
-    """With the constants that fit C and the arrays' alignment."""
+    """Compile with constants for C and the alignment of the arrays."""
     x, gamma, beta, out, *_ = job
     itemsize = x.dtype.itemsize
     shape = row_shape(job.C, itemsize, alignment(*(a.data.ptr for a in (x, gamma, beta, out))))

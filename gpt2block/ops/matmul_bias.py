@@ -79,9 +79,9 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[Tile, int]:
-    """The tile that gets the outputs done first on `sms` multiprocessors, and its groups.
+    """The tile with the shortest estimated time on `sms` multiprocessors, and its groups.
 
-    Where an SM has one tile at most, twice the groups: else it would have too few warps.
+    Twice the groups if an SM has at most one tile, which would have too few warps.
     """
     tile = fastest(TILES, M, N, sms)
     return tile, tile.groups * (2 if count_tiles(tile, M, N) <= sms else 1)
@@ -227,6 +227,6 @@ def matmul_bias(
 
     a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
     registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
-    of 16 rows. All but registers add the products of an output in the order of k.
+    of 16 rows. All except registers sum the products of an output in the order of k.
     """
     return call(bind, contiguous(a, w, bias), variant=variant).out
