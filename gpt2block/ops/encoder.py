@@ -145,7 +145,7 @@ OPERATION = Operation(
 
 
 def on_device(ids: Any, V: int) -> CudaArray:
-    """Ids of the host on the device, as int32; InputError names the first that is not in 0..V-1."""
+    """Copy host ids to the device as int32; InputError names the first outside 0..V-1."""
     try:
         host = np.asarray(ids)
     except ValueError as error:  # rows of different lengths

@@ -1,4 +1,4 @@
-"""Token plus position embedding of rows with a position each: out = wte[ids] + wpe[positions].
+"""Token plus position embedding of rows with their own positions: out = wte[ids] + wpe[positions].
 
 Kernel: embedding/encoder_rows.cu.
 """

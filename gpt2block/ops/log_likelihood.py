@@ -20,7 +20,7 @@ THREADS = 512
 
 
 def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
-    """A block for each row; fewer threads than the default are for tests."""
+    """One block per row; tests pass fewer threads than the default."""
     defines = () if threads == THREADS else (("LL_THREADS", threads),)
     return Geometry("log_likelihood_kernel", (rows,), (threads,), defines=defines)
 

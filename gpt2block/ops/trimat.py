@@ -51,21 +51,21 @@ CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes
 
 
 def thread_tiles_geometry(kernel: str, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
-    """naive, registers and tri3: each thread loads what its tile of 8 by 8 needs by itself."""
+    """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
     rows = threads // SIDE  # of threads' tiles in a block, 8 in each
     grid = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
     return Geometry(kernel, grid, (SIDE, rows), defines=(("NH", NH), ("HS", HS)))
 
 
 def tri4_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """A block for every tile of the square; those above the diagonal end at once."""
+    """One block per tile of the square; blocks above the diagonal exit immediately."""
     tiles = ceil(T / TILE)
     grid = (tiles, tiles, B * NH)
     return Geometry("matmul_tri4", grid, (16, 16), defines=(("NH", NH), ("HS", HS)))
 
 
 def tri5_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """A block for every tile on or below the diagonal."""
+    """One block per tile on or below the diagonal."""
     tiles = ceil(T / TILE)
     grid = (tiles * (tiles + 1) // 2, B * NH)
     return Geometry("matmul_tri5", grid, (THREADS,), defines=(("NH", NH), ("HS", HS)))
