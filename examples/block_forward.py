@@ -6,7 +6,7 @@ from gpt2block import Block, BlockWeights, random_input, reference
 
 weights = BlockWeights.random(seed=0)  # GPT-2 small's shapes: C = 768, 12 heads
 x = random_input(seed=1, shape=(128, 768))  # (T, C)
-block = Block(weights, causal=True)
+block = Block(weights)
 y = block(x)
 truth = reference.block_forward(x.astype(np.float64), weights, causal=True)
 print(block.device)

@@ -24,7 +24,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.walkthrough import likeliest
+from gpt2block.walkthrough import most_likely
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def show(text: str, model: str, device: str | None) -> None:
         position = f"after block {layer - 1}" if layer else "embedding"
         print(f"{position:14}  residual stream within {error:.1e} of float64, relative")
 
-    for token, p in likeliest(gpt2(ids, last=True)):
+    for token, p in most_likely(gpt2(ids, last=True)):
         print(f"{p:6.1%}  {gpt2.tokenizer.decode([token])!r}")
     print(text + gpt2.generate(text, temperature=0, max_new_tokens=40).text)
 

@@ -30,11 +30,11 @@ FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step held against float64.
+    """One step compared with float64.
 
-    `max_abs`, `max_rel`: the step's own error, when it is fed the float64 run's inputs (rounded to
-    the block's dtype); `total_abs`, `total_rel`: the error accumulated from x up to here. Relative
-    errors are relative to the largest value of the tensor.
+    `max_abs`, `max_rel`: the error of this step alone, on the float64 run's inputs rounded to the
+    block's dtype; `total_abs`, `total_rel`: the error accumulated from x up to this step. Relative
+    errors are divided by the largest magnitude of the tensor.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Comparison:
 class Block:
     """A Pre-LN transformer block on a GPU, or with NumPy where there is none.
 
-    weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2) or all (the LeetGPU
-    challenge). device: "cuda", "cuda:1", "cpu", or None for the best there is. graph: replay a CUDA
-    graph when a call comes again (same bits as direct launches).
+    weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2), or all of them
+    (LeetGPU's GPT-2 block challenge). device: "cuda", "cuda:1", "cpu", or None for the GPU where
+    there is one. graph: replay a CUDA graph for repeated calls (same bits as direct launches).
 
-    dtype: "float32", "bfloat16" or "float16", of x, the result, the tensors between and the
-    matrices; sums, statistics and softmax are float32, and so are biases, gamma and beta. With
-    NumPy a step is computed in float32 and its result rounded to the dtype.
+    dtype: "float32", "bfloat16" or "float16", of x, the result, all intermediate tensors and the
+    matrices. Sums, statistics, softmax, biases, gamma and beta are float32. With NumPy a step is
+    computed in float32 and its result rounded to the dtype.
 
-    kernels: "skeleton", the documents' kernels, ten steps in float32; "fused", seven steps on
-    tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or "auto", the
-    fastest there are for the dtype. Fused float32 has the accuracy of float32: matrices, and what
-    they are multiplied with, are held in two parts of float16 (TwoPartMatrix); it asks for finite
-    weights. With NumPy "auto" is the ten steps for float32.
+    kernels: "skeleton", ten steps in float32 with the kernels of LeetGPU's challenge; "fused",
+    seven steps on tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or
+    "auto", the faster of those that support the dtype. Fused float32 has the accuracy of float32:
+    the operands of its products are stored in two float16 parts (TwoPartMatrix), which requires
+    finite weights. With NumPy "auto" selects the ten steps for float32.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
@@ -71,7 +71,7 @@ class Block:
     def __init__(
         self,
         weights: BlockWeights,
-        causal: bool = False,
+        causal: bool = True,
         device: str | None = None,
         dtype: str = "float32",
         kernels: str = "auto",
@@ -116,38 +116,38 @@ class Block:
 
     @property
     def kernels(self) -> str:
-        """ "skeleton" or "fused": what "auto" has come to."""
+        """The kernels in use, "skeleton" or "fused", also where "auto" was requested."""
         return self._kernels
 
     @property
     def device(self) -> str:
-        """The device in words."""
+        """A description of the device."""
         return self._engine.describe()
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take where the block computes, as they are stored there."""
+        """Bytes of the weights on the device."""
         return self._engine.weight_bytes
 
     def __call__(self, x: Any, out: Any | None = None) -> Any:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
 
         NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
-        array out, on CuPy's current stream (what another library does with `out` on a stream of its
-        own is not waited for). The result is a new array, the caller's to keep, or
-        `out`. An x that is not C-contiguous is copied first; such an `out` is refused. NaN passes
-        through. Raises InputError.
+        array out, on CuPy's current stream. The call does not wait for work of another library on
+        `out` in a different stream. The result is a new array, which later calls leave unchanged,
+        or `out`. An x that is not C-contiguous is copied first; `out` must be C-contiguous. NaN
+        propagates. Raises InputError.
         """
         return self._engine.forward(x, out)
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Step name → a copy of its tensor, for every step of the plan, ln1 … output."""
+        """Step name → a copy of its result, for every step of the plan, ln1 … output."""
         return self._engine.trace(x)
 
     def compare(self, x: Any) -> list[Comparison]:
-        """Every step held against float64 NumPy, in order. x: a NumPy array, as for a call.
+        """Compare every step with float64 NumPy, in order. x: a NumPy array, as for a call.
 
-        The float64 run has the same x and weights, as they are in the block's dtype.
+        The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
         exact = NumpyEngine(
             self.plan, self.weights.astype(np.float64).tensors(), self.weights.n_embd
@@ -181,16 +181,16 @@ class Block:
 
 
 def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
-    """Largest absolute difference, and the same relative to the largest value of `truth`."""
+    """The largest absolute difference, and its ratio to the largest magnitude of `truth`."""
     largest = float(np.abs(got.astype(np.float64) - truth).max())
     return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
 
 
 def resolve_device(device: str | None) -> int | None:
-    """The CUDA device index a name stands for; None for the CPU.
+    """The CUDA device index of a name such as "cuda:1"; None for the CPU.
 
-    None means the best there is. Raises DeviceError naming what is missing for CUDA, InputError
-    for an unknown name.
+    device None: the GPU where CUDA works, else the CPU. Raises DeviceError that says what CUDA
+    lacks, InputError for an unknown name.
     """
     if device is not None and not isinstance(device, str):
         raise InputError(f"device: expected a string such as 'cuda:0', got {shown(device)}")
@@ -208,10 +208,9 @@ def resolve_device(device: str | None) -> int | None:
 
 
 def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
-    """The weights as float32 arrays of the numbers that a block of `dtype` computes with.
+    """The weights as float32 arrays, with matrices rounded to `dtype`.
 
-    Its matrices are rounded. Raises InputError for infinity, NaN and what the dtype cannot hold,
-    where that is not float32.
+    For 16 bits, raises InputError for infinity, NaN and numbers beyond the range of the dtype.
     """
     weights = weights.astype(np.float32)
     if dtype == "float32":
@@ -225,15 +224,15 @@ def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
 
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:
-    """ "skeleton" or "fused", or InputError with what is possible."""
+    """The kernels to use, "skeleton" or "fused". Raises InputError that names an alternative."""
     if kernels == "skeleton" and dtype in SIXTEEN_BITS:
         raise InputError(
-            f"kernels 'skeleton': they are float32 only, got dtype {dtype!r}: "
+            f"kernels 'skeleton': expected dtype 'float32', got {dtype!r}: "
             "use kernels='fused', or dtype='float32'"
         )
     if kernels == "skeleton":
         return kernels
-    if device is None:  # NumPy takes any sizes and weights
+    if device is None:  # NumPy supports all sizes and weights
         return "fused" if kernels == "fused" or dtype in SIXTEEN_BITS else "skeleton"
     problem = fused_problem(weights, _capability(device))
     if dtype in SIXTEEN_BITS:
@@ -250,7 +249,7 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
 
 
 def fused_problem(weights: BlockWeights, capability: int) -> str | None:
-    """Why the fused kernels cannot run on such a GPU; None when they can."""
+    """Why the fused kernels cannot run with these weights and capability; None when they can."""
     if capability < MMA_CAPABILITY:
         return f"tensor cores: expected compute capability 8.0 or newer, got {capability / 10:.1f}"
     head = weights.n_embd // weights.n_head
@@ -262,7 +261,7 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
 
 
 def split_problem(weights: BlockWeights) -> str | None:
-    """Why the tensors of the fused plan cannot have scales that follow from the weights.
+    """Why the scales of two-part tensors cannot be derived from the weights.
 
     None when they can: then no x makes a tensor too large for its scale.
     """
@@ -282,12 +281,12 @@ def _capability(device: int) -> int:
 
 
 def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
-    """The challenge's entry point, on float32 CuPy arrays: the block without a mask, into `output`.
+    """The entry point of LeetGPU's challenge: the block without a mask, written to `output`.
 
-    x, output: seq_len · 768 floats of any shape; weights: the packed 7,087,872 floats. Intermediate
-    tensors are allocated for the call. Runs on the current stream; the same bits as
-    `Block(BlockWeights.from_packed(weights), causal=False, kernels="skeleton")(x)`. Raises
-    InputError.
+    x, output: CuPy float32, seq_len · 768 elements in any shape; weights: CuPy float32, the packed
+    7,087,872 elements. Intermediate tensors are allocated for the call. Runs on the current stream;
+    the same bits as `Block(BlockWeights.from_packed(weights), causal=False,
+    kernels="skeleton")(x)`. Raises InputError.
     """
     seq_len = check_count("seq_len", seq_len)
     doctor.require_cuda("gpt2block.solve")

@@ -15,11 +15,11 @@ Exact = NDArray[np.float64]
 
 
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
-    """The tensors of a forward pass of ids (T,) in float64, on the weights as they are stored.
+    """The tensors of a forward pass of ids (T,) in float64, with the weights as they are stored.
 
-    By the names of `architectures.gpt2.model_plan`, (T, channels) each; K and V of the sequence as
-    "h.0.k" (1, T, C), and the log-likelihoods of the next tokens as "scores" (T,), of which the
-    last is for the first token.
+    Keys: the names of `architectures.gpt2.model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
+    "h.0.v" for K and V of a layer; "scores" (T,) for the log-likelihoods of the next tokens, where
+    the last is that of the first token.
     """
     config = engine.config
     weights = {
@@ -41,14 +41,14 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
 
 
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> list[Comparison]:
-    """A row for every step, in order; cached: of the last token of ids, after the others.
+    """A row for every step, in order; cached: for the last token of ids only.
 
     The errors of a row are as in `Block.compare`; `ms` is NaN, as steps are not timed here.
     """
     exact = _by_engine_names(exact_tensors(engine, ids), engine.config.n_embd, len(ids), cached)
     traced = engine.trace(ids, cached)
     compared = []
-    for name, kernel, out in engine.alone(ids, cached, exact):
+    for name, kernel, out in engine.run_alone(ids, cached, exact):
         if name not in traced:
             continue
         truth = exact[name]
@@ -59,7 +59,7 @@ def compare(engine: TracedEngine, ids: Ids, cached: bool) -> list[Comparison]:
 
 
 def _by_engine_names(exact: dict[str, Exact], C: int, T: int, cached: bool) -> dict[str, Exact]:
-    """With the names of every plan: q of a decoding step, logits and scores of some rows."""
+    """Add the names that GPU plans use: q in decoding, logits and scores in groups of rows."""
     found = dict(exact)
     for name, tensor in exact.items():
         if name.endswith(".qkv"):

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.block import Comparison, resolve_device
-from gpt2block.checkpoints import ON_BOARD, Checkpoint, save_pretrained
+from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import compare
 from gpt2block.config import GPT2Config, check_count
@@ -38,11 +38,12 @@ class GPT2:
     """A GPT-2 on a GPU, or with NumPy where there is none.
 
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
-    or None for the best there is. dtype: how the matrices are stored, "float32", "bfloat16",
-    "float16", "float8_e5m2" or "float8_e4m3fn"; arithmetic is float32, but what tensor cores
-    multiply has 16 bits (docs/dtypes.md). allow_nonfinite: load weights that are infinite or NaN,
-    or so large that LayerNorm may overflow float32 and return wrong numbers; by default they are
-    refused by name. FP8 cannot hold them. `generate` and `score` still refuse logits that are NaN.
+    or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
+    "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
+    tensor cores have 16 bits (docs/dtypes.md). allow_nonfinite: accept weights that are infinite or
+    NaN, or so large that LayerNorm may overflow float32 and return wrong numbers; by default they
+    raise InputError. FP8 cannot hold infinity or NaN. `generate` and `score` still refuse logits
+    that are NaN.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -67,18 +68,18 @@ class GPT2:
     @named_options()
     def from_pretrained(
         cls,
-        name: str | Path | Checkpoint = ON_BOARD,
+        name: str | Path | Checkpoint = BUNDLED,
         device: str | None = None,
         dtype: str = "float32",
         progress: Progress = iter,
         allow_nonfinite: bool = False,
         revision: str | None = None,
     ) -> GPT2:
-        """A checkpoint, read tensor by tensor straight into its place.
+        """Load a checkpoint, one tensor at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
-        Hugging Face directory or .safetensors file, an llm.c .bin, or "shakespeare", the model in
-        the package. progress: wraps the tensors as they are read. device, dtype, allow_nonfinite:
+        Hugging Face directory or .safetensors file, an llm.c .bin, or "shakespeare", the
+        bundled model. progress: wraps the tensors as they are read. device, dtype, allow_nonfinite:
         as in GPT2. revision: of a hub id, a branch, tag or commit. Raises CheckpointError, and
         InputError for weights that are not finite.
         """
@@ -116,43 +117,43 @@ class GPT2:
 
     @property
     def device(self) -> str:
-        """The device in words."""
+        """A description of the device."""
         return self.engine.describe()
 
     @property
     def name(self) -> str:
-        """What the model was opened as."""
+        """The name or path that the model was loaded from."""
         return self._checkpoint.name if self._checkpoint else "weights given as arrays"
 
     @property
     def nbytes(self) -> int:
-        """Of the weights where they are computed with."""
+        """Bytes of the weights on the device."""
         return self.engine.nbytes
 
     @cached_property
     def tokenizer(self) -> Encoding:
-        """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError when it cannot be had."""
-        from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken takes its time)
+        """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
+        from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
 
         directory = self._checkpoint.tokenizer_directory() if self._checkpoint else None
         return tokenizer.load(directory, self.config.vocab_size)
 
     def tensors(self) -> Tensors:
-        """Name, array and layout of every tensor as it is stored, as `Checkpoint.tensors` does."""
+        """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`."""
         return self.engine.tensors()
 
     def save_pretrained(
         self, directory: str | Path, dtype: str | None = None, overwrite: bool = False
     ) -> Path:
-        """Write a Hugging Face directory, with the tokenizer files that came with the model.
+        """Write a Hugging Face directory, with the tokenizer files of the checkpoint.
 
-        dtype: "float32", "float16", "bfloat16", or None for what is stored here (FP8 as float32).
+        dtype: "float32", "float16", "bfloat16", or None for the stored dtype (FP8 as float32).
         See `checkpoints.save_pretrained`.
         """
         return save_pretrained(directory, self, dtype, self._checkpoint, overwrite)
 
     def new_cache(self, batch: int = 1, n_ctx: int | None = None) -> KVCache:
-        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (the model's, if None)."""
+        """An empty kv_cache for `batch` sequences of up to n_ctx tokens (None: the model's)."""
         batch = check_count("batch", batch)
         n_ctx = check_count("n_ctx", self.config.n_ctx if n_ctx is None else n_ctx)
         if n_ctx > self.config.n_ctx:
@@ -164,8 +165,8 @@ class GPT2:
     def __call__(self, ids: Any, cache: KVCache | None = None, last: bool = False) -> Any:
         """Logits, float32: (T, V), (B, T, V), or a list of (T, V) for sequences of many lengths.
 
-        With `last` those of the last position only: (V,) or (B, V). With a cache the tokens go on
-        behind what its rows hold, and are added to it; row b of the ids is row b of the cache.
+        last: return those of the last position only, (V,) or (B, V). cache: row b of the ids
+        continues row b of the cache, and its keys and values are appended to it.
         """
         check_flag("last", last)
         sequences, shape = self._sequences(ids, cache)
@@ -186,18 +187,18 @@ class GPT2:
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
     def trace(self, ids: Any, cached: bool = False) -> dict[str, Any]:
-        """Step name → its tensor, (T, channels), for every step of the forward pass of ids (T,).
+        """Step name → its result, (T, channels), for every step of the forward pass of ids (T,).
 
         Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
-        cached: of the last token alone, after the others are in a kv_cache.
+        cached: compute the last token only, after the others are in a kv_cache.
         """
         return self.engine.trace(self._one(ids, cached), cached)
 
     def compare(self, ids: Any, cached: bool = False) -> list[Comparison]:
         """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
 
-        cached: for the last token alone, as decoding computes it after the others. The float64 pass
-        takes the weights as they are stored. A row's name is the step's, such as "h.3.gelu".
+        cached: for the last token only, as decoding computes it. The float64 pass uses the weights
+        as they are stored. A row's name is the step's, such as "h.3.gelu".
         """
         return compare(self.engine, self._one(ids, cached), cached)
 
@@ -237,22 +238,22 @@ class GPT2:
         A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
         of prompts; with `samples` above 1 a list for each prompt.
 
-        max_new_tokens: tokens of a continuation at most.
-        temperature: logits are divided by it; 0 takes the likeliest token, 1 draws from the model's
+        max_new_tokens: the most tokens of a continuation.
+        temperature: divides the logits; 0 takes the most likely token, 1 samples from the model's
             own distribution.
-        top_k: draw from the k likeliest tokens only; 0 is off.
-        top_p: draw from the fewest tokens that together have this probability; 1 is off.
-        min_p: draw from tokens at least this fraction as likely as the likeliest; 0 is off.
-        repetition_penalty: above 1, tokens that were there become less likely; 1 is off.
+        top_k: sample from the k most likely tokens only; 0 is off.
+        top_p: sample from the fewest tokens whose probabilities add up to top_p; 1 is off.
+        min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
+        repetition_penalty: above 1, makes tokens that already occurred less likely; 1 is off.
         seed: an integer of up to 64 bits: the same seed, prompt and options give the same text.
-            None draws a new one, which Generation.seed reports.
-        sampling: a Sampling, in place of the keywords from temperature to seed.
-        stop: a string, or several, before which the text ends.
-        stop_ids: tokens that end the text; None stands for <|endoftext|> where the model has it.
-        samples: continuations of each prompt. Prompts times samples: 2^20 at most.
+            None chooses a new one, which Generation.seed reports.
+        sampling: a Sampling, instead of the keywords from temperature to seed.
+        stop: a string, or several; the text ends before the first occurrence.
+        stop_ids: tokens that end the text; None: <|endoftext|> if the model has it.
+        samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.
-        rows_at_once: continuations computed together; it changes no result.
+        rows_at_once: continuations computed together; results do not depend on it.
 
         Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
@@ -293,10 +294,10 @@ class GPT2:
         stop_ids: Iterable[int] | None = None,
         overflow: Overflow = "error",
     ) -> Generator[str, None, Generation]:
-        """The continuation of one prompt, piece by piece as it is written, whole characters each.
+        """Yield the continuation of one prompt in pieces of whole characters, as it is generated.
 
-        The keywords are those of `generate`. The generator returns the Generation, whose `seed`
-        is the one that was drawn. Raises as `generate` does, wrong arguments at once.
+        The keywords are those of `generate`. The generator's return value is the Generation.
+        Raises as `generate` does; wrong arguments raise immediately.
         """
         from gpt2block.text import generation  # noqa: PLC0415
 
@@ -323,11 +324,11 @@ class GPT2:
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
     ) -> Score:
-        """How likely a text or a row of token ids is: log_likelihood, perplexity, bits_per_byte.
+        """Score a text or a sequence of token ids: log_likelihood, perplexity, bits_per_byte.
 
-        In windows of n_ctx tokens that slide by `stride`, n_ctx // 2 if None: `scoring.score`.
-        tokens_at_once: of windows computed together; it changes no result. progress: called with
-        the number of tokens scored so far and of all. Raises InputError.
+        Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
+        tokens_at_once: tokens of the windows computed together; results do not depend on it.
+        progress: called with the numbers of tokens scored so far and in total. Raises InputError.
         """
         from gpt2block.text import scoring  # noqa: PLC0415
 
@@ -344,9 +345,9 @@ class GPT2:
     def embed(
         self, texts: Any, pooling: Literal["mean", "last"] = "mean", overflow: Overflow = "error"
     ) -> Floats:
-        """A vector (C,) of a text or token ids, (B, C) of a list: the mean or the last state.
+        """Embed a text or token ids as a vector (C,), a list as (B, C): mean or last hidden state.
 
-        overflow: of an input longer than n_ctx, "truncate" keeps the last n_ctx tokens, "error"
+        overflow: for inputs longer than n_ctx: "truncate" keeps the last n_ctx tokens, "error"
         raises InputError.
         """
         from gpt2block.text import scoring  # noqa: PLC0415
@@ -355,7 +356,7 @@ class GPT2:
         return scoring.embed(self.engine, encoding, texts, pooling, overflow=overflow)
 
     def _encoding(self, texts: Any) -> Encoding | None:
-        """The tokenizer; None where it cannot be had and token ids were given."""
+        """The tokenizer; None if it cannot be loaded and all inputs are token ids."""
         several = texts if isinstance(texts, (list, tuple)) else [texts]
         try:
             return self.tokenizer
@@ -367,11 +368,11 @@ class GPT2:
     def _sequences(
         self, ids: Any, cache: KVCache | None
     ) -> tuple[list[Ids], tuple[int, ...] | None]:
-        """Checked sequences, and the shape of `ids` if they all have one length."""
+        """Checked sequences, and the shape of `ids` if all have the same length, else None."""
         sequences, shape = as_sequences(ids, self.config.vocab_size)
         if cache is not None and getattr(cache, "kind", None) != self.engine.cache_kind:
             raise InputError(
-                f"cache: expected one that this model's new_cache made, {self.engine.cache_kind}, "
+                f"cache: expected one from this model's new_cache, {self.engine.cache_kind}, "
                 f"got {getattr(cache, 'kind', cache)!r}"
             )
         before = [0] * len(sequences) if cache is None else cache.lengths
@@ -380,17 +381,17 @@ class GPT2:
         most = self.config.n_ctx if cache is None else cache.n_ctx
         for row, (start, new) in enumerate(zip(before, sequences, strict=True)):
             if start + len(new) > most:
-                behind = f" behind the {start} in the cache" if start else ""
+                after = f" after the {start} in the cache" if start else ""
                 raise InputError(
-                    f"ids: row {row} has {len(new)} tokens{behind}, the context is n_ctx = {most}"
+                    f"ids: row {row} has {len(new)} tokens{after}, the context is n_ctx = {most}"
                 )
         return sequences, shape
 
 
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
-    """Token ids as a list of int32 arrays, and their shape, None for a list of many lengths.
+    """Token ids as a list of int32 arrays, and their shape, or None if their lengths differ.
 
-    InputError names the first id that is none of 0 … vocab_size - 1.
+    Raises InputError, for an id outside 0 … vocab_size - 1 with its position.
     """
     try:
         ragged = isinstance(ids, (list, tuple)) and any(np.ndim(row) for row in ids)
@@ -406,16 +407,16 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
         shape = rows[0].shape
         rows = list(rows[0].reshape(-1, shape[-1])) if rows[0].size else rows
     for b, row in enumerate(rows):
-        where = f"ids: row {b}" if len(rows) > 1 else "ids"
+        name = f"ids: row {b}" if len(rows) > 1 else "ids"
         if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
             raise InputError(
-                f"{where}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
+                f"{name}: expected integers of shape (T,), (B, T), or a list of (T,), with at "
                 f"least one token each, got {row.dtype} {row.shape}"
             )
         wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
         if wrong.size:
             raise InputError(
-                f"{where}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
+                f"{name}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
             )
     return [row.astype(np.int32) for row in rows], shape
 

@@ -15,9 +15,9 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One operation: `name` is its tensor's name in a trace, `op` its function in the reference.
+    """One operation: `name` is the name of its result, `op` its function in the reference.
 
-    inputs: names of tensors, in the order of that function's arguments; "" for one left out.
+    inputs: names of tensors, in the order of the function's arguments; "" for an omitted one.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in order, from `input` to the last step's tensor.
+    """Steps in order, from `input` to the last step's result.
 
-    `weights` are the other tensors given from outside: weights, a kv_cache, descriptions of a
-    batch. `in_place` maps a step to the tensor whose storage it overwrites: one it reads itself,
-    where its kernel works in place, or one that no later step needs. `overlapping`: every CUDA
-    kernel waits for the one before it (kernels_cu/lib/overlap.cuh), so that launches may overlap.
-    Raises InputError when a step reads what was never made or is already overwritten, or when a
-    name is made twice.
+    `weights` names the other tensors passed in: weights, a kv_cache, descriptions of a batch.
+    `in_place` maps a step to the tensor whose storage it overwrites: one that it reads, where its
+    kernel works in place, or one that no later step reads. `overlapping`: every CUDA kernel itself
+    waits for the previous one (kernels_cu/lib/overlap.cuh), so launches may overlap. Raises
+    InputError when a step reads a tensor that does not exist or is already overwritten, or when two
+    steps have the same name.
     """
 
     steps: tuple[Step, ...]
@@ -73,18 +73,18 @@ class Plan:
         return tuple(step.name for step in self.steps)
 
     def buffer(self, name: str) -> str:
-        """The first tensor in the storage of this one: itself, unless its step works in place."""
+        """The first tensor in the storage of `name`: itself, unless its step works in place."""
         while name in self.in_place:
             name = self.in_place[name]
         return name
 
     @property
     def matrices(self) -> frozenset[str]:
-        """Weights of `gemm`, which takes them as a WeightMatrix."""
+        """The weights of `gemm`, which expects a WeightMatrix."""
         return frozenset(step.inputs[1] for step in self.steps if step.op == "gemm")
 
     @property
     def operands(self) -> frozenset[str]:
-        """Steps whose tensor a product or attention on tensor cores reads, in that place alone."""
+        """Steps whose result is only read as the first input of `gemm` or attention."""
         reading = (step for step in self.steps if step.op in ("gemm", "attention"))
         return frozenset(step.inputs[0] for step in reading) if self.matrices else frozenset()

@@ -13,13 +13,13 @@ from gpt2block import doctor, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.array_checks import FLOATS
 from gpt2block.block import Block, Comparison, errors
-from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import bytes_of_id
 
-MAX_TOKENS = 2**17  # every step is kept in float32 and float64: some 10 GB for GPT-2 small
+MAX_TOKENS = 2**17  # all steps in float32 and float64 take about 10 GB for GPT-2 small
 Array = NDArray[np.floating[Any]]
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
@@ -126,12 +126,12 @@ def with_trained_weights(
         stream,
         [
             (bytes_of_id(encoding, token).decode(errors="replace"), p)
-            for token, p in likeliest(logits)
+            for token, p in most_likely(logits)
         ],
     )
 
 
-def likeliest(logits: Array, count: int = 5) -> list[tuple[int, float]]:
+def most_likely(logits: Array, count: int = 5) -> list[tuple[int, float]]:
     """The `count` most likely tokens of logits (V,) with their probabilities, in that order."""
     p = reference.softmax(logits.astype(np.float64))
     return [(int(token), float(p[token])) for token in np.argsort(-p)[:count]]
@@ -147,7 +147,7 @@ def _mask(causal: bool) -> str:
 
 
 def _passage() -> str:
-    return (Checkpoint.open(ON_BOARD).directory / "passage.txt").read_text(encoding="utf-8")
+    return (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:
@@ -172,6 +172,6 @@ def _shape(batch: int, seq_len: int, n_embd: int) -> tuple[int, ...]:
 
 
 def _describe_device(block: Block, requested: str | None) -> str:
-    """The device in words, and why it is the CPU unless a device was requested."""
+    """A description of the device; if none was requested, with the reason why it is the CPU."""
     problem = doctor.cuda_problem() if requested is None else None
     return f"{block.device}, because {problem}: {doctor.ADVICE}" if problem else block.device

@@ -218,7 +218,7 @@ def test_a_read_only_out_is_refused(block: Block) -> None:
         ),
         ({"dtype": np.float32}, "dtype: expected one of"),
         ({"kernels": "fast"}, "kernels: expected one of 'auto', 'skeleton', 'fused', got 'fast'"),
-        ({"kernels": "skeleton", "dtype": "float16"}, "they are float32 only, got dtype 'float16'"),
+        ({"kernels": "skeleton", "dtype": "float16"}, "expected dtype 'float32', got 'float16'"),
         ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
         ({"device": "cuda:x"}, "device: expected"),
         ({"device": ""}, "device: expected"),
@@ -317,6 +317,13 @@ def test_masked_arrays_are_refused(weights: BlockWeights, block: Block) -> None:
 def test_solve_checks_its_length_first(seq_len: Any) -> None:
     with pytest.raises(InputError, match="seq_len: expected"):
         gpt2block.solve(None, None, None, seq_len)
+
+
+def test_a_block_is_causal_by_default(weights: BlockWeights) -> None:
+    x = random_input(0, (5, weights.n_embd))
+    block = Block(weights, device="cpu")
+    assert block.causal
+    np.testing.assert_array_equal(block(x), reference.block_forward(x, weights, causal=True))
 
 
 def test_one_informative_line_each(weights: BlockWeights, block: Block) -> None:

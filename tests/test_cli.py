@@ -49,8 +49,8 @@ def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> 
     assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
     assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
     assert "weights  shakespeare, block 0 of 6, mask: causal" in out
-    assert "kernels  none run: float32 NumPy held against the same in float64" in out
-    assert "Likeliest next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
+    assert "kernels  none run: float32 NumPy compared with float64" in out
+    assert "Most likely next tokens: 'a' 99" in out  # "… a daughter, sir, called Katharin"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
@@ -225,7 +225,7 @@ def test_nan_is_null_in_json() -> None:
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert "likeliest" in printed("block", "--device", "cpu").lower()
+    assert "most likely next tokens" in printed("block", "--device", "cpu").lower()
     assert "Traceback" not in gpt2block("check").stderr
 
 

@@ -178,7 +178,7 @@ def test_a_warm_call_without_out_allocates_its_result_only(
 
 def test_many_shapes_keep_few_buffers(cp: ModuleType) -> None:
     weights = BlockWeights.random(0, SMALL)
-    block = Block(weights, device="cuda")
+    block = Block(weights, causal=False, device="cuda")
     engine = block._engine
     assert isinstance(engine, CudaEngine)
     for T in [*range(1, 30), 3, 2, 1]:
@@ -387,7 +387,7 @@ def test_solve_gives_the_bits_of_block(cp: ModuleType, gpt2: BlockWeights, T: in
     x = cp.asarray(random_input(T, (T, 768)))
     output = cp.full(T * 768, np.nan, "float32")
     gpt2block.solve(x, output, packed, T)
-    expected = Block(BlockWeights.from_packed(packed.get()), device="cuda")(x)
+    expected = Block(BlockWeights.from_packed(packed.get()), causal=False, device="cuda")(x)
     np.testing.assert_array_equal(output.get().reshape(T, 768), expected.get())
 
 
@@ -433,7 +433,8 @@ def test_nan_stays_in_the_rows_that_see_it(gpt2: BlockWeights) -> None:
 
 
 def test_the_longest_sequence_and_one_more(cp: ModuleType) -> None:
-    block = Block(BlockWeights.random(0, GPT2Config(n_head=1, n_embd=8)), device="cuda")
+    weights = BlockWeights.random(0, GPT2Config(n_head=1, n_embd=8))
+    block = Block(weights, causal=False, device="cuda")
     with pytest.raises(InputError, match="T can be at most") as caught:
         block(np.zeros((1_000_000, 8), np.float32))
     longest = int(str(caught.value).split()[-1].replace(",", ""))
@@ -539,7 +540,7 @@ def test_too_many_rows_or_sequences(cp: ModuleType) -> None:
 
 def test_a_grid_beyond_the_hardware_is_not_launched(cp: ModuleType) -> None:
     x = cp.zeros(1, "float32")
-    with pytest.raises(KernelError, match="passes CUDA's limits"):
+    with pytest.raises(KernelError, match="exceeds CUDA's limits"):
         kernels.launch("elementwise/gelu.cu", "gelu_kernel", (1, 65536), (256,), (x, 1))
 
 

@@ -336,7 +336,7 @@ def test_a_compile_error_names_file_and_line() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "elementwise/gelu.cu does not compile:"
     assert lines[1] == 'elementwise/gelu.cu:7: identifier "undeclared" is undefined'
-    assert "mend it there" in lines[-1]
+    assert "fix it there" in lines[-1]
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -245,7 +245,7 @@ def test_log_likelihoods(device: str) -> None:
 
 
 @everywhere
-def test_greedy_decoding_takes_the_likeliest(device: str) -> None:
+def test_greedy_decoding_takes_the_most_likely_token(device: str) -> None:
     m = model(SMALL, device)
     prompts = [random_ids(SMALL, n, seed=n) for n in (5, 120, 1)]
     decoding = m.engine.decode(prompts, [Sampling(temperature=0)] * 3)
@@ -391,14 +391,16 @@ def test_bad_ids_and_caches(device: str) -> None:
             m(ids)
     kv_cache = m.new_cache(2, 5)
     m([[1, 2, 3], [4]], cache=kv_cache)
-    with pytest.raises(InputError, match=r"row 0 has 3 tokens behind the 3 in the cache, .* = 5"):
+    with pytest.raises(InputError, match=r"row 0 has 3 tokens after the 3 in the cache, .* = 5"):
         m([[1, 2, 3], [4, 5, 6]], cache=kv_cache)
     with pytest.raises(InputError, match="ids: 1 sequences for a cache of 2 rows"):
         m([1], cache=kv_cache)
     assert kv_cache.lengths == [3, 1]
     other = GPT2Config(n_layer=1, n_head=3, n_embd=24, n_ctx=20, vocab_size=37)
     for cache_, found in ((model(other, device).new_cache(), r"got \(1, 24"), (3, "got 3")):
-        with pytest.raises(InputError, match=f"cache: expected one that this model's .* {found}"):
+        with pytest.raises(
+            InputError, match=f"cache: expected one from this model's new_cache.* {found}"
+        ):
             m([1], cache=cache_)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="ids: expected rows of integers"):
         m([[1, [2]], [3]])

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Weights, reference
-from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.cli.model import DEFAULT_PROMPT
 from gpt2block.run.model import DTYPES
 from gpt2block.text import tokenizer
@@ -48,7 +48,7 @@ def held_out(data: Path) -> str:
 
 def card() -> dict[str, float]:
     loaded: dict[str, float] = json.loads(
-        (Checkpoint.open(ON_BOARD).directory / "loss.json").read_text()
+        (Checkpoint.open(BUNDLED).directory / "loss.json").read_text()
     )
     return loaded
 
@@ -58,7 +58,7 @@ def nats_by_hand(text: bytes, dtype: Any) -> Nats:
 
     The reference's ten-step blocks: no cache, no engine, nothing of `scoring`.
     """
-    w = GPT2Weights.from_pretrained(ON_BOARD)
+    w = GPT2Weights.from_pretrained(BUNDLED)
     ids = np.frombuffer(text, np.uint8).astype(np.int64)
     wte, wpe, lm_head = (array.astype(dtype) for array in (w.wte, w.wpe, w.lm_head))
     gamma, beta = w.gamma_f.astype(dtype), w.beta_f.astype(dtype)
@@ -91,7 +91,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_score_of_the_passage_in_the_package(device: str) -> None:
-    text = (Checkpoint.open(ON_BOARD).directory / "passage.txt").read_bytes()
+    text = (Checkpoint.open(BUNDLED).directory / "passage.txt").read_bytes()
     assert len(text) == N_CTX
     assert_scored_as_by_hand(device, text)
 
@@ -210,7 +210,7 @@ def test_a_figure_that_is_elsewhere_is_seen() -> None:
 
 
 def test_its_tokens_are_bytes() -> None:
-    checkpoint = Checkpoint.open(ON_BOARD)
+    checkpoint = Checkpoint.open(BUNDLED)
     encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
     text = "Ünïcode, «tabs»\t\r\n\x00 and 🎭 too"
     assert tokenizer.encode(encoding, text) == list(text.encode())
@@ -218,7 +218,7 @@ def test_its_tokens_are_bytes() -> None:
 
 
 def test_its_file_is_small_and_in_hugging_face_layout() -> None:
-    checkpoint = Checkpoint.open(ON_BOARD)
+    checkpoint = Checkpoint.open(BUNDLED)
     assert checkpoint.file.stat().st_size <= 10_000_000
     assert "h.5.mlp.c_proj.weight" in checkpoint.names
     assert "lm_head.weight" not in checkpoint.names

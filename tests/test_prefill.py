@@ -32,7 +32,7 @@ from gpt2block.emulator import loader, stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.run.cuda_model import CudaCache, CudaModel
-from gpt2block.run.model import filled_up, kv_cache_dtype
+from gpt2block.run.model import kv_cache_dtype, padded
 from gpt2block.sampling import Sampling
 from tests.gpus import cupy_with
 from tests.plain import rounding
@@ -251,14 +251,14 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
         assert "wait_for_previous();" in every, file
 
 
-def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
+def test_likelihoods_of_a_padded_batch(machine: Machine) -> None:
     """One graph from the tokens on, which another batch has, too."""
     model = on(machine, TINY, "bfloat16")
     rows = [truth_and_meaning(TINY, "bfloat16", b, n) for b, n in enumerate((33, 20, 2))]
     for number, several in enumerate((rows, rows, rows[::-1])):
         machine.ran.clear()
         machine.early.clear()
-        batch = filled_up([ids for ids, _, _ in several])
+        batch = padded([ids for ids, _, _ in several])
         assert (len(batch), sum(map(len, batch))) == (4, 56)
         cache = model._scratch(batch, repeats=True)
         prefill = model.prefill(batch, cache, "log_likelihood")
@@ -276,16 +276,16 @@ def test_likelihoods_of_a_batch_that_was_filled_up(machine: Machine) -> None:
 
 
 @given(st.lists(st.integers(1, 1024), min_size=1, max_size=300))
-def test_filled_up(lengths: list[int]) -> None:
+def test_padded_batches(lengths: list[int]) -> None:
     """The sequences are there as they were; what is added is little, and short."""
     group = [np.full(n, 7, np.int32) for n in lengths]
-    filled = filled_up(group)
+    filled = padded(group)
     assert all(a is b for a, b in zip(group, filled, strict=False))
     added = filled[len(group) :]
     assert sum(map(len, added)) <= sum(lengths) / 16
     assert all(len(ids) <= max(lengths) and not ids.any() for ids in added)
     assert len(added) <= len(group) / 4 + sum(lengths) / 16 / max(lengths) * 1.25 + 2
-    again = filled_up(filled)
+    again = padded(filled)
     assert sum(map(len, again)) == sum(map(len, filled))
 
 
@@ -293,7 +293,7 @@ def test_few_shapes_for_batches_of_a_size() -> None:
     """8,000 to 8,192 tokens in 20 to 40 sequences: at most 10 shapes."""
     found = set()
     for tokens, count in itertools.product(range(8000, 8193), range(20, 41)):
-        filled = filled_up(np.array_split(np.zeros(tokens, np.int32), count))
+        filled = padded(np.array_split(np.zeros(tokens, np.int32), count))
         found.add((sum(map(len, filled)), len(filled)))
     assert len(found) <= 10
 

@@ -219,7 +219,7 @@ def test_the_index_of_kernels_has_every_header() -> None:
 def test_the_python_snippets_run(page: str, expected: str | None) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / page], re.DOTALL)
     code = code.replace("from_pretrained()", "from_pretrained(device='cpu')")
-    code = code.replace("(weights, causal=True)", "(weights, causal=True, device='cpu')", 1)
+    code = code.replace("Block(weights)", "Block(weights, device='cpu')", 1)
     assert "device='cpu'" in code
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

@@ -1,16 +1,16 @@
-"""GPT-2 as plans. The Pre-LN block is written once, in `block`; every forward pass is made of it.
+"""GPT-2 as plans. All forward passes share one definition of the Pre-LN block, `block`.
 
     ten_step_plan, fused_plan   one block
     model_plan                  tokens → logits, a step per operation: the NumPy model
     Prefill.plan                the same on a GPU, for packed rows of several sequences
     decode_plan                 one token for each row of a kv_cache, on a GPU
 
-The fused plans follow from the ten steps: `fuse_epilogues` gives a matrix product the GELU or the
-addition that follows it, `fuse_norms` the LayerNorm before it. A tensor has the same name in every
-plan; that of a layer begins with "h.0.", "h.1." and so on, like its weights.
+The fused plans are derived from the ten steps: `fuse_epilogues` fuses a GELU or addition into the
+matrix product before it, `fuse_norms` a LayerNorm into the one after it. A tensor has one name in
+all plans; that of a layer begins with "h.0.", "h.1." and so on, like its weights.
 
-Rows of several sequences are packed into one matrix (N, C): only attention, the embedding and the
-kv_cache tell sequences apart. Source: Radford et al., "Language Models are Unsupervised Multitask
+Rows of several sequences are packed into one matrix (N, C); only attention, the embedding and the
+kv_cache distinguish sequences. Source: Radford et al., "Language Models are Unsupervised Multitask
 Learners" (2019).
 """
 
@@ -26,14 +26,14 @@ from gpt2block.plan import Plan, Step
 
 Steps = list[Step]
 Want = Literal["last", "logits", "hidden", "log_likelihood"]
-ROWS_AT_ONCE = 1024  # of logits over the whole vocabulary
+ROWS_AT_ONCE = 1024  # rows of logits computed together
 
-# What a batch of packed sequences is described by, int32: the tokens (N,), their positions (N,) and
-# sequences (N,); where each sequence begins among the rows (B + 1,) and in the kv_cache (B,); the
-# row of its last token (B,); the token that follows each (N,).
+# The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
+# sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
+# of its last token (B,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
-# The end of a tensor's name → the buffer that holds it, in turns with the others of that buffer.
+# The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 _BUFFERS: Mapping[str, str] = {
     **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
     **dict.fromkeys(("ln1", "attn", "attn_new", "ln2", "ln_f"), "normed"),
@@ -45,7 +45,7 @@ _BUFFERS: Mapping[str, str] = {
 def block(eps: float, attention: Sequence[Step], h: str = "", x: str = "x") -> Steps:
     """The ten steps of a Pre-LN block; attention: the steps from `qkv` to `attn`.
 
-    h: what the names of its weights and tensors begin with; x: the name of its input.
+    h: the prefix of the names of its weights and tensors; x: the name of its input.
     """
     norm = {"eps": eps}
     return [
@@ -65,7 +65,7 @@ def block(eps: float, attention: Sequence[Step], h: str = "", x: str = "x") -> S
 def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
     """Every matmul_bias as `op`, which applies the GELU or adds the residual that follows it.
 
-    The result has the name of the last step fused, and inputs (a, w, bias, residual).
+    The fused step has the name of the last of its steps, and inputs (a, w, bias, residual).
     """
     fused: Steps = []
     for step in steps:
@@ -80,7 +80,7 @@ def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
 
 
 def fuse_norms(steps: Iterable[Step]) -> Steps:
-    """`fuse_epilogues` for op "linear", which computes the LayerNorm of its input, too."""
+    """`fuse_epilogues` for op "linear", which also fuses the LayerNorm of its input."""
     fused: Steps = []
     for step in fuse_epilogues(steps, "linear"):
         if step.op != "linear":
@@ -109,8 +109,8 @@ def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str])
 def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
     """The same block in seven steps: a product fuses its bias, GELU and residual.
 
-    A step with the name of one of the ten computes the same tensor. Projections may add up K in
-    parts.
+    Each step computes the same tensor as the one of that name in the ten-step plan. Projections may
+    sum over K in parts.
     """
     steps = fuse_epilogues(ten_step_plan(n_head, causal, eps, weights).steps, "gemm")
     return Plan(
@@ -119,7 +119,7 @@ def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) ->
             for step in steps
         ),
         tuple(weights),
-        in_place={"attn": "ln1", "ln2": "attn"},  # less to hold in the L2 cache
+        in_place={"attn": "ln1", "ln2": "attn"},  # reuses memory in the L2 cache
         overlapping=True,
     )
 
@@ -146,13 +146,13 @@ def model_plan(config: GPT2Config, want: Want | None, longest: int) -> Plan:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the steps of a prefill on a GPU follow from.
+    """The parameters that determine the steps of a prefill on a GPU.
 
     tensor_cores: activations have 16 bits and products are `gemm`; else they are float32 and
-    products `linear`. rows: new tokens of all sequences; longest: at least those of the longest.
-    fresh, continued: whether some sequences begin here, and whether some follow tokens in the
-    kv_cache. cached: whether there is a kv_cache; tensor cores need none for attention over the new
-    tokens alone.
+    products `linear`. rows: new tokens of all sequences; longest: an upper bound for one sequence.
+    fresh, continued: whether some sequences are new, and whether some continue tokens in the
+    kv_cache. cached: whether there is a kv_cache; with tensor cores, attention over the new tokens
+    only does not need one.
     """
 
     tensor_cores: bool
@@ -164,9 +164,9 @@ class Prefill:
     continued: bool = False
 
     def plan(self, config: GPT2Config, want: Want | None) -> Plan:
-        """The plan that ends with what is wanted; None: with the last layer's attention.
+        """The plan that computes `want`; None: the plan ends with the last layer's attention.
 
-        What follows the last attention is computed for the wanted rows alone: for "last", for one
+        Steps after the last attention are computed for the requested rows only: for "last", for one
         row of each sequence.
         """
         steps, x = _embedding()
@@ -191,7 +191,7 @@ class Prefill:
         return _model(config, steps, apart, overlapping=self.tensor_cores)
 
     def _block(self, config: GPT2Config, h: str, x: str) -> Steps:
-        """The ten steps, with attention over the cache or over the new tokens alone, or both."""
+        """The ten steps, with attention over the cache, over the new tokens only, or both."""
         append, cached = _cached_attention(config, h, self.longest)
         if not self.tensor_cores:
             return block(config.eps, [append, cached], h, x)
@@ -215,7 +215,7 @@ class Prefill:
         return replace(step, attrs={"eps": config.eps, **variant})
 
     def _last_rows(self, h: str, x: str, rest: Steps, decoding: Steps) -> Steps:
-        """What follows the last attention, for the last row of each sequence.
+        """The steps after the last attention, for the last row of each sequence.
 
         rest: those steps; decoding: the same from the second LayerNorm on with fewer kernels, which
         are faster than tensor cores for few rows.
@@ -243,7 +243,7 @@ class Prefill:
 
 
 def head_steps(first: int, end: int, tensor_cores: bool) -> Steps:
-    """Logits of rows `first` to `end` - 1 of ln_f; head: lm_head as the product takes it."""
+    """Logits of rows `first` to `end` - 1 of ln_f; head: lm_head, padded for the product."""
     hidden = Step(f"hidden.{first}", "rows", ("ln_f",), {"first": first, "end": end})
     name = f"logits.{first}"
     if tensor_cores:
@@ -252,7 +252,7 @@ def head_steps(first: int, end: int, tensor_cores: bool) -> Steps:
 
 
 def head_plan(config: GPT2Config, rows: int, first: int, tensor_cores: bool) -> Plan:
-    """`head_steps` of as many rows as are computed at once, from `first` on; ln_f is given."""
+    """`head_steps` of up to ROWS_AT_ONCE rows, from `first` on; the input is ln_f."""
     steps = head_steps(first, min(rows, first + ROWS_AT_ONCE), tensor_cores)
     return Plan(tuple(steps), ("head", "head_bias"), input="ln_f")
 
@@ -260,8 +260,8 @@ def head_plan(config: GPT2Config, rows: int, first: int, tensor_cores: bool) -> 
 def decode_plan(config: GPT2Config) -> Plan:
     """A token for each row of a kv_cache, five kernels a layer; logits at the end.
 
-    LayerNorm is fused into the products; that of qkv also appends K and V to the cache, and leaves
-    `q`. tokens (B,) and positions (B,) are in device memory, so that a step is always the same.
+    LayerNorm is fused into the products; the product of qkv also appends K and V to the cache, and
+    returns `q`. tokens (B,) and positions (B,) are in device memory, so all steps are one graph.
     """
     steps, x = _embedding()
     for h in _layers(config):
@@ -278,17 +278,17 @@ def decode_plan(config: GPT2Config) -> Plan:
 
 
 def _embedding() -> tuple[Steps, str]:
-    """The steps before the first block, and the tensor it reads."""
+    """The steps before the first block, and the name of the block's input."""
     return [Step("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))], "embedding"
 
 
 def _layers(config: GPT2Config) -> list[str]:
-    """What the names of each layer's tensors begin with."""
+    """The prefix of the names of each layer's tensors."""
     return [f"h.{layer}." for layer in range(config.n_layer)]
 
 
 def _cached_attention(config: GPT2Config, h: str, longest: int) -> Steps:
-    """K and V of qkv into the cache, then causal attention over it."""
+    """Append K and V of qkv to the cache, then compute causal attention over it."""
     cache = (f"{h}k", f"{h}v")
     heads = {"n_head": config.n_head, "longest": longest}
     return [
@@ -309,14 +309,14 @@ def _tiles(step: Step) -> Step:
 
 
 def _matvec(step: Step) -> Step:
-    """A product of few rows, which has the inputs of `linear` already."""
+    """A product of few rows; it already has the inputs of `linear`."""
     if step.op != "linear":
         return step
     return replace(step, attrs={**step.attrs, "variant": "matvec"})
 
 
 def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:
-    """A plan of these steps, whose tensors take turns in one buffer of each kind; not `apart`."""
+    """A plan of these steps, whose tensors share one buffer of each kind, except for `apart`."""
     cache = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
     given = (*model_shapes(config), "lm_head", "head", "head_bias", *BATCH[1:], *cache)
     in_place: dict[str, str] = {}

@@ -18,7 +18,7 @@ from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.registry import OPERATIONS, largest
 from gpt2block.plan import Plan
-from gpt2block.run.cuda_block import allocate, split_steps
+from gpt2block.run.cuda_block import allocate, two_part_steps
 from gpt2block.weights.two_part import TwoPartMatrix
 
 OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
@@ -149,7 +149,7 @@ class _Steps:
     def __init__(self, plan: Plan, sets: Sequence[Host], variant: str | None = None) -> None:
         x = sets[0][plan.input]
         bounds: Mapping[str, float] = {}
-        if split_steps(plan, x.dtype.name):
+        if two_part_steps(plan, x.dtype.name):
             bounds = largest(plan, {name: cupy.asnumpy(array) for name, array in sets[0].items()})
             sets = [_in_two_parts(plan, each) for each in sets]
         weights = {name: array for name, array in sets[0].items() if name != plan.input}

@@ -84,5 +84,5 @@ def _check(graph: Run, truth: Truth) -> tuple[float, float]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, or else the name of its type."""
+    """The first line of an exception's message, or the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

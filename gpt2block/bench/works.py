@@ -86,7 +86,7 @@ class _SequenceWork(Work):
 
     @property
     def flops(self) -> int:
-        """Of attention: scores and their use."""
+        """FLOPs of attention: the scores, and their product with V."""
         scores = self.T * (self.T + 1) // 2 if self.causal else self.T * self.T
         return 4 * self.B * scores * C
 

@@ -15,7 +15,7 @@ import numpy as np
 from gpt2block.bulk import tasks
 from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.tasks import Kind, Row, Task, TaskName
-from gpt2block.checkpoints import ON_BOARD
+from gpt2block.checkpoints import BUNDLED
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import GPT2
 from gpt2block.run.model import Ids
@@ -49,7 +49,7 @@ class Predictor:
     def __init__(
         self,
         task: TaskName,
-        model: str | Path = ON_BOARD,
+        model: str | Path = BUNDLED,
         *,
         device: str | None = None,
         dtype: str = "float32",

@@ -3,8 +3,8 @@
 `Checkpoint.open` opens a checkpoint; `save_pretrained` writes one that `transformers` loads.
 """
 
-from gpt2block.checkpoints.checkpoint import ON_BOARD, Checkpoint
+from gpt2block.checkpoints.checkpoint import BUNDLED, Checkpoint
 from gpt2block.checkpoints.saving import TensorSource, save_pretrained
 from gpt2block.checkpoints.stored import Stored
 
-__all__ = ["ON_BOARD", "Checkpoint", "Stored", "TensorSource", "save_pretrained"]
+__all__ = ["BUNDLED", "Checkpoint", "Stored", "TensorSource", "save_pretrained"]

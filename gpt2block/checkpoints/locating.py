@@ -12,7 +12,7 @@ from gpt2block.checkpoints.stored import NO_GGUF, is_file
 from gpt2block.config import ALIASES
 from gpt2block.errors import CheckpointError
 
-ON_BOARD = "shakespeare"  # the bundled model
+BUNDLED = "shakespeare"  # the bundled model
 _MODELS = Path(__file__).parent.parent / "models"
 _FILE_SUFFIXES = (*SUFFIXES, ".safetensors", ".json", ".gguf")  # a name with one is not a hub id
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -23,7 +23,7 @@ def hub_id(name: str) -> str | None:
 
     A name that exists in the file system is a path.
     """
-    if name == ON_BOARD or os.path.lexists(name):
+    if name == BUNDLED or os.path.lexists(name):
         return None
     repo = ALIASES.get(name, name)
     return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
@@ -34,8 +34,8 @@ def locate(name: str) -> Path:
 
     Raises CheckpointError.
     """
-    if name == ON_BOARD:  # a folder of this name can be given as "./shakespeare"
-        return _in_directory(_MODELS / ON_BOARD)
+    if name == BUNDLED:  # a folder of this name can be given as "./shakespeare"
+        return _in_directory(_MODELS / BUNDLED)
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
     try:
@@ -54,7 +54,7 @@ def _locate_path(name: str, path: Path) -> Path:
         return path
     raise CheckpointError(
         f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
-        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or '{ON_BOARD}'"
+        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or '{BUNDLED}'"
     )
 
 

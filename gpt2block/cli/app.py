@@ -22,7 +22,7 @@ from gpt2block.bench import DecodeTime, block_against_document, ceilings, decodi
 from gpt2block.bench.roofline import check_file, draw
 from gpt2block.bench.torch_peers import check_peer
 from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
-from gpt2block.checkpoints import ON_BOARD
+from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import compare as cli_compare
 from gpt2block.cli import convert as cli_convert
@@ -84,7 +84,7 @@ def _gpt2block(
 def block(
     weights: Annotated[
         str, typer.Option(help="A Hugging Face directory, .safetensors file or hub id.")
-    ] = ON_BOARD,
+    ] = BUNDLED,
     revision: Revision = None,
     size: Annotated[
         OptionalStr,
@@ -112,7 +112,7 @@ def block(
             weights, layer, text, seq_len, batch, causal, device, _progress, dtype, kernels,
             revision,
         )  # fmt: skip
-    elif text is not None or weights != ON_BOARD or revision is not None or layer != 0:
+    elif text is not None or weights != BUNDLED or revision is not None or layer != 0:
         raise InputError(
             "--size uses random weights: leave out --weights, --revision, --layer and --text"
         )
@@ -146,7 +146,7 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
     out.print(f"weights  {shown(result.weights)}, mask: {result.mask}")
     out.print(f"input    {shown(result.input)}")
     if result.device.startswith("CPU"):
-        out.print(f"kernels  none run: {result.dtype} NumPy held against the same in float64")
+        out.print(f"kernels  none run: {result.dtype} NumPy compared with float64")
     elif result.dtype != "float32":
         out.print(f"kernels  {result.kernels}, {result.dtype}")
     table = new_table(
@@ -171,7 +171,7 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
         marks = ", ".join(f"{error:.1e}" for error in result.stream)
         out.print(f"Residual stream after each block, rel: {marks}")
         words = ", ".join(f"{token!r} {p:.1%}" for token, p in result.next_tokens)
-        out.print(f"Likeliest next tokens: {shown(words)}")
+        out.print(f"Most likely next tokens: {shown(words)}")
 
 
 @app.command(epilog="Example: gpt2block check --json")

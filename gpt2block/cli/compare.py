@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from gpt2block.block import Comparison
-from gpt2block.checkpoints import ON_BOARD
+from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli.display import console, new_table, print_table, shown
 from gpt2block.cli.model import (
     Device,
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def compare(
     text: Annotated[OptionalStr, typer.Argument(help="Input text; by default a short one.")] = None,
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gpt2block.checkpoints import ON_BOARD
+from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli.codes import FAILED, INTERRUPTED
 from gpt2block.cli.model import (
     Device,
@@ -96,7 +96,7 @@ def register(to: typer.Typer) -> None:
 def score(
     inputs: Input,
     output: Output,
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -119,7 +119,7 @@ def score(
 def generate(
     inputs: Input,
     output: Output,
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -156,7 +156,7 @@ def generate(
 def embed(
     inputs: Input,
     output: Output,
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gpt2block.checkpoints import ON_BOARD, Checkpoint
+from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import console, new_table, print_facts, print_table, progress_bar, shown
 from gpt2block.errors import CheckpointError, InputError
@@ -134,7 +134,7 @@ def generate(
         ),
     ] = False,
     special: Special = False,
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -176,7 +176,7 @@ def generate(
     begun = perf_counter()
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
-    text = _prompt(prompt, "" if ids or model != ON_BOARD else DEFAULT_PROMPT)
+    text = _prompt(prompt, "" if ids or model != BUNDLED else DEFAULT_PROMPT)
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
     loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
@@ -396,7 +396,7 @@ def score(
     file: Annotated[
         str, typer.Argument(help="A text of at most 256 MiB, a token file, or - for stdin.")
     ],
-    model: Model = ON_BOARD,
+    model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -503,7 +503,7 @@ def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="As in generate --model.")] = ON_BOARD,
+    model: Annotated[str, typer.Argument(help="As in generate --model.")] = BUNDLED,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
@@ -628,7 +628,7 @@ def load_model(
     total = len(checkpoint.stored)
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
-        with progress_bar("loading", hidden=name == ON_BOARD) as bar:  # which loads at once
+        with progress_bar("loading", hidden=name == BUNDLED) as bar:  # which loads at once
             yield from bar.track(tensors, total)
 
     loaded = GPT2.from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)

@@ -1,6 +1,6 @@
 """Compile and launch CUDA kernels through CuPy.
 
-`cupy` stands for the module of that name, which is imported on first use, here and nowhere else: so
+`cupy` is a proxy of the module of that name. It imports CuPy on first use, and no other code does:
 every module of the package can be imported without CuPy.
 """
 
@@ -18,10 +18,10 @@ from gpt2block.errors import DeviceError
 class _CuPy:
     """CuPy's names as attributes, each looked up once; DeviceError where CuPy is missing."""
 
-    _module: Any = None  # what stands in for CuPy
+    _module: Any = None  # the replacement of CuPy, as in `replaced_by`
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what inspection asks of any object
+        if name.startswith("__"):  # looked up by inspection on any object
             raise AttributeError(name)
         if self._module is None:
             try:
@@ -40,20 +40,20 @@ cupy: Any = _CuPy()
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is a CuPy array. CuPy is not imported for it: who has such an array has done so."""
+    """Whether x is a CuPy array. Does not import CuPy: an array exists only after its import."""
     if not replaced() and "cupy" not in sys.modules:
         return False
     return isinstance(x, cupy.ndarray)
 
 
 def replaced() -> bool:
-    """Whether something stands in for CuPy."""
+    """Whether `replaced_by` is active."""
     return cupy._module is not None
 
 
 @contextmanager
 def replaced_by(module: Any) -> Iterator[None]:
-    """`module` in the place of CuPy, for the whole process."""
+    """Use `module` instead of CuPy, in the whole process, until the context ends."""
     names = vars(cupy)
     before = dict(names)
     names.clear()

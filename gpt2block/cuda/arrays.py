@@ -1,4 +1,4 @@
-"""What every CUDA op checks of its arrays, and what binding one gives."""
+"""Checks of CUDA arrays that all operations share, and the result of binding an operation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Shape = tuple[int, ...]
 
 
 class Bound(NamedTuple):
-    """An op bound to its arrays: everything is checked, only `run` is left.
+    """An operation bound to checked arrays, ready to `run`.
 
-    `extra` holds further outputs, such as a LayerNorm's mean and rstd: launches keep none alive.
+    `extra` holds further outputs, such as a LayerNorm's mean and rstd; launches keep none alive.
     """
 
     out: CudaArray
@@ -65,8 +65,8 @@ def check(
 ) -> None:
     """Raise InputError unless `array` is a C-contiguous CuPy array on the current device.
 
-    Also unless it has exactly `dtype` and `shape`, when one is given, and at least one element.
-    `strided`: it need not be contiguous.
+    It must have exactly this `dtype`, this `shape` if one is given, and at least one element.
+    strided: it need not be contiguous.
     """
     if not isinstance(array, cupy.ndarray):
         raise InputError(
@@ -90,7 +90,7 @@ def check(
 
 
 def check_matrix(name: str, array: Any, axes: str = "two axes") -> tuple[int, int]:
-    """`check`, and raise InputError unless there are two axes, such as "(B, V)"; their sizes."""
+    """`check`, require two axes, described as in "(B, V)", and return their sizes."""
     check(name, array)
     if array.ndim != 2:
         raise InputError(f"{name}: expected {axes}, got shape {array.shape}")
@@ -99,7 +99,7 @@ def check_matrix(name: str, array: Any, axes: str = "two axes") -> tuple[int, in
 
 
 def check_alignment(name: str, array: CudaArray) -> None:
-    """Raise InputError unless elements start on a multiple of their size."""
+    """Raise InputError unless elements are aligned to their size."""
     if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
         raise InputError(
             f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
@@ -107,7 +107,7 @@ def check_alignment(name: str, array: CudaArray) -> None:
 
 
 def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
-    """Raise InputError unless the first element is at a multiple of so many bytes."""
+    """Raise InputError unless the first element is aligned to `multiple` bytes."""
     if array.data.ptr % multiple:
         raise InputError(
             f"{name}: expected data aligned to {multiple} bytes: pass a copy, {name}.copy()"
@@ -135,7 +135,7 @@ def output(
 
 
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
-    """The arrays that a named argument has, by their names."""
+    """The arrays of an argument, by their names in messages."""
     if value is None:
         return {}
     if hasattr(value, "arrays"):  # a matrix of gpt2block.weights
@@ -146,10 +146,10 @@ def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
 def check_apart(
     name: str, out: Any, apart: Mapping[str, Any], in_place: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise InputError where an output shares memory with an input, which other blocks still read.
+    """Raise InputError where an output overlaps an input that other thread blocks still read.
 
-    apart: arrays, WeightMatrix, TwoPartMatrix or None by name. in_place: those that `out` may be
-    itself, element by element, but not overlap in part.
+    apart: arrays, WeightMatrix, TwoPartMatrix or None by name. in_place: inputs that `out` may be
+    identical to, but not overlap in part.
     """
     for written in arrays_of(name, out).values():
         for kind, inputs in (("", apart), (" in part", in_place or {})):
@@ -162,20 +162,20 @@ def check_apart(
 
 
 def same_memory(a: CudaArray, b: CudaArray) -> bool:
-    """Whether the elements of both are the same."""
+    """Whether both arrays have the same elements in the same memory."""
     return (a.data.ptr, a.shape, a.strides, a.dtype) == (b.data.ptr, b.shape, b.strides, b.dtype)
 
 
 def storage(x: Any) -> str:
-    """The dtype of x, where kernels have it for `T`; else float32, which it should have."""
+    """The dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
     name = x.dtype.name if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"
 
 
 def element_strides(array: CudaArray) -> tuple[int, ...] | None:
-    """The strides of the axes but the last, in elements; 0 for an axis of size 1.
+    """The strides of all axes except the last, in elements; 0 for an axis of size 1.
 
-    None when neighbours of the last axis are not neighbours in memory.
+    None when the last axis is not contiguous.
     """
     item = array.dtype.itemsize
     *strides, last = (s if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True))
@@ -185,10 +185,10 @@ def element_strides(array: CudaArray) -> tuple[int, ...] | None:
 
 
 def row_stride(name: str, x: CudaArray) -> int | None:
-    """The distance of two rows of x (..., K) in elements; K where there is one row.
+    """The distance between rows of x (..., K) in elements; K where there is one row.
 
-    None when the elements of a row, or the rows, do not follow each other at one distance: the
-    kernels then need a contiguous copy. Raises InputError when x is no CuPy array with an element.
+    None when rows are not contiguous or not equally spaced: the kernels then need a contiguous
+    copy. Raises InputError unless x is a CuPy array with at least one element.
     """
     if not isinstance(x, cupy.ndarray) or x.ndim == 0 or x.size == 0:
         check(name, x)
@@ -219,14 +219,14 @@ def checked_row_stride(name: str, x: CudaArray) -> int:
 
 
 def in_rows(x: Any) -> Any:
-    """x, or a copy where a CuPy array has no `row_stride`."""
+    """x itself, or a contiguous copy of a CuPy array without a `row_stride`."""
     if isinstance(x, cupy.ndarray) and x.size and row_stride("x", x) is None:
         return _copied(x)
     return x
 
 
 def overlap(a: CudaArray, b: CudaArray) -> bool:
-    """Whether the memory from the first to the last byte of each has bytes in common."""
+    """Whether the byte ranges from first to last element of the arrays overlap."""
     (a_first, a_last), (b_first, b_last) = (_extent(array) for array in (a, b))
     return a_first <= b_last and b_first <= a_last
 
@@ -239,7 +239,7 @@ def _extent(array: CudaArray) -> tuple[int, int]:
 
 
 def alignment(*addresses: int) -> int:
-    """The largest power of two, up to 16, that divides all of these numbers of bytes."""
+    """The largest power of two, up to 16, that divides all of these byte addresses or sizes."""
     together = 16
     for address in addresses:
         together |= address
@@ -249,19 +249,19 @@ def alignment(*addresses: int) -> int:
 def row_alignment(n: int, *arrays: CudaArray | None) -> int:
     """The largest power of two, up to 16, that divides the byte address of every row.
 
-    n: elements of a row, the rows of an array follow each other. None counts as no array.
+    n: elements of a row; rows are contiguous. None is ignored.
     """
     given = [array for array in arrays if array is not None]
     return alignment(*(a.data.ptr for a in given), *(n * a.itemsize for a in given))
 
 
 def device_attribute(name: str) -> int:
-    """An attribute of the current device, such as "MultiProcessorCount", asked for only once."""
+    """An attribute of the current device, such as "MultiProcessorCount", cached."""
     return _attribute(cupy.cuda.Device().id, name)
 
 
 def compute_capability() -> int:
-    """Of the current device, such as 90."""
+    """The compute capability of the current device, such as 90."""
     return _capability(cupy.cuda.Device().id)
 
 
@@ -276,14 +276,14 @@ def _attribute(device: int, name: str) -> int:
 
 
 def pinned(shape: Shape) -> NDArray[np.int32]:
-    """int32 in pinned host memory, which the GPU can read and write while the host goes on."""
+    """An int32 array in pinned host memory, which the GPU reads and writes asynchronously."""
     count = prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(4 * count)
     return np.frombuffer(memory, np.int32, count).reshape(shape)
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:
-    """Copies of those CuPy arrays that are not C-contiguous; everything else as it is."""
+    """Copy those CuPy arrays that are not C-contiguous; return everything else unchanged."""
     return tuple(
         _copied(array)
         if isinstance(array, cupy.ndarray) and not array.flags.c_contiguous
@@ -293,7 +293,7 @@ def contiguous(*arrays: Any) -> tuple[Any, ...]:
 
 
 def on_16_bytes(name: str, array: Any) -> Any:
-    """C-contiguous, from a multiple of 16 bytes on: a CuPy array itself, or a copy of it."""
+    """The CuPy array, or a copy, C-contiguous and aligned to 16 bytes."""
     (array,) = contiguous(array)
     if isinstance(array, cupy.ndarray) and array.data.ptr % 16:
         check_alignment(name, array)
@@ -302,6 +302,6 @@ def on_16_bytes(name: str, array: Any) -> Any:
 
 
 def _copied(array: CudaArray) -> CudaArray:
-    """C-contiguous. InputError where CuPy's copying kernel could not read an element."""
+    """A C-contiguous copy. Raises InputError for elements that CuPy's kernel cannot read."""
     check_alignment("an input", array)
     return cupy.ascontiguousarray(array)

@@ -1,4 +1,4 @@
-"""CUDA arrays of other libraries as CuPy arrays, without a copy."""
+"""View CUDA arrays of other libraries as CuPy arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MOST_VIEWS = 64  # of torch tensors; then the oldest is forgotten
+MOST_VIEWS = 64  # cached, of torch tensors; the oldest is dropped first
 _views: dict[tuple[Any, ...], CudaArray] = {}
 
 
 def as_cupy(array: Any) -> CudaArray:
-    """A view of a CUDA array of any library; the current stream waits for what its library queued.
+    """View a CUDA array of any library; the current stream waits for the library's queued work.
 
     array: an object with DLPack or `__cuda_array_interface__`. Raises InputError for anything else.
     """
@@ -28,7 +28,7 @@ def as_cupy(array: Any) -> CudaArray:
     if view is not None:
         return view
     if hasattr(array, "__dlpack__") and host_array(array) is None:
-        # Preferred to the interface below: it makes our stream wait for the array's.
+        # Preferred to the interface below, since it makes our stream wait for the array's.
         return imported(cupy.from_dlpack, array)
     if hasattr(array, "__cuda_array_interface__"):
         return imported(cupy.asarray, array)
@@ -39,9 +39,9 @@ def as_cupy(array: Any) -> CudaArray:
 
 
 def _torch_view(array: Any) -> CudaArray | None:
-    """What DLPack would give of a plain torch tensor, for a fifth of the host time.
+    """The same view of a plain torch tensor as by DLPack, in a fifth of the host time.
 
-    None for everything else, and for tensors that torch does not export.
+    None for other types, and for tensors that torch does not export.
     """
     torch = sys.modules.get("torch")
     if torch is None or type(array) is not torch.Tensor:
@@ -69,7 +69,7 @@ def _torch_view(array: Any) -> CudaArray | None:
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:
-    """A view that does not keep the memory alive; None of no element and for other dtypes."""
+    """A view that does not keep the memory alive; None for empty arrays and other dtypes."""
     stored = FLOATS.get(str(dtype).removeprefix("torch."))
     if stored is None or 0 in shape:
         return None

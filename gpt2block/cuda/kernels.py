@@ -1,8 +1,8 @@
 """From a `.cu` file to a launch: signatures, compilation by NVRTC, typed arguments.
 
-The prototype in the source is the only statement of a kernel's arguments: it is parsed, and every
-launch is checked against it, because CuPy itself passes whatever it is given. CuPy is imported when
-the first kernel is loaded, not before.
+A kernel's parameters are declared only in its source. The prototype is parsed, and every launch is
+checked against it, because CuPy passes arguments unchecked. CuPy is imported when the first kernel
+is loaded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel as its prototype states it; `file` is relative to kernels_cu."""
+    """A kernel's prototype; `file` is relative to kernels_cu."""
 
     file: str
     name: str
@@ -90,7 +90,7 @@ class Launch:
 
 
 class Geometry(NamedTuple):
-    """How a kernel is launched."""
+    """The launch configuration of a kernel."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -145,16 +145,16 @@ def launch(
     storage: str = "float32",
     weights: str | None = None,
 ) -> Launch:
-    """A checked launch on the current device; compiles or loads the kernel when it is first used.
+    """A checked launch on the current device; compiles or loads the kernel on first use.
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
-    storage: the dtype that the source's `T` stands for, one of `STORAGE`. weights: the one of its
-    `W`, where that is one of `FP8`.
-    Raises KernelError when they do not fit it, or when the grid passes the hardware's limits.
+    storage: the dtype of the source's `T`, one of `STORAGE`. weights: that of its `W` if it is one
+    of `FP8`. Raises KernelError when the arguments do not match the prototype, or the grid exceeds
+    CUDA's limits.
     """
     typed = typed_arguments(signatures(file)[name], args, storage, weights)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
-        raise KernelError(f"{name}: grid {grid} passes CUDA's limits (2147483647, 65535, 65535)")
+        raise KernelError(f"{name}: grid {grid} exceeds CUDA's limits (2147483647, 65535, 65535)")
     function = load(file, name, (*stored_as(storage, weights), *defines))
     if shared:
         with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
@@ -164,7 +164,7 @@ def launch(
 
 
 def stored_as(storage: str, weights: str | None = None) -> Defines:
-    """The constants that say what `T` and `W` of a source are."""
+    """The constants that define `T` and `W` of a source."""
     return STORAGE[storage] + FP8.get(weights or "", ())
 
 
@@ -193,47 +193,47 @@ def _typed(
         return arg
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
-    expected, where = element(kernel, parameter, storage, weights)
+    expected, label = element(kernel, parameter, storage, weights)
     if arg is None:
         return np.uintp(0)
     got = str(getattr(arg, "dtype", type(arg).__name__))
     if got != expected:
-        raise KernelError(f"{where}: got {got}")
+        raise KernelError(f"{label}: got {got}")
     return np.uintp(arg.data.ptr)
 
 
 def element(
     kernel: str, parameter: Parameter, storage: str, weights: str | None = None
 ) -> tuple[str, str]:
-    """The name of the dtype that a pointer points to, and words to name the argument."""
+    """The name of a pointer's element dtype, and a description of the argument for messages."""
     if parameter.ctype in ("T*", "W*"):
         letter = parameter.ctype[0]
         dtype = "uint8" if letter == "W" and weights in FP8 else storage
         return dtype, f"{kernel}: {letter}* {parameter.name}, where {letter} is {dtype}"
-    scalar, where = _dtype(kernel, parameter)
-    return np.dtype(scalar).name, where
+    scalar, label = _dtype(kernel, parameter)
+    return np.dtype(scalar).name, label
 
 
 def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
     """A Python number as the NumPy scalar of the prototype's type, unchanged in value."""
-    scalar, where = _dtype(kernel, parameter)
+    scalar, label = _dtype(kernel, parameter)
     integral = issubclass(scalar, np.integer)
     if isinstance(arg, bool) or not isinstance(arg, int if integral else (int, float)):
         kind = "an integer" if integral else "a number"
-        raise KernelError(f"{where}: expected {kind}, got {type(arg).__name__}")
+        raise KernelError(f"{label}: expected {kind}, got {type(arg).__name__}")
     try:
         return scalar(arg)
     except OverflowError as error:
-        raise KernelError(f"{where}: {arg} does not fit") from error
+        raise KernelError(f"{label}: {arg} does not fit") from error
 
 
 def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
-    """The NumPy type of an argument, or of what it points to, and words to name it."""
-    where = f"{kernel}: {parameter.ctype} {parameter.name}"
+    """The NumPy type of an argument or its elements, and its description for messages."""
+    label = f"{kernel}: {parameter.ctype} {parameter.name}"
     dtype = SCALARS.get(parameter.ctype.removesuffix("*"))
     if dtype is None:
-        raise KernelError(f"{where}: the loader does not know this type")
-    return dtype, where
+        raise KernelError(f"{label}: the loader does not know this type")
+    return dtype, label
 
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:
@@ -260,10 +260,10 @@ def _module(device: int, file: str, defines: Defines) -> Any:
 
 
 def program(file: str, defines: Defines = ()) -> str:
-    """The text given to the compiler: constants, then the source under its own name and lines.
+    """The text to compile: constants, then the source under its own name and line numbers.
 
     CuPy's cache of compiled kernels is keyed by this text and the options but not by included
-    headers, so their hash is part of it. The constants stand here and not in the options because
+    headers, so their hash is part of it. The constants are in the text, not in the options, because
     CuPy runs the compiler once at start for every new set of options.
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
@@ -280,9 +280,9 @@ def _headers_hash(folder: Path) -> str:
 
 @cache
 def architecture(file: str) -> str | None:
-    """The one architecture that a file is for, such as "sm_90a", as its opening comment states it.
+    """The architecture that a file requires, such as "sm_90a", by its opening comment.
 
-    None for a file that any GPU can run.
+    None for a file for any GPU.
     """
     found = _ARCHITECTURE.search(read_source(file))
     return found.group(1) if found else None
@@ -291,8 +291,8 @@ def architecture(file: str) -> str | None:
 def options(file: str, capability: str) -> tuple[str, ...]:
     """NVRTC options for a device of compute capability such as "90".
 
-    Raises KernelError where the file is for another architecture: sm_90a, for example, exists on
-    capability 9.0 alone.
+    Raises KernelError if the file requires another architecture; sm_90a, for example, requires
+    capability 9.0 exactly.
     """
     common = ("-std=c++17", f"-I{SOURCE_DIR}")
     required = architecture(file)
@@ -334,7 +334,7 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
         f"-arch={arch}",
         "-ftz=true",
         "--ptxas-options=-v",
-        "--no-cache",  # what comes from NVRTC's own cache comes without a report
+        "--no-cache",  # results from NVRTC's cache have no report
     )
     handle = nvrtc.createProgram(program(file, defines), file, (), ())
     try:
@@ -349,13 +349,13 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
 
 
 def compile_message(file: str, log: str) -> str:
-    """The compiler's log as file:line: message, then what to do."""
+    """The compiler's log as file:line: message, then advice."""
     errors = re.findall(r"^(.+?)\((\d+)\): (?:catastrophic )?error: (.+)$", log, re.MULTILINE)
     if not errors:
         return f"{file} does not compile: {log.strip() or 'the compiler gave no reason'}"
     lines = [f"{path}:{line}: {message}" for path, line, message in errors]
     if "cannot open source file" in log:
-        todo = "a header is missing: `gpt2block check` says which package brings it"
+        todo = "a header is missing: `gpt2block check` names the package to install"
     else:
-        todo = f"mend it there (in {SOURCE_DIR}); the next start compiles again"
+        todo = f"fix it there (in {SOURCE_DIR}); the next start compiles again"
     return "\n".join([f"{file} does not compile:", *lines, todo])

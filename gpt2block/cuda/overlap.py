@@ -1,6 +1,6 @@
-"""Launches that overlap the previous kernel (kernels_cu/lib/overlap.cuh), by the driver's own call.
+"""Launches that overlap the previous kernel (kernels_cu/lib/overlap.cuh), by the CUDA driver API.
 
-CuPy's launch cannot carry the attribute that asks for this, so cuLaunchKernelEx is called directly.
+CuPy's launch cannot set the attribute that this requires, so cuLaunchKernelEx is called directly.
 Source: CUDA driver API, "Execution Control"; CUDA programming guide, "Programmatic Dependent
 Launch".
 """
@@ -21,7 +21,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with the one value that is used of its 64 bytes."""
+    """CUlaunchAttribute, with the only value that is used of its 64-byte union."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -58,16 +58,16 @@ def _launch_kernel() -> Any:
 
 
 def possible() -> bool:
-    """Whether kernels on the current device, those of a graph too, may start so early."""
+    """Whether the current device and driver support such launches, also in graphs."""
     capability, driver = OVERLAPS_FROM
     new = cupy.cuda.runtime.driverGetVersion() >= driver
     return new and compute_capability() >= capability
 
 
 def run(launch: Launch) -> None:
-    """`launch.run()`, but it may start before the kernel before it on the stream has ended.
+    """`launch.run()`, but it may start before the previous kernel on the stream has ended.
 
-    For kernels that wait for that one themselves, on a device of compute capability 9.0 or newer.
+    The kernel itself must wait for the previous one. Requires compute capability 9.0 or newer.
     Raises DeviceError.
     """
     values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.args]
@@ -88,12 +88,12 @@ def run(launch: Launch) -> None:
 
 
 class Early(Launch):
-    """Starts before the launch before it has ended, whose end its kernel waits for itself."""
+    """A launch that may start before the previous one has ended; its kernel waits itself."""
 
     def run(self) -> None:
         run(self)
 
 
 def early(launch: Launch) -> Launch:
-    """The launch as an `Early` one, or as it is where that is not possible."""
+    """The launch as an `Early` one, or unchanged where that is not supported."""
     return Early(**vars(launch)) if possible() else launch

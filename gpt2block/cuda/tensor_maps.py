@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine (TMA) is told of an array. By the driver's own call.
+"""Tensor maps: descriptors of arrays for Hopper's copy engine (TMA), by the CUDA driver API.
 
 Source: CUDA driver API, "Tensor Map Object Management"; CUDA programming guide, "Tensor Memory
 Access".
@@ -15,9 +15,11 @@ import numpy as np
 from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError
 
-BYTES = 128  # of a map, which lies on 64
-Map = np.void  # type of one; passed to a kernel by value, as `const __grid_constant__ TensorMap`
-NO_MAP = Map(bytes(BYTES))  # where a kernel uses none
+BYTES = 128  # of a map, which is aligned to 64
+Map = (
+    np.void
+)  # the type of a map; passed to a kernel by value, as `const __grid_constant__ TensorMap`
+NO_MAP = Map(bytes(BYTES))  # for a parameter that a kernel does not use
 _DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _ITEM_BYTES = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes of a box's row → CUtensorMapSwizzle
@@ -25,7 +27,7 @@ _LONG_LINES = 3  # CUtensorMapL2promotion: 256 bytes
 
 
 def _encode() -> Any:
-    """The driver's call. It takes the thread's context, which a new thread does not have yet."""
+    """The driver's function. It needs a current context, which a new thread does not have yet."""
     cupy.cuda.Device().use()
     return _driver_call()
 
@@ -49,12 +51,12 @@ def _driver_call() -> Any:
 
 
 def tensor_map(array: Any, box: tuple[int, ...]) -> Map:
-    """A map of a CuPy array, C-contiguous in its last axis, for boxes of a shape in the same order.
+    """A map of a CuPy array whose last axis is contiguous; box: a shape in the same axis order.
 
-    The box's last axis has 32, 64 or 128 bytes, which fixes the swizzle; its others at most 256.
-    The array starts on 16 bytes, and so do its rows. A box's coordinates, in the kernel, come last
-    axis first. What lies outside the array is read as zeros and not written. The map holds the
-    array's address: it keeps nothing alive. Raises DeviceError.
+    The box's last axis has 32, 64 or 128 bytes, which determines the swizzle; the others have at
+    most 256 elements. The array and its rows are aligned to 16 bytes. In the kernel, a box's
+    coordinates start with the last axis. Elements outside the array are read as zeros and not
+    written. The map holds the array's address and does not keep it alive. Raises DeviceError.
     """
     return _encoded(array.data.ptr, array.dtype.name, array.shape, array.strides, box)
 

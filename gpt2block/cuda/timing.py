@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from gpt2block.cuda import cupy
 
 REPLAYS = 7
-CALLS = 20  # from Python in one measurement; so few that the host never waits for the GPU
+CALLS = 20  # from Python in one measurement; few enough that the host never waits for the GPU
 TARGET_MS = 2.0  # of one replay; long compared with the resolution of an event
 
 
@@ -22,7 +22,7 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
     """Milliseconds that the launches take on the current device, one after another.
 
     A CUDA graph holds many repetitions; the result is the median of seven replays. All repetitions
-    use the same arrays, so what fits in the L2 cache is read from there.
+    use the same arrays, so data that fits in the L2 cache is read from it.
     """
     launches = tuple(launches)
     once = interleaved_ms({"": captured(launches)}, count=1)[""]

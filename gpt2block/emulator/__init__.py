@@ -1,7 +1,7 @@
-"""CUDA kernels on the CPU: the shipped sources, compiled by g++ under AddressSanitizer.
+"""CUDA kernels on the CPU: the shipped sources, compiled by g++ with AddressSanitizer.
 
-`run` launches one kernel on NumPy arrays; within `emulated()` everything that runs on a GPU through
-CuPy runs here instead. g++ is needed once a kernel is launched.
+`run` launches one kernel on NumPy arrays; within `emulated()` all work for a GPU through CuPy runs
+on the CPU. g++ is required to launch a kernel.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 
 @contextmanager
 def emulated(order: Order = "forward", multiprocessors: int = 4) -> Iterator[Any]:
-    """The CPU in the place of the GPU, for the whole process, until the context ends.
+    """Emulate a GPU on the CPU, in the whole process, until the context ends.
 
-    order: in which the threads of a block run between two barriers, and the blocks.
-    multiprocessors: how many the device claims to have, which launches depend on. Gives the
-    stand-in for the cupy module, whose arrays every function of this package takes.
+    order: the order of the threads of a block between two barriers, and of the blocks.
+    multiprocessors: the number that the device reports, on which launches depend. Yields the
+    replacement of the cupy module, whose arrays every function of this package accepts.
     """
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
 
@@ -49,7 +49,7 @@ def emulated(order: Order = "forward", multiprocessors: int = 4) -> Iterator[Any
 
 
 def adopted(array: Any) -> Any:
-    """A NumPy array as memory of the emulated device: the same memory, where it is C-contiguous."""
+    """A NumPy array on the emulated device, sharing its memory if it is C-contiguous."""
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
     return stand_in.adopt(array)

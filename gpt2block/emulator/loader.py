@@ -1,8 +1,7 @@
-"""Compiles a kernel file with g++ under AddressSanitizer and runs its kernels on NumPy arrays.
+"""Compiles a kernel file with g++ and AddressSanitizer and runs its kernels on NumPy arrays.
 
-The source is the shipped one, unchanged but for `extern __shared__`. A launch is a process of its
-own: each array lies in a heap block of exactly its size there, and whatever goes wrong ends that
-process only.
+The source is the shipped one, unchanged except for `extern __shared__`. Each launch runs in its own
+process, where each array has a heap block of exactly its size; an error ends only that process.
 """
 
 from __future__ import annotations
@@ -33,13 +32,16 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
-STAND_INS = {"lib/sm80.cuh": "mma_ptx.h", "lib/fast.cuh": "fast.h"}  # header → file here
+STAND_INS = {
+    "lib/sm80.cuh": "mma_ptx.h",
+    "lib/fast.cuh": "fast.h",
+}  # header → file here
 
-# -g1: lines for the reports; where variables are, as -g tells too, takes as long as all the rest.
+# -g1: line numbers for reports; the locations of variables, with -g, double the compile time.
 _FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
 _KERNEL_FLAGS = (
     "-fsanitize=address,undefined",
-    "-fno-sanitize=object-size",  # AddressSanitizer tells the same, with the name of the array
+    "-fno-sanitize=object-size",  # AddressSanitizer reports the same, with the array's name
     "-fno-sanitize-recover=all",
     "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
@@ -64,12 +66,12 @@ _ahead: dict[tuple[Source, kernels.Defines], Future[Path]] = {}
 
 
 class ShimError(Exception):
-    """A kernel that does not compile, or broke a rule when it ran; the message holds the report."""
+    """A kernel does not compile, or made an error when it ran; the message has the report."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a kernel file, and of headers that stand in for the shipped ones."""
+    """The text of a kernel file, and of headers that replace the shipped ones."""
 
     name: str
     text: str
@@ -77,14 +79,14 @@ class Source:
 
     @classmethod
     def shipped(cls, name: str) -> Source:
-        """The file, with headers that compute the results of PTX instructions in C++."""
+        """A kernel file, with headers that implement PTX instructions in C++."""
         headers = tuple(
             (header, (HERE / own).read_text("ascii")) for header, own in STAND_INS.items()
         )
         return cls(name, kernels.read_source(name), headers)
 
     def edited(self, old: str, new: str, *, header: str = "") -> Source:
-        """With the only occurrence of `old` replaced, in the file or in a header it includes."""
+        """A copy with the only occurrence of `old` replaced, in the file or an included header."""
         headers = dict(self.headers)
         if header and header not in headers:
             headers[header] = (kernels.SOURCE_DIR / header).read_text("ascii")
@@ -115,11 +117,10 @@ def run(
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
     source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
-    FP8 format of its `W`, where that is not `T`. order: in which the threads of a block run between
-    two barriers, and the blocks. copies_at_once: those to shared memory by cp.async arrive
-    when they are asked for, not as late as a kernel may rely on. The same array twice is the same
-    pointer twice.
-    Raises ShimError with the sanitizer's report; the arrays are then as they were.
+    FP8 format of its `W`, where that is not `T`. order: the order of the threads of a block between
+    two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
+    as late as its semantics allow. An array that is passed twice is the same pointer twice. Raises
+    ShimError with the sanitizer's report; the arrays are then unchanged.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -139,7 +140,7 @@ def run(
 
 
 class Span(NamedTuple):
-    """Where a pointer points to: a byte of an allocation, which other pointers may share."""
+    """A pointer: an allocation, which other pointers may share, and a byte offset in it."""
 
     memory: NDArray[np.uint8]
     offset: int
@@ -155,12 +156,12 @@ def run_spans(
     defines: kernels.Defines = (),
     order: Order = "forward",
 ) -> None:
-    """Launch a kernel on allocations: pointers are a Span or 0, numbers of the prototype's types.
+    """Launch a kernel on allocations: pointers are a Span or 0, scalars have the prototype's types.
 
-    Pointers may point into the same allocation. Raises ShimError as `run` does.
+    Pointers may share an allocation. Raises ShimError as `run` does.
     """
     signature = _prototypes(source)[kernel]
-    first: dict[int, int] = {}  # address of an allocation → the argument that brings its bytes
+    first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
     message = []
     for i, arg in enumerate(args):
         if not isinstance(arg, Span):
@@ -194,7 +195,7 @@ def _launch(
 ) -> bytes:
     """Run a kernel with encoded arguments; sizes: grid, block and bytes of shared memory.
 
-    The bytes of all arrays after it, in the order in which they were sent.
+    Returns the bytes of all arrays afterwards, in the order of the arguments.
     """
     grid, block, shared = sizes
     numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
@@ -221,32 +222,32 @@ def _encode(
     i: int,
     dtypes: tuple[str, str | None],
 ) -> bytes:
-    """An argument as the runner reads it."""
+    """An argument in the runner's input format."""
     parameter, arg = parameters[i], args[i]
-    where = f"{kernel}: {parameter.ctype} {parameter.name}"
+    label = f"{kernel}: {parameter.ctype} {parameter.name}"
     if not _is_pointer(parameter):
         value: bytes = kernels.typed_scalar(kernel, parameter, arg).tobytes()
         return struct.pack("<q", -1) + value.ljust(8, b"\0")
     if arg is None:
         return struct.pack("<qq", -1, 0)
     try:
-        expected, where = kernels.element(kernel, parameter, *dtypes)
+        expected, label = kernels.element(kernel, parameter, *dtypes)
     except KernelError as error:
         raise ShimError(str(error)) from error
     if not isinstance(arg, np.ndarray) or arg.dtype.name != expected or not arg.flags.c_contiguous:
-        raise ShimError(f"{where}: expected a contiguous array of {expected}")
+        raise ShimError(f"{label}: expected a contiguous array of {expected}")
     for j in range(i):
         if _is_pointer(parameters[j]) and args[j] is arg:
             return struct.pack("<qqq", -2, j, 0)
         if isinstance(args[j], np.ndarray) and np.may_share_memory(args[j], arg):
-            raise ShimError(f"{where}: overlaps an earlier argument and is not the same array")
+            raise ShimError(f"{label}: overlaps an earlier argument and is not the same array")
     return struct.pack("<qq", arg.nbytes, 0) + arg.tobytes()
 
 
 def _store(
     kernel: str, parameters: Sequence[kernels.Parameter], args: Sequence[Any], output: bytes
 ) -> None:
-    """The arrays that came back, into the caller's; those behind const must be as they were."""
+    """Copy the returned arrays to the caller's; ShimError if a const one has changed."""
     pointers = [(a, p) for a, p in zip(args, parameters, strict=True) if _is_pointer(p)]
     writable = {id(array) for array, parameter in pointers if not parameter.const}
     arrays = {id(array): (array, parameter) for array, parameter in pointers}
@@ -262,10 +263,10 @@ def _store(
 
 
 def _execute(
-    program: Path, words: Sequence[object], message: bytes, launch: str, told: dict[str, str]
+    program: Path, words: Sequence[object], message: bytes, launch: str, extra: dict[str, str]
 ) -> bytes:
-    own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program brings its options itself
-    env = {name: value for name, value in os.environ.items() if name not in own} | told
+    own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
+    env = {name: value for name, value in os.environ.items() if name not in own} | extra
     try:
         done = subprocess.run(
             [str(program), *map(str, words)],
@@ -284,7 +285,7 @@ def _execute(
 
 
 def _readable(report: str) -> str:
-    """The lines about the kernel, the one that says most first; no shadow memory."""
+    """The lines about the kernel, the most informative one first, without shadow memory."""
     report = re.sub(r"/\S*/(?=[\w.-]+:\d)", "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in ("divergent barrier", "out of bounds: ", "runtime error: ", "SUMMARY: "):
@@ -295,7 +296,7 @@ def _readable(report: str) -> str:
 
 
 def missing() -> str | None:
-    """What this machine lacks for the shim; None when all is there."""
+    """What this machine lacks to run kernels on the CPU; None if nothing."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
     for library in ("libasan.so", "libubsan.so"):  # a name without a folder is an unknown library
@@ -305,15 +306,15 @@ def missing() -> str | None:
 
 
 def compile_kernel_file(source: Source | str, defines: kernels.Defines = ()) -> Path:
-    """The program that runs any kernel of a file; compiled once for each text and constants."""
+    """The program that runs any kernel of a file; compiled once per text and constants."""
     known = Source.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines))
     return begun.result() if begun else _compile(known, defines)
 
 
 def compile_ahead(source: Source | str, defines: kernels.Defines = ()) -> None:
-    """Begin to compile what will be run, beside what else is done, on another core."""
-    _cache_dir(), _runtime()  # once, before several threads ask for them
+    """Start to compile a file that will be run later, in another thread."""
+    _cache_dir(), _runtime()  # once, before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
     if (known, defines) not in _ahead:
         _ahead[known, defines] = _POOL.submit(_compile, known, defines)
@@ -351,7 +352,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
 
 
 def _build(name: str, files: dict[str, str], arguments: tuple[str, ...], salt: str = "") -> Path:
-    """g++ in a folder of its own; a finished result appears under its name at once."""
+    """Run g++ in a temporary folder; the result is renamed into the cache atomically."""
     own = "".join(
         path.read_text("ascii") for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cpp")])
     )
@@ -375,7 +376,7 @@ def _build(name: str, files: dict[str, str], arguments: tuple[str, ...], salt: s
 
 @cache
 def _cache_dir() -> Path:
-    """$GPT2BLOCK_CPU_CUDA_CACHE, which keeps what is compiled, or a folder of this process."""
+    """$GPT2BLOCK_CPU_CUDA_CACHE, which persists, or a temporary folder of this process."""
     if kept := os.environ.get("GPT2BLOCK_CPU_CUDA_CACHE"):
         Path(kept).mkdir(parents=True, exist_ok=True)
         return Path(kept).resolve()

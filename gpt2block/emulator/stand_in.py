@@ -1,11 +1,11 @@
 """The part of CuPy's interface that this package uses, on NumPy arrays and emulated kernels.
 
-`emulated()` puts it in the place of CuPy, so that everything above a kernel launch, from an
-operation's `bind` to a whole model, runs unchanged on a machine without a GPU. Device memory is a
-list of live allocations: a launch that reads memory which has been freed raises ShimError, as does
-everything that AddressSanitizer finds in a kernel. New arrays hold NaN, or 0xFF bytes.
+`emulated()` replaces CuPy by this module, so that all code above a kernel launch, from an
+operation's `bind` to a whole model, runs unchanged without a GPU. Device memory is a list of live
+allocations: a launch that reads freed memory raises ShimError, as does every error that
+AddressSanitizer finds in a kernel. New arrays are filled with 0xFF bytes, which are NaN.
 
-Streams run everything at once, in the order of the calls; a captured graph is a list of calls.
+Streams run every call immediately; a captured graph is a list of calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from gpt2block.cuda import kernels
 from gpt2block.emulator import loader
 
-CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine have no stand-in
+CAPABILITY = "80"  # tensor cores by mma.sync; wgmma and the copy engine are not emulated
 ALIGNMENT = 512  # of an allocation, in bytes, as CuPy's pool gives
 MULTIPROCESSORS = 4
 ATTRIBUTES = {
@@ -47,7 +47,7 @@ class MemoryPointer:
 
 
 class _Pointer:
-    """Where the memory of an array begins."""
+    """The address of an array."""
 
     device_id = -1
 
@@ -70,7 +70,7 @@ class UnownedMemory:
 
 
 class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
-    """A NumPy array with the methods of a CuPy array that NumPy's has not."""
+    """A NumPy array with the additional methods of a CuPy array."""
 
     def __new__(
         cls,
@@ -109,7 +109,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
 
 
 def empty(shape: Any, dtype: Any = "float32") -> ndarray:
-    """Poisoned memory, on a multiple of 512 bytes."""
+    """An array of 0xFF bytes, aligned to 512 bytes."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     nbytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
@@ -133,7 +133,7 @@ def adopt(array: np.ndarray[Any, Any]) -> ndarray:
 
 
 def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
-    """From now on a kernel can read and write there, as long as the owner lives."""
+    """Register memory that kernels may read and write as long as `owner` lives."""
 
     def freed(reference: weakref.ref[Any]) -> None:
         if _memory.get(address, (None,))[0] is reference:
@@ -203,7 +203,7 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """The text that `kernels.program` makes of a kernel file, taken apart again."""
+    """Parses the text that `kernels.program` makes of a kernel file."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.partition("#line 1 ")
@@ -249,7 +249,7 @@ class Function:
 
 
 def _span(kernel: str, pointer: Any) -> loader.Span:
-    """The allocation that an address lies in, and where."""
+    """The allocation of an address, and the offset in it."""
     address = int(pointer)
     found = _allocation(address)
     if found is None:
@@ -260,7 +260,7 @@ def _span(kernel: str, pointer: Any) -> loader.Span:
 
 
 def _allocation(address: int) -> tuple[int, int] | None:
-    """First byte and size of the live allocation that an address lies in."""
+    """First byte and size of the live allocation of an address, or None."""
     for start, (owner, nbytes) in _memory.items():
         if start <= address < start + max(1, nbytes) and owner() is not None:
             return start, nbytes
@@ -268,7 +268,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
 
 
 class Stream:
-    """Runs calls as they come, or collects them between begin_capture and end_capture."""
+    """Runs calls immediately, or collects them between begin_capture and end_capture."""
 
     ptr = 0
 
@@ -346,9 +346,9 @@ _state = SimpleNamespace(stream=Stream(), order="forward")
 
 @contextmanager
 def device(order: loader.Order, multiprocessors: int) -> Iterator[None]:
-    """How threads are ordered in launches from now on, and what the device says of itself.
+    """Set the order of threads in launches, and the device's number of multiprocessors.
 
-    What is cached for a device stays valid: its index follows from what it says.
+    Caches per device stay valid: the index of the device depends on that number.
     """
     before = _state.order, Device.id
     _state.order, Device.id = order, -1 - multiprocessors

@@ -1,7 +1,7 @@
 """Every operation on CUDA: names and signatures of `gpt2block.reference`.
 
-Each function takes CuPy arrays, float32 and where it says so 16 bits, checks them, launches on the
-current stream and returns a new array. A module here describes one operation completely; the
+Each function checks CuPy arrays, float32 or where documented 16 bits, launches on the current
+stream and returns a new array. Each module describes one operation completely; the
 registry (`gpt2block.ops.registry`) lists them. `Operation.bind(inputs, out, **attrs)` checks once
 and returns the launches, for repeated calls.
 """

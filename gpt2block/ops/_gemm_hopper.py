@@ -65,7 +65,7 @@ TWO_PART_TILES = (
 
 
 def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, split_k: bool, sms: int) -> Tile:
-    """The tile that gets the product done first, with K in one piece unless `split_k`."""
+    """The tile with the shortest estimated time; K is not divided unless `split_k`."""
     slices = ceil(K / SLICE)
 
     def us(tile: Tile) -> float:
@@ -82,7 +82,7 @@ def _tiles(tile: Tile, M: int, N: int) -> int:
 
 
 def _at_once(tile: Tile, sms: int) -> int:
-    """Clusters that run at once, about: not all SMs are neighbours of as many others."""
+    """Estimated clusters that run at once; GPU partitions differ in their number of SMs."""
     return sms // tile.cluster if tile.cluster < 3 else 8 * sms // (9 * tile.cluster)
 
 

@@ -105,7 +105,7 @@ def geometry(
 
 
 def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool) -> Defines:
-    """The constants of what follows the sums, here and in the kernels for Hopper."""
+    """The constants of the epilogue, also of the kernels for Hopper."""
     return (
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),

@@ -23,26 +23,26 @@ ROW_BYTES = 103_000  # of x in shared memory, with several rows
 COLUMNS = (1, 2, 3, 4, 5, 6)  # that a group can have
 BEST_COLUMNS = 6
 FEWEST = 4, 12  # columns of a block: fewer are done no sooner; for few rows, for more
-EACH_BLOCK = 4  # columns that could be done while a block brings x
+EACH_BLOCK = 4  # columns that take as long as loading x into a block
 
 
 class Layout(NamedTuple):
-    """How a product is cut. Results depend on the first three alone, the rest is speed."""
+    """The partition of a product. Results depend only on the first three fields."""
 
     width: int  # weights of a load
     split: int  # warps that share K
     steps: int  # loads of a column in flight
     columns: int  # of a group
     groups: int  # of a block
-    loop: bool  # blocks go on with other columns
+    loop: bool  # blocks process several groups of columns
     blocks: int  # that an SM should have room for
     rows: int  # of a block
 
 
 def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
-    """What fixes the order of an output's additions: width, split and steps of its Layout.
+    """Width, split and steps of a Layout, which determine the order of an output's additions.
 
-    weight: bytes of one.
+    weight: bytes of a weight.
     """
     width = 16 // weight
     while K % width:
@@ -59,7 +59,7 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
 
 
 def layout(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
-    """The layout for M rows on a GPU of so many multiprocessors."""
+    """The layout for M rows on a GPU with `sms` multiprocessors."""
     width, split, steps = order(N, K, weight)
     rows = min(MOST_ROWS[N >= MANY_COLUMNS], 1 << (M - 1).bit_length())
     while rows > 1 and 4 * rows * K > ROW_BYTES:
@@ -136,7 +136,7 @@ def geometry(
 
 
 def shared_floats(cut: Layout, K: int, norm: bool) -> int:
-    """What matmul/decode.cu keeps in shared memory: rows of x, gamma and beta, warps' sums."""
+    """Bytes of shared memory of matmul/decode.cu: rows of x, gamma and beta, warps' sums."""
     chunk = WARP * cut.width * cut.split * cut.steps
     padded = chunk * ceil(K / chunk)
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split

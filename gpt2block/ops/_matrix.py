@@ -1,4 +1,4 @@
-"""What operations check of a weight matrix, and how many tiles a product has."""
+"""Checks of weight matrices, and the number of tiles of a product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_weights(
 ) -> WeightMatrix:
     """w itself; InputError unless it is a WeightMatrix on the current device that fits the input.
 
-    inputs: name and array (..., K) of what w is multiplied with. layout: None for either.
+    inputs: name and array (..., K) of the other operand. layout: None for either.
     """
     if not isinstance(w, WeightMatrix):
         raise InputError(
@@ -56,7 +56,7 @@ def count_tiles(tile: Any, M: int, N: int) -> int:
 
 
 def fastest(tiles: tuple[Tile, ...], M: int, N: int, sms: int) -> Tile:
-    """The tile that gets the outputs done first on `sms` multiprocessors; of equals the first.
+    """The tile with the shortest estimated time on `sms` multiprocessors; of equals the first.
 
     tiles: with `rows`, `columns` and `speed`, that of a multiprocessor busy with such tiles.
     """

@@ -1,4 +1,4 @@
-"""What row kernels have in common: limits, and how many threads share a row kept in registers."""
+"""Common code of row kernels: limits, and the number of threads that share a row in registers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.errors import InputError
 
-MAX_ROWS = 2**31 - 1  # of any kernel here, as many as a grid has blocks
+MAX_ROWS = 2**31 - 1  # the most blocks of a grid
 MAX_VALUES = 2**30  # of a row
 WARP = 32
 VALUES = 32  # that a thread keeps in registers
@@ -65,7 +65,7 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 
 
 def _threads(loads: int, most: int, wanted: int) -> int:
-    """About `wanted` threads for a row, with as few of them idle as possible."""
+    """About `wanted` threads per row, with as few as possible idle."""
     if loads < WARP:
         return 1 << (loads - 1).bit_length()
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))

@@ -55,7 +55,7 @@ MMA_TWO_PART = "attention/mma_two_part.cu"
 HOPPER = "attention/hopper.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
-TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, the preferred one first
+TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
 TENSOR_HEAD = 64  # channels of a head on tensor cores
 LARGEST_HEAD = 256  # of mha and online
 MAX_BATCH = MOST_BLOCKS[1]  # sequences of mha
@@ -66,13 +66,13 @@ MMA_THREADS = 128  # of a block of either of `MMA_TILES`
 
 
 def mha_geometry(B: int, T: int, NH: int, HS: int, causal: bool) -> Geometry:
-    """A block for every query and head, with a row of scores in shared memory."""
+    """One block per query and head, with a row of scores in shared memory."""
     kernel = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
     return Geometry(kernel, (T, NH, B), (BLOCK,), 4 * T, (("NH", NH), ("HS", HS)))
 
 
 def naive_geometry(B: int, T: int, NH: int, HS: int, threads: int) -> tuple[Geometry, ...]:
-    """Three launches: a thread for every score, every row of scores, every output.
+    """Three launches: one thread per score, per row of scores, per output.
 
     Raises InputError for too large a grid.
     """
@@ -318,7 +318,7 @@ def _output(job: Job, out: Any) -> Any:
 
 
 def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
-    """InputError for a shape of float32 qkv that mha cannot take."""
+    """Raise InputError for a shape of float32 qkv that mha does not support."""
     *batch, T, width = qkv
     B, HS = batch[0] if batch else 1, width // (3 * n_head)
     OPERATION.choose(Job(None, None, "float32", B, T, n_head, HS, causal), "mha")
@@ -331,7 +331,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="attention",
-    document="ten-step block",
+    document="LeetGPU's GPT-2 block challenge",
     idea="softmax(Q Kᵀ / sqrt(HS)) V",
     sizes={"B": 8, "T": 1024, "C": 768},
     variants=(
@@ -339,7 +339,7 @@ OPERATION = Operation(
             "mha",
             FILE,
             ("mha_causal_kernel", "mha_nocausal_kernel"),
-            "a block a query and head: scores, exp and sum, weighted sum of V",
+            "one block per query and head: scores, exp and sum, weighted sum of V",
             dtypes=("float32",),
             launch=_launch_mha,
             problem=_mha_problem,
@@ -352,9 +352,9 @@ OPERATION = Operation(
                 "attention_softmax_kernel1",
                 "attention_value_kernel1",
             ),
-            "a thread a score, then a row, then an output: three kernels, T×T scores in memory",
+            "three kernels: one thread per score, per row, per output; T×T scores in memory",
             BLOCKS,
-            source="named with the LayerNorm kernels",
+            source="named after llm.c's attention kernels",
             dtypes=("float32",),
             launch=_launch_naive,
             problem=_naive_problem,
@@ -363,10 +363,10 @@ OPERATION = Operation(
             "online",
             ONLINE,
             ("attention_forward_online",),
-            "tiles of K and V in shared memory, online softmax, 8×8 a thread: no T×T scores, any T",
+            "tiles of K and V in shared memory, online softmax, 8×8 per thread; no T×T scores",
             ONLINE_BLOCKS,
             128,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=("float32",),
             launch=_launch_online,
             problem=_online_problem,
@@ -375,10 +375,10 @@ OPERATION = Operation(
             "mma",
             MMA,
             ("attention_mma",),
-            "tensor cores (mma.sync), 16 or 32 queries a warp: scores stay in registers, a ring of "
-            "tiles of K and V by cp.async; ragged batches",
+            "tensor cores (mma.sync), 16 or 32 queries per warp: scores stay in registers, a ring "
+            "of tiles of K and V by cp.async; ragged batches",
             block=MMA_THREADS,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=SIXTEEN_BITS,
             launch=_launch_mma,
             problem=_mma_problem,
@@ -387,10 +387,10 @@ OPERATION = Operation(
             "hopper",
             HOPPER,
             ("attention_hopper",),
-            "tensor cores (wgmma), 64 queries a warpgroup: a warp copies K and V (TMA), scores and "
-            "P V are multiplied during the softmax, a block takes many tiles; ragged batches",
+            "tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the "
+            "softmax overlaps the products, each block processes many tiles; ragged batches",
             block=HOPPER_THREADS,
-            source="beyond the documents",
+            source="gpt2block",
             dtypes=SIXTEEN_BITS,
             launch=_launch_hopper,
             problem=_hopper_problem,
@@ -407,15 +407,15 @@ OPERATION = Operation(
             "mma_fp32",
             MMA_TWO_PART,
             ("attention_fp32_mma",),
-            "the accuracy of float32 from tensor cores: each float32 matrix in two of fp16, three "
-            "products for one",
-            source="Ootomo and Yokota (2022), for the split",
+            "float32 accuracy on tensor cores: each float32 matrix as two in float16, three "
+            "products instead of one",
+            source="Ootomo and Yokota (2022), for two-part matrices",
             launch=_launch_mma,
             problem=_mma_problem,
         ),
     ),
     shape=lambda qkv: (*qkv[:-1], qkv[-1] // 3),
-    largest=lambda qkv, *_: qkv,  # a weighted mean of some of them
+    largest=lambda qkv, *_: qkv,  # the result is a weighted mean of rows of V
     check_limits=check_limits,
     binder=bind,
 )
@@ -439,15 +439,15 @@ def attention(
     256 channels.
 
     float16 and bfloat16, with heads of 64 channels: variants mma and, on GPUs of compute capability
-    9.0, hopper. The default is the best that the GPU has. Both run on tensor cores: sums and the
-    softmax are float32, the softmax's weights are rounded to the dtype of qkv before they are
-    multiplied, and the result has that dtype. They take any T. A row's result depends on its own
-    sequence alone, to the bit.
+    9.0, hopper. The default is the faster one that the GPU supports. Both run on tensor cores: sums
+    and the softmax are float32, the softmax's weights are rounded to the dtype of qkv before they
+    are multiplied, and the result has that dtype. They support any T. The bits of a row's result
+    depend only on its own sequence.
 
     With cu_seqlens, int32 (B + 1,), qkv of 16 bits or two-part is (N, 3C): the rows of B sequences,
     one after another. Sequence b starts at row cu_seqlens[b], ends before row cu_seqlens[b + 1] and
-    has at most max_seqlen rows. The numbers stay in device memory, unchecked: they must not
-    decrease nor exceed N. Rows that belong to no sequence are not written.
+    has at most max_seqlen rows. The numbers are not checked: they must not decrease or exceed N.
+    Rows outside all sequences are not written.
 
     A TwoPartMatrix with heads of 64 channels, on the same GPUs as mma: the result has the accuracy
     of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it sees.

@@ -1,4 +1,4 @@
-"""Attention over a kv_cache, and the kernels that fill the cache.
+"""Attention over a kv_cache, and the kernel that fills the cache.
 
 `tiles` (attention/cached.cu) takes several queries of each sequence, in packed rows. `split`
 (attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 128. `append`
@@ -283,7 +283,7 @@ def _flops(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="attention_cached",
-    document="beyond the documents",
+    document="gpt2block",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
     sizes={"T": 128, "C": 768},
     variants=(
@@ -292,7 +292,7 @@ OPERATION = Operation(
             TILES,
             ("attention_cached", "attention_cached_narrow"),
             "attention's `online` over packed rows of several sequences; a query's bits depend on "
-            "its own sequence alone; q in float32, or in 16 bits",
+            "its own sequence only; q in float32, or in 16 bits",
             launch=_launch_tiles,
         ),
     ),
@@ -306,7 +306,7 @@ OPERATION = Operation(
             "split",
             SPLIT,
             ("attention_split",),
-            "decoding: a block 128 keys of a head, all loads in flight at once; the last block "
+            "decoding: one block per 128 keys of a head, all loads in flight; the last block "
             "combines the splits",
         ),
         Variant(
@@ -325,9 +325,9 @@ def attention_cached(
 ) -> CudaArray:
     """`reference.attention_cached` on CuPy arrays; raises InputError.
 
-    q (T, C) float32, k and v (start + T, C) or longer, float32, float16 or bfloat16 → (T, C). A
-    query gets the same bits however its sequence is cut into calls. Heads have at most 256
-    channels.
+    q (T, C) float32, k and v (start + T, C) or longer, float32, float16 or bfloat16 → (T, C). The
+    bits of a query's result do not depend on how its sequence is divided into calls. Heads have at
+    most 256 channels.
     """
     return call(bind_sequence, contiguous(q, k, v), start=start, n_head=n_head).out
 
@@ -346,7 +346,7 @@ def attention_packed(
     qkv (N, 3C), float32 or in the dtype of k, holds the rows of one sequence after another; k and v
     (B, n_ctx, C), cu_seqlens (B + 1,) and start (B,) int32 → (N, C), in the dtype of qkv. Sequence
     b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
-    start[b] on. A sequence gets the same bits alone and in any batch. Raises InputError.
+    start[b] on. The bits of a sequence are the same alone and in any batch. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
     return call(bind, arrays, n_head=n_head, longest=longest).out
@@ -369,7 +369,7 @@ def kv_append(
     """Write K and V of qkv (N, 3C) to the kv_cache k, v (B, n_ctx, C), in its dtype.
 
     qkv: float32, or in the dtype of k and v. Row n goes to sequence row[n] at position[n], both
-    int32 on the device; rows outside the cache are skipped. Two rows must not go to the same place.
-    Raises InputError.
+    int32 on the device; rows outside the cache are skipped. Two rows must not have the same
+    destination. Raises InputError.
     """
     bind_append(contiguous(qkv, row, position), (k, v)).run()

@@ -18,7 +18,7 @@ from gpt2block.errors import InputError
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 
-TEN_STEPS = "ten-step block"
+CHALLENGE = "LeetGPU's GPT-2 block challenge"
 BLOCK = 256
 
 
@@ -63,7 +63,7 @@ def _elements(s: Sizes) -> int:
 
 ADD = Operation(
     name="add",
-    document=TEN_STEPS,
+    document=CHALLENGE,
     idea="a + b, the residual connection",
     sizes={"N": 8192, "C": 768},
     variants=(
@@ -71,7 +71,7 @@ ADD = Operation(
             "add",
             "elementwise/residual.cu",
             ("add_kernel",),
-            "a thread an element",
+            "one thread per element",
             launch=_launch_add,
         ),
     ),
@@ -91,7 +91,7 @@ def add(a: CudaArray, b: CudaArray) -> CudaArray:
 
 GELU = Operation(
     name="gelu",
-    document=TEN_STEPS,
+    document=CHALLENGE,
     idea="0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), in place",
     sizes={"N": 8192, "C": 3072},
     variants=(
@@ -99,7 +99,7 @@ GELU = Operation(
             "gelu",
             "elementwise/gelu.cu",
             ("gelu_kernel",),
-            "a thread an element",
+            "one thread per element",
             launch=_launch_gelu,
         ),
     ),

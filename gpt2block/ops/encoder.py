@@ -104,7 +104,7 @@ def _traffic(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="encoder",
-    document="named with the LayerNorm kernels",
+    document="named after llm.c's encoder kernels",
     idea="out = wte[ids] + wpe[position]",
     sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
     variants=(
@@ -112,7 +112,7 @@ OPERATION = Operation(
             "1",
             FILE,
             ("encoder_forward_kernel1",),
-            "a thread an element",
+            "one thread per element",
             BLOCKS,
             launch=lambda job: _launch(job, "encoder_forward_kernel1", job.C),
         ),
@@ -120,7 +120,7 @@ OPERATION = Operation(
             "2",
             FILE,
             ("encoder_forward_kernel2",),
-            "a thread 4 channels",
+            "one thread per 4 channels",
             BLOCKS,
             launch=lambda job: _launch(job, "encoder_forward_kernel2", job.C // 4),
             problem=_vectors_problem,
@@ -129,7 +129,7 @@ OPERATION = Operation(
             "3",
             FILE,
             ("encoder_forward_kernel3",),
-            "a warp a row, several 16-byte loads in flight",
+            "one warp per row, several 16-byte loads in flight",
             BLOCKS,
             launch=lambda job: _launch(job, "encoder_forward_kernel3", 32),
             problem=_vectors_problem,
@@ -145,7 +145,7 @@ OPERATION = Operation(
 
 
 def on_device(ids: Any, V: int) -> CudaArray:
-    """Ids of the host on the device, as int32; InputError names the first that is not in 0..V-1."""
+    """Copy host ids to the device as int32; InputError names the first outside 0..V-1."""
     try:
         host = np.asarray(ids)
     except ValueError as error:  # rows of different lengths

@@ -1,4 +1,4 @@
-"""Token plus position embedding of rows with a position each: out = wte[ids] + wpe[positions].
+"""Token plus position embedding of rows with their own positions: out = wte[ids] + wpe[positions].
 
 Kernel: embedding/encoder_rows.cu.
 """
@@ -100,16 +100,16 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="encoder_rows",
-    document="beyond the documents",
-    idea="out = wte[ids] + wpe[positions], a position a row",
+    document="gpt2block",
+    idea="out = wte[ids] + wpe[positions], one position per row",
     sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
     variants=(
         Variant(
             "rows",
             "embedding/encoder_rows.cu",
             ("encoder_rows",),
-            "a block a row, a thread 4 channels; ids and positions in device memory, wte in any "
-            "weight dtype",
+            "one block per row, one thread per 4 channels; ids and positions in device memory, wte "
+            "in any weight dtype",
             launch=_launch,
         ),
     ),

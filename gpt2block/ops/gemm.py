@@ -64,14 +64,14 @@ class Job(NamedTuple):
 
     @property
     def other_out(self) -> bool:
-        """Whether the result is the less usual one: float32, or from two-part matrices two-part."""
+        """Whether the result has the other format: float32, or two-part for two-part inputs."""
         if self.two_part:
             return isinstance(self.out, TwoPartMatrix)
         return bool(self.out.dtype.name == "float32")
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the geometry depends on, besides the sizes."""
+        """The properties that determine the geometry, in addition to the sizes."""
         return {
             "two_part": self.two_part,
             "gelu": self.gelu,
@@ -153,13 +153,13 @@ def bind(
 
     a: float16 or bfloat16. w: a WeightMatrix of that dtype, layout "NK". bias: float32. out and
     residual: `dtype`, which is that of a or float32; by default that of out, or without one that of
-    a. residual may be out itself. What is missing at the end of inputs is None. The bits of a row
-    depend on this row, w, bias and its residual alone; with `split_k` on the number of rows, too: K
-    may then be added up in parts, which is faster for few rows. Raises InputError.
+    a. residual may be out itself. Inputs missing at the end are None. The bits of a row depend only
+    on this row, w, bias and its residual; with `split_k` also on the number of rows, since K may be
+    summed in parts, which is faster for few rows. Raises InputError.
 
-    Two-part matrices: w (N, K) is a TwoPartMatrix, and a one too, or float32, which is split first.
-    residual is float32, and so is out, or without a residual it is a TwoPartMatrix with one scale;
-    a new one has that of `bound`, for dtype "two_part". split_k has no effect.
+    Two-part matrices: w (N, K) is a TwoPartMatrix; a is one, or float32, which is converted first.
+    residual is float32. out is float32 or, without a residual, a TwoPartMatrix with one scale; for
+    dtype "two_part" a new one, with the scale for `bound`. split_k has no effect.
     """
     a, w, bias, residual = (*inputs, *(None,) * 2)[:4]
     gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
@@ -286,7 +286,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="gemm",
-    document="GPT-2",
+    document="gpt2block",
     idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
     sizes={"M": 1024, "K": 768, "N": 3072},
     variants=(
@@ -302,7 +302,7 @@ OPERATION = Operation(
             "hopper",
             hopper.FILE,
             (hopper.KERNEL,),
-            "TMA and wgmma: one warpgroup loads, two multiply in turn, so that epilogues are free",
+            "TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues",
             launch=_launch_hopper,
             problem=_hopper_problem,
         ),
@@ -312,7 +312,7 @@ OPERATION = Operation(
             "split",
             mma.TWO_PART_FILE,
             (mma.TWO_PART_KERNEL,),
-            "float accuracy: three products of float16 parts, sums promoted every 128 of K",
+            "float32 accuracy: three products of float16 parts, sums promoted every 128 of K",
         ),
         Variant(
             "split hopper",
@@ -324,7 +324,7 @@ OPERATION = Operation(
             "split rows",
             two_part.FILE,
             ("split_rows",),
-            "a warp a row: its largest magnitude makes the scale, then both parts",
+            "one warp per row: the scale from the largest magnitude, then both parts",
         ),
     ),
     make=_make,
@@ -356,8 +356,8 @@ def gemm(
 
     a (..., K): float16 or bfloat16. w: a `WeightMatrix` of that dtype, layout "NK". bias (N,):
     float32. residual (..., N) and the result: `dtype`, that of a (the default) or "float32". K and
-    N are multiples of 8. Sums, bias, GELU and residual in float32, rounded once. A row's result is
-    the same bits alone and among others, unless `split_k` allows to add up K in parts, which is
+    N are multiples of 8. Sums, bias, GELU and residual in float32, rounded once. A row's result has
+    the same bits alone and among others, unless `split_k` permits summing K in parts, which is
     faster for few rows. Without a variant: the fastest of this GPU.
 
     With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),

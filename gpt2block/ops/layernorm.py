@@ -40,17 +40,17 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 SKELETON_BLOCK = 256
 KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at most
 MAX_THREADS = 1024  # of a block
-KEPT_BY_MOST = 32  # where a row takes so many threads, which leaves each of them 64 registers
+KEPT_BY_MOST = 32  # the same with MAX_THREADS threads, which have 64 registers each
 NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
-MANY = 2**31  # rows: a team of `narrow` is as for so many of them, whatever their number is
+MANY = 2**31  # rows: the teams of `narrow` are sized for many rows, whatever the number
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
 MOST_EACH = 2  # rows of a team
-STATS_VARIANT = 6  # the default for what the skeleton's kernels do not do
+STATS_VARIANT = 6  # the default where the skeleton's kernels lack an option
 
 
 class RowShape(NamedTuple):
-    """How kernel 6 shares out a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
+    """How kernel 6 distributes a row: LN_WIDTH, LN_THREADS and LN_VECTORS of its source."""
 
     width: int  # elements a load
     threads: int  # a row
@@ -107,7 +107,7 @@ def narrow_geometry(
 
 
 class Request(NamedTuple):
-    """What decides whether a variant can compute a call."""
+    """The properties that determine whether a variant supports a call."""
 
     stored: str  # the dtype of x
     two_part: bool  # the result is a TwoPartMatrix
@@ -131,7 +131,7 @@ class Job(NamedTuple):
 
     @property
     def every(self) -> tuple[Any, ...]:
-        """The arguments of a kernel that computes everything."""
+        """The arguments of a kernel with all outputs."""
         return self[:9]
 
 
@@ -177,7 +177,7 @@ def _launch_blocks(job: Job) -> tuple[Launch, ...]:
 
 
 def _launch_rows(job: Job) -> tuple[Launch, ...]:
-    """With the constants that fit C and the arrays' alignment."""
+    """Compile with constants for C and the alignment of the arrays."""
     x, gamma, beta, out, *_ = job
     itemsize = x.dtype.itemsize
     shape = row_shape(job.C, itemsize, alignment(*(a.data.ptr for a in (x, gamma, beta, out))))
@@ -332,15 +332,15 @@ SKELETON = Variant(
     "none",
     "layernorm/skeleton.cu",
     ("layernorm768_kernel", "layernorm_kernel"),
-    "what the ten-step block runs: a block a row, without mean and rstd",
-    source="ten-step block",
+    "the ten-step plan's kernel: one block per row, without mean and rstd",
+    source="LeetGPU's GPT-2 block challenge",
     launch=_launch_skeleton,
     problem=_skeleton_problem,
 )
 
 OPERATION = Operation(
     name="layernorm",
-    document="the LayerNorm kernels",
+    document="llm.c's LayerNorm kernels",
     idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
     sizes={"B": 8, "T": 1024, "C": 768},
     variants=(
@@ -348,7 +348,7 @@ OPERATION = Operation(
             "1",
             "layernorm/ladder.cu",
             ("layernorm_forward_kernel1",),
-            "a thread a row, loops over C",
+            "one thread per row, loops over C",
             BLOCKS,
             block=64,
             launch=_launch_threads,
@@ -358,7 +358,7 @@ OPERATION = Operation(
             "2",
             "layernorm/ladder.cu",
             ("mean_kernel", "rstd_kernel", "normalization_kernel"),
-            "three kernels: a block a row with a tree in shared memory, then a thread an element",
+            "three kernels: one block per row, tree in shared memory; then one thread per element",
             BLOCKS,
             launch=_launch_three,
             problem=_ladder_problem,
@@ -367,7 +367,7 @@ OPERATION = Operation(
             "3",
             "layernorm/warp.cu",
             ("layernorm_forward_kernel3",),
-            "a warp a row by cooperative groups, all steps in one kernel, streaming hints",
+            "one warp per row by cooperative groups, all steps in one kernel, streaming hints",
             BLOCKS,
             block=512,
             launch=partial(_launch_warps, "layernorm_forward_kernel3"),
@@ -377,7 +377,7 @@ OPERATION = Operation(
             "4",
             "layernorm/warp.cu",
             ("layernorm_forward_kernel4",),
-            "as 3 with var = E[x²] - E[x]²: one pass over x less",
+            "as 3 with var = E[x²] - E[x]²: one pass fewer over x",
             BLOCKS,
             block=512,
             launch=partial(_launch_warps, "layernorm_forward_kernel4"),
@@ -387,7 +387,7 @@ OPERATION = Operation(
             "5",
             "layernorm/ladder.cu",
             ("layernorm_forward_kernel5",),
-            "a block a row, reduced in two stages: warps, then the first warp",
+            "one block per row, reduced in two stages: warps, then the first warp",
             BLOCKS,
             block=128,
             launch=_launch_blocks,
@@ -400,7 +400,7 @@ OPERATION = Operation(
             "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
             BLOCKS,
             block=64,
-            source="beyond the documents",
+            source="gpt2block",
             launch=_launch_rows,
             problem=_rows_problem,
         ),
@@ -408,9 +408,9 @@ OPERATION = Operation(
             NARROW,
             "layernorm/narrow.cu",
             ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
-            "for tensor cores: float γ and β, out in 16 bits or in two parts of them, a few rows a "
-            "team, overlapping launches",
-            source="beyond the documents",
+            "for tensor cores: float32 γ and β, out in 16 bits or two-part, a few rows per team of "
+            "threads, overlapping launches",
+            source="gpt2block",
             launch=_launch_narrow,
             problem=_narrow_problem,
         ),

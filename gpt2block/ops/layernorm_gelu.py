@@ -119,7 +119,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="layernorm_gelu",
-    document="fused LayerNorm and GELU",
+    document="gpt2block",
     idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
     sizes={"N": 1024, "C": 1024},
     variants=(
@@ -127,7 +127,7 @@ OPERATION = Operation(
             "baseline",
             FILE,
             ("layernorm_gelu_baseline",),
-            "a thread an element, each adds up its whole row",
+            "one thread per element, each sums its whole row",
             BLOCKS,
             launch=_launch_baseline,
             problem=_documented_problem,
@@ -136,7 +136,7 @@ OPERATION = Operation(
             "optimized",
             FILE,
             ("layernorm_gelu_optimized",),
-            "a block a row, sum and sum of squares in one pass, tree over shared memory",
+            "one block per row, sum and sum of squares in one pass, tree over shared memory",
             BLOCKS,
             launch=_launch_optimized,
             problem=_documented_problem,
@@ -147,7 +147,6 @@ OPERATION = Operation(
             ("layernorm_gelu_rows",),
             "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
             tuple(block for block in BLOCKS if block <= THREADS),
-            source="beyond the documents",
             launch=_launch_rows,
         ),
     ),

@@ -99,7 +99,7 @@ def _matvec_problem(job: Job) -> str | None:
 def _launch_decode(
     job: Job, kernel: str, args: tuple[Any, ...], with_fp8: str = "float32"
 ) -> Launch:
-    """A kernel of matmul/decode.cu, once its loads are known to be aligned."""
+    """Launch a kernel of matmul/decode.cu; the alignment of its loads is checked."""
     size, K = job.w.data.itemsize, job.w.K
     check_address("w", job.w.data, matvec.order(job.w.N, K, size)[0] * size)
     for name in ("x", "gamma", "beta"):
@@ -155,7 +155,7 @@ def bind(
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N)), out (..., N).
 
-    w: a WeightMatrix (N, K). What follows it may be None, or missing; residual may be out.
+    w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out.
     """
     x, w, bias, gamma, beta, residual = (*inputs, *(None,) * 4)[:6]
     gelu = check_flag("gelu", gelu)
@@ -185,7 +185,7 @@ def bind_qkv(
 
     x (M, K), w a WeightMatrix (3C, K), caches (M, n_ctx, C) in the dtype of the weights, or in
     bfloat16 with FP8 weights, position int32 (M,). At a position outside 0 … n_ctx - 1 the cache
-    stays as it is. Without gamma and beta, x is taken as it is. `out` is q. Raises InputError.
+    stays as it is. Without gamma and beta, x is not normalized. `out` is q. Raises InputError.
     """
     if getattr(x, "ndim", 2) != 2:
         raise InputError(f"x: expected (M, K), got {x.shape}")
@@ -234,7 +234,7 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="linear",
-    document="GPT-2",
+    document="gpt2block",
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
     variants=(
@@ -284,7 +284,7 @@ def linear(
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
     layout "NK", of any dtype. Without a variant: matvec up to 16 rows and with gamma, else tiles.
-    A row's result is the same bits alone and among others, as long as the variant is the same.
+    A row's result has the same bits alone and among others for the same variant.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
     return call(bind, inputs, gelu=gelu, eps=eps, variant=variant).out

@@ -20,7 +20,7 @@ THREADS = 512
 
 
 def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
-    """A block for each row; fewer threads than the default are for tests."""
+    """One block per row; tests pass fewer threads than the default."""
     defines = () if threads == THREADS else (("LL_THREADS", threads),)
     return Geometry("log_likelihood_kernel", (rows,), (threads,), defines=defines)
 
@@ -52,7 +52,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="log_likelihood",
-    document="the loss of language models",
+    document="gpt2block",
     idea="out = logits[target] - log Σ exp(logits) of each row",
     sizes={"N": 1024, "V": 50257},
     variants=(
@@ -60,7 +60,7 @@ OPERATION = Operation(
             "block",
             FILE,
             ("log_likelihood_kernel",),
-            "a block a row: maximum and sum in one pass",
+            "one block per row: maximum and sum in one pass",
             block=THREADS,
             launch=_launch,
         ),

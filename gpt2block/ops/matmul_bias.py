@@ -79,9 +79,9 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(M: int, N: int, sms: int) -> tuple[Tile, int]:
-    """The tile that gets the outputs done first on `sms` multiprocessors, and its groups.
+    """The tile with the shortest estimated time on `sms` multiprocessors, and its groups.
 
-    Where an SM has one tile at most, twice the groups: else it would have too few warps.
+    Twice the groups if an SM has at most one tile, which would have too few warps.
     """
     tile = fastest(TILES, M, N, sms)
     return tile, tile.groups * (2 if count_tiles(tile, M, N) <= sms else 1)
@@ -171,7 +171,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="matmul_bias",
-    document="ten-step block",
+    document="LeetGPU's GPT-2 block challenge",
     idea="a · w + bias",
     sizes={"M": 1024, "K": 768, "N": 3072},  # GPT-2's first product of the feed-forward
     variants=(
@@ -179,15 +179,15 @@ OPERATION = Operation(
             "naive",
             LADDER,
             ("matmul_forward_kernel1",),
-            "a thread an output, straight from global memory",
-            source="named with the LayerNorm kernels",
+            "one thread per output, operands read from global memory",
+            source="named after llm.c's matmul kernels",
             launch=partial(_launch, LADDER, naive_geometry),
         ),
         Variant(
             "tiled",
             SKELETON,
             ("matmul_bias_tiled",),
-            "a thread an output, 16x16 tiles in shared memory, the next tile in flight",
+            "one thread per output, 16x16 tiles in shared memory, the next tile in flight",
             launch=partial(_launch, SKELETON, tiled_geometry),
             problem=_tiled_problem,
         ),
@@ -195,16 +195,16 @@ OPERATION = Operation(
             "coarsened",
             LADDER,
             ("matmul_forward_kernel2",),
-            "thread coarsening: a thread 8 outputs of a column, a value of w loaded once for them",
-            source="named with the LayerNorm kernels",
+            "thread coarsening: 8 outputs of a column per thread, which share each loaded w",
+            source="named after llm.c's matmul kernels",
             launch=partial(_launch, LADDER, coarsened_geometry),
         ),
         Variant(
             "registers",
             REGISTERS,
             ("matmul_forward_kernel3",),
-            "a thread 8x8 outputs in registers, 16-byte loads, cp.async, no bank conflicts",
-            source="named with the LayerNorm kernels",
+            "8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts",
+            source="named after llm.c's matmul kernels",
             launch=_launch_registers,
         ),
     ),
@@ -227,6 +227,6 @@ def matmul_bias(
 
     a (..., K), w (K, N), bias (N,) or None → (..., N). Variants: naive, tiled, coarsened,
     registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
-    of 16 rows. All but registers add the products of an output in the order of k.
+    of 16 rows. All except registers sum the products of an output in the order of k.
     """
     return call(bind, contiguous(a, w, bias), variant=variant).out

@@ -1,7 +1,7 @@
-"""What an operation and its kernels are, for plans, the command, the tests, the bench and the docs.
+"""Operations and their kernels, as plans, the command line, tests, bench and docs use them.
 
 A module of `gpt2block.ops` describes one operation, with the same name and signature as its
-function in `gpt2block.reference`. Everything else finds it in `gpt2block.ops.registry`.
+function in `gpt2block.reference`. Other modules find it in `gpt2block.ops.registry`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Names = tuple[str, ...]
 
 
 def _never(job: Any) -> str | None:
-    """No problem: a variant that computes whatever its operation takes, on any device."""
+    """No problem: the variant supports all jobs of its operation, on any device."""
     return None
 
 
 def _no_launch(job: Any) -> Any:
-    """Of kernels that no `bind` chooses among."""
+    """The `launch` of auxiliary kernels, which no `bind` chooses."""
     raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute an operation: its kernels, in launch order, and what is new about it.
+    """One implementation of an operation: its kernels, in launch order, and its main idea.
 
-    `launch` makes the launches for a job, which is what the operation's `bind` has checked and
-    gathered. `problem` says why the variant cannot compute a job on the current device: a dtype, a
-    size, an alignment, a compute capability; None where it can.
+    `launch` makes the launches for a job, the checked arguments of the operation's `bind`.
+    `problem` returns why the variant cannot compute a job on the current device (dtype, size,
+    alignment or compute capability), or None if it can.
     """
 
     name: str
     file: str  # in kernels_cu
     kernels: tuple[str, ...]
     idea: str  # one line
-    blocks: tuple[int, ...] = ()  # block sizes it can be run with; () when there is one only
-    block: int = 256  # the default of these
-    source: str = ""  # where it comes from, if not from the operation's document
-    dtypes: tuple[str, ...] = ()  # of the operation's, those it takes; () for all
+    blocks: tuple[int, ...] = ()  # supported block sizes; () for a fixed one
+    block: int = 256  # the default block size
+    source: str = ""  # of the kernels, if not the operation's document
+    dtypes: tuple[str, ...] = ()  # those of the operation that it supports; () for all
     launch: Callable[..., Any] = _no_launch
     problem: Callable[[Any], str | None] = _never
 
@@ -71,41 +71,41 @@ class Operation:
     """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
 
     `make(sizes, rng)` gives float32 inputs; `attrs` are keyword arguments of both functions;
-    `traffic` counts the bytes that have to move through device memory, `flops` the arithmetic.
-    `traffic` finds among its sizes "itemsize" and "weight" too, the bytes of an element of an
-    activation and of a weight.
+    `traffic` counts the bytes that must be transferred from and to device memory, `flops` the
+    floating-point operations. The sizes passed to `traffic` include "itemsize" and "weight", the
+    bytes of an element of an activation and of a weight.
 
-    For plans: `shape` is the shape of the result, from those of the inputs. `largest` is a
-    magnitude that the result never exceeds, from that of the first input (None: unknown), the
-    weights by name and the inputs' names; None where nothing is known. `check_limits` raises
-    InputError for shapes of inputs that the kernels of float32 cannot take.
+    For plans: `shape` is the shape of the result, from those of the inputs. `largest` is an
+    upper bound of the result's magnitude, from that of the first input (None: unknown), the weights
+    by name and the inputs' names; None if unknown. `check_limits` raises InputError for input
+    shapes that the float32 kernels do not support.
     """
 
     name: str
-    document: str  # where it comes from
+    document: str  # the source of the operation and its kernels
     idea: str  # the formula in one line
     sizes: Sizes  # the documented ones
     variants: tuple[Variant, ...]
     make: Callable[[Sizes, np.random.Generator], Inputs]
     traffic: Count
     flops: Count
-    bound: str  # "memory" or "compute": what a figure is compared with; "either" by the sizes
+    bound: str  # by "memory" or "compute", the ceiling of figures; "either" by the sizes
     attrs: Mapping[str, Any]
     binder: Callable[..., Bound]
     shape: Callable[..., Shape] = like_first
     largest: Callable[[float | None, Mapping[str, Any], Names], float | None] | None = None
     check_limits: Callable[..., None] | None = None
-    auxiliary: tuple[Variant, ...] = ()  # kernels of the operation that are no variant of it
+    auxiliary: tuple[Variant, ...] = ()  # kernels of the operation that are not variants
     dtypes: tuple[str, ...] = ("float32",)  # that the arrays can have; the first by default
     matrices: tuple[int, ...] = ()  # inputs that are weights (K, N), which alone can be FP8
-    layout: str = "KN"  # of those in memory, as documented
+    layout: str = "KN"  # default layout of the weights
     series: tuple[str, int] | None = None  # a size that is run from 1 to this power of two
 
     def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-        """Check the arrays and options once; the result's `run` launches, again and again.
+        """Check the arrays and options once; the result can `run` many times.
 
         inputs, out: CuPy arrays, or NumPy arrays, for which the kernels run on the CPU (see
-        `gpt2block.emulator`); matrices as WeightMatrix or TwoPartMatrix where the operation takes
+        `gpt2block.emulator`); matrices as WeightMatrix or TwoPartMatrix where the operation accepts
         them. Raises InputError.
         """
         if replaced() or not any(isinstance(each, np.ndarray) for each in map(_data, inputs)):
@@ -164,7 +164,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def largest_product(a: float | None, weights: Mapping[str, Any], names: Names) -> float | None:
-    """What no element of a product without a residual exceeds: GELU makes no magnitude larger."""
+    """An upper bound of the magnitudes of a product without a residual; GELU increases none."""
     _, w, bias, residual = (*names, "", "")[:4]
     if a is None or residual:
         return None
@@ -173,7 +173,7 @@ def largest_product(a: float | None, weights: Mapping[str, Any], names: Names) -
 
 
 def check_block(operation: str, variant: Variant, block: int | None) -> int:
-    """The block size to launch with; InputError lists those the variant takes."""
+    """The block size to launch with; InputError lists those that the variant supports."""
     if block is None:
         return variant.block
     if block not in (variant.blocks or (variant.block,)):

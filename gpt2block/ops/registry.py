@@ -1,4 +1,4 @@
-"""Every operation with its kernels, in one place: what the command, tests, bench and docs read.
+"""The registry of all operations, for the command line, tests, bench and docs.
 
 Nothing here needs CuPy or a GPU.
 """
@@ -121,9 +121,9 @@ def shapes(plan: Plan, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shap
 
 
 def largest(plan: Plan, weights: Mapping[str, Any]) -> dict[str, float]:
-    """Step → a magnitude that its tensor never exceeds, whatever x is; for those that have one.
+    """Step → an upper bound of its result's magnitude for any x; only for steps that have one.
 
-    weights: NumPy arrays, matrices (K, N). NaN or infinity among them gives no number.
+    weights: NumPy arrays, matrices (K, N). Weights with NaN or infinity give no usable bound.
     """
     known: dict[str, float] = {}
     for step in plan.steps:

@@ -130,7 +130,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="rmsnorm",
-    document="Llama operations",
+    document="kernl's Llama kernels",
     idea="x / sqrt(mean(x²) + eps) · weight over each row",
     sizes={"M": 16, "C": 4096},
     variants=(

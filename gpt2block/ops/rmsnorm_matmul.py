@@ -392,7 +392,7 @@ def _variants(names: tuple[str, str, str], unfused: str, tiles: str) -> tuple[Va
             "unfused",
             mma.FILE,
             (names[1],),
-            f"rmsnorm by itself first, then the product{unfused}: x is normalised once",
+            f"rmsnorm in a kernel of its own, then the product{unfused}: x is normalised once",
             launch=_launch_unfused,
         ),
         Variant(
@@ -409,7 +409,7 @@ def _variants(names: tuple[str, str, str], unfused: str, tiles: str) -> tuple[Va
 
 RMSNORM_MATMUL = Operation(
     name="rmsnorm_matmul",
-    document="Llama operations",
+    document="kernl's Llama kernels",
     idea="(x · rms · γ) W, with RoPE on heads of head_dim columns on request",
     sizes={"M": 16, "K": 4096, "N": 4096},
     variants=_variants(
@@ -431,7 +431,7 @@ RMSNORM_MATMUL = Operation(
 
 RMSNORM_FFN = Operation(
     name="rmsnorm_ffn",
-    document="Llama operations",
+    document="kernl's Llama kernels",
     idea="n = (x + residual) · rms · γ, then silu(n W1) · (n W3)",
     sizes={"M": 16, "K": 4096, "N": 11008},
     variants=_variants(

@@ -211,7 +211,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="rope",
-    document="Llama operations",
+    document="kernl's Llama kernels",
     idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
     sizes={"T": 16, "H": 32, "D": 128},
     variants=(
@@ -219,7 +219,7 @@ OPERATION = Operation(
             "pairs",
             FILE,
             ("rope_pairs",),
-            "a thread the same pairs of several heads: sines and cosines are taken once for all",
+            "each thread rotates the same pairs of several heads, which share sines and cosines",
             BLOCKS,
             BLOCK,
             launch=_launch,

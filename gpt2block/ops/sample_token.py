@@ -32,7 +32,7 @@ FILE = "tokens/sample.cu"
 THREADS = 1024
 MARK_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
-ENDLESS = 2**31 - 1  # positions without a limit
+ENDLESS = 2**31 - 1  # n_ctx for no limit
 DTYPES = {
     "temperature": "float32",
     "top_p": "float32",
@@ -50,7 +50,7 @@ DTYPES = {
 
 
 class SampleState(NamedTuple):
-    """What the kernel keeps on the device for each of B rows; its launch holds these addresses."""
+    """The sampler's state on the device, for each of B rows; launches hold its addresses."""
 
     temperature: CudaArray
     top_p: CudaArray
@@ -59,19 +59,19 @@ class SampleState(NamedTuple):
     top_k: CudaArray
     seed: CudaArray  # the 64 bits, as int64
     sample: CudaArray
-    seen: CudaArray  # (B, V): not 0 for tokens that were there
-    position: CudaArray  # of the token that comes next
-    step: CudaArray  # how many tokens were drawn
+    seen: CudaArray  # (B, V): not 0 for tokens that occurred
+    position: CudaArray  # of the next token
+    step: CudaArray  # tokens sampled so far
     token: CudaArray  # the last one; -1 where logits held NaN, or -inf alone
     logprob: CudaArray  # its log-probability under the logits alone
 
     @classmethod
     def allocate(cls, B: int, V: int) -> SampleState:
-        """All 0: nothing seen or drawn; `set` gives the rows their parameters."""
+        """A state of zeros, with no token seen or sampled; `set` writes the parameters."""
         return cls(**{name: cupy.zeros(_shape(name, B, V), DTYPES[name]) for name in cls._fields})
 
     def set(self, rows: Sequence[Sampling]) -> None:
-        """The parameters of each row from now on, written into the same arrays."""
+        """Write the parameters of each row into the arrays."""
         if len(rows) != len(self.token):
             raise InputError(f"sampling: expected {len(self.token)}, one a row, got {len(rows)}")
         for name, values in parameters(rows).items():
@@ -83,7 +83,7 @@ def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
 
 
 def choose_geometry(rows: int, threads: int = THREADS, defines: Defines = ()) -> Geometry:
-    """A block for each row; other threads and constants of the kernel are for tests."""
+    """One block per row; tests pass other numbers of threads and constants."""
     sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
     return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
 
@@ -154,7 +154,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="sample_token",
-    document="Salmon et al. (2011), for the random numbers",
+    document="gpt2block; random numbers by Salmon et al. (2011)",
     idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
     sizes={"B": 1, "V": 50257},
     variants=(
@@ -162,7 +162,7 @@ OPERATION = Operation(
             "block",
             FILE,
             ("sample_token",),
-            "a block a row; after exp all is integers: the same bits in any batch",
+            "one block per row; after exp all is integers: the same bits in any batch",
             block=THREADS,
             launch=_launch,
         ),
@@ -211,7 +211,7 @@ def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
 
 
 def _integers(name: str, given: Any) -> CudaArray:
-    """Integers of the host or the device as int32 on the device."""
+    """Integers from the host or the device as an int32 device array."""
     (array,) = contiguous(given if isinstance(given, cupy.ndarray) else np.asarray(given))
     if array.dtype.kind not in "iu":
         raise InputError(f"{name}: expected integers, got {array.dtype}")

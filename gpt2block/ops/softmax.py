@@ -131,7 +131,7 @@ def _scores(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="softmax",
-    document="named with the LayerNorm kernels",
+    document="named after llm.c's softmax kernels",
     idea="y = exp(x - max) / Σ exp(x - max) over each row",
     sizes={"B": 2, "NH": 12, "T": 1024},
     variants=(
@@ -139,7 +139,7 @@ OPERATION = Operation(
             "three_pass",
             FILE,
             ("softmax_forward_kernel1",),
-            "a block a row: maximum, sum, quotient, each a pass over x",
+            "one block per row: maximum, sum, quotient, three passes over x",
             BLOCKS,
             launch=_launch_three_pass,
         ),
@@ -147,7 +147,7 @@ OPERATION = Operation(
             "online_warp",
             FILE,
             ("softmax_forward_kernel2",),
-            "a warp a row: maximum and sum in one pass",
+            "one warp per row: maximum and sum in one pass",
             BLOCKS,
             launch=_launch_online_warp,
         ),
@@ -155,7 +155,7 @@ OPERATION = Operation(
             "online_block",
             FILE,
             ("softmax_forward_kernel3",),
-            "a block a row, 16-byte loads: rows of any length",
+            "one block per row, 16-byte loads: rows of any length",
             BLOCKS,
             launch=_launch_online_block,
         ),

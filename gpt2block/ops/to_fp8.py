@@ -124,7 +124,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 OPERATION = Operation(
     name="to_fp8",
-    document="Llama operations",
+    document="kernl's Llama kernels",
     idea="x as a byte, E5M2 or E4M3FN, rounded to nearest even",
     sizes={"K": 4096, "N": 11008},
     variants=(
@@ -132,7 +132,7 @@ OPERATION = Operation(
             "element",
             FILE,
             ("to_fp8_kernel",),
-            "a thread an element",
+            "one thread per element",
             BLOCKS,
             launch=_launch_element,
         ),
@@ -140,7 +140,7 @@ OPERATION = Operation(
             "vectors",
             FILE,
             ("to_fp8_kernel",),
-            "a thread 16 elements, 16-byte loads, all in flight at once",
+            "16 elements per thread, 16-byte loads, all in flight at once",
             BLOCKS,
             launch=_launch_vectors,
         ),

@@ -51,21 +51,21 @@ CACHED = 24 << 20  # bytes of Q and K that stay in the L2 cache while out passes
 
 
 def thread_tiles_geometry(kernel: str, B: int, T: int, NH: int, HS: int, threads: int) -> Geometry:
-    """naive, registers and tri3: each thread loads what its tile of 8 by 8 needs by itself."""
+    """naive, registers and tri3: each thread loads the operands of its own 8×8 tile."""
     rows = threads // SIDE  # of threads' tiles in a block, 8 in each
     grid = (ceil(T / SIDE**2), ceil(T / (SIDE * rows)), B * NH)
     return Geometry(kernel, grid, (SIDE, rows), defines=(("NH", NH), ("HS", HS)))
 
 
 def tri4_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """A block for every tile of the square; those above the diagonal end at once."""
+    """One block per tile of the square; blocks above the diagonal exit immediately."""
     tiles = ceil(T / TILE)
     grid = (tiles, tiles, B * NH)
     return Geometry("matmul_tri4", grid, (16, 16), defines=(("NH", NH), ("HS", HS)))
 
 
 def tri5_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
-    """A block for every tile on or below the diagonal."""
+    """One block per tile on or below the diagonal."""
     tiles = ceil(T / TILE)
     grid = (tiles * (tiles + 1) // 2, B * NH)
     return Geometry("matmul_tri5", grid, (THREADS,), defines=(("NH", NH), ("HS", HS)))
@@ -218,7 +218,7 @@ def _outputs(sizes: Sizes) -> int:
 
 OPERATION = Operation(
     name="trimat",
-    document="attention's causal scores",
+    document="llm.c's trimat kernels",
     idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
     sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
     variants=(
@@ -226,7 +226,7 @@ OPERATION = Operation(
             "naive",
             FILE,
             ("matmul_tri_naive",),
-            "a thread an 8×8 tile, straight from global memory; tiles above the diagonal skipped",
+            "one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
             BLOCKS,
             launch=partial(_launch_thread_tiles, "matmul_tri_naive"),
         ),
@@ -234,7 +234,7 @@ OPERATION = Operation(
             "registers",
             FILE,
             ("matmul_tri_registers",),
-            "8 values of Q and 8 of K in registers, 64 outer-product sums a step",
+            "8 values of Q and 8 of K in registers, 64 outer-product sums per step",
             BLOCKS,
             launch=partial(_launch_thread_tiles, "matmul_tri_registers"),
         ),
@@ -250,7 +250,7 @@ OPERATION = Operation(
             "tri4",
             FILE,
             ("matmul_tri4",),
-            "16×16 threads a 128×128 tile, slices of 32 through shared memory",
+            "16×16 threads per 128×128 tile, slices of 32 through shared memory",
             launch=_launch_tri4,
         ),
         Variant(
@@ -258,16 +258,16 @@ OPERATION = Operation(
             PIPELINED,
             ("matmul_tri5",),
             "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
-            source="beyond the documents",
+            source="gpt2block",
             launch=_launch_tri5,
         ),
         Variant(
             "tri6",
             MMA,
             ("matmul_tri6",),
-            "tensor cores with the accuracy of float32: each row in two of float16, made on load",
+            "tensor cores with float32 accuracy: each row as two in float16, converted on load",
             block=MMA_THREADS,
-            source="beyond the documents",
+            source="gpt2block",
             launch=_launch_tri6,
             problem=_tri6_problem,
         ),

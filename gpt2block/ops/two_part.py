@@ -80,7 +80,7 @@ def check_two_part(name: str, matrix: Any, shape: tuple[int, ...] | None = None)
 def check_one_scale(out: Any, shape: tuple[int, ...], bound: float | None) -> None:
     """InputError unless it is a TwoPartMatrix as `TwoPartMatrix.empty(shape, bound)` makes it.
 
-    A bound is given to `empty`, not in addition to its result.
+    A bound is an argument of `empty` and must not be passed in addition to its result.
     """
     check_two_part("out", out, shape)
     if bound is not None or out.one_scale is None:

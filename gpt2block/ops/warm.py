@@ -1,8 +1,8 @@
-"""Warm calls: a bound op serves every repeated call that differs in addresses alone.
+"""Warm calls: reuse a bound operation for repeated calls that differ only in addresses.
 
 Checks, grids and typed arguments depend on the arrays' shapes, dtypes, strides, devices and
-alignment, and on the options. Where all of these have been seen together, a call allocates its
-outputs, puts the new addresses into the old launches and runs them.
+alignment, and on the options. If all of these are known from an earlier call, a call allocates its
+outputs, puts the new addresses into the earlier launches and runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpt2block.cuda.kernels import Launch
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-MOST = 4096  # recipes kept; then the oldest is forgotten
+MOST = 4096  # recipes cached; the oldest is dropped first
 ALIGNED = 16  # bytes: no op looks at a larger alignment
 
 
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
         return Bound(made[0], (), tuple(made[1:]))
 
 
-_PLAIN = (type(None), bool, int, float, str)  # types of options that can be told apart
+_PLAIN = (type(None), bool, int, float, str)  # types of options that are compared by value
 _recipes: dict[Hashable, Recipe] = {}
 
 
@@ -77,7 +77,7 @@ def call(
 
 
 def _exactly(option: Any) -> Hashable:
-    """An option so that only the same one is equal: not 1 and True, nor 0.0 and -0.0."""
+    """A key that is equal only for identical options: 1 and True differ, as do 0.0 and -0.0."""
     return type(option), option.hex() if type(option) is float else option
 
 
@@ -107,7 +107,7 @@ def _arrays(inputs: tuple[Any, ...]) -> Iterable[Any]:
 
 
 def _described(value: Any) -> Hashable:
-    """All of an input that a launch can depend on, but its address."""
+    """All properties of an input that a launch can depend on, except its address."""
     if value is None:
         return None
     if isinstance(value, WeightMatrix):
@@ -119,9 +119,9 @@ def _described(value: Any) -> Hashable:
 
 
 def _recipe(arrays: list[CudaArray], bound: Bound) -> Recipe | None:
-    """None where addresses do not tell the arrays apart, as when an op works in place.
+    """None where addresses do not identify the arrays, as in in-place operations.
 
-    Nor for a result in two parts, whose scale may stand in its memory from the start.
+    Also for two-part results, whose scale may be written when they are allocated.
     """
     if isinstance(bound.out, TwoPartMatrix):
         return None

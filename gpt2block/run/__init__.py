@@ -1,4 +1,4 @@
-"""The two ways to walk a plan: with NumPy on the CPU, with CUDA kernels on a GPU."""
+"""Backends that run a plan: NumPy on the CPU, CUDA kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2block.plan import Plan, Step
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step run by itself: its tensor, the kernel that made it, and how long it took."""
+    """One step run alone: its result, its kernels' names and the time it took."""
 
     out: NDArray[Any]
     kernel: str
@@ -23,25 +23,25 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """What a Block asks of a backend. Each checks what it is given; NumPy in, NumPy out."""
+    """The backend of a Block. It checks its arguments; NumPy in, NumPy out."""
 
     plan: Plan
 
     def forward(self, x: Any, out: Any | None) -> Any:
-        """The plan's output for `x`, into `out` if given, else into a new array."""
+        """The plan's output for `x`, written to `out`, or to a new array if `out` is None."""
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Step name → a copy of its tensor."""
+        """Step name → a copy of its result."""
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         """One step on NumPy inputs (activations by name), timed."""
 
     def describe(self) -> str:
-        """The device in words."""
+        """A description of the device."""
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take, as they are stored."""
+        """Bytes of the weights as they are stored."""
 
 
 def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:
@@ -53,18 +53,18 @@ def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> N
     if array.size == 0:
         raise InputError(f"{name}: expected at least one token, got shape {array.shape}")
     if array.dtype.name != dtype:
-        mend = "ml_dtypes.bfloat16" if dtype == "bfloat16" else f"'{dtype}'"
-        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype({mend})")
+        target = "ml_dtypes.bfloat16" if dtype == "bfloat16" else f"'{dtype}'"
+        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype({target})")
 
 
 def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32") -> None:
-    """Raise InputError unless `out` can take a result: a `kind` array, of `dtype`, C-contiguous."""
+    """Raise InputError unless `out` is a writable C-contiguous `kind` of this shape and dtype."""
     if not isinstance(out, kind) or isinstance(out, np.ma.MaskedArray):
         raise InputError(
             f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
         )
     if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise InputError("out: expected an array that can be written, got a read-only one")
+        raise InputError("out: expected a writable array, got a read-only one")
     if out.shape != shape or out.dtype.name != dtype or not out.flags.c_contiguous:
         layout = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise InputError(

@@ -1,4 +1,4 @@
-"""The CUDA engine: buffers allocated once a shape; a call that comes again replays a graph."""
+"""The CUDA engine: buffers allocated once per shape; a repeated call replays a graph."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches a
 
 @dataclass
 class _Workspace:
-    """What one input shape needs: a buffer for every step but the last, and what is bound to them.
+    """The buffers of one input shape, for every step except the last, and the steps bound to them.
 
-    bounds: the steps that touch neither x nor the output.
+    bounds: the steps that use neither x nor the output, shared by all calls of the shape.
     """
 
     buffers: dict[str, CudaArray]
@@ -43,13 +43,13 @@ class _Workspace:
 
 
 class CudaEngine:
-    """Walks a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
+    """Runs a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
 
-    dtype: of x, of every step's tensor and of the matrices of `gemm`, which it holds exactly; all
-    other weights are float32. Where a plan for tensor cores runs in float32, those matrices and the
-    tensors they are multiplied with are split (gpt2block/split.py), each such tensor with a scale
-    that follows from the weights; a trace joins them. Thread-safe; calls from different streams
-    wait for each other, since they share the buffers.
+    dtype: of x, of every step's result and of the matrices of `gemm`, which are already rounded to
+    it; all other weights are float32. Where a plan for tensor cores runs in float32, those matrices
+    and the activations they are multiplied with are TwoPartMatrix; the scale of such an activation
+    is derived from the weights, and a trace returns it as float32. Thread-safe; calls on different
+    streams wait for each other, since they share the buffers.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class CudaEngine:
         self._dtype = dtype
         self.device = device
         self._use_graph = graph
-        self._split = split_steps(plan, dtype)
-        self._bounds = largest(plan, weights) if self._split else {}
+        self._two_part = two_part_steps(plan, dtype)
+        self._bounds = largest(plan, weights) if self._two_part else {}
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
-            self._done.record()  # the weights may still be on their way
+            self._done.record()  # the copies of the weights may still be in flight
             self._private = cupy.cuda.Stream(non_blocking=True)
-        # Buffers go back to the pool of the stream that allocated them, not of those that use them.
+        # Buffers return to the pool of the stream that allocated them, not of those that use them.
         weakref.finalize(self, self._done.synchronize).atexit = False
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
         self._calls: OrderedDict[tuple[Shape, int, int], Program] = OrderedDict()
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
-        """A weight as its step's kernels take it: a float32 array, or a matrix (N, K)."""
+        """A weight in the format of its kernels: a float32 array, or a matrix (N, K)."""
         array = cupy.asarray(w, dtype="float32")
         if name not in self.plan.matrices:
             return array
         rows = cupy.ascontiguousarray(array.T)
-        if self._split:
+        if self._two_part:
             return TwoPartMatrix.from_float32(rows)
         return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
 
@@ -121,9 +121,11 @@ class CudaEngine:
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
-            known |= {n: TwoPartMatrix.from_float32(known[n]) for n in self._split & tensors.keys()}
+            known |= {
+                n: TwoPartMatrix.from_float32(known[n]) for n in self._two_part & tensors.keys()
+            }
             out = None
-            if step.name in self._split:
+            if step.name in self._two_part:
                 known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
                 shape = OPERATIONS[step.op].shape(*known_shapes)
                 out = TwoPartMatrix.empty(shape, _scale_bound(step, self._bounds))
@@ -133,9 +135,9 @@ class CudaEngine:
             return StepResult(out, names, timing.gpu_ms(bound.launches))
 
     def _accept(self, x: Any) -> tuple[CudaArray, bool]:
-        """`x` as a checked, C-contiguous CuPy array here, and whether it came from the host.
+        """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.
 
-        For products on tensor cores also on 16 bytes, as they take it.
+        For products on tensor cores the array is also aligned to 16 bytes.
         """
         host = None if isinstance(x, cupy.ndarray) else host_array(x)
         if host is not None:
@@ -150,7 +152,7 @@ class CudaEngine:
         array = as_cupy(array)
         if array.device.id != self.device:
             raise InputError(
-                f"expected an array on cuda:{self.device}, where this Block is, "
+                f"expected an array on cuda:{self.device}, the device of this Block, "
                 f"got one on cuda:{array.device.id}"
             )
         return array
@@ -173,7 +175,7 @@ class CudaEngine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[Any]:
-        """The caller's stream; its work waits for the last call's, which may be on another one."""
+        """The caller's stream, after it waits for the last call, which may use another stream."""
         stream = cupy.cuda.get_current_stream()
         if stream.is_capturing():
             raise InputError("the current stream is capturing a graph: a Block captures its own")
@@ -184,7 +186,7 @@ class CudaEngine:
             self._done.record(stream)
 
     def _program(self, x: CudaArray, out: CudaArray) -> Program:
-        """The plan from x to out, in the buffers of the shape."""
+        """The plan bound to x, out and the buffers of the shape."""
         workspace = self._workspace(x.shape)
         program = Program(self.plan, self._tensors(x, out), workspace.bounds)
         for step in self.plan.steps:
@@ -209,18 +211,18 @@ class CudaEngine:
         return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
 
 
-def split_steps(plan: Plan, dtype: str) -> frozenset[str]:
-    """The steps whose tensor is a TwoPartMatrix when the plan runs in `dtype`."""
+def two_part_steps(plan: Plan, dtype: str) -> frozenset[str]:
+    """The steps whose result is a TwoPartMatrix when the plan runs in `dtype`."""
     return plan.operands if dtype == "float32" else frozenset()
 
 
 def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
-    """What the scale of a split step's rows follows from; attention finds their scales itself."""
+    """The bound that determines a two-part result's scale; None where the kernel finds scales."""
     return None if step.op == "attention" else bounds[step.name]
 
 
 def _shape(value: Any, weight: bool) -> Shape:
-    """As in the plan, where matrices are (K, N)."""
+    """The shape as in the plan, where matrices are (K, N)."""
     if isinstance(value, WeightMatrix):
         return value.K, value.N
     shape: Shape = value.shape
@@ -234,23 +236,23 @@ def allocate(
     dtype: str = "float32",
     bounds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A buffer of `dtype` for every step but the last; steps in place share their target's.
+    """A buffer of `dtype` for every step except the last; in-place steps share their target's.
 
-    bounds: those of the plan with these weights, where steps are split. InputError, and nothing is
-    allocated, when an op cannot run at these sizes.
+    bounds: the largest magnitude of each two-part result. Raises InputError, before anything is
+    allocated, when an operation does not support these sizes.
     """
     known = {name: _shape(w, True) for name, w in weights.items()}
     known |= {plan.input: x, **shapes(plan, x, known)}
-    split = split_steps(plan, dtype)
+    two_part = two_part_steps(plan, dtype)
     for step in plan.steps:
-        # Those of the documents' kernels.
+        # The limits are those of the ten-step plan's kernels.
         check_limits = OPERATIONS[step.op].check_limits
-        if check_limits and dtype == "float32" and not split:
+        if check_limits and dtype == "float32" and not two_part:
             check_limits(*(known[name] for name in step.inputs), **step.attrs)
     buffers: dict[str, Any] = {}
     for step in plan.steps[:-1]:
         name, target = step.name, plan.in_place.get(step.name)
-        if name in split:
+        if name in two_part:
             parts = buffers[target].parts if target else None
             bound = _scale_bound(step, bounds or {})
             buffers[name] = TwoPartMatrix.empty(known[name], bound, parts)
@@ -260,6 +262,6 @@ def allocate(
 
 
 def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
-    """The plan on the current device and stream, with buffers that live for this call only."""
+    """Run the plan on the current device and stream, with buffers for this call only."""
     buffers = allocate(plan, x.shape, weights)
     Program(plan, {**weights, **buffers, plan.input: x, plan.output: out}).run()

@@ -40,9 +40,9 @@ from gpt2block.run.model import (
     check_room,
     check_stream,
     describe_cache,
-    filled_up,
     in_groups,
     kv_cache_dtype,
+    padded,
     rounded_up,
     stored_tensors,
     vector_magnitude,
@@ -51,20 +51,20 @@ from gpt2block.run.program import Program
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
 
-TOKENS_AT_ONCE = 8192  # of a prefill; longer ones go sequence by sequence
-KEPT_SHAPES = 4  # of a prefill, with its launches, its results and what it has for a cache
-KEPT_COUNTS = 32  # of sequences that were filled up,
-KEPT_OF_COUNT = 8  # and shapes for each: most of those that batches of many lengths come in
-KEPT_CACHES = 2  # of ended decodings, with their graphs
+TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
+KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
+KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
+KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
+KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 
 
 class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, C); what prefills and steps over them need."""
+    """Keys and values of each layer, (batch, n_ctx, C), with the programs bound to them."""
 
     def __init__(
         self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
     ) -> None:
-        """layers: how many to keep, all of them if None."""
+        """layers: the number of layers to store; None for all."""
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
@@ -81,7 +81,7 @@ class CudaCache:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
 
     def tensors(self, n_layer: int) -> dict[str, CudaArray]:
-        """Keys and values by their names in a plan: a cache of one layer is that of all layers."""
+        """Keys and values by their names in a plan; with one stored layer, all layers share it."""
         found: dict[str, CudaArray] = {}
         for n in range(n_layer if self.layers else 0):
             k, v = self.layers[n % len(self.layers)]
@@ -95,10 +95,10 @@ class CudaCache:
 class CudaModel:
     """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32; but in prefill they have the dtype of matrices of 16 bits where heads
-    are of 64 channels and the GPU has tensor cores, `on_tensor_cores`.
+    Activations are float32, except in prefill with 16-bit matrices, heads of 64 channels and a GPU
+    with tensor cores (`on_tensor_cores`), where they have the dtype of the matrices.
 
-    Thread-safe: calls take turns on one stream.
+    Thread-safe: calls run one after another on one stream.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class CudaModel:
         self.config, self.dtype, self.device = config, dtype, device
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
-        self._scratches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self._filled_up: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
+        self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._activations: list[CudaArray] | None = None
-        self._some_logits: CudaArray | None = None
-        self._free: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
+        self._logits_buffer: CudaArray | None = None
+        self._ended_caches: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
             self.on_tensor_cores = (
@@ -149,9 +149,9 @@ class CudaModel:
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
-        """lm_head with as many rows as a product of tensor cores takes, and a bias.
+        """lm_head with rows padded to a multiple that tensor cores support, and a bias.
 
-        Those added have logits of -inf; lm_head itself becomes a view of the others.
+        The padding has logits of -inf. lm_head itself becomes a view without the padding.
         """
         head = self._matrices["lm_head"]
         added = -head.N % MULTIPLE
@@ -181,7 +181,7 @@ class CudaModel:
     def tensors(self) -> Tensors:
         items = iter(stored_tensors(self.config, self._vectors, self._matrices))
         while True:
-            with self.running():  # not while the caller looks at one
+            with self.running():  # not while the caller uses an item
                 item = next(items, None)
             if item is None:
                 return
@@ -189,7 +189,7 @@ class CudaModel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Alone on the model's stream."""
+        """Hold the model's lock, with its device and stream current."""
         with self._lock, cupy.cuda.Device(self.device), self.stream:
             yield
 
@@ -208,32 +208,34 @@ class CudaModel:
                 return found
             if want not in ("last", "logits"):
                 return self._forward(sequences, want, cache)
-            # A row's kernels depend on its own tokens alone, and so do its bits.
-            alone = [len(ids) == 1 for ids in sequences]
+            # A row's kernels, and so its bits, must not depend on the other rows.
+            single = [len(ids) == 1 for ids in sequences]
             nothing = np.empty(0, np.int32)
-            several = [nothing if one else ids for one, ids in zip(alone, sequences, strict=True)]
+            several = [nothing if one else ids for one, ids in zip(single, sequences, strict=True)]
             logits = [np.empty(0, np.float32)] * len(sequences)
             if any(map(len, several)):
                 logits = self._forward(several, want, cache)
-            if any(alone):
+            if any(single):
                 tokens = [
-                    int(ids[0]) if one else 0 for ids, one in zip(sequences, alone, strict=True)
+                    int(ids[0]) if one else 0 for ids, one in zip(sequences, single, strict=True)
                 ]
-                at = [n if one else -1 for n, one in zip(cache.lengths, alone, strict=True)]
-                of_one = self.step(cache).logits_of(tokens, at)
-                cache.lengths = [n + one for n, one in zip(cache.lengths, alone, strict=True)]
-                for row in np.flatnonzero(alone):
-                    logits[row] = of_one[row] if want == "last" else of_one[row, None]
+                at = [n if one else -1 for n, one in zip(cache.lengths, single, strict=True)]
+                single_logits = self.step(cache).logits_of(tokens, at)
+                cache.lengths = [n + one for n, one in zip(cache.lengths, single, strict=True)]
+                for row in np.flatnonzero(single):
+                    logits[row] = single_logits[row] if want == "last" else single_logits[row, None]
             return logits
 
     def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
-        """For sequences that nobody will continue: a kv_cache that every layer overwrites, or none.
+        """A cache for sequences that no later call continues; all layers share its memory.
 
-        Attention on tensor cores needs none. repeats: the sequences were filled up, so that more of
-        what is made for their shapes is worth keeping.
+        Attention on tensor cores needs no keys and values in it. repeats: the batch was padded, so
+        its shapes will recur, and more of their programs are kept.
         """
         count, longest = len(sequences), max(map(len, sequences))
-        kept, most = (self._filled_up, KEPT_COUNTS) if repeats else (self._scratches, KEPT_SHAPES)
+        kept, most = self._scratch_caches, KEPT_SHAPES
+        if repeats:
+            kept, most = self._padded_caches, KEPT_COUNTS
         shape = count, self.config.n_ctx if repeats else longest
         cache = kept.get(shape)
         if cache is None:
@@ -248,7 +250,7 @@ class CudaModel:
 
     def _forget_oldest(self, kept: OrderedDict[Any, Any], most: int) -> None:
         if len(kept) > most:
-            self.stream.synchronize()  # it may still be running
+            self.stream.synchronize()  # the oldest may still be in use
             kept.popitem(last=False)
 
     def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
@@ -271,13 +273,13 @@ class CudaModel:
         return np.split(np.stack([*states, hidden]), ends, axis=1)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """All groups are launched before the first result is waited for."""
+        """As in ModelEngine; all groups are launched before the first result is copied."""
         found: list[Floats] = []
         computed: list[tuple[CudaArray, list[int]]] = []
         with self.running():
             for group in in_groups(sequences, TOKENS_AT_ONCE):
                 repeats = self.on_tensor_cores
-                several = filled_up(group) if repeats else group
+                several = padded(group) if repeats else group
                 prefill = self.prefill(several, self._scratch(several, repeats), "log_likelihood")
                 computed.append((prefill.out.copy(), prefill.ends[: len(group)]))
             for rows, ends in computed:
@@ -289,19 +291,19 @@ class CudaModel:
         V = self.config.vocab_size
         with self.running():
             program = self._pass(ids, cached)
-            aside = ("kv_append", "rows", "take")
-            names = [step.name for step in program.plan.steps if step.op not in aside]
+            copying = ("kv_append", "rows", "take")
+            names = [step.name for step in program.plan.steps if step.op not in copying]
             copies = {name: copy.get() for name, copy in program.trace(names).items()}
         return {n: a[:, :V] if n.startswith("logits") else a for n, a in copies.items()}
 
-    def alone(
+    def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
         with self.running():
-            yield from itertools.starmap(StepResult, self._pass(ids, cached).alone(exact))
+            yield from itertools.starmap(StepResult, self._pass(ids, cached).run_alone(exact))
 
     def _pass(self, ids: Ids, cached: bool) -> Program:
-        """The program of a forward pass of one sequence, with its tokens in place."""
+        """The program of a forward pass of one sequence, with its tokens on the device."""
         if not cached:
             prefill = self.prefill([ids], self._scratch([ids]), "log_likelihood")
             return prefill.program("log_likelihood")
@@ -318,19 +320,22 @@ class CudaModel:
             )
             cache.lengths = [0] * cache.batch
             decoding = CudaDecoding(self, cache, prompts, sampling)
-            weakref.finalize(decoding, self._free.append, cache).atexit = False
+            weakref.finalize(decoding, self._ended_caches.append, cache).atexit = False
             return decoding
 
     def _kept_cache(self, batch: int) -> CudaCache | None:
-        """One of an ended decoding; others may end meanwhile, and theirs be put there."""
-        for _ in range(len(self._free)):
+        """The cache of an ended decoding with this batch size, or None.
+
+        Decodings may end, and append their caches, while this runs.
+        """
+        for _ in range(len(self._ended_caches)):
             try:
-                cache = self._free.popleft()
+                cache = self._ended_caches.popleft()
             except IndexError:
                 return None
             if cache.batch == batch:
                 return cache
-            self._free.append(cache)
+            self._ended_caches.append(cache)
         return None
 
     def step(self, cache: CudaCache) -> _Step:
@@ -341,7 +346,7 @@ class CudaModel:
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
     ) -> PrefillPrograms:
-        """The sequences through all blocks, after what the cache's rows hold."""
+        """Compute the sequences through all blocks, each appended to its row of the cache."""
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
         shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, bool(cache.layers))
@@ -359,34 +364,34 @@ class CudaModel:
         return prefill
 
     def given(self) -> dict[str, Any]:
-        """Weights by their names in a plan, and lm_head as many rows take it, with its bias."""
+        """Weights by their names in a plan; "head" and "head_bias" are the padded lm_head."""
         head, bias = self._head or (self._matrices["lm_head"], None)
         return {**self._vectors, **self._matrices, "head": head, "head_bias": bias}
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Of all rows, some at a time, in the same memory; columns added to lm_head hold -inf."""
+        """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf."""
         tensors = {**self.given(), "ln_f": hidden}
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             plan = head_plan(self.config, len(hidden), first, self.on_tensor_cores)
             count = min(len(hidden) - first, ROWS_AT_ONCE)
-            logits = self.room_for_logits(len(hidden))[:count]
+            logits = self.logits_buffer(len(hidden))[:count]
             program = Program(plan, {**tensors, plan.output: logits})
             program.run()
             yield program.out
 
-    def room_for_logits(self, rows: int) -> CudaArray:
-        """Logits of as many of the rows as are computed at once: the same memory until it grows."""
+    def logits_buffer(self, rows: int) -> CudaArray:
+        """Memory for the logits of min(rows, ROWS_AT_ONCE) rows, shared until it has to grow."""
         rows = min(rows, ROWS_AT_ONCE)
         head, _ = self._head or (self._matrices["lm_head"], None)
-        if self._some_logits is None or len(self._some_logits) < rows:
-            self._some_logits = cupy.empty((rounded_up(rows, 1), head.N), "float32")
-        return self._some_logits[:rows]
+        if self._logits_buffer is None or len(self._logits_buffer) < rows:
+            self._logits_buffer = cupy.empty((rounded_up(rows, 1), head.N), "float32")
+        return self._logits_buffer[:rows]
 
     def activations(self, rows: int, dtype: str) -> list[CudaArray]:
-        """Of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C) and ff (rows, 4C).
+        """Buffers of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C), ff (rows, 4C).
 
-        The same memory for all prefills, as one runs at a time, until one asks for more: at least
-        twice as much then, and those before it keep theirs.
+        All prefills share them, as one runs at a time. A prefill with more rows allocates buffers
+        of the next power of two; earlier programs keep theirs.
         """
         C = self.config.n_embd
         if self._activations is None or len(self._activations[0]) < rows:
@@ -397,7 +402,7 @@ class CudaModel:
 
 
 class _Step:
-    """One token for each row of a cache: buffers, launches, and the graph of them."""
+    """One decoding step of all rows of a cache: buffers, launches and their graph."""
 
     def __init__(self, model: CudaModel, cache: CudaCache) -> None:
         c, B = model.config, cache.batch
@@ -405,7 +410,7 @@ class _Step:
         self._stream = model.stream
         self.logits = cupy.empty((B, V), "float32")
         self.state = SampleState.allocate(B, V)
-        self.sampled, report = _on_host((2, 2, B))  # of steps in turn, token and logprob
+        self.sampled, report = _on_host((2, 2, B))  # token and logprob of even and odd steps
         self._sample = bind_state(self.logits, self.state, cache.n_ctx, report)
         given = {"tokens": self.state.token, "positions": self.state.position}
         storage = {
@@ -418,7 +423,7 @@ class _Step:
         self.program = Program(decode_plan(c), tensors, after=(self._sample,))
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
-        """Rows whose prompts are in the cache, and how they are sampled from now on."""
+        """Begin decoding after these prompts, which are in the cache, with these parameters."""
         state = self.state
         state.set(sampling)
         state.step.fill(0)
@@ -429,28 +434,28 @@ class _Step:
         state.position.set(lengths - 1)
 
     def sample(self) -> None:
-        """A token of each row from `logits`; its position moves on by one."""
+        """Sample a token of each row from `logits`, and advance its position by one."""
         self._sample.run()
 
     def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The token of each row, and its position, for the next step."""
+        """Set the token of each row, and its position, for the next step."""
         self.state.token.set(np.array(tokens, np.int32))
         self.state.position.set(np.array(positions, np.int32))
 
     def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
-        """A given token for each row through the model: logits (B, V); at position -1 no row."""
+        """The logits (B, V) after a given token for each row; rows at position -1 are skipped."""
         self.place(tokens, positions)
         self.program.run_steps()
         logits: Floats = self.logits.get()
         return logits
 
     def run(self) -> None:
-        """A step with the sampler: as a graph from the second one on."""
+        """Run a step and the sampler, from the second call on as a graph."""
         self.program.repeat(self._stream)
 
 
 class CudaDecoding:
-    """Rows being continued on a GPU. The step after the one asked for is already under way."""
+    """Decoding on a GPU. The step after the requested one is already in flight."""
 
     def __init__(
         self,
@@ -484,7 +489,7 @@ class CudaDecoding:
                 self._lengths = [length + 1 for length in self._lengths]
             self._returned += 1
             if max(self._lengths) < full:
-                self._launch()  # it runs while the host looks at what came
+                self._launch()  # it runs while the host reads the result
             self._done[now].synchronize()
             tokens, logprobs = self._step.sampled[now].copy()
             return tokens, logprobs.view(np.float32)
@@ -514,7 +519,7 @@ class CudaDecoding:
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
-    """Zeros of int32 in memory of the host that kernels write to, as NumPy and as CuPy see it."""
+    """int32 zeros in pinned host memory that kernels can write, as a NumPy and a CuPy array."""
     seen = pinned(shape)
     seen[...] = 0
     owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)

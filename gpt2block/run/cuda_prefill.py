@@ -29,16 +29,15 @@ Requested = Want | Literal["states"]
 class PrefillPrograms:
     """The programs of one shape and cache, over the model's buffers.
 
-    After `run`, `out` holds what was requested: "last": logits (B, V), where rows of sequences
-    without new tokens are undefined; "hidden" and "states": the final LayerNorm, (N, C) float32;
-    "logits": the same as the product with lm_head takes it; "log_likelihood": of the next token of
-    each row, (N,), undefined for the last row of a sequence. It is valid until the model's next
-    prefill.
+    After `run`, `out` holds the requested output until the model's next prefill. "last": logits
+    (B, V), undefined for sequences without new tokens; "hidden" and "states": the final LayerNorm,
+    (N, C) float32; "logits": the same, in the dtype of the product with lm_head; "log_likelihood":
+    of the next token of each row, (N,), undefined for the last row of a sequence.
     """
 
     def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
         N, B = shape.rows, shape.batch
-        self.model: CudaModel = weakref.proxy(model)  # which owns this, in its caches
+        self.model: CudaModel = weakref.proxy(model)  # the owner of this object, through its caches
         self.shape, self.n_ctx = shape, cache.n_ctx
         self.ends: list[int] = []
         self.states: list[Floats] = []
@@ -53,10 +52,10 @@ class PrefillPrograms:
         self._tensors = {**model.given(), **batch, **cache.tensors(model.config.n_layer)}
         self._tensors |= {"embedding": self._x, "h.0.ln1": h, "h.0.qkv": qkv}
         self._programs: dict[Want | None, Program] = {}
-        self._shared: dict[str, Bound] = {}  # steps as far as the last attention
+        self._shared: dict[str, Bound] = {}  # steps up to the last attention, common to all wants
 
     def program(self, want: Want | None) -> Program:
-        """Bound on first use."""
+        """The program for an output, bound on first use."""
         if want not in self._programs:
             self._programs[want] = self._bind(want)
         return self._programs[want]
@@ -65,7 +64,7 @@ class PrefillPrograms:
         config, (N, B) = self.model.config, (self.shape.rows, self.shape.batch)
         plan = self.shape.plan(config, want)
         storage: dict[str, CudaArray] = {"h.0.gelu": self._ff}
-        if want == "last":  # the last layer's, of a row each; tensor cores leave float32 there
+        if want == "last":  # the last layer computes B rows, with tensor cores in float32
             storage |= {f"h.{config.n_layer - 1}.gelu": self._ff[:B]}
             if self.shape.tensor_cores:
                 del storage[f"h.{config.n_layer - 1}.gelu"]
@@ -73,7 +72,7 @@ class PrefillPrograms:
             storage["ln_f"] = cupy.empty(self._x.shape, "float32")
         if want == "log_likelihood":
             scores = cupy.empty(N, "float32")
-            logits = self.model.room_for_logits(N)
+            logits = self.model.logits_buffer(N)
             for first in range(0, N, ROWS_AT_ONCE):
                 count = min(N - first, ROWS_AT_ONCE)
                 storage[f"logits.{first}"] = logits[:count]
@@ -86,7 +85,7 @@ class PrefillPrograms:
         return program
 
     def run(self, sequences: Sequence[Ids], starts: list[int], want: Requested | None) -> None:
-        """The sequences through the model; `want` None: for the keys and values alone."""
+        """Compute the sequences; `want` None: only their keys and values."""
         self._send(self._numbers_of(sequences, starts))
         program = self.program("hidden" if want == "states" else want)
         if want == "states":
@@ -108,13 +107,13 @@ class PrefillPrograms:
         positions = np.arange(self.shape.rows) - np.repeat(before - starts, lengths)
         last = np.maximum(ends - 1, 0)
         ids = np.concatenate(sequences)
-        if self.shape.tensor_cores:  # sequences that begin here: attention over the cache skips
-            starts = [start or self.n_ctx for start in starts]  # what starts beyond its end
+        if self.shape.tensor_cores:  # attention over the cache skips new sequences, marked by
+            starts = [start or self.n_ctx for start in starts]  # a start beyond its end
         parts = (ids, np.roll(ids, -1), positions, rows, [0], ends, starts, last)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
     def _send(self, numbers: Ids) -> None:
-        """Through memory that the GPU reads when it gets there; the previous call has read it."""
+        """Copy through pinned memory, after the previous call's copy from it has finished."""
         self._sent.synchronize()
         self._pinned[...] = numbers
         self._numbers.set(self._pinned)

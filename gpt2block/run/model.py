@@ -1,4 +1,4 @@
-"""What a GPT-2 asks of a backend: logits, hidden states, likelihoods, and rows being continued."""
+"""The interface of a GPT-2 backend: logits, hidden states, likelihoods and decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KV_CACHE = {"float32": "float32", "float16": "float16"}
 
 
 def kv_cache_dtype(dtype: str) -> str:
-    """The dtype of the keys and values kept beside weights of `dtype`: bfloat16 beside FP8."""
+    """The dtype of the KV cache for weights of `dtype`: bfloat16 for FP8 weights."""
     return _KV_CACHE.get(dtype, "bfloat16")
 
 
@@ -53,17 +53,17 @@ def vector_magnitude(name: str, array: NDArray[Any], allow_nonfinite: bool) -> f
 
 
 def check_stream(config: GPT2Config, largest: Mapping[str, float]) -> None:
-    """InputError where the sum of squares in a LayerNorm of the model could overflow float32.
+    """Raise InputError if the sum of squares in a LayerNorm could overflow float32.
 
-    The variance would be infinite there, its row would come out as β, and the logits would be
-    finite and wrong. Any other overflow makes an infinity or a NaN that reaches the logits.
+    The variance would be infinite, the normalized row would equal β, and the logits would be finite
+    but wrong. Any other overflow produces an infinity or a NaN that reaches the logits.
 
-    largest: the largest magnitude of every tensor, from which bounds follow that no token and no
-    input passes: a LayerNorm's C values of variance 1 are sqrt(C) at most, attention gives a
-    weighted mean of rows of v, GELU makes no magnitude larger, and a product of K inputs is at most
-    K times the largest input times the largest weight. Deviations from the mean are twice the bound
-    on the residual stream at most, and C of their squares are added up. The bundled model's stream
-    is bounded by 6e6 in this way, where the limit is 6e17.
+    largest: the largest magnitude of every tensor. The bounds derived from it hold for all inputs:
+    a LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
+    rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest
+    input times the largest weight. Deviations from the mean are at most twice the bound on the
+    residual stream, and C of their squares are summed. The bundled model's stream is bounded by
+    6e6, where the limit is 6e17.
     """
     C = config.n_embd
     limit = math.sqrt(float(np.finfo(np.float32).max) / C) / 2
@@ -92,7 +92,7 @@ def check_stream(config: GPT2Config, largest: Mapping[str, float]) -> None:
 
 
 def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
-    """The sequences in order, in lists of at most so many tokens, or of one sequence."""
+    """Split the sequences, in order, into lists of at most `tokens` tokens or of one sequence."""
     group: list[Ids] = []
     for ids in sequences:
         if group and sum(map(len, group)) + len(ids) > tokens:
@@ -103,11 +103,11 @@ def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
         yield group
 
 
-def filled_up(group: list[Ids]) -> list[Ids]:
-    """The sequences, and some of token 0, or empty, behind them.
+def padded(group: list[Ids]) -> list[Ids]:
+    """The sequences, followed by padding sequences of token 0, or empty ones.
 
-    At most a sixteenth more tokens and about a quarter more sequences. Many batches then have the
-    same numbers of both, and what a GPU was told for one of them is there for the next.
+    They add at most a sixteenth of the tokens and about a quarter of the sequences. Many batches
+    then have the same shape and reuse each other's launches and graphs on a GPU.
     """
     tokens, count = sum(map(len, group)), len(group)
     longest = max(map(len, group))
@@ -117,13 +117,13 @@ def filled_up(group: list[Ids]) -> list[Ids]:
 
 
 def rounded_up(n: int, steps: int) -> int:
-    """n rounded up to a power of two, or to one of `steps` even steps on the way to the next."""
+    """n rounded up to a power of two, or to one of `steps` even steps up to the next."""
     step = max(1, (1 << max(0, n.bit_length() - 1)) // steps)
     return -(-n // step) * step
 
 
 def check_dtype(dtype: str) -> None:
-    """InputError unless weights can be stored so."""
+    """Raise InputError unless weights can be stored in `dtype`."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
 
@@ -132,28 +132,28 @@ CacheKind = tuple[int, int, str, str]  # n_layer, n_embd, dtype, device
 
 
 def cache_kind(config: GPT2Config, dtype: str, device: str) -> CacheKind:
-    """What a cache and the model it is used with must have in common."""
+    """The properties that a cache and its model must share."""
     return config.n_layer, config.n_embd, dtype, device
 
 
 def check_room(lengths: Sequence[int], n_ctx: int) -> None:
-    """InputError when a row has no position left for the token that was sampled last."""
+    """Raise InputError when a row has no position left for its last sampled token."""
     full = [row for row, length in enumerate(lengths) if length >= n_ctx]
     if full:
-        raise InputError(f"row {full[0]} is full, it has {n_ctx} tokens: restart it, or end here")
+        raise InputError(f"row {full[0]} is full, it has {n_ctx} tokens: restart it, or stop")
 
 
 class KVCache(Protocol):
-    """The keys and values of a batch of sequences, room for `n_ctx` tokens each."""
+    """The keys and values of a batch of sequences of up to `n_ctx` tokens each."""
 
     kind: CacheKind
     batch: int
     n_ctx: int
-    lengths: list[int]  # tokens of each row that are in it
+    lengths: list[int]  # tokens of each row in the cache
 
     @property
     def nbytes(self) -> int:
-        """Of all keys and values."""
+        """Bytes of all keys and values."""
 
 
 def describe_cache(cache: KVCache) -> str:
@@ -167,86 +167,86 @@ def describe_cache(cache: KVCache) -> str:
 
 
 class Decoding(Protocol):
-    """Rows being continued, a token each at a time; their state stays on the device."""
+    """Rows that grow by one token per step; their state stays on the device."""
 
     def next(self) -> tuple[Ids, Floats]:
         """The next token of every row and its log-probability under the raw logits, (B,) each.
 
-        The first call samples what follows the prompts. A token of -1: the logits were NaN.
+        The first call samples the token after each prompt. Token -1: the logits were NaN. Raises
         InputError when a row is full, so that its last token has no position: restart it first.
         """
 
     def restart(self, row: int, ids: Ids) -> None:
-        """Let `row` go on as if it had these tokens, the last of them just sampled, and no others.
+        """Replace the tokens of `row` by `ids`, as if the last of them had just been sampled.
 
-        What it has sampled so far still counts for the repetition penalty and the random numbers.
+        Tokens sampled so far still count for the repetition penalty and the random numbers.
         """
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row that are in its cache; the one sampled last is not."""
+        """Tokens of each row in its cache, without the one sampled last."""
 
 
 class ModelEngine(Protocol):
-    """A GPT-2 on one backend. Sequences are checked by the caller: ids in range, not too long."""
+    """A GPT-2 on one backend. The caller checks sequences: ids in range, not too long."""
 
     config: GPT2Config
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """Of the weights as they are stored here."""
+        """Bytes of the weights as they are stored."""
 
     @property
     def cache_kind(self) -> CacheKind:
-        """Of the caches that can be used with it."""
+        """The kind of cache that the model accepts."""
 
     def describe(self) -> str:
-        """The device in words."""
+        """A description of the device."""
 
     def tensors(self) -> Tensors:
-        """What it was made of, as it is stored here; FP8 as the numbers it stands for."""
+        """Name, array and layout of every tensor as it is stored; FP8 converted to float32."""
 
     def new_cache(self, batch: int, n_ctx: int) -> KVCache:
         """An empty cache for `batch` rows of up to `n_ctx` tokens."""
 
     def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
-        """Of each sequence: "logits" (T, V), those of the "last" token (V,), or after the final
-        LayerNorm "hidden" (T, C); "states" (n_layer + 2, T, C), the residual stream before, between
-        and after the blocks, and hidden.
+        """The requested output of each sequence.
 
-        With a cache the sequences go on behind what its rows hold, one for each row (an empty one
-        leaves its row alone).
+        want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the
+        final LayerNorm; "states" (n_layer + 2, T, C), the residual stream before, between and after
+        the blocks, then hidden. With a cache, sequence b continues row b of the cache; an empty
+        sequence leaves its row unchanged.
         """
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Of each sequence (T - 1,): the log-probability of every token after its first."""
+        """For each sequence (T - 1,): the log-probability of every token after the first."""
 
     def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> Decoding:
-        """Rows that start with these prompts, each of at least one token."""
+        """Start decoding from these prompts, each of at least one token."""
 
 
 class StepResult(NamedTuple):
     """The result of one step of a forward pass."""
 
     name: str
-    kernel: str  # or the function
+    kernel: str  # or the reference function
     out: NDArray[Any]  # (rows, channels)
 
 
 class TracedEngine(ModelEngine, Protocol):
-    """A GPT-2 whose steps can be looked at, for a forward pass of one sequence of ids (T,).
+    """A GPT-2 that exposes the steps of a forward pass of one sequence of ids (T,).
 
-    cached: of its last token, after the others are in a kv_cache.
+    cached: the pass computes the last token only, with the others in a kv_cache.
     """
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        """Step name → its tensor, (rows, channels), in order."""
+        """Step name → its result, (rows, channels), in order."""
 
-    def alone(
+    def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        """Every step by itself, on exact inputs, rounded to what they are stored in.
+        """Run every step alone, on exact inputs rounded to their storage dtype.
 
         exact: the tensors of the pass by name, and K and V of the sequence as "h.0.k" (1, T, C).
         """

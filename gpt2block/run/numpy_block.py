@@ -19,9 +19,9 @@ from gpt2block.run.numpy_walk import apply, walk
 
 
 class NumpyEngine:
-    """Walks a plan with NumPy, in the dtype of the weights (float32, or float64 for the truth).
+    """Runs a plan with NumPy, in the dtype of the weights: float32, or float64 as exact values.
 
-    dtype: of x, and what each step's result is rounded to; None is that of the weights.
+    dtype: of x; every step's result is rounded to it. None: the dtype of the weights.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class NumpyEngine:
         return walk(self.plan, {**self._weights, self.plan.input: x}, self.plan.names, self._apply)
 
     def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-        """The step's NumPy function on its inputs, taken from `tensors` and the weights."""
+        """The step's reference function on its inputs, from `tensors` and the weights."""
         known = {**self._weights, **tensors}
         return self._apply(step, tuple(known[name] for name in step.inputs))
 
     def _apply(self, step: Step, inputs: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-        """Computed in the dtype of the weights, and rounded to that of the block."""
+        """Compute in the dtype of the weights, then round to that of the block."""
         wide = tuple(array.astype(self._computed, copy=False) for array in inputs)
         result: NDArray[Any] = apply(step, wide).astype(self._stored, copy=False)
         return result

@@ -1,4 +1,4 @@
-"""GPT-2 with NumPy: a plan whose steps are functions of `gpt2block.reference`."""
+"""GPT-2 with NumPy: the steps of a plan are functions of `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gpt2block.run.numpy_walk import apply, walk
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.matrix import WeightMatrix
 
-ROWS_AT_ONCE = 1024  # of logits, when likelihoods are asked for
+ROWS_AT_ONCE = 1024  # of logits computed together for likelihoods
 
 
 class NumpyCache:
@@ -48,7 +48,7 @@ class NumpyCache:
         self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), np.float32)
 
     def tensors(self, n_layer: int) -> dict[str, Floats]:
-        """Keys and values by their names in a plan: a cache of one layer is that of all layers."""
+        """Keys and values by their names in a plan; with one stored layer, all layers share it."""
         found: dict[str, Floats] = {}
         for n in range(n_layer):
             k, v = self.data[n % len(self.data)]
@@ -113,7 +113,7 @@ class NumpyModel:
     def forward(
         self, sequences: Sequence[Ids], want: Want, cache: NumpyCache | None = None
     ) -> list[Floats]:
-        if cache is None:  # nobody goes on from there: every layer overwrites the same one
+        if cache is None:  # no later call continues: all layers share one layer's memory
             config = replace(self.config, n_layer=1)
             longest = max(map(len, sequences))
             cache = NumpyCache(config, len(sequences), longest, kv_cache_dtype(self.dtype))
@@ -134,7 +134,7 @@ class NumpyModel:
         return np.split(found, ends[:-1], axis=-2)
 
     def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
-        """What a plan for these new tokens is given."""
+        """The inputs of a plan for these new tokens, by name."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         batch = {
@@ -152,7 +152,7 @@ class NumpyModel:
         names = [step.name for step in plan.steps if step.op != "kv_append"]
         return walk(plan, given, names, self._apply)
 
-    def alone(
+    def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
         plan, given = self._pass(ids, cached)
@@ -163,7 +163,7 @@ class NumpyModel:
                 yield StepResult(step.name, f"reference.{step.op}", out)
 
     def _pass(self, ids: Ids, cached: bool) -> tuple[Plan, dict[str, NDArray[Any]]]:
-        """The plan of a forward pass of one sequence, and what it is given."""
+        """The plan of a forward pass of one sequence, and its inputs by name."""
         cache = self.new_cache(1, len(ids))
         if cached:
             self.forward([ids[:-1]], "last", cache)
@@ -187,7 +187,7 @@ class NumpyModel:
         return NumpyDecoding(self, prompts, sampling)
 
     def _apply(self, step: Step, inputs: tuple[Any, ...]) -> Any:
-        """Keys and values are rounded to the cache's dtype, and stored as float32."""
+        """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
         if step.op == "kv_append":
             qkv, *cache = inputs
             inputs = (qkv.astype(self._kv_dtype, copy=False).astype(np.float32, copy=False), *cache)
@@ -205,7 +205,7 @@ class NumpyModel:
 
 
 class NumpyDecoding:
-    """Rows being continued on the CPU."""
+    """Decoding on the CPU."""
 
     def __init__(
         self, model: NumpyModel, prompts: Sequence[Ids], sampling: Sequence[Sampling]
@@ -217,7 +217,7 @@ class NumpyDecoding:
         self._seen = np.zeros((len(prompts), model.config.vocab_size), np.uint8)
         for seen, ids in zip(self._seen, prompts, strict=True):
             seen[ids] = 1
-        self._next: list[Ids] = list(prompts)  # what each row has to read before it is sampled
+        self._next: list[Ids] = list(prompts)  # tokens of each row to process before sampling
 
     @property
     def lengths(self) -> list[int]:

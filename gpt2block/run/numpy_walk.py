@@ -1,4 +1,4 @@
-"""Plans in NumPy: every step is its function in `gpt2block.reference`."""
+"""Run plans with NumPy: every step is a function of `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Apply = Callable[[Step, tuple[Any, ...]], Any]
 
 
 def apply(step: Step, inputs: tuple[Any, ...]) -> Any:
-    """The step's function on arrays that fit: its checks would take a quarter of a token's time."""
+    """The step's function without its argument checks, which take a quarter of a token's time."""
     return unchecked(getattr(reference, step.op))(*inputs, **step.attrs)
 
 
 def walk(
     plan: Plan, tensors: Mapping[str, Any], keep: Collection[str] = (), apply: Apply = apply
 ) -> dict[str, Any]:
-    """The tensors of the steps in `keep` and of the last step, by name.
+    """Run the plan; return the results of the steps in `keep` and of the last step, by name.
 
-    tensors: what the plan is given. All other tensors are dropped as soon as no step needs them.
+    tensors: the plan's inputs by name. Every other result is freed after the last step that reads
+    it.
     """
     last_use = {name: i for i, step in enumerate(plan.steps) for name in step.inputs}
     known = dict(tensors)

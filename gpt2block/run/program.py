@@ -1,4 +1,4 @@
-"""Plans on a GPU: a Program is a plan whose launches are bound to arrays."""
+"""Run plans on a GPU: a Program is a plan whose launches are bound to arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 
 class _Take(NamedTuple):
-    """Rows of `source` into `out`, by a kernel of CuPy's."""
+    """Copies rows of `source` to `out` with a CuPy kernel."""
 
     source: CudaArray
     indices: CudaArray
@@ -52,7 +52,7 @@ def _varlen(inputs: tuple[Any, ...], out: Any, **options: Any) -> Bound:
     return bind_attention((qkv,), out, cu_seqlens=cu_seqlens, **options)
 
 
-# Ops of plans that are not operations by themselves, with the signature of `Operation.bind`.
+# Steps of plans without an Operation of their own, with the signature of `Operation.bind`.
 BINDERS: Mapping[str, Callable[..., Bound]] = {
     "take": _take,
     "rows": lambda inputs, out, first, end: Bound(inputs[0][first:end], ()),
@@ -65,7 +65,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
 
 
 def bind_step(step: Step, tensors: Mapping[str, Any], out: Any = None) -> Bound:
-    """A step's launches on arrays by name; `out` is allocated where it is None."""
+    """Bind a step to arrays by name; `out` is allocated if it is None."""
     inputs = tuple(tensors[name] if name else None for name in step.inputs)
     bind = BINDERS[step.op] if step.op in BINDERS else OPERATIONS[step.op].bind
     return bind(inputs, out, **step.attrs)
@@ -74,9 +74,9 @@ def bind_step(step: Step, tensors: Mapping[str, Any], out: Any = None) -> Bound:
 class Program:
     """A plan bound to arrays on the current device. It keeps all of them alive.
 
-    tensors: what the plan is given, by name, and storage for its steps: that of a step in place is
-    the storage of the tensor it overwrites, and what is missing is allocated. known: steps that are
-    bound already, to the same arrays. after: what runs after the steps, such as a sampler.
+    tensors: the plan's inputs by name, and storage for its steps. An in-place step uses the storage
+    of the tensor it overwrites; missing storage is allocated. known: steps that are already bound
+    to the same arrays. after: launches after the last step, such as a sampler's.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Program:
 
     @property
     def out(self) -> Any:
-        """The last step's tensor."""
+        """The last step's result."""
         return self.tensors[self.plan.output]
 
     @property
@@ -121,7 +121,7 @@ class Program:
             self.run_step(name)
 
     def run_step(self, name: str) -> None:
-        """Under the step's name in a profiler's timeline."""
+        """Launch a step, in an NVTX range of its name for profilers."""
         cupy.cuda.nvtx.RangePush(name)
         try:
             for launch in self.bounds[name].launches:
@@ -130,16 +130,16 @@ class Program:
             cupy.cuda.nvtx.RangePop()
 
     def replay(self, stream: Any, private: Any) -> None:
-        """Run as a CUDA graph on `stream`; it is captured on the stream `private` when missing.
+        """Run as a CUDA graph on `stream`. The first call captures it on the stream `private`.
 
-        Every kernel must have been loaded: by a run, or by that of another program.
+        Every kernel must be loaded already, by a run of this program or of another one.
         """
         if self._graph is None:
             self._graph = capture(self.launches, private, self.plan.overlapping)
         self._graph.launch(stream)
 
     def repeat(self, stream: Any) -> None:
-        """Run on `stream`, the current one: from the second time on as a CUDA graph."""
+        """Run on `stream`, the current one; from the second call on as a CUDA graph."""
         if self._ran:
             self.replay(stream, stream)
         else:
@@ -147,7 +147,7 @@ class Program:
         self._ran = True
 
     def trace(self, names: Iterable[str] | None = None) -> dict[str, CudaArray]:
-        """Run the steps, with copies of the tensors of these (None: of all) as they are made."""
+        """Run the steps; return copies of the results of `names`, or of all steps if None."""
         wanted = set(self.plan.names if names is None else names)
         copies = {}
         for name in self.bounds:
@@ -157,11 +157,13 @@ class Program:
                 copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
         return copies
 
-    def alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, str, NDArray[Any]]]:
-        """Each step run on exact inputs, rounded to what they are stored in.
+    def run_alone(
+        self, exact: Mapping[str, NDArray[Any]]
+    ) -> Iterator[tuple[str, str, NDArray[Any]]]:
+        """Run each step alone on exact inputs, rounded to the dtype of their storage.
 
-        exact: tensors by name; those of the plan's steps, and K and V of a kv_cache, (B, T, C).
-        Yields the step's name, its kernels' and its result; nothing for steps without an exact one.
+        exact: float64 tensors by name, of the plan's steps and K and V of a kv_cache, (B, T, C).
+        Yields name, kernels' names and result of every step that has an exact tensor.
         """
         for step in self.plan.steps:
             for name in step.inputs:
@@ -174,13 +176,13 @@ class Program:
 
 
 def _fill(array: CudaArray, exact: NDArray[Any]) -> None:
-    """Set the part of an array that starts at its origin."""
+    """Copy `exact` to the leading part of an array, rounded to its dtype."""
     part = array[tuple(slice(n) for n in exact.shape)]
     part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
 
 
 def capture(launches: Iterable[Runnable], stream: Any, overlapping: bool) -> Any:
-    """A CUDA graph of launches; overlapping: each may start before the one before it has ended."""
+    """A CUDA graph of launches; overlapping: each may start before the previous one has ended."""
     early = overlapping and overlap.possible()
     with stream:
         stream.begin_capture()

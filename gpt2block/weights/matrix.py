@@ -1,4 +1,4 @@
-"""Weights of a product as they lie in memory: dtype, scales, layout. `WeightMatrix.quantize`."""
+"""Weight matrices as stored in memory, with dtype, scales and layout: `WeightMatrix`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpt2block.errors import InputError
 
 LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
 SCALED = "float8_e4m3fn"  # the one dtype that has scales
-# A channel whose weights are all smaller than this counts as zero: then no scale is so small that
-# a float32 without subnormal numbers, as on the GPU, would make a difference.
+# A channel whose weights are all smaller than this counts as zero. Larger scales give the same
+# results with and without subnormal float32 numbers, which the GPU flushes to zero.
 SMALLEST = 2.0**-91
-AT_ONCE = 2**18  # weights on the host that are looked at together
+AT_ONCE = 2**18  # weights on the host that are processed together
 _LARGEST = {"float16": "±65504", "bfloat16": "±3.39e38"}
 
 
@@ -30,11 +30,11 @@ class WeightMatrix:
 
     data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
     "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale: float32 (N,),
-    only beside E4M3: a weight of output n is scale[n] times the number in data; None is all ones.
-    largest: the largest magnitude before rounding where `quantize` made the matrix, else None.
+    for E4M3 only: a weight of output n is scale[n] times the number in data; None means all ones.
+    largest: the largest magnitude before rounding if `quantize` made the matrix, else None.
 
-    The arrays are taken as they are, not copied. Raises InputError for what does not fit together,
-    and for bytes of FP8 that are infinity or NaN, which the kernels would take for numbers.
+    The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
+    that are infinity or NaN, which the kernels would treat as numbers.
     """
 
     data: Any
@@ -48,7 +48,7 @@ class WeightMatrix:
         _check_array("weights", self.data, "uint8" if self.dtype in FP8 else self.dtype)
         if not self.data.flags.c_contiguous:
             raise InputError(
-                "weights: expected a C-contiguous array: copy it, or name the other layout"
+                "weights: expected a C-contiguous array: copy it, or pass the other layout"
             )
         if self.scale is not None:
             self._check_scale()
@@ -92,15 +92,15 @@ class WeightMatrix:
         name: str = "w",
         allow_nonfinite: bool = False,
     ) -> WeightMatrix:
-        """Float weights in `layout`, rounded to `dtype`; on the GPU if `w` is a CuPy array there.
+        """Round float weights in `layout` to `dtype`; on the GPU if `w` is a CuPy array.
 
-        w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 gets a scale for each output
-        channel, its largest magnitude / 448, or 1 where all are zero; E5M2 has none, and weights
-        beyond ±57344 become that. The bytes and scales are the same on NumPy and CuPy. Where
-        nothing needs rounding and `w` is contiguous, it is taken as it is.
+        w: float32, float16 or bfloat16, (K, N) or (N, K). E4M3 has a scale for each output channel,
+        its largest magnitude / 448, or 1 where all weights are zero. E5M2 has none, and saturates
+        at ±57344. Bytes and scales are the same with NumPy and CuPy. A contiguous `w` that already
+        has the dtype is not copied.
 
-        Raises InputError by the tensor's `name` for infinity or NaN, which allow_nonfinite permits
-        where the dtype is not FP8, and for weights beyond what float16 or bfloat16 can hold.
+        Raises InputError, with the tensor's `name`, for infinity or NaN unless allow_nonfinite is
+        set and the dtype is not FP8, and for weights beyond the range of float16 or bfloat16.
         """
         _check_choices(dtype, layout)
         _check_array(name, w, *STORAGE)
@@ -123,7 +123,7 @@ class WeightMatrix:
         return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
 
     def arrays(self) -> dict[str, Any]:
-        """What it consists of, by the end of the name for messages."""
+        """The arrays of the matrix, by the suffix of their names in messages."""
         return {"": self.data} | ({} if self.scale is None else {".scale": self.scale})
 
     @property
@@ -138,11 +138,11 @@ class WeightMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights and their scales."""
+        """Bytes of the weights and their scales."""
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
     def dequantized(self) -> NDArray[np.float32]:
-        """The weights as NumPy float32 (K, N), in either layout; a view where nothing changes."""
+        """The weights as NumPy float32 (K, N); a view of float32 data on the host."""
         values = on_host(self.data)
         if self.dtype in FP8:
             values = reference.from_fp8(values, self.dtype)
@@ -150,11 +150,11 @@ class WeightMatrix:
         if self.layout == "NK":
             values = values.T
         if self.scale is not None:
-            values *= on_host(self.scale)  # they are new: only bytes of FP8 have scales
+            values *= on_host(self.scale)  # in place: FP8 values are a new array
         return values
 
     def widened(self) -> WeightMatrix:
-        """The same numbers stored as NumPy float32, in the same layout; self where they are."""
+        """The same numbers as NumPy float32 in the same layout; self if they already are."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
         return self if data is self.data else WeightMatrix(data, "float32", None, self.layout)
@@ -168,7 +168,7 @@ class WeightMatrix:
 
 
 def check_finite(name: str, array: NDArray[Any]) -> None:
-    """InputError, with the place of the first, where a tensor on the host has infinity or NaN."""
+    """Raise InputError, with the first position, if a host tensor has infinity or NaN."""
     bad = ~np.isfinite(array.astype(np.float32, copy=False))
     if bad.any():
         raise InputError(
@@ -178,7 +178,7 @@ def check_finite(name: str, array: NDArray[Any]) -> None:
 
 
 def check_layout(layout: str) -> None:
-    """InputError unless it is one of `LAYOUTS`."""
+    """Raise InputError unless `layout` is one of `LAYOUTS`."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise InputError(f"layout {layout!r}: expected 'KN' or 'NK'")
 
@@ -212,7 +212,7 @@ def on_host(array: Any) -> NDArray[Any]:
 
 
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
-    """Largest magnitude of each output channel, on the host; not finite where a weight is not."""
+    """Largest magnitude of each output channel, on the host; not finite if a weight is not."""
     if is_array(w):
         from gpt2block.ops.to_fp8 import absmax  # noqa: PLC0415
 
@@ -234,13 +234,13 @@ def _to_fp8(w: NDArray[Any], dtype: str, scale: Any, layout: str) -> NDArray[np.
 
 
 def _parts(matrix: NDArray[Any]) -> list[NDArray[Any]]:
-    """Views of some rows each, so that what is worked out of them stays small beside the whole."""
+    """Views of groups of rows, so that temporary arrays are small compared with the matrix."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
 
 
 def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
-    """w in a plain dtype; InputError where that would make infinities."""
+    """Round w to a float dtype; InputError if finite weights would become infinite."""
     target = FLOATS[dtype]
     with np.errstate(over="ignore"):
         if not np.isfinite(absmax.astype(target)).all():
@@ -254,6 +254,6 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
 
 
 def _some(bad: NDArray[np.bool_]) -> str:
-    """How many of the weights, and where the first of them stands."""
+    """How many weights are bad, and the position of the first, for messages."""
     first = ", ".join(map(str, np.unravel_index(int(bad.argmax()), bad.shape)))
     return f"{int(bad.sum()):,} of {bad.size:,} weights, the first at [{first}], are"

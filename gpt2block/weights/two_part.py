@@ -1,4 +1,4 @@
-"""Matrices in two parts, for float32 accuracy on half-precision tensor cores: `TwoPartMatrix`."""
+"""Two-part matrices, for float32 accuracy on half-precision tensor cores: `TwoPartMatrix`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gpt2block.cuda import cupy, is_array
 from gpt2block.errors import InputError, shown
 from gpt2block.weights.matrix import kind, on_host
 
-LARGEST_BOUND = 2.0**127  # of the magnitudes that a scale can be made for
+LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
 
 
 @dataclass(frozen=True, eq=False)
 class TwoPartMatrix:
-    """float32 numbers (..., K) as (hi + lo 2^-11) scale, a scale for each row.
+    """float32 numbers (..., K), stored as (hi + lo 2^-11) scale, with one scale per row.
 
     parts (2, rows, K), hi and lo in float16, and scale (rows,), float32 powers of two: NumPy or
-    CuPy, C-contiguous. shape: (..., K), whose leading axes together are the rows.
-    `reference.two_part` says what the parts are; 22 bits of every number are kept, or what is above
-    2^-50 of the largest of its row. one_scale: that of all rows where it was chosen before the
+    CuPy, C-contiguous. shape: (..., K), where the product of the leading axes is rows. The parts
+    are defined by `reference.two_part`: they keep 22 bits of every number, or the bits above 2^-50
+    of the largest number of its row. one_scale: the scale of all rows if it was chosen before the
     numbers were known, as in `empty`; else None.
 
-    The arrays are taken as they are, not copied. Scales in device memory are not looked at. Raises
-    InputError for what does not fit together.
+    The arrays are not copied. Scales in device memory are not checked. Raises InputError for arrays
+    that do not match.
     """
 
     parts: Any
@@ -71,9 +71,9 @@ class TwoPartMatrix:
 
     @classmethod
     def from_float32(cls, x: Any) -> TwoPartMatrix:
-        """A float32 array (..., K) in parts: NumPy in, NumPy out; CuPy in, CuPy out, by a kernel.
+        """Convert a float32 array (..., K): NumPy in, NumPy out; CuPy in, CuPy out, by a kernel.
 
-        The parts and scales are the same on both. Raises InputError.
+        The parts and scales are the same for both. Raises InputError.
         """
         if is_array(x):
             from gpt2block.ops import two_part  # noqa: PLC0415
@@ -91,10 +91,10 @@ class TwoPartMatrix:
     def empty(
         cls, shape: tuple[int, ...], bound: float | None = None, parts: Any = None
     ) -> TwoPartMatrix:
-        """Memory of the current GPU for a matrix that a kernel is yet to write.
+        """Allocate a matrix on the current GPU for a kernel to write.
 
-        bound: the largest magnitude there can be, from which all rows have one scale; None where
-        the kernel finds scales itself. parts: memory to use again. Raises InputError.
+        bound: the largest magnitude of the result, which determines one scale for all rows; None
+        if the kernel computes the scales. parts: an array to reuse. Raises InputError.
         """
         rows, K = _rows("shape", shape)
         if parts is None:
@@ -108,7 +108,7 @@ class TwoPartMatrix:
         return f"TwoPartMatrix(shape={self.shape}, {kind(self.parts)}, {self.nbytes:,} bytes)"
 
     def arrays(self) -> dict[str, Any]:
-        """What it consists of, by the end of the name for messages."""
+        """The arrays of the matrix, by the suffix of their names in messages."""
         return {".parts": self.parts, ".scale": self.scale}
 
     @property
@@ -117,12 +117,12 @@ class TwoPartMatrix:
 
     @property
     def size(self) -> int:
-        """Numbers, of two parts each."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Of parts and scales."""
+        """Bytes of parts and scales."""
         return int(self.parts.nbytes) + int(self.scale.nbytes)
 
     def joined(self) -> Any:
@@ -135,9 +135,9 @@ class TwoPartMatrix:
 
 
 def scale_for(bound: float) -> float:
-    """The scale of rows whose numbers have magnitudes up to `bound`, which then is 2^15 at most.
+    """The scale for rows of magnitudes up to `bound`: bound / scale is at most 2^15.
 
-    Raises InputError unless it is a number from 0 to 2^127.
+    Raises InputError unless bound is a number from 0 to 2^127.
     """
     if real(bound) is None or not 0 <= bound <= LARGEST_BOUND:
         raise InputError(f"bound: expected a magnitude from 0 to 2^127, got {shown(bound)}")
