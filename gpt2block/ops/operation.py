@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, KernelError
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -33,7 +33,7 @@ def _never(job: Any) -> str | None:
 
 def _no_launch(job: Any) -> Any:
     """The `launch` of auxiliary kernels, which no `bind` chooses."""
-    raise NotImplementedError
+    raise KernelError("an auxiliary kernel is not launched by itself: call the public function")
 
 
 @dataclass(frozen=True)
