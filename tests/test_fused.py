@@ -301,8 +301,8 @@ def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -
     assert [row[0] for row in steps] == SEVEN
     assert steps[5][1:3] == ["reference.gemm", "4x1024"]
     assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative
-    assert "kernels  none run: bfloat16 NumPy held against the same in float64" in out
-    assert "Likeliest next tokens: " in out
+    assert "kernels  none run: bfloat16 NumPy compared with float64" in out
+    assert "Most likely next tokens: " in out
     random = ("--size", "gpt2", "--seq-len", "3", "--dtype", "float16", "--json")
     found = json.loads(printed(capsys, *random))
     assert [step["name"] for step in found["steps"]] == SEVEN
@@ -316,7 +316,7 @@ def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -
         (["--kernels", "fast"], "--kernels: expected one of 'auto', "),
         (
             ["--kernels", "skeleton", "--dtype", "float16"],
-            "--kernels 'skeleton': they are float32 on",
+            "--kernels 'skeleton': expected --dtype 'float32', got 'float16'",
         ),
         (["--size", "gpt2", "--dtype", "half"], "--dtype: expected one of 'float32', "),
     ],

@@ -76,7 +76,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
     for file in kernels.sources():  # the very programs that the other tests compile
         program = sha256(kernels.program(file).encode()).hexdigest()
         assert f"{file} {' '.join(kernels.signatures(file))} {program}\n" in done.stdout
-    assert "Likeliest next tokens" in done.stdout
+    assert "Most likely next tokens" in done.stdout
 
 
 def test_every_module_imports_without_cupy() -> None:
