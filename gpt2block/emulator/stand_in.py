@@ -75,7 +75,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     def __new__(
         cls,
         shape: Any,
-        dtype: Any = "float32",
+        dtype: Any = "float64",
         memptr: MemoryPointer | None = None,
         strides: Sequence[int] | None = None,
     ) -> ndarray:
@@ -108,7 +108,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
         self[...] = np.asarray(array)
 
 
-def empty(shape: Any, dtype: Any = "float32") -> ndarray:
+def empty(shape: Any, dtype: Any = "float64") -> ndarray:
     """An array of 0xFF bytes, aligned to 512 bytes."""
     dtype = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
@@ -163,11 +163,11 @@ def array(value: Any, dtype: Any = None) -> ndarray:
     return made
 
 
-def zeros(shape: Any, dtype: Any = "float32") -> ndarray:
+def zeros(shape: Any, dtype: Any = "float64") -> ndarray:
     return full(shape, 0, dtype)
 
 
-def full(shape: Any, value: Any, dtype: Any = "float32") -> ndarray:
+def full(shape: Any, value: Any, dtype: Any = "float64") -> ndarray:
     made = empty(shape, dtype)
     made[...] = value
     return made
