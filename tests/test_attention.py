@@ -243,7 +243,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
         online(1, 8_388_481, 1, 64)
     options: dict[str, Any] = {"n_head": 1, "causal": True}
     with emulated():
-        qkv = cupy.empty((5, 3 * 257))
+        qkv = cupy.empty((5, 3 * 257), "float32")
         with pytest.raises(InputError, match="variant online: head size 257: expected at most 256"):
             bind_attention((qkv,), **options, variant="online")
         assert len(bind_attention((qkv,), **options, variant="naive").launches) == 3
