@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -553,3 +554,17 @@ def test_arrays_of_other_libraries(cp: ModuleType, gpt2: BlockWeights, dtype: st
     out = cp.empty_like(x)
     block(Foreign(x), out=Foreign(out))
     np.testing.assert_array_equal(out.get(), expected)
+
+
+@pytest.mark.parametrize("kernels", ["skeleton", "fused"])
+def test_a_block_keeps_neither_input_nor_result(kernels: str) -> None:
+    """Their memory is free for the next call, which then has the same addresses: a graph's."""
+    weights = BlockWeights.random(0, GPT2Config(n_head=1, n_embd=64))
+    with running_on("forward") as cupy:
+        block = Block(weights, device="cuda", kernels=kernels)
+        x = cupy.asarray(random_input(1, (5, 64)))
+        first = block(x)
+        expected, gone = first.get(), [weakref.ref(first.base), weakref.ref(x.base)]
+        np.testing.assert_array_equal(block(x, out=first).get(), expected)
+        del first, x
+        assert [memory() for memory in gone] == [None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +162,9 @@ class CudaEngine:
         program = self._calls.get(key)
         repeated = program is not None
         if program is None:
-            program = self._calls[key] = self._program(x, out)
+            # Kept alive here, x and out would hold their memory, and no later call could have it.
+            caller_owned = (self.plan.input, self.plan.output)
+            program = self._calls[key] = self._program(x, out, caller_owned)
             if len(self._calls) > MAX_CALLS:
                 self._calls.popitem(last=False)
         else:
@@ -185,10 +187,11 @@ class CudaEngine:
         finally:
             self._done.record(stream)
 
-    def _program(self, x: CudaArray, out: CudaArray) -> Program:
+    def _program(self, x: CudaArray, out: CudaArray, borrowed: Iterable[str] = ()) -> Program:
         """The plan bound to x, out and the buffers of the shape."""
         workspace = self._workspace(x.shape)
-        program = Program(self.plan, self._tensors(x, out), workspace.bounds)
+        tensors = self._tensors(x, out)
+        program = Program(self.plan, tensors, workspace.bounds, borrowed=borrowed)
         for step in self.plan.steps:
             if step.name != self.plan.output and self.plan.input not in step.inputs:
                 workspace.bounds[step.name] = program.bounds[step.name]

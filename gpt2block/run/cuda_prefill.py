@@ -64,10 +64,10 @@ class PrefillPrograms:
         config, (N, B) = self.model.config, (self.shape.rows, self.shape.batch)
         plan = self.shape.plan(config, want)
         storage: dict[str, CudaArray] = {"h.0.gelu": self._ff}
-        if want == "last":  # the last layer computes B rows, with tensor cores in float32
-            storage |= {f"h.{config.n_layer - 1}.gelu": self._ff[:B]}
-            if self.shape.tensor_cores:
-                del storage[f"h.{config.n_layer - 1}.gelu"]
+        if want == "last":  # the last layer computes B rows
+            gelu = f"h.{config.n_layer - 1}.gelu"
+            rows = cupy.empty((B, 4 * config.n_embd), "float32")  # tensor cores leave float32 there
+            storage[gelu] = rows if self.shape.tensor_cores else self._ff[:B]
         if want == "hidden" and self.shape.tensor_cores:
             storage["ln_f"] = cupy.empty(self._x.shape, "float32")
         if want == "log_likelihood":

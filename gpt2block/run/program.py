@@ -72,11 +72,12 @@ def bind_step(step: Step, tensors: Mapping[str, Any], out: Any = None) -> Bound:
 
 
 class Program:
-    """A plan bound to arrays on the current device. It keeps all of them alive.
+    """A plan bound to arrays on the current device. It keeps them alive, except the borrowed ones.
 
     tensors: the plan's inputs by name, and storage for its steps. An in-place step uses the storage
     of the tensor it overwrites; missing storage is allocated. known: steps that are already bound
-    to the same arrays. after: launches after the last step, such as a sampler's.
+    to the same arrays. after: launches after the last step, such as a sampler's. borrowed: names of
+    tensors that the caller keeps alive during a run; a trace cannot read them.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Program:
         tensors: Mapping[str, Any],
         known: Mapping[str, Bound] | None = None,
         after: Iterable[Bound] = (),
+        borrowed: Iterable[str] = (),
     ) -> None:
         self.plan = plan
         self.tensors = dict(tensors)
@@ -96,6 +98,10 @@ class Program:
                 bound = bind_step(step, self.tensors, out)
             self.bounds[step.name] = bound
             self.tensors[step.name] = bound.out
+        for name in borrowed:
+            del self.tensors[name]
+            if name in self.bounds:
+                self.bounds[name] = self.bounds[name]._replace(out=None)
         self._after = tuple(after)
         self._ran = False
         self._graph: Any = None
