@@ -37,6 +37,7 @@ from gpt2block.run.model import (
     Tensors,
     Want,
     cache_kind,
+    cache_tensors,
     check_room,
     check_stream,
     describe_cache,
@@ -79,14 +80,6 @@ class CudaCache:
     @property
     def nbytes(self) -> int:
         return sum(int(half.nbytes) for layer in self.layers for half in layer)
-
-    def tensors(self, n_layer: int) -> dict[str, CudaArray]:
-        """Keys and values by their names in a plan; with one stored layer, all layers share it."""
-        found: dict[str, CudaArray] = {}
-        for n in range(n_layer if self.layers else 0):
-            k, v = self.layers[n % len(self.layers)]
-            found |= {f"h.{n}.k": k, f"h.{n}.v": v}
-        return found
 
     def __repr__(self) -> str:
         return describe_cache(self)
@@ -419,7 +412,7 @@ class _Step:
             "h.0.attn": cupy.zeros((B, C), "float32"),
             "logits": self.logits,
         }
-        tensors = {**model.given(), **cache.tensors(c.n_layer), **given, **storage}
+        tensors = {**model.given(), **cache_tensors(cache.layers, c.n_layer), **given, **storage}
         self.program = Program(decode_plan(c), tensors, after=(self._sample,))
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, Want
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
-from gpt2block.run.model import Floats, Ids
+from gpt2block.run.model import Floats, Ids, cache_tensors
 from gpt2block.run.program import Program
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ class PrefillPrograms:
         batch = dict(zip(sizes, cupy.split(self._numbers, ends), strict=True))
         dtype = model.dtype if shape.tensor_cores else "float32"
         self._x, h, qkv, self._ff = model.activations(N, dtype)
-        self._tensors = {**model.given(), **batch, **cache.tensors(model.config.n_layer)}
+        self._tensors = {
+            **model.given(),
+            **batch,
+            **cache_tensors(cache.layers, model.config.n_layer),
+        }
         self._tensors |= {"embedding": self._x, "h.0.ln1": h, "h.0.qkv": qkv}
         self._programs: dict[Want | None, Program] = {}
         self._shared: dict[str, Bound] = {}  # steps up to the last attention, common to all wants

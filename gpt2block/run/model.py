@@ -156,6 +156,17 @@ class KVCache(Protocol):
         """Bytes of all keys and values."""
 
 
+def cache_tensors(layers: Any, n_layer: int) -> dict[str, Any]:
+    """Keys and values by their names in a plan of n_layer layers.
+
+    layers: a sequence of pairs (k, v); a single one is that of all layers, none gives nothing.
+    """
+    named = {}
+    for n in range(n_layer if len(layers) else 0):
+        named[f"h.{n}.k"], named[f"h.{n}.v"] = layers[n % len(layers)]
+    return named
+
+
 def describe_cache(cache: KVCache) -> str:
     """One line for a cache's `repr`."""
     n_layer, n_embd, dtype, device = cache.kind

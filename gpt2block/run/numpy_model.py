@@ -24,6 +24,7 @@ from gpt2block.run.model import (
     Tensors,
     Want,
     cache_kind,
+    cache_tensors,
     check_room,
     check_stream,
     describe_cache,
@@ -46,14 +47,6 @@ class NumpyCache:
         self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
         self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), np.float32)
-
-    def tensors(self, n_layer: int) -> dict[str, Floats]:
-        """Keys and values by their names in a plan; with one stored layer, all layers share it."""
-        found: dict[str, Floats] = {}
-        for n in range(n_layer):
-            k, v = self.data[n % len(self.data)]
-            found |= {f"h.{n}.k": k, f"h.{n}.v": v}
-        return found
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +138,7 @@ class NumpyModel:
             "start": np.array(cache.lengths),
             "last": ends[lengths > 0] - 1,
         }
-        return {**self._given, **cache.tensors(self.config.n_layer), **batch}
+        return {**self._given, **cache_tensors(cache.data, self.config.n_layer), **batch}
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         plan, given = self._pass(ids, cached)
