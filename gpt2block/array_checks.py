@@ -43,6 +43,7 @@ def _position(name: str, value: Any) -> int:
 # Scalar arguments by name, with the same meaning in every function.
 _SCALARS: Mapping[str, Callable[[str, Any], object]] = {
     "n_head": check_count,
+    "n_kv_head": check_count,
     "head_dim": check_count,
     "start": _position,
     "step": _position,
