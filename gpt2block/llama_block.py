@@ -96,7 +96,7 @@ class LlamaBlock:
 
 def _checked(positions: Any, x: Any) -> NDArray[np.int64]:
     """Positions of the rows of x, (T,). Raises InputError; a wrong x is left to the engine."""
-    shape = getattr(x, "shape", ())
+    shape: tuple[int, ...] = getattr(x, "shape", ())
     T = shape[-2] if len(shape) > 1 else 1
     if positions is None:
         return np.arange(T)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import GPT2Config, check_count
+from gpt2block.config import ModelConfig, check_count
 from gpt2block.errors import InputError
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
@@ -56,7 +56,7 @@ class Scoring:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         stride: int | None = None,
@@ -124,7 +124,7 @@ class Generating:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         logprobs: bool = False,
@@ -194,7 +194,7 @@ class Embedding:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         pooling: scoring.Pooling = "mean",
@@ -230,7 +230,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
 
 def make(
     name: str,
-    config: GPT2Config,
+    config: ModelConfig,
     encoding: Encoding | None,
     batch_tokens: int,
     options: Mapping[str, Any],

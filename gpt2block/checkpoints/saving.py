@@ -29,7 +29,7 @@ from gpt2block.checkpoints.hugging_face import (
     shards_of,
 )
 from gpt2block.checkpoints.stored import DTYPES, first_names, itemsize, reading
-from gpt2block.config import GPT2Config, model_shapes
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
@@ -40,7 +40,7 @@ class TensorSource(Protocol):
     """A config and its tensors, such as GPT2Weights and Checkpoint."""
 
     @property
-    def config(self) -> GPT2Config: ...
+    def config(self) -> ModelConfig: ...
 
     def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
         """Yield name, array and layout of every tensor, like `Checkpoint.tensors`."""
@@ -73,9 +73,10 @@ def save_pretrained(
         raise InputError(
             f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {shown(dtype)}"
         )
-    if not isinstance(getattr(weights, "config", None), GPT2Config):
+    if not isinstance(getattr(weights, "config", None), ModelConfig):
         raise InputError(
-            f"weights: expected GPT2Weights, a Checkpoint or a TensorSource, got {shown(weights)}"
+            "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
+            f"{shown(weights)}"
         )
     tokens = _tokenizer_of(weights, tokenizer)
     old = _model_files(directory, bool(tokens))

@@ -188,8 +188,11 @@ class Decoding(Protocol):
 class ModelEngine(Protocol):
     """A model on one backend. The caller checks sequences: ids in range, not too long."""
 
-    config: ModelConfig
     dtype: str
+
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes of the model."""
 
     @property
     def nbytes(self) -> int:
