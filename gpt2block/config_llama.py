@@ -198,6 +198,9 @@ class LlamaConfig(ModelConfig):
         """
         if not isinstance(config, dict):
             raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
+        if config.get("model_type") != "llama":
+            got = shown(config.get("model_type"))
+            raise CheckpointError(f"config.json: expected model_type 'llama', got {got}")
         missing = [theirs for theirs, needed in _SIZES.values() if needed and theirs not in config]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")

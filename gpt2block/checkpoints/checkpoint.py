@@ -102,8 +102,9 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors' names in the file, without the prefix `transformer.`."""
-        return frozenset(tensor.label for tensor in self.stored.values())
+        """The tensors' names in the file, without a prefix such as `transformer.`."""
+        stored = self.stored.values()
+        return frozenset(piece.label for tensor in stored for piece in tensor.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +115,9 @@ class Checkpoint:
         """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 
         name: gpt2block's. array: a new array in the stored dtype (float64 becomes float32). layout:
-        "KN" for a matrix (inputs, outputs), such as the blocks' in Hugging Face's layout; "NK" for
-        a matrix (outputs, inputs), such as wte, lm_head and all of llm.c's; else None. A tied
+        "KN" for a matrix (inputs, outputs), such as those of blocks in Hugging Face's GPT-2; "NK"
+        for a matrix (outputs, inputs), such as wte, lm_head, and all of llm.c's and Llama's; else
+        None. A tied
         lm_head is not repeated.
 
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
