@@ -108,7 +108,7 @@ class Joined(Stored):
         """Join tensors (rows, …) of the same dtype and layout."""
         first = parts[0]
         shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-        label = ", ".join(part.label for part in parts)
+        label = f"{first.label} … {parts[-1].label}"
         return cls(label, first.file, None, shape, first.dtype, first.layout, tuple(parts))
 
     @property
