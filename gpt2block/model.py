@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from gpt2block.text.scoring import Score
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
-Loaded = TypeVar("Loaded", bound="Model")
+Weights = TypeVar("Weights", bound=ModelArrays[Any])
+Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
-class Model:
+class Model(Generic[Weights]):
     """Base of the models: GPT2 and Llama. `from_pretrained` loads the class of a checkpoint.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
@@ -51,7 +52,7 @@ class Model:
     @named_options()
     def __init__(
         self,
-        weights: Any,
+        weights: Weights,
         device: str | None = None,
         dtype: str = "float32",
         allow_nonfinite: bool = False,
@@ -85,7 +86,7 @@ class Model:
         check_dtype(dtype)
         check_callable("progress", progress)
         checkpoint = Checkpoint.open(name, revision)
-        kinds: tuple[type[Model], ...] = (GPT2, Llama)
+        kinds: tuple[type[Model[Any]], ...] = (GPT2, Llama)
         kind = next(kind for kind in kinds if isinstance(checkpoint.config, kind.CONFIG))
         if not issubclass(kind, cls):
             raise CheckpointError(
@@ -394,7 +395,7 @@ class Model:
         return sequences, shape
 
 
-class GPT2(Model):
+class GPT2(Model[GPT2Weights]):
     """A GPT-2 on a GPU, or with NumPy where there is none.
 
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
@@ -414,7 +415,7 @@ class GPT2(Model):
     config: GPT2Config
 
 
-class Llama(Model):
+class Llama(Model[LlamaWeights]):
     """A Llama with NumPy.
 
     weights: a LlamaWeights; see `from_pretrained` for checkpoints. device: "cpu" or None. dtype,
@@ -434,12 +435,15 @@ def from_pretrained(
     progress: Progress = iter,
     allow_nonfinite: bool = False,
     revision: str | None = None,
-) -> Model:
+) -> Model[Any]:
     """Load a checkpoint as the class of its architecture, GPT2 or Llama.
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """
-    return Model.from_pretrained(name, device, dtype, progress, allow_nonfinite, revision)
+    model: Model[Any] = Model.from_pretrained(
+        name, device, dtype, progress, allow_nonfinite, revision
+    )
+    return model
 
 
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:

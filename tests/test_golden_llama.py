@@ -43,7 +43,7 @@ def error(found: Any, expected: Array) -> float:
 
 def test_the_configs() -> None:
     plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
-    found = {name: Checkpoint.open(GOLDEN / f"llama-{name}").config for name in NAMES}
+    found = {name: load(name).config for name in NAMES}
     assert found["plain"] == plain
     assert found["scaled"].theta == 500
     assert found["scaled"].scaling == found["shards"].scaling == SCALING
@@ -142,8 +142,8 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
         assert (ours, layout) == (theirs, its)
         assert array.dtype == (np.float32 if dtype else np.float16)
         np.testing.assert_array_equal(array, kept)
-    theirs = load_file(tmp_path / "again" / "model.safetensors")
-    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(theirs)
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(written)
 
 
 def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) 
     files: dict[str, dict[str, Array]] = {"a.safetensors": {}, "b.safetensors": {}}
     for name, array in tensors.items():
         files["b.safetensors" if "k_proj" in name else "a.safetensors"][name] = array
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, some in files.items():
         save_file(some, tmp_path / file)
         weight_map |= dict.fromkeys(some, file)

@@ -37,20 +37,18 @@ POSITIONS = np.array([3, 0, 9000, 7, 7, 1])
 def block_weights(size: str, half_split: bool = True) -> LlamaBlockWeights:
     """Weights that are large enough to affect the result."""
     weights = LlamaBlockWeights.random(0, SIZES[size])
-    wide = {name: 10 * a for name, a in weights.tensors().items() if a.ndim == 2}
+    wide: dict[str, Any] = {name: 10 * a for name, a in weights.tensors().items() if a.ndim == 2}
     return replace(weights, **wide, half_split=half_split)
 
 
-def one_head_at_a_time(
-    x: NDArray[Any], w: LlamaBlockWeights, positions: NDArray[Any]
-) -> NDArray[Any]:
+def one_head_at_a_time(x: NDArray[Any], w: LlamaBlockWeights, positions: NDArray[Any]) -> Any:
     """A causal block in float64 by another way: complex numbers, and sums over one query each."""
     w, c, x = w.astype(np.float64), w.config, x.astype(np.float64)
 
-    def norm(a: NDArray[Any], gamma: NDArray[Any]) -> NDArray[Any]:
+    def norm(a: NDArray[Any], gamma: NDArray[Any]) -> Any:
         return a * gamma / np.sqrt(np.einsum("tc,tc->t", a, a)[:, None] / a.shape[1] + c.eps)
 
-    def product(a: NDArray[Any], name: str) -> NDArray[Any]:
+    def product(a: NDArray[Any], name: str) -> Any:
         bias = getattr(w, f"b_{name}")
         return np.einsum("tk,kn->tn", a, getattr(w, f"w_{name}")) + (0 if bias is None else bias)
 

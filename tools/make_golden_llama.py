@@ -119,11 +119,11 @@ def in_float64() -> Iterator[None]:
     kept = {name: getattr(torch, name) for name in names}
     for name in names:
         setattr(torch, name, torch.float64)
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.Tensor.float = torch.Tensor.double
     try:
         yield
     finally:
-        torch.Tensor.float = method  # type: ignore[method-assign]
+        torch.Tensor.float = method
         for name, dtype in kept.items():
             setattr(torch, name, dtype)
 

@@ -67,7 +67,7 @@ class Predictor:
         return {name: value for name, value in vars(self).items() if name not in _LOADED}
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> Model[Any]:
         """The loaded model."""
         return from_pretrained(self.name, self.device, self.dtype, revision=self.revision)
 

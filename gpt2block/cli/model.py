@@ -332,7 +332,7 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
     return False
 
 
-def _summary(loaded: LoadedModel, seed: int, run: Run, clock: Clock) -> str:
+def _summary(loaded: LoadedModel[Any], seed: int, run: Run, clock: Clock) -> str:
     """One line: model, device, number of tokens, speed, seed and why the rows ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
@@ -346,7 +346,12 @@ def _summary(loaded: LoadedModel, seed: int, run: Run, clock: Clock) -> str:
 
 
 def _report(
-    loaded: LoadedModel, prompt: str | list[int], has_text: bool, seed: int, run: Run, clock: Clock
+    loaded: LoadedModel[Any],
+    prompt: str | list[int],
+    has_text: bool,
+    seed: int,
+    run: Run,
+    clock: Clock,
 ) -> dict[str, Any]:
     """The object that --json prints.
 
@@ -470,7 +475,9 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
     return np.concatenate([np.array([end], np.int32), ids])
 
 
-def _score_json(file: str, loaded: LoadedModel, found: Score, seconds: float) -> dict[str, Any]:
+def _score_json(
+    file: str, loaded: LoadedModel[Any], found: Score, seconds: float
+) -> dict[str, Any]:
     numbers = {
         "log_likelihood": found.log_likelihood,
         "nats_per_token": found.nats_per_token,
@@ -492,7 +499,7 @@ def _score_json(file: str, loaded: LoadedModel, found: Score, seconds: float) ->
     }
 
 
-def _print_score(file: str, loaded: LoadedModel, found: Score, seconds: float) -> None:
+def _print_score(file: str, loaded: LoadedModel[Any], found: Score, seconds: float) -> None:
     size = "" if found.bytes is None else f", {found.bytes:,} bytes"
     rows = {
         "text": f"{file}: {found.tokens:,} tokens predicted{size}",
@@ -617,7 +624,7 @@ def load_model(
     tokenizer: Path | None,
     hint: str | None,
     revision: str | None = None,
-) -> tuple[LoadedModel, Encoding | None]:
+) -> tuple[LoadedModel[Any], Encoding | None]:
     """Read a model, with a progress bar on stderr, and before it its tokenizer.
 
     tokenizer: the path of another tokenizer. hint: added to the error if the model has no
