@@ -44,7 +44,7 @@ class Row:
     tflop_s: float
     gb_s: float
     percent_matmul: float  # of cuBLAS on large matrices in the same arithmetic
-    percent_copy: float
+    percent_copy: float  # of a step of decoding: the share reached of its floor
     intensity: float  # operations for each byte that has to move
     max_abs: float  # largest difference from float64
     max_rel: float  # the same relative to the largest value

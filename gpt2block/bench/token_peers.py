@@ -8,6 +8,7 @@ continuous batching.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -84,13 +85,13 @@ def steps(
         first[key] = prefilled(ids, rows, weights, caches, c.eps)
     token.copy_(torch.tensor([first[ids.tobytes()] for ids in prompts]))
     position.fill_(work.start)
-    tokens = [token.cpu().numpy()]
+    tokens = [token.cpu().numpy().copy()]
     logits: list[Tensor] = []
 
     def replay() -> None:
         for _ in range(rounds):
             logits[:] = [again()]
-            tokens.append(token.cpu().numpy())
+            tokens.append(token.cpu().numpy().copy())
 
     def written() -> Written:
         columns = np.stack(tokens, axis=1).astype(np.int32)
@@ -160,7 +161,7 @@ def forward(
         q, k, v = qkv.unflatten(-1, (3, n_head, head_size)).permute(2, 0, 3, 1, 4)
         keys.index_copy_(2, positions, k)
         values.index_copy_(2, positions, v)
-        heads = scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        heads = scaled_dot_product_attention(q, keys, values, attn_mask=visible[None, None])
         x = x + product(heads.transpose(1, 2).flatten(-2), h, "attn")
         x = x + product(gelu(product(norm(x, h, "2"), h, "fc"), approximate="tanh"), h, "proj")
     return linear(norm(x[:, -1], "", "_f"), weights.get("lm_head", weights["wte"]))
@@ -210,7 +211,9 @@ def _generate_batch(work: GenerateWork, device: str, rounds: int) -> Run:
         for _ in range(rounds):
             out = model.generate_batch([ids.tolist() for ids in prompts], generation_config=config)
             found[:] = [each.generated_tokens for each in out.values()]
-        torch.cuda.empty_cache()  # its kv_cache takes most of the free memory
+        del out  # its kv_cache took most of the free memory
+        gc.collect()
+        torch.cuda.empty_cache()
 
     return Run(replay, (lambda: continued(work, prompts, found),))
 
