@@ -173,7 +173,7 @@ class DecodeWork(TokenWork):
 
     @property
     def start(self) -> int:
-        """Tokens of a prompt: `position` is the middle of the turns after the one that is checked."""
+        """Tokens of a prompt; `position` is the middle of the turns after the checked one."""
         return self.position - self.rounds * (2 + self.turns) // 2
 
     @property
