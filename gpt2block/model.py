@@ -29,7 +29,6 @@ from gpt2block.text.encoding import Encoding, as_array
 
 if TYPE_CHECKING:
     from gpt2block.text.generation import Generation, Overflow
-    from gpt2block.text.scoring import Score
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -323,8 +322,11 @@ class GPT2:
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Score:
-        """Score a text or a sequence of token ids: log_likelihood, perplexity, bits_per_byte.
+    ) -> Any:
+        """Score a text or token ids: log_likelihood, perplexity, bits_per_byte, tokens.
+
+        Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
+        list of texts or of rows of ids, a list of Scores.
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
         tokens_at_once: tokens of the windows computed together; results do not depend on it.
