@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import notebook
 from gpt2block.checks import check_callable, check_choice, is_plain
 from gpt2block.config import check_count
 from gpt2block.errors import InputError
@@ -107,6 +108,14 @@ class Score:
     n_ctx: int  # tokens per window
     stride: int  # tokens between the starts of windows
     tokens: ScoredTokens = field(compare=False, repr=False)  # the scored tokens, each with its own
+
+    def _repr_html_(self) -> str:
+        facts = f"{self.n_tokens:,} tokens, perplexity {self.perplexity:,.4f}"
+        if self.bits_per_byte is not None:
+            facts += f", {self.bits_per_byte:.4f} bits per byte"
+        return notebook.surprisals(self.tokens.start, self.tokens.pieces()) + notebook.paragraph(
+            facts
+        )
 
     @property
     def nats_per_token(self) -> float:
