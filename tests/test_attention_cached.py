@@ -19,9 +19,9 @@ from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.emulator import loader
-from gpt2block.ops.attention_cached import bind_split
 from gpt2block.ops.attention_cached import append_geometry as attention_cached_append
 from gpt2block.ops.attention_cached import bind as bind_attention_cached
+from gpt2block.ops.attention_cached import bind_split
 from gpt2block.ops.attention_cached import split_geometry as attention_cached_split
 from gpt2block.ops.attention_cached import tiles_geometry as attention_cached_tiles
 from gpt2block.weights.matrix import WeightMatrix

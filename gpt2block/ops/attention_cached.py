@@ -45,7 +45,7 @@ SPLIT_KEYS = 32  # of a warp of `split`
 SPAN_SPLITS = 32  # splits that are combined at a time
 SPLIT_WARPS = 4  # of a block that shares the keys of its head with others or with none
 SPLIT_MOST_WARPS = 16  # of a block without a cluster
-SPLIT_WARPS_OF_SM = 16  # that its registers hold
+SPLIT_WARPS_OF_SM = {2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
 MOST_CLUSTER = 8  # blocks
 CLUSTERS_FROM = 90  # compute capability
 APPEND_MOST_THREADS = 256
@@ -97,7 +97,7 @@ def split_geometry(
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     width = gcd(16 // itemsize, HS)  # elements a load
     splits = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)
-    wanted = max(min(splits, SPLIT_WARPS_OF_SM * sms // (M * NH)), SPLIT_WARPS)  # warps of a head
+    wanted = max(min(splits, SPLIT_WARPS_OF_SM[itemsize] * sms // (M * NH)), SPLIT_WARPS)  # warps of a head
     warps = SPLIT_WARPS if clusters else min(_power_of_two(wanted), SPLIT_MOST_WARPS)
     cluster = 1 << (min(wanted // warps, MOST_CLUSTER).bit_length() - 1) if clusters else 1
     defines = (
@@ -106,6 +106,7 @@ def split_geometry(
         ("AS_WIDTH", width),
         ("AS_WARPS", warps),
         ("AS_CLUSTER", cluster),
+        ("AS_BLOCKS", max(SPLIT_WARPS_OF_SM[itemsize] // warps, 1)),
     )
     return Geometry("attention_split", (cluster, NH, M), (32 * warps,), defines=defines)
 
@@ -300,8 +301,8 @@ OPERATION = Operation(
             "split",
             SPLIT,
             ("attention_split",),
-            "decoding: one warp per 32 keys of a head, the next keys in flight; splits are combined "
-            "in shared memory, of a cluster for few rows",
+            "decoding: one warp per 32 keys of a head, the next keys in flight; splits are "
+            "combined in shared memory, for few rows that of a cluster",
         ),
         Variant(
             "append",

@@ -53,6 +53,9 @@
 #ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
 #define AS_BLOCKS 1
 #endif
+#ifndef AS_AHEAD  // splits of a warp that are prefetched into the L2 cache, after those in flight
+#define AS_AHEAD 0
+#endif
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
 #endif
@@ -109,7 +112,7 @@ __device__ __forceinline__ void each(Use use) {
 
 // What a thread holds of K or V in a round.
 struct Held {
-    Vector vectors[HELD][PIECES];
+    Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
 
     // Loads those keys of the round from key `first` on that are in from..to. own: this thread's vector of key 0.
     __device__ __forceinline__ void add(const T* own, int first, int from, int to) {
@@ -136,6 +139,19 @@ struct Held {
         return load_fresh<T, AS_WIDTH>(here + i * GROUPS * ROW + p * LANES * AS_WIDTH);
     }
 };
+
+// Prefetches a split's keys or values up to `last` into the L2 cache; a lane takes one key. own: key 0 of the head.
+__device__ __forceinline__ void fetch(const T* own, int first, int last) {
+    const int key = first + threadIdx.x % 32;
+    if (key > last) return;
+#if defined(__CUDA_ARCH__)
+    const T* const here = own + (long long)key * ROW;
+#pragma unroll
+    for (int channel = 0; channel < HS; channel += 128 / sizeof(T)) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(here + channel)));
+    }
+#endif
+}
 
 // The softmax of a warp over a split, or over the rounds of it so far.
 struct Softmax {
@@ -247,6 +263,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     Held keys, values;
     keys.load(own_k, first, hint - 1);
     values.load(own_v, first, hint - 1);
+    const long long start = (long long)b * n_ctx * ROW + (blockIdx.y * AS_HEADS + head) * HS;
+#pragma unroll
+    for (int ahead = 1; ahead <= AS_AHEAD; ++ahead) {
+        fetch(k + start, first + ahead * WORKERS * KEYS, hint - 1);
+        fetch(v + start, first + ahead * WORKERS * KEYS, hint - 1);
+    }
     let_next_start();
     wait_for_previous();
 
@@ -277,6 +299,10 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll 1
         for (; split < begin + count; split += WORKERS) {
             Softmax softmax;
+            if (AS_AHEAD > 0) {
+                fetch(k + start, (split + (AS_AHEAD + 1) * WORKERS) * KEYS, last);
+                fetch(v + start, (split + (AS_AHEAD + 1) * WORKERS) * KEYS, last);
+            }
 #pragma unroll 1
             for (int round = 0; round < ROUNDS; ++round) {
                 const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
