@@ -236,7 +236,7 @@ def test_split_is_the_same_however_the_work_is_shared(
         assert_right(right[b, None], q[b, None], k[b], v[b], int(position[b]), n_head)
     choices = [{"AS_WARPS": 1}, {"AS_WARPS": 16}, {"AS_WARPS": 2, "AS_HEADS": 2}]
     if not replaced() and compute_capability() >= 90:
-        choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 4, 8)]
+        choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
         choices += [{"AS_WARPS": 1, "AS_HEADS": 2, "AS_CLUSTER": 8}]
     for forced in choices:
         got = split(device, q, k, v, position, n_head, **forced)
@@ -491,11 +491,11 @@ def test_launches() -> None:
     geometry = attention_cached_split(1, 1024, 12, 64, 2, 132, True)
     assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
-    for M, cluster in ((8, 4), (16, 2), (64, 1), (512, 1)):
+    for M, cluster in ((4, 8), (8, 5), (16, 2), (64, 1), (512, 1)):
         geometry = attention_cached_split(M, 1024, 12, 64, 2, 132, True)
         assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
     assert attention_cached_split(1, 100, 12, 64, 2, 132, True).grid == (1, 12, 1)
-    for M, threads in ((1, 512), (64, 128)):
+    for M, threads in ((1, 384), (64, 128)):
         geometry = attention_cached_split(M, 1024, 12, 64, 4, 108, False)
         assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))
     geometry = attention_cached_tiles(8, 1024, 12, 64, 2, H200)
@@ -541,6 +541,22 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
 def test_split_at_gpt2_sizes(device: Any, dtype: str) -> None:
     assert_split_right(device, [0, 1, 63, 127, 128, 511, 1022, 1023], 1024, 12, 64, dtype)
     assert_split_right(device, [5000, 700], 1024, 25, 64, dtype)
+    assert_split_right(device, [2047, 4099, -1], 4100, 8, 128, dtype)
+
+
+@on_gpu
+@every_dtype
+def test_split_gives_a_row_its_bits_in_any_batch(device: Any, dtype: str) -> None:
+    """Ragged, with rows that have no key, and NaN after the last one."""
+    lengths = [0 if m % 17 == 5 else 1 + 37 * m % 1024 for m in range(200)]
+    k, v = cache(0, lengths, 1024, 768, dtype)
+    q, position = normal(1, 200, 768), np.array(lengths, np.int32) - 1
+    right = split(device, q, k, v, position, 12)
+    assert np.isnan(right).any(axis=1).tolist() == [length == 0 for length in lengths]
+    for M in (1, 2, 7, 8, 9, 64):
+        part = slice(3, 3 + M)
+        got = split(device, q[part], k[part], v[part], position[part], 12)
+        np.testing.assert_array_equal(got, right[part])
 
 
 @on_gpu

@@ -43,8 +43,7 @@ APPEND = "attention/kv_cache.cu"
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # warps, keys; the best first
 SPLIT_KEYS = 32  # of a warp of `split`
 SPAN_SPLITS = 32  # splits that are combined at a time
-SPLIT_WARPS = 4  # of a block that shares the keys of its head with others or with none
-SPLIT_MOST_WARPS = 16  # of a block without a cluster
+SPLIT_WARPS = 4  # of a block
 SPLIT_WARPS_OF_SM = {2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
 MOST_CLUSTER = 8  # blocks
 CLUSTERS_FROM = 90  # compute capability
@@ -96,17 +95,19 @@ def split_geometry(
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     width = gcd(16 // itemsize, HS)  # elements a load
-    splits = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)
-    wanted = max(min(splits, SPLIT_WARPS_OF_SM[itemsize] * sms // (M * NH)), SPLIT_WARPS)  # warps of a head
-    warps = SPLIT_WARPS if clusters else min(_power_of_two(wanted), SPLIT_MOST_WARPS)
-    cluster = 1 << (min(wanted // warps, MOST_CLUSTER).bit_length() - 1) if clusters else 1
+    held = SPLIT_WARPS_OF_SM[itemsize]
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * NH))  # warps of a head
+    if clusters:
+        warps, cluster = SPLIT_WARPS, min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
+    else:
+        warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
     defines = (
         ("NH", NH),
         ("HS", HS),
         ("AS_WIDTH", width),
         ("AS_WARPS", warps),
         ("AS_CLUSTER", cluster),
-        ("AS_BLOCKS", max(SPLIT_WARPS_OF_SM[itemsize] // warps, 1)),
+        ("AS_BLOCKS", max(held // warps, 1)),
     )
     return Geometry("attention_split", (cluster, NH, M), (32 * warps,), defines=defines)
 

@@ -10,21 +10,22 @@
 //
 // The splits of a span, 1,024 keys, are combined in shared memory, one lane per split: with M the largest m, the span
 // has w = 2^(m - M), L = sum w l and sum w part. A later span is added to the earlier ones in the same way. The output
-// is the sum of parts over L. Without a sequence (row outside 0..B - 1) or a key (position below 0), nothing is written.
+// is the sum of the parts over L. Without a sequence (row outside 0..B - 1) or a key (position below 0), nothing is
+// written.
 //
 //   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the head
 //   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
 //
-// The warps of a head are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory of
-// the first one. A few queries need clusters to occupy the GPU, and to shorten the way of each warp. With many queries a
+// The warps of a head are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
+// of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
 // block has enough neighbours. The order of additions depends only on HS and T, and not on this choice.
 //
-// A warp has HELD keys and values per thread in flight. As soon as the keys have been multiplied, the next ones are
+// A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
-// ended: that kernel can only write the key at `position`, whose value is until then a hint. If it was wrong, the loads
-// are repeated. The grid is the same for all positions, so that it can be captured in a CUDA graph.
+// ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
+// repeated. The grid is the same for all positions, so that it can be captured in a CUDA graph.
 //
-// Grid (AS_CLUSTER, NH / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). A position beyond the cache counts as its last row.
+// Grid (AS_CLUSTER, NH / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). A position beyond the cache counts as its last.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
 #include "lib/cluster.cuh"
@@ -52,9 +53,6 @@
 #endif
 #ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
 #define AS_BLOCKS 1
-#endif
-#ifndef AS_AHEAD  // splits of a warp that are prefetched into the L2 cache, after those in flight
-#define AS_AHEAD 0
 #endif
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
@@ -139,19 +137,6 @@ struct Held {
         return load_fresh<T, AS_WIDTH>(here + i * GROUPS * ROW + p * LANES * AS_WIDTH);
     }
 };
-
-// Prefetches a split's keys or values up to `last` into the L2 cache; a lane takes one key. own: key 0 of the head.
-__device__ __forceinline__ void fetch(const T* own, int first, int last) {
-    const int key = first + threadIdx.x % 32;
-    if (key > last) return;
-#if defined(__CUDA_ARCH__)
-    const T* const here = own + (long long)key * ROW;
-#pragma unroll
-    for (int channel = 0; channel < HS; channel += 128 / sizeof(T)) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(here + channel)));
-    }
-#endif
-}
 
 // The softmax of a warp over a split, or over the rounds of it so far.
 struct Softmax {
@@ -263,12 +248,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     Held keys, values;
     keys.load(own_k, first, hint - 1);
     values.load(own_v, first, hint - 1);
-    const long long start = (long long)b * n_ctx * ROW + (blockIdx.y * AS_HEADS + head) * HS;
-#pragma unroll
-    for (int ahead = 1; ahead <= AS_AHEAD; ++ahead) {
-        fetch(k + start, first + ahead * WORKERS * KEYS, hint - 1);
-        fetch(v + start, first + ahead * WORKERS * KEYS, hint - 1);
-    }
     let_next_start();
     wait_for_previous();
 
@@ -299,10 +278,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
 #pragma unroll 1
         for (; split < begin + count; split += WORKERS) {
             Softmax softmax;
-            if (AS_AHEAD > 0) {
-                fetch(k + start, (split + (AS_AHEAD + 1) * WORKERS) * KEYS, last);
-                fetch(v + start, (split + (AS_AHEAD + 1) * WORKERS) * KEYS, last);
-            }
 #pragma unroll 1
             for (int round = 0; round < ROUNDS; ++round) {
                 const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
