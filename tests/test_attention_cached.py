@@ -243,6 +243,20 @@ def test_split_is_the_same_however_the_work_is_shared(
         np.testing.assert_array_equal(got, right)
 
 
+@every_device
+def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
+    k, v = cache(0, [40, 40], 40, 24, "float32")
+    q = normal(1, 6, 24)
+    row = device.asarray(np.array([1, -1, 2, 0, 1, -7], np.int32))
+    position = device.asarray(np.array([39, 5, 5, -1, 40, -1], np.int32))
+    out = device.asarray(np.full((6, 24), np.nan, np.float32))
+    kept = tuple(map(device.asarray, (q, k, v)))
+    got = bind_split((*kept, row, position), out, n_head=3).run().get()
+    for m in (0, 4):  # 40 counts as the last position
+        assert_right(got[m, None], q[m, None], k[1], v[1], 39, 3)
+    assert np.isnan(got[[1, 2, 3, 5]]).all()
+
+
 @one_order
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_split_of_values_that_are_not_finite(device: Any, value: float) -> None:

@@ -250,6 +250,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     values.load(own_v, first, hint - 1);
     let_next_start();
     wait_for_previous();
+    if (!cached) return;
 
     float x[PIECES][AS_WIDTH] = {};
 #pragma unroll
@@ -261,7 +262,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         keys.add(own_k, first, hint, hint);
         values.add(own_v, first, hint, hint);
     }
-    const int last = cached ? min(__ldcg(position + query), n_ctx - 1) : -1;
+    const int last = min(__ldcg(position + query), n_ctx - 1);
     if (last < 0) return;
     if (last != hint) {  // the hint was wrong: repeat the loads
         keys.load(own_k, first, last);
