@@ -292,8 +292,7 @@ def test_split_loads_again_when_the_hint_was_wrong() -> None:
 
 def test_split_without_its_barrier_shows() -> None:
     shipped = loader.Source.shipped("attention/decode.cu")
-    before = "acquire_from_cluster();\n        } else {\n"
-    racing = shipped.edited(f"{before}            __syncthreads();\n", before)
+    racing = shipped.edited("    } else {\n        __syncthreads();\n", "    } else {\n")
     k, v = cache(0, [128], 128, 48, "float32")
     q, position = normal(1, 1, 48), np.array([127], np.int32)
     with running_on("forward") as device:

@@ -138,6 +138,32 @@ struct Held {
     }
 };
 
+// A lane's share of the products of x and its keys.
+__device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        s[i] = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            float key[AS_WIDTH];
+            keys.vectors[i][p].unpack(key);
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; ++e) s[i] = fmaf(x[p][e], key[e], s[i]);
+        }
+    }
+}
+
+// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf after key `last`.
+__device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
+    const float unit = 1.4426950408889634f / sqrtf((float)HS);  // a constant
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const bool seen = first + i * GROUPS + (int)threadIdx.x % 32 / LANES <= last;
+        s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
+        if (!seen) s[i] = -INFINITY;
+    }
+}
+
 // The softmax of a warp over a split, or over the rounds of it so far.
 struct Softmax {
     float m = -INFINITY, l = 0.0f;  // m: of the warp; l, o: of the thread's keys
@@ -224,6 +250,16 @@ struct Whole {
     }
 };
 
+// A barrier of all warps of a head. Writes to shared memory before it are visible after it.
+__device__ __forceinline__ void sync_head() {
+    if (AS_CLUSTER > 1) {
+        release_to_cluster();
+        acquire_from_cluster();
+    } else {
+        __syncthreads();
+    }
+}
+
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
     const float* q,       // (M, C)
     const T* k,           // (B, n_ctx, C)
@@ -270,7 +306,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     }
     if (AS_CLUSTER > 1) wait_for_cluster();  // the first block runs, so that its shared memory can be written
 
-    const float unit = 1.4426950408889634f / sqrtf((float)HS);  // a constant
     const int splits = last / KEYS + 1;
     int split = worker;
     Whole whole[ITEMS];
@@ -283,24 +318,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             for (int round = 0; round < ROUNDS; ++round) {
                 const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
                 float s[HELD];
-#pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    s[i] = 0.0f;
-#pragma unroll
-                    for (int p = 0; p < PIECES; ++p) {
-                        float key[AS_WIDTH];
-                        keys.vectors[i][p].unpack(key);
-#pragma unroll
-                        for (int e = 0; e < AS_WIDTH; ++e) s[i] = fmaf(x[p][e], key[e], s[i]);
-                    }
-                }
+                multiply(x, keys, s);
                 if (next <= last) keys.load(own_k, next, last);
-#pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    const bool seen = first + i * GROUPS + lane / LANES <= last;
-                    s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
-                    if (!seen) s[i] = -INFINITY;
-                }
+                score(first, last, s);
                 softmax.add(s, values);
                 if (next <= last) values.load(own_v, next, last);
                 first = next;
@@ -308,13 +328,8 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             softmax.store(shared, head, split % SPAN);
         }
         const bool more = begin + SPAN < splits;
-        if (AS_CLUSTER > 1) {
-            release_to_cluster();
-            if (rank > 0 && !more) return;
-            acquire_from_cluster();
-        } else {
-            __syncthreads();
-        }
+        if (rank > 0 && !more) return release_to_cluster();  // arrives and does not wait
+        sync_head();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
@@ -325,10 +340,6 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             out[query * ROW + of * HS + channel] = whole[i].o / whole[i].l;
         }
         if (!more) return;
-        if (AS_CLUSTER > 1) {
-            sync_cluster();
-        } else {
-            __syncthreads();
-        }
+        sync_head();  // before the next span overwrites the splits
     }
 }
