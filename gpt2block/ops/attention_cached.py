@@ -98,7 +98,8 @@ def split_geometry(
     held = SPLIT_WARPS_OF_SM[itemsize]
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * NH))  # warps of a head
     if clusters:
-        warps, cluster = SPLIT_WARPS, min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
+        blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
+        warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two
     else:
         warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
     defines = (
