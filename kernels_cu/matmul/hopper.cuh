@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     for (Work at = work; at.left(); at.next(), row = at.row(), column = at.column()) {
         for (int slice = at.first; slice < at.last; ++slice) {
             if (round > 0) {
-                wait<SHARED_RING>(barriers.empty[stage], (round - 1) & 1, "empty");
+                wait(barriers.empty[stage], (round - 1) & 1, "empty");
                 load_slice(slice, column, stage);
             }
             for (int part = 0; part < GEMM_PARTS; ++part) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
     // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
 #pragma unroll 1
     for (int i = 0; SHARED_RING && i < GEMM_STAGES; ++i) {
-        if (round > 0) wait<SHARED_RING>(barriers.empty[stage], (round - 1) & 1, "empty at the end");
+        if (round > 0) wait(barriers.empty[stage], (round - 1) & 1, "empty at the end");
         if (++stage == GEMM_STAGES) stage = 0, ++round;
     }
 }
