@@ -218,20 +218,27 @@ def attention_varlen(
     return out
 
 
-@takes(q="B C", k="B P C", v="B P C", position="int B")
+@takes(q="M C", k="B P C", v="B P C", row="int M", position="int M")
 def attention_split(
-    q: Array, k: Array, v: Array, position: NDArray[np.integer[Any]], n_head: int
+    q: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    n_head: int,
 ) -> Array:
-    """Attention of one query a sequence over a kv_cache: row b sees keys 0 to position[b].
+    """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
-    q (B, C); k, v (B, n_ctx, C) → (B, C). A row at a position below 0 is zero here.
+    q (M, C); k, v (B, n_ctx, C); row, position (M,) → (M, C). A query with a row or a position
+    below 0 is zero here.
     """
-    if int(position.max()) >= k.shape[1]:
-        raise InputError(f"position: expected below {k.shape[1]}, got {int(position.max())}")
+    for name, values, end in (("position", position, k.shape[1]), ("row", row, len(k))):
+        if int(values.max()) >= end:
+            raise InputError(f"{name}: expected below {end}, got {int(values.max())}")
     out = np.zeros_like(q)
-    for b, at in enumerate(position.tolist()):
-        if at >= 0:
-            out[b] = attention_cached(q[b : b + 1], k[b], v[b], at, n_head)[0]
+    for m, (b, at) in enumerate(zip(row.tolist(), position.tolist(), strict=True)):
+        if b >= 0 and at >= 0:
+            out[m] = attention_cached(q[m : m + 1], k[b], v[b], at, n_head)[0]
     return out
 
 
@@ -317,15 +324,17 @@ def linear_qkv(
     beta: Array | None,
     k: Array,
     v: Array,
+    row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     eps: float = 1e-5,
 ) -> Array:
     """`linear` to q, k and v of one token a sequence: returns q, and appends the others to a cache.
 
-    x (B, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), position (B,) → (B, C).
+    x (M, C), w (C, 3C), bias (3C,), k, v (B, n_ctx, C), row, position (M,) → (M, C). k and v of
+    token m go to position[m] of row[m].
     """
     qkv = linear(x, w, bias, gamma, beta, eps=eps)
-    kv_append(qkv, k, v, np.arange(len(x)), position)
+    kv_append(qkv, k, v, row, position)
     return qkv[:, : k.shape[-1]]
 
 

@@ -121,9 +121,11 @@ class Split(NamedTuple):
 def split(
     device: Any, q: Array, k: Array, v: Array, position: Array, n_head: int, runs: int = 1
 ) -> Split:
-    """Every run, of three on a GPU, gives the same bits."""
+    """Every run, of three on a GPU, gives the same bits. The cache has the sequences backwards."""
     arrived = device.zeros((len(q), n_head), "int32")
-    inputs = (*map(device.asarray, (q, k, v, position)), arrived)
+    row = np.arange(len(q), dtype=np.int32)[::-1]
+    backwards = (np.ascontiguousarray(array) for array in (q, k[::-1], v[::-1], row, position))
+    inputs = (*map(device.asarray, backwards), arrived)
     bound = bind_split(inputs, n_head=n_head)
     results = []
     for _ in range(runs if replaced() else 3):
@@ -147,7 +149,8 @@ def edited_split(
     made = Split(*(np.full(size, np.nan, np.float32) for size in sizes))
     geometry = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize)
     arrived = np.zeros((B, n_head), np.int32)
-    args = [q, k, v, position, made.parts, made.stats, n_ctx, made.out, arrived]
+    args = [q, k, v, np.arange(B, dtype=np.int32), position, made.parts, made.stats, B, n_ctx]
+    args += [made.out, arrived]
     launch_edited(source, order, geometry, args, k.dtype.name)
     assert not arrived.any()
     return made
@@ -248,7 +251,7 @@ def test_splits_are_put_together_by_the_last_one(device: Any, S: int, dtype: str
     positions = [n_ctx - 1, *(at for at in (1023, 1024, 127) if at < n_ctx), 9000]
     k, v = cache(S, [min(at + 1, n_ctx) for at in positions], n_ctx, 3 * size, dtype)
     q, position = normal(1, len(positions), 3 * size), np.array(positions, np.int32)
-    position[0] = -1  # no row
+    position[0] = -1  # no key
     got = split(device, q, k, v, position, 3, runs=2)
     assert np.isnan(got.out[0]).all()
     for b in range(1, len(positions)):
@@ -575,11 +578,11 @@ def test_the_ops(device: Any) -> None:
     for _ in range(2):
         same = ops.attention_packed(qkv, put(k), put(v), seams, start, 3, 70)
         assert bool((same == got).all())
-    one, position = put(q[-1:]), put([74], "int32")
+    one, zero, position = put(q[-1:]), put([0], "int32"), put([74], "int32")
     for _ in range(2):
-        out = ops.attention_split(one, put(k), put(v), position, 3)
+        out = ops.attention_split(one, put(k), put(v), zero, position, 3)
         assert_right(out.get(), q[-1:], k[0], v[0], 74, 3)
-    arrays = (one, put(k), put(v), position)
+    arrays = (one, put(k), put(v), zero, position)
     bound = bind_split((*arrays, None), n_head=3)
     for _ in range(2):
         assert_right(bound.run().get(), q[-1:], k[0], v[0], 74, 3)
@@ -602,12 +605,13 @@ def test_bad_input(device: Any) -> None:
         (ops.attention_packed, (qkv, k, k, at, at, 3, 5), r"cu_seqlens: expected shape \(3,\)"),
         (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
         (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
-        (ops.attention_split, (q, k, k, at, 3), r"q: expected shape \(2, 48\)"),
-        (ops.attention_split, (q[:2], k, wide, at, 3), "v: expected float16"),
-        (ops.attention_split, (q[:2], k, k, long, 3), "position: expected int"),
-        (split, (q[:2], k, k, at, seams), r"arrived: expected shape \(2, 3\)"),
-        (split, (q[:2], k, k, at, device.zeros((2, 3))), "arrived: expected int32"),
-        (partial(split, out=q[1:3]), (q[:2], k, k, at, None), "out: overlaps q:"),
+        (ops.attention_split, (qkv, k, k, rows, rows, 3), r"q: expected \(M, 48\)"),
+        (ops.attention_split, (q, k, k, at, rows, 3), r"row: expected shape \(5,\)"),
+        (ops.attention_split, (q[:2], k, wide, at, at, 3), "v: expected float16"),
+        (ops.attention_split, (q[:2], k, k, at, long, 3), "position: expected int"),
+        (split, (q[:2], k, k, at, at, seams), r"arrived: expected shape \(2, 3\)"),
+        (split, (q[:2], k, k, at, at, device.zeros((2, 3))), "arrived: expected int32"),
+        (partial(split, out=q[1:3]), (q[:2], k, k, at, at, None), "out: overlaps q:"),
         (ops.kv_append, (qkv, k, k, rows, rows), "v: overlaps k"),
         (
             ops.kv_append,

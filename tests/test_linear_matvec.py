@@ -243,18 +243,21 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch() -> None:
 def assert_qkv(
     where: str, given: Arrays, n_ctx: int, position: Array, how: Layout | None = None
 ) -> None:
-    """On a GPU twice, with the same bits."""
+    """On a GPU twice, with the same bits. The cache has the sequences backwards, after another."""
     M, C = len(given.x), given.w.N // 3
+    rows = np.arange(M, 0, -1, dtype=np.int32)
+    rows[2:3] = M + 1  # nowhere
     cache = DTYPES["bfloat16" if given.w.dtype in FP8 else given.w.dtype]
     results = []
     with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=how))
         for _ in range(1 + (where == "gpu")):
-            k, v = (cupy.full((M, n_ctx, C), np.nan, cache) for _ in range(2))
+            k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
             x, w, bias, gamma, beta, _ = upload(given)
+            row = cupy.asarray(rows)
             where_to = cupy.asarray(position)
             q = cupy.full((M, C), np.nan, "float32")
-            bind_qkv(x, w, bias, gamma, beta, k, v, where_to, q, EPS).run()
+            bind_qkv(x, w, bias, gamma, beta, k, v, row, where_to, q, EPS).run()
             results.append([q.get(), *(each.get().astype(np.float32) for each in (k, v))])
     for first, last in zip(results[0], results[-1], strict=True):
         np.testing.assert_array_equal(first, last)
@@ -265,8 +268,8 @@ def assert_qkv(
     for i, there in enumerate(caches):
         at = slice((i + 1) * C, (i + 2) * C)
         for m, p in enumerate(position):
-            row = there[m]
-            if 0 <= p < n_ctx:
+            row = there[rows[m]] if rows[m] <= M else there[0]
+            if 0 <= p < n_ctx and rows[m] <= M:
                 rounded = expected[m, at].astype(cache).astype(np.float32)
                 plain.assert_as_accurate(row[p], truth[m, at], rounded)
                 row = np.delete(row, p, axis=0)
@@ -386,15 +389,15 @@ def test_wrong_caches_are_refused(device: Any) -> None:
     norm = (None, None, None)
     qkv: Any = bind_qkv
     with pytest.raises(InputError, match="w: expected 3C outputs for q, k and v, got 47"):
-        qkv(x, matrix(47), *norm, cache, cache.copy(), at)
-    with pytest.raises(InputError, match=r"k_cache: expected \(2, n_ctx, 17\), got \(2, 5, 16\)"):
-        qkv(x, matrix(51), *norm, cache, cache.copy(), at)
+        qkv(x, matrix(47), *norm, cache, cache.copy(), at, at)
+    with pytest.raises(InputError, match=r"k_cache: expected \(B, n_ctx, 17\), got \(2, 5, 16\)"):
+        qkv(x, matrix(51), *norm, cache, cache.copy(), at, at)
     with pytest.raises(InputError, match="k_cache: expected bfloat16, got float32"):
-        qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at)
+        qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at, at)
     with pytest.raises(InputError, match="v_cache: overlaps k_cache: expected another array"):
-        qkv(x, matrix(48), *norm, cache, cache, at)
+        qkv(x, matrix(48), *norm, cache, cache, at, at)
     with pytest.raises(InputError, match="position: expected int32, got int64"):
-        qkv(x, matrix(48), *norm, cache, cache.copy(), at.astype("int64"))
+        qkv(x, matrix(48), *norm, cache, cache.copy(), at, at.astype("int64"))
 
 
 def test_the_registry_names_the_kernels() -> None:

@@ -261,11 +261,11 @@ def decode_plan(config: GPT2Config) -> Plan:
     """A token for each row of a kv_cache, five kernels a layer; logits at the end.
 
     LayerNorm is fused into the products; the product of qkv also appends K and V to the cache, and
-    returns `q`. tokens (B,) and positions (B,) are in device memory, so all steps are one graph.
+    returns `q`. tokens, row and positions (M,) are in device memory, so all steps are one graph.
     """
     steps, x = _embedding()
     for h in _layers(config):
-        cache = (f"{h}k", f"{h}v", "positions")
+        cache = (f"{h}k", f"{h}v", "row", "positions")
         attention = Step(
             f"{h}attn", "attention_split", (f"{h}q", *cache), {"n_head": config.n_head}
         )

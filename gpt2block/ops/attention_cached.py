@@ -81,15 +81,15 @@ def tiles_geometry(
 
 
 @lru_cache(maxsize=1024)
-def split_geometry(B: int, n_ctx: int, NH: int, HS: int, itemsize: int) -> Geometry:
-    """For B queries. The order of additions follows from HS and itemsize alone."""
+def split_geometry(M: int, n_ctx: int, NH: int, HS: int, itemsize: int) -> Geometry:
+    """For M queries. The order of additions follows from HS and itemsize alone."""
     _check_head(HS)
     S = ceil(n_ctx / SPLIT_KEYS)
     if S > MOST_KEY_SPLITS:
         most = MOST_KEY_SPLITS * SPLIT_KEYS
         raise InputError(f"n_ctx {n_ctx:,}: decoding takes at most {most:,} keys")
-    if max(B, NH) > MOST_BLOCKS[1]:
-        raise InputError(f"B {B:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
+    if max(M, NH) > MOST_BLOCKS[1]:
+        raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     width = gcd(16 // itemsize, HS)  # elements a load
     vectors = HS // width
     lanes = min(_power_of_two(vectors), 32)
@@ -104,7 +104,7 @@ def split_geometry(B: int, n_ctx: int, NH: int, HS: int, itemsize: int) -> Geome
         ("AS_THREADS", threads),
         ("AS_VECTORS", SPLIT_VECTORS),
     )
-    return Geometry("attention_split", (S, NH, B), (threads,), 8 * S, defines)
+    return Geometry("attention_split", (S, NH, M), (threads,), 8 * S, defines)
 
 
 def append_geometry(
@@ -211,36 +211,40 @@ def _launch_tiles(
 
 
 def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int) -> Bound:
-    """inputs (q (B, C), k, v (B, n_ctx, C), position (B,), arrived (B, NH)); out (B, C).
+    """inputs (q (M, C), k, v (B, n_ctx, C), row, position (M,), arrived (M, NH)); out (M, C).
 
-    The query of sequence b sees keys 0 to position[b], its own, which the cache already holds. A
-    position beyond the cache counts as its last; a row at a position below 0 is not written.
-    arrived, int32, counts blocks: it is all 0 before and after a run, and two runs at a time need
-    one each; None makes one.
+    Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
+    already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
+    position below 0, nothing is written. arrived, int32, counts blocks: it is all 0 before and
+    after a run, and two runs at a time need one each; None makes one.
 
-    Extra: parts (B, S, NH, HS) and stats (B, S, NH, 2) of the S = ceil(n_ctx / 128) splits of the
+    Extra: parts (M, S, NH, HS) and stats (M, S, NH, 2) of the S = ceil(n_ctx / 128) splits of the
     keys, and `arrived` where it was made. parts holds sums of 2^(s - m) v; stats holds m, the
     maximum of the split's scores s times log2(e), and the sum of 2^(s - m). Splits after the
     position are not written.
     """
-    q, k, v, position, arrived = inputs
+    q, k, v, row, position, arrived = inputs
     dtype, B, n_ctx, C = _check_cache(k, v, n_head)
-    check("q", q, (B, C))
-    check("position", position, (B,), "int32")
+    check("q", q)
+    if q.ndim != 2 or q.shape[1] != C:
+        raise InputError(f"q: expected (M, {C}), as k has {C} channels, got {q.shape}")
+    M = len(q)
+    check("row", row, (M,), "int32")
+    check("position", position, (M,), "int32")
     made = arrived is None
     if made:
-        arrived = cupy.zeros((B, n_head), "int32")
-    check("arrived", arrived, (B, n_head), "int32")
-    apart = {"q": q, "k": k, "v": v, "position": position, "arrived": arrived}
-    out = output(out, (B, C), apart=apart)
+        arrived = cupy.zeros((M, n_head), "int32")
+    check("arrived", arrived, (M, n_head), "int32")
+    apart = {"q": q, "k": k, "v": v, "row": row, "position": position, "arrived": arrived}
+    out = output(out, (M, C), apart=apart)
     HS, S = C // n_head, ceil(n_ctx / SPLIT_KEYS)
-    geometry = split_geometry(B, n_ctx, n_head, HS, k.itemsize)
+    geometry = split_geometry(M, n_ctx, n_head, HS, k.itemsize)
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_address(name, array, min(16, width * array.itemsize))
-    parts = cupy.empty((B, S, n_head, HS), "float32")
-    stats = cupy.empty((B, S, n_head, 2), "float32")
-    args = (q, k, v, position, parts, stats, n_ctx, out, arrived)
+    parts = cupy.empty((M, S, n_head, HS), "float32")
+    stats = cupy.empty((M, S, n_head, 2), "float32")
+    args = (q, k, v, row, position, parts, stats, B, n_ctx, out, arrived)
     extra = (parts, stats, *([arrived] if made else []))
     return Bound(out, (launch_at(SPLIT, geometry, args, dtype),), extra)
 
@@ -353,14 +357,14 @@ def attention_packed(
 
 
 def attention_split(
-    q: CudaArray, k: CudaArray, v: CudaArray, position: CudaArray, n_head: int
+    q: CudaArray, k: CudaArray, v: CudaArray, row: CudaArray, position: CudaArray, n_head: int
 ) -> CudaArray:
-    """Attention of one query a sequence over a kv_cache, the keys in splits of 128.
+    """Attention of single queries over a kv_cache, the keys in splits of 128.
 
-    q (B, C) float32, k and v (B, n_ctx, C), position (B,) int32 → (B, C); see `bind_split`. Raises
-    InputError. Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
+    q (M, C) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, C); see `bind_split`.
+    Raises InputError. Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
-    return bind_split((*contiguous(q, k, v, position), None), n_head=n_head).run()
+    return bind_split((*contiguous(q, k, v, row, position), None), n_head=n_head).run()
 
 
 def kv_append(

@@ -177,15 +177,17 @@ def bind_qkv(
     beta: CudaArray | None,
     k_cache: CudaArray,
     v_cache: CudaArray,
+    row: CudaArray,
     position: CudaArray,
     q: CudaArray | None = None,
     eps: float = 1e-5,
 ) -> Bound:
-    """LayerNorm(x) W + bias: q (M, C), and k and v of row m into position[m] of its cache.
+    """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
 
-    x (M, K), w a WeightMatrix (3C, K), caches (M, n_ctx, C) in the dtype of the weights, or in
-    bfloat16 with FP8 weights, position int32 (M,). At a position outside 0 … n_ctx - 1 the cache
-    stays as it is. Without gamma and beta, x is not normalized. `out` is q. Raises InputError.
+    x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, or in
+    bfloat16 with FP8 weights, row and position int32 (M,), no two of them alike. k and v of a token
+    outside the cache are dropped. Without gamma and beta, x is not normalized. `out` is q. Raises
+    InputError.
     """
     if getattr(x, "ndim", 2) != 2:
         raise InputError(f"x: expected (M, K), got {x.shape}")
@@ -196,18 +198,19 @@ def bind_qkv(
     M, C = job.M, w.N // 3
     kept = CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
     check("k_cache", k_cache, dtype=kept)
-    if k_cache.ndim != 3 or (k_cache.shape[0], k_cache.shape[2]) != (M, C):
-        raise InputError(f"k_cache: expected ({M}, n_ctx, {C}), got {k_cache.shape}")
+    if k_cache.ndim != 3 or k_cache.shape[2] != C:
+        raise InputError(f"k_cache: expected (B, n_ctx, {C}), got {k_cache.shape}")
     check("v_cache", v_cache, k_cache.shape, kept)
+    check("row", row, (M,), "int32")
     check("position", position, (M,), "int32")
-    given["position"] = position
+    given.update(row=row, position=position)
     q = output(q, (M, C), name="q", apart=given)
     check_apart("k_cache", k_cache, {**given, "q": q})
     check_apart("v_cache", v_cache, {**given, "q": q, "k_cache": k_cache})
     if problem := _matvec_problem(job):
         raise InputError(problem)
-    sizes = (M, C, k_cache.shape[1])
-    args = (*job.products, position, q, k_cache, v_cache, float(eps), *sizes)
+    sizes = (M, C, *k_cache.shape[:2])
+    args = (*job.products, row, position, q, k_cache, v_cache, float(eps), *sizes)
     return Bound(q, (_launch_decode(job, "qkv_matvec", args, kept),))
 
 

@@ -405,7 +405,11 @@ class _Step:
         self.state = SampleState.allocate(B, V)
         self.sampled, report = _on_host((2, 2, B))  # token and logprob of even and odd steps
         self._sample = bind_state(self.logits, self.state, cache.n_ctx, report)
-        given = {"tokens": self.state.token, "positions": self.state.position}
+        given = {
+            "tokens": self.state.token,
+            "row": cupy.asarray(np.arange(B, dtype=np.int32)),
+            "positions": self.state.position,
+        }
         storage = {
             "embedding": cupy.zeros((B, C), "float32"),
             "h.0.q": cupy.zeros((B, C), "float32"),

@@ -1,6 +1,7 @@
 // Attention of one query per sequence, as in decoding, over a kv_cache that already contains the query's own key.
 //
-//   q (B, C), C = NH HS     k, v (B, n_ctx, C) of T    position (B): sequence b sees keys 0..position[b]    out (B, C)
+//   q, out (M, C), C = NH HS     k, v (B, n_ctx, C) of T     row, position (M): query m belongs to sequence row[m] of
+//   the cache, and sees its keys 0..position[m]
 //
 // The keys are split: a block takes AS_KEYS neighbouring keys of a head of a sequence and computes
 //
@@ -11,7 +12,8 @@
 // last block of a head to finish combines the splits: each block increments `arrived` once its part is visible, and the
 // block that completes the count resets it to 0, reads the parts of the others and writes the head to `out`. (Leaving
 // this to the kernel that multiplies by w_attn, where every block would do it for all rows, took 13 us per layer with 8
-// rows.) The splits are added in order, whichever block is last. If a position is below 0, nothing is written.
+// rows.) The splits are added in order, whichever block is last. Without a sequence (row outside
+// 0..B - 1) or a key (position below 0), nothing is written.
 //
 //   a key's row of the head   [ lane 0 | lane 1 | ... ]   LANES neighbouring lanes, 16 bytes each, PIECES times
 //   a warp's keys             32 / LANES at a time, neighbours in memory
@@ -26,7 +28,7 @@
 // into the L2 cache meanwhile, and the rows loaded first after the wait. If the final position differs from the hint,
 // the loads are repeated.
 //
-// The order of additions depends only on HS and T. Grid (S, NH, B), block (AS_THREADS). A position beyond the cache
+// The order of additions depends only on HS and T. Grid (S, NH, M), block (AS_THREADS). A position beyond the cache
 // counts as its last row.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
@@ -193,24 +195,25 @@ __device__ __forceinline__ float put_together(const float* part, const float2* s
 }
 
 extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
-    const float* q,       // (B, C)
+    const float* q,       // (M, C)
     const T* k,           // (B, n_ctx, C)
     const T* v,           // (B, n_ctx, C)
-    const int* position,  // (B)
-    float* parts,         // (B, S, NH, HS)
-    float* stats,         // (B, S, NH, 2)
-    int n_ctx,
-    float* out,      // (B, C)
-    int* arrived) {  // (B, NH): zeros, before and after
+    const int* row,       // (M): no kernel that can overlap with this one writes it
+    const int* position,  // (M)
+    float* parts,         // (M, S, NH, HS)
+    float* stats,         // (M, S, NH, 2)
+    int B, int n_ctx,
+    float* out,      // (M, C)
+    int* arrived) {  // (M, NH): zeros, before and after
     __shared__ float sums[WARPS][HS], maxima[WARPS], totals[WARPS];
     const int split = blockIdx.x, h = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long b = blockIdx.z;
+    const long long query = blockIdx.z, b = __ldcg(row + query);
     const int group = threadIdx.x / LANES, vector = threadIdx.x % LANES;
     const int channel = vector * AS_WIDTH, own = split * AS_KEYS + group;  // the thread's first channel and key
     const long long from = (b * n_ctx + own) * ROW + h * HS + channel;
     const T *own_k = k + from, *own_v = v + from;
-    const float* own_q = q + b * ROW + h * HS + channel;
-    const int* own_position = position + b;
+    const float* own_q = q + query * ROW + h * HS + channel;
+    const int* own_position = position + query;
     keep(own_k), keep(own_v), keep(own_q), keep(own_position);
 
     Vector held_k[HELD][PIECES] = {}, held_v[HELD][PIECES] = {};  // zeros where nothing is loaded
@@ -226,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
         each(0, vector, [&](int i, int p, int, long long) { held_k[i][p] = held_v[i][p] = {}; });
     };
 
-    const int hint = min(*(const volatile int*)own_position, n_ctx - 1);
+    const bool cached = b >= 0 && b < B;
+    const int hint = cached ? min(*(const volatile int*)own_position, n_ctx - 1) : -1;
     for (int round = 0; round < ROUNDS; ++round) {
         each(round, vector, [&](int, int, int n, long long offset) {
             if (own + n < hint) fetch(own_k + offset), fetch(own_v + offset);
@@ -234,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
     }
     let_next_start();
     wait_for_previous();
-    const int now = min(__ldcg(own_position), n_ctx - 1);
+    const int now = cached ? min(__ldcg(own_position), n_ctx - 1) : -1;
     float x[PIECES][AS_WIDTH] = {};
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
@@ -328,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) all = fmaxf(all, maxima[w]);
     const float point = all == -INFINITY ? 0.0f : all;
-    const long long place = (b * gridDim.x + split) * NH + h;
+    const long long place = (query * gridDim.x + split) * NH + h;
 #pragma unroll 1
     for (int c = threadIdx.x; c < HS; c += AS_THREADS) {
         float sum = 0.0f, total = 0.0f;
@@ -344,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
 
     extern __shared__ float2 of_splits[];
     const int count = last / AS_KEYS + 1;
-    const long long head = b * gridDim.x * NH + h;  // its first split
-    if (!last_to_arrive(arrived + b * NH + h, count)) return;
+    const long long head = query * gridDim.x * NH + h;  // its first split
+    if (!last_to_arrive(arrived + query * NH + h, count)) return;
     const float sum = put_together(parts + head * HS, reinterpret_cast<const float2*>(stats) + head, count, of_splits);
-    if (threadIdx.x < HS) out[b * ROW + h * HS + threadIdx.x] = sum;
+    if (threadIdx.x < HS) out[query * ROW + h * HS + threadIdx.x] = sum;
 }

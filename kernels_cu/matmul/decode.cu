@@ -127,21 +127,25 @@ struct Add {
 };
 
 struct Append {
-    typedef int Late;
+    typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
     float* q;    // (M, C)
-    T* k_cache;  // (M, n_ctx, C)
+    T* k_cache;  // (B, n_ctx, C)
     T* v_cache;
+    const int* row;       // (M)
     const int* position;  // (M)
-    int C, n_ctx;
+    int C, B, n_ctx;
 
-    __device__ Late late(int m, int) const { return __ldcg(position + m); }
+    __device__ Late late(int m, int) const {
+        const int b = __ldcg(row + m), at = __ldcg(position + m);
+        return b >= 0 && b < B && at >= 0 && at < n_ctx ? (long long)b * n_ctx + at : -1;
+    }
 
     __device__ void operator()(int m, int n, float v, Late at) const {
         if (n < C) {
             q[(long long)m * C + n] = v;
-        } else if (at >= 0 && at < n_ctx) {
+        } else if (at >= 0) {
             T* cache = n < 2 * C ? k_cache : v_cache;
-            cache[((long long)m * n_ctx + at) * C + n % C] = narrow(v);
+            cache[at * C + n % C] = narrow(v);
         }
     }
 };
@@ -276,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     multiply(w, scale, bias, rows, Add{residual, out, N, gelu}, M, N);
 }
 
-// Row m is the next one of sequence m, at position[m] of its cache. Positions outside 0 ... n_ctx - 1 are not stored.
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
 extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCKS) qkv_matvec(
     const float* x,                   // (M, K)
     const float* __restrict__ gamma,  // (K), with LM_NORM
@@ -284,11 +288,12 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     const W* __restrict__ w,          // (3C, K)
     const float* __restrict__ scale,  // (3C) or null
     const float* __restrict__ bias,   // (3C) or null
+    const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
-    T* k_cache,                       // (M, n_ctx, C)
-    T* v_cache,                       // (M, n_ctx, C)
-    float eps, int M, int C, int n_ctx) {
+    T* k_cache,                       // (B, n_ctx, C)
+    T* v_cache,                       // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
     Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
-    multiply(w, scale, bias, rows, Append{q, k_cache, v_cache, position, C, n_ctx}, M, 3 * C);
+    multiply(w, scale, bias, rows, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C);
 }

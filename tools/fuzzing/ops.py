@@ -477,14 +477,15 @@ def _attention_split(rng: Rng) -> Call:
         "q": _normal(rng, B, C),
         "k": _normal(rng, B, n_ctx, C, dtype=kept),
         "v": _normal(rng, B, n_ctx, C, dtype=kept),
+        "row": rng.integers(0, B, B).astype(np.int32),
         "position": rng.integers(0, n_ctx, B).astype(np.int32),
     }
 
     def truth(host: Arrays, options: dict[str, Any]) -> list[Any]:
         q, k, v = (_wide(host[name]) for name in "qkv")
         rows = [
-            reference.attention_cached(q[b : b + 1], k[b], v[b], int(p), options["n_head"])[0]
-            for b, p in enumerate(host["position"])
+            reference.attention_cached(q[m : m + 1], k[b], v[b], int(p), options["n_head"])[0]
+            for m, (b, p) in enumerate(zip(host["row"], host["position"], strict=True))
         ]
         return [np.stack(rows)]
 
