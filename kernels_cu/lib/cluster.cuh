@@ -26,7 +26,8 @@ __device__ __forceinline__ E* in_first_block(E* here) {
 }
 
 // A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes
-// visible to other threads.
+// visible to other threads, except for initialised barriers after fence_inits(). All threads of a warp call each step
+// together.
 __device__ __forceinline__ void arrive_in_cluster() {
 #if defined(__CUDA_ARCH__)
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
