@@ -424,8 +424,8 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
     state = SampleState.allocate(B, V)
     state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1])
     state.seen.set(seen)
-    slots = Slots(*(device.full(len(chosen), -5, "int32") for _ in range(3)),
-                  device.asarray(np.arange(5, dtype=np.int32)))  # fmt: skip
+    row, token, position = (device.full(len(chosen), -5, "int32") for _ in range(3))
+    slots = Slots(row, token, position, device.asarray(np.arange(5, dtype=np.int32)))
     slots.row.set(np.array(chosen, np.int32))
     report = device.full((2, 2, len(chosen)), -9, "int32")
     assert bind_state(device.asarray(x), state, 16, report, slots).run() is state.token
