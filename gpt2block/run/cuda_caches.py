@@ -59,7 +59,7 @@ class DecodingCaches:
     def __init__(self, config: GPT2Config, dtype: str) -> None:
         self._config, self._dtype = config, kv_cache_dtype(dtype)
         self._itemsize = np.dtype(FLOATS[self._dtype]).itemsize
-        self._ended: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
+        self._ended: deque[CudaCache] = deque()
 
     def give_back(self, cache: CudaCache) -> None:
         """Keep the cache of an ended decoding. Any thread may call this at any time."""
@@ -72,6 +72,7 @@ class DecodingCaches:
         if fewer:
             room = self._free() // 2 // self._row_bytes(n_ctx)
             slots = max(1, min(slots, MOST_SLOTS, room))
+        self._forget(KEPT_CACHES)
         kept = self._kept(slots, n_ctx)
         while kept is None:
             try:
@@ -91,7 +92,7 @@ class DecodingCaches:
             except cupy.cuda.memory.OutOfMemoryError:
                 if not self._ended:
                     raise
-                self._ended.clear()
+                self._forget(0)
             return CudaCache(self._config, batch, n_ctx, self._dtype)
         except cupy.cuda.memory.OutOfMemoryError as error:
             c = self._config
@@ -116,6 +117,13 @@ class DecodingCaches:
                 return cache
             self._ended.append(cache)
         return None
+
+    def _forget(self, kept: int) -> None:
+        """Free the oldest caches of ended decodings, except for this number."""
+        if len(self._ended) > kept:
+            cupy.cuda.get_current_stream().synchronize()  # they may still be in use
+        while len(self._ended) > kept:
+            self._ended.popleft()
 
     def _free(self) -> int:
         """Bytes of device memory that are free, or that kept caches or CuPy's pool can give."""

@@ -309,9 +309,9 @@ class CudaModel:
         lengths = [len(ids) for ids in sequences]
         rows, longest, ends = sum(lengths), max(lengths), None
         if cache.batch > 1:
-            ends = rounded_up(len(slots), 4)
-            rows = max(rounded_up(rows, 8), ends)
-        longest = min(rounded_up(longest, 4), rows)
+            ends = rounded_up(len(slots), 2)
+            rows = max(rounded_up(rows, 4), ends)
+        longest = min(rounded_up(longest, 1), rows)
         cached = bool(cache.layers)
         shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, cached, ends=ends)
         prefill = self._prefill_programs(cache, shape)

@@ -21,7 +21,7 @@ from gpt2block.errors import InputError, shown
 from gpt2block.run.model import Floats, Ids, ModelEngine, Start
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, bytes_of_id
+from gpt2block.text.encoding import Encoding, bytes_of_ids
 from gpt2block.text.scheduling import RowScheduler
 
 FinishReason = Literal["length", "stop", "context"]
@@ -348,8 +348,7 @@ class Row:
         self.tokens += tokens
         self.logprobs += logprobs
         stopped = tokens[-1] in self._ends.stop_ids
-        data = b"".join(map(self._bytes, tokens[:-1] if stopped else tokens))
-        self._pieces.append(self._text.add(data))
+        self._pieces.append(self._text.add(self._bytes(tokens[:-1] if stopped else tokens)))
         reason: FinishReason | None = None
         if stopped or self._text.stopped:
             reason = "stop"
@@ -383,7 +382,7 @@ class Row:
 
     def token_texts(self) -> list[str]:
         """The text of each token alone, with U+FFFD for incomplete characters."""
-        return [self._bytes(token).decode(errors="replace") for token in self.tokens]
+        return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
         """The Generation of an ended row."""
@@ -391,8 +390,8 @@ class Row:
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
         return Generation(self.text, tokens, logprobs, self.finish_reason, self.sampling.seed)
 
-    def _bytes(self, token: int) -> bytes:
-        return b"" if self._encoding is None else bytes_of_id(self._encoding, token)
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"" if self._encoding is None else bytes_of_ids(self._encoding, tokens)
 
 
 class Rows(Sequence[Row]):
