@@ -19,7 +19,7 @@ from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
 CORES = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=80, vocab_size=301)
-everywhere = pytest.mark.parametrize("device", ["cpu", GPU])
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU.marks)])
 
 
 def model(device: str, config: GPT2Config = TINY, dtype: str = "float32") -> GPT2:

@@ -211,7 +211,8 @@ class Run:
             sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
-        self._engine, self._rows_at_once, self._ends = engine, rows_at_once, ends
+        self._engine, self._encoding, self._ends = engine, encoding, ends
+        self._rows_at_once = rows_at_once
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
@@ -234,7 +235,7 @@ class Run:
 
     def finish(self) -> None:
         """Generate all tokens; faster than iterating, as rows take many tokens at a time."""
-        for _ in self._generate(each_token=bool(self._ends.stop)):
+        for _ in self._generate(each_token=False):
             pass
 
     def _generate(self, each_token: bool) -> Iterator[Row]:
@@ -244,7 +245,8 @@ class Run:
         n_ctx = min(self._ends.n_ctx, self._longest + self._ends.max_new_tokens - 1)
         decoding = self._engine.decode(slots, n_ctx, fewer=at_once is None)
         scheduler = RowScheduler(len(self.rows), decoding.slots)
-        new = _NewTokens(decoding.slots, n_ctx, self._ends.stop_ids, self._engine.config.vocab_size)
+        endings = _Endings(self._ends, self._encoding, self._engine.config.vocab_size)
+        new = _NewTokens(decoding.slots, n_ctx, endings)
         while scheduler.busy:
             starts = [self.rows[row].start(slot) for slot, row in scheduler.place()]
             if starts:
@@ -267,17 +269,41 @@ class Run:
                 decoding.stop(np.array(stopped, np.int32))
 
 
+class _Endings:
+    """Tokens that may end a row: stop ids, and those with the last byte of a stop string.
+
+    The bytes of a token are looked up when it is sampled for the first time.
+    """
+
+    def __init__(self, ends: _Ends, encoding: Encoding | None, vocab_size: int) -> None:
+        self._encoding = encoding
+        self._bytes = {string.encode()[-1] for string in ends.stop}
+        if any(string[-1] == "\ufffd" for string in ends.stop):  # the end of any invalid bytes
+            self._bytes = set(range(256))
+        self._may_end = np.zeros(vocab_size, bool)
+        self._known = np.full(vocab_size, not ends.stop)
+        stop_ids = list(ends.stop_ids)
+        self._may_end[stop_ids] = self._known[stop_ids] = True
+
+    def of(self, tokens: Ids) -> NDArray[np.bool_]:
+        """Whether each of these tokens may end its row."""
+        for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+            data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
+            self._may_end[token] = not self._bytes.isdisjoint(data)
+            self._known[token] = True
+        return self._may_end[tokens]
+
+
 class _NewTokens:
     """The tokens of the slots that rows have not taken yet, in arrays."""
 
-    def __init__(self, slots: int, n_ctx: int, stop_ids: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, slots: int, n_ctx: int, endings: _Endings) -> None:
         self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
+        self._endings = endings
         self._count = np.zeros(slots, np.int64)  # tokens in the arrays
         self._tokens = np.empty((slots, n_ctx), np.int32)
         self._logprobs = np.empty((slots, n_ctx), np.float32)
-        self._stops = np.zeros(vocab_size, bool)
-        self._stops[list(stop_ids)] = True
-        self._latest, self._ended = np.empty(0, np.int32), np.empty(0, bool)
+        self._latest, self._ending = np.empty(0, np.int32), np.empty(0, bool)
 
     def begin(self, starts: Sequence[Start]) -> None:
         for start in starts:
@@ -292,11 +318,11 @@ class _NewTokens:
         self.left[slots] -= 1
         wrong = (tokens < 0) | np.isnan(logprobs)
         self._latest = slots
-        self._ended = (self.left[slots] == 0) | self._stops[tokens] | wrong
+        self._ending = (self.left[slots] == 0) | wrong | self._endings.of(tokens)
 
     def slots(self, each_token: bool) -> Ids:
-        """The slots whose tokens are to be taken: of the latest ones those that end, or all."""
-        return self._latest if each_token else self._latest[self._ended]
+        """The slots whose tokens are to be taken: of the latest ones those that may end, or all."""
+        return self._latest if each_token else self._latest[self._ending]
 
     def take(self, slot: int) -> tuple[list[int], list[float]]:
         """Remove and return the tokens of a slot and their log-probabilities."""

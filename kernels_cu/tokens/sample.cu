@@ -190,10 +190,12 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     int* next_token,                  // (M) or null, as are the next two: a copy of token
     int* next_position,               // (M): a copy of position
     int* turn,                        // (M): incremented, also where nothing is sampled
-    int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and of odd turns (or steps)
+    int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
     int B, int V, int n_ctx) {
     __shared__ Shared s;
-    const int m = blockIdx.x, b = row ? row[m] : m, thread = threadIdx.x;
+    const int m = blockIdx.x, thread = threadIdx.x;
+    const auto sequence = [&] { return row ? row[m] : m; };
+    int b = sequence();
     let_next_start();
     if (b < 0 || b >= B) {
         if (turn && thread == 0) ++turn[m];
@@ -235,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
         raw = s.raw;
     }
     if (thread > 0) return;
+    b = sequence();  // again, as a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
     const int at = min(position[b] + 1, n_ctx - 1), half = (turn ? turn[m] : now) % 2;
