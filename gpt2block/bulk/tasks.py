@@ -92,8 +92,8 @@ class Scoring:
 
     def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
         """Return the log-probabilities (nats) of a record that is longer than the context."""
-        parts = []
-        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, self.tokens_at_once):
+        parts, at_once = [], self.tokens_at_once
+        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, at_once):
             found = engine.log_likelihood([window.tokens for window in windows])
             parts += [nats[-window.scored :] for window, nats in zip(windows, found, strict=True)]
         return np.concatenate(parts)
