@@ -24,7 +24,7 @@ from gpt2block.emulator import loader
 from gpt2block.ops.sample_token import FILE, SampleState, Slots, bind_state, choose_geometry
 from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
-from tests.devices import ON_CPU, every_device, on_gpu, one_order
+from tests.devices import ON_CPU, every_device, on_gpu, one_order, running_on
 
 Array = NDArray[Any]
 on_cpu = pytest.mark.parametrize("device", ON_CPU, indirect=True)
@@ -470,12 +470,37 @@ def test_candidates_whose_bound_was_too_tight(order: loader.Order) -> None:
     tight = loader.Source.shipped(FILE).edited(
         "fminf(1.0f - __logf(share)", "fminf(1.0f + 0.0f * share"
     )
-    geometry, report = choose_geometry(4, 128), np.full((2, 2, 4), -9, np.int32)
+    geometry, report = choose_geometry(4, 4, threads=128), np.full((2, 2, 4), -9, np.int32)
     launch = geometry.kernel, geometry.grid, geometry.block
     args = [x, *parameters(rows).values(), *after, *[None] * 4, report, 4, 900, 1024]
     loader.run(tight, *launch, args, defines=geometry.defines, order=order)
     check_report(report, 2, after)
     assert_as_chosen(x, rows, 2, np.zeros((4, 900), np.uint8), after)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    x, seen = rows_of_logits(5, 4, 5001), some_seen(5, 4, 5001)
+    with running_on("shuffled") as device:
+        results = [run(device, x, EVERY_WAY[:4], 9, seen, threads=n) for n in (32, 512, 1024)]
+    for got in results[1:]:
+        for one, other in zip(got, results[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@on_gpu
+def test_more_rows_than_multiprocessors_give_the_bits_of_few(device: Any) -> None:
+    V = 50257
+    x, seen = (np.tile(a, (60, 1)) for a in (rows_of_logits(5, 4, V), some_seen(5, 4, V)))
+    many = run(device, x, EVERY_WAY[:4] * 60, 9, seen)
+    few = run(device, x[:4], EVERY_WAY[:4], 9, seen[:4])
+    for one, other in zip(many, few, strict=True):
+        np.testing.assert_array_equal(one[:4], other)
+        np.testing.assert_array_equal(one[-4:], other)
+
+
+def test_launches() -> None:
+    assert choose_geometry(132, 132).block == (1024,)
+    assert choose_geometry(133, 132).block == (512,)
 
 
 @every_device

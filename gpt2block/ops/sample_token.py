@@ -20,6 +20,7 @@ from gpt2block.cuda.arrays import (
     check,
     check_matrix,
     contiguous,
+    device_attribute,
     launch_at,
     output,
 )
@@ -107,8 +108,15 @@ def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
     return (B, V) if name == "seen" else (B,)
 
 
-def choose_geometry(rows: int, threads: int = THREADS, defines: Defines = ()) -> Geometry:
-    """One block per row; tests pass other numbers of threads and constants."""
+def choose_geometry(
+    rows: int, sms: int, threads: int | None = None, defines: Defines = ()
+) -> Geometry:
+    """One block per row, two on a multiprocessor if there are more rows than those.
+
+    Tests pass other numbers of threads and constants.
+    """
+    if threads is None:
+        threads = THREADS if rows <= sms else THREADS // 2
     sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
     return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
 
@@ -127,7 +135,8 @@ def _launch(job: Job) -> tuple[Launch, ...]:
     M, V = job.logits.shape
     slots = job.slots or (None,) * len(Slots._fields)
     args = (job.logits, *job.state, *slots, job.report, len(job.state.token), V, job.n_ctx)
-    return (launch_at(FILE, choose_geometry(M), args),)
+    geometry = choose_geometry(M, device_attribute("MultiProcessorCount"))
+    return (launch_at(FILE, geometry, args),)
 
 
 def bind_state(

@@ -54,35 +54,52 @@ struct Best {
     float l;
     int id;  // the lowest id with this l
 
+    __device__ __forceinline__ void add(const Best& other) {
+        const bool better = other.l > l || (other.l == l && other.id < id);
+        *this = {better ? other.l : l, better ? other.id : id};
+    }
+
     __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
         Best all = *this;
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
-            const float l = __shfl_xor_sync(0xffffffffu, all.l, distance);
-            const int id = __shfl_xor_sync(0xffffffffu, all.id, distance);
-            const bool better = l > all.l || (l == all.l && id < all.id);
-            all = {better ? l : all.l, better ? id : all.id};
+            const float other = __shfl_xor_sync(0xffffffffu, all.l, distance);
+            all.add({other, __shfl_xor_sync(0xffffffffu, all.id, distance)});
         }
         return all;
     }
 };
 
-// Combines the results of all threads of the block.
-__device__ void combine(Shared& s, Best& best, Online& online) {
+// Finds the maximum of a row, and the maximum and sum of its logits. The order of additions depends only on V.
+__device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    best = best.of_warp();
-    online = online.of_warp();
-    if (lane == 0) s.l[warp] = best.l, s.id[warp] = best.id, s.online[warp] = online;
-    __syncthreads();
-    if (warp == 0) {
-        const bool there = lane < WARPS;
-        best = Best{there ? s.l[lane] : -INFINITY, there ? s.id[lane] : 0x7fffffff}.of_warp();
-        online = (there ? s.online[lane] : Online{-INFINITY, 0.0f}).of_warp();
-        if (lane == 0) s.l[0] = best.l, s.id[0] = best.id, s.online[0] = online;
+    best = {-INFINITY, 0x7fffffff};
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn) {
+        Best own = {-INFINITY, 0x7fffffff};
+        Online online = {-INFINITY, 0.0f};
+        const auto take = [&](int first, const float(&raw)[FIRST], const float* l) {
+            online.take(raw);
+#pragma unroll
+            for (int i = 0; i < FIRST; ++i) {
+                if (l[i] > own.l) own = {l[i], first + i * PASS};
+            }
+        };
+        visit<FIRST>(row, turn * THREADS + threadIdx.x, row.V, PASS, take);
+        best.add(own);
+        online = online.of_warp();
+        if (lane == 0) s.online[turn * WARPS + warp] = online;
     }
+    const Best of_lanes = best.of_warp();
+    if (lane == 0) s.l[warp] = of_lanes.l, s.id[warp] = of_lanes.id;
     __syncthreads();
-    best = {s.l[0], s.id[0]};
-    online = s.online[0];
+    all = s.online[lane].of_warp();
+}
+
+// The best of the warps' results.
+__device__ Best best_of_warps(const Shared& s) {
+    const int lane = threadIdx.x % 32;
+    return Best{lane < WARPS ? s.l[lane] : -INFINITY, lane < WARPS ? s.id[lane] : 0x7fffffff}.of_warp();
 }
 
 // Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
@@ -210,17 +227,11 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     wait_for_previous();
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
 
-    Best best = {-INFINITY, 0x7fffffff};
-    Online online = {-INFINITY, 0.0f};
-    visit<FIRST>(values, thread, V, THREADS, [&](int first, const float (&raw)[FIRST], const float* l) {
-        online.take(raw);
-#pragma unroll
-        for (int i = 0; i < FIRST; ++i) {
-            if (l[i] > best.l) best = {l[i], first + i * THREADS};
-        }
-    });
-    const float largest = best.l;
-    combine(s, best, online);
+    Best best;
+    Online online;
+    first_pass(values, s, best, online);
+    const float largest = best.l;  // of this thread
+    best = best_of_warps(s);
     values.max = best.l;
 
     const bool none = hopeless(values, s, online);
