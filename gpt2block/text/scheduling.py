@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-START_COST = 4  # starting rows takes about 1 / START_COST of the time of a step of all slots
+START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
 
 
 class RowScheduler:
