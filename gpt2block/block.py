@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor
+from gpt2block import doctor, notebook
 from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.architectures.weights import BlockArrays
@@ -46,6 +46,17 @@ class Comparison:
     max_rel: float
     total_abs: float
     total_rel: float
+
+
+class Comparisons(list[Comparison]):
+    """The steps of a forward pass compared with float64, in order; a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        headers = ("step", "kernel", "shape", "alone, relative", "accumulated, relative")
+        rows = (
+            (c.name, c.kernel, " × ".join(map(str, c.shape)), c.max_rel, c.total_rel) for c in self
+        )
+        return notebook.table(headers, rows)
 
 
 class Block:
@@ -139,7 +150,7 @@ class Block:
         """Step name → a copy of its result, for every step of the plan, ln1 … output."""
         return self._engine.trace(x)
 
-    def compare(self, x: Any) -> list[Comparison]:
+    def compare(self, x: Any) -> Comparisons:
         """Compare every step with float64 NumPy, in order. x: a NumPy array, as for a call.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
@@ -149,7 +160,7 @@ class Block:
         return compare_steps(self._engine, exact, x, self.dtype)
 
 
-def compare_steps(engine: Engine, exact: NumpyEngine, x: Any, dtype: str) -> list[Comparison]:
+def compare_steps(engine: Engine, exact: NumpyEngine, x: Any, dtype: str) -> Comparisons:
     """Compare every step of an engine's plan with `exact`, the same plan in float64.
 
     x: a NumPy array of `dtype`, the block's. Raises InputError for another one.
@@ -159,7 +170,7 @@ def compare_steps(engine: Engine, exact: NumpyEngine, x: Any, dtype: str) -> lis
         raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
     traced = engine.trace(host)
     truth = {"x": host.astype(np.float64)}
-    rows = []
+    rows = Comparisons()
     for step in engine.plan.steps:
         truth[step.name] = exact.apply(step, truth)
         rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}

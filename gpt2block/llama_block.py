@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gpt2block.architectures.llama import block_plan, fused_plan
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
 from gpt2block.array_checks import MOST_POSITIONS
-from gpt2block.block import Comparison, check_options, compare_steps, rounded
+from gpt2block.block import Comparisons, check_options, compare_steps, rounded
 from gpt2block.checks import check_flag, named_options, plain_array
 from gpt2block.errors import InputError, shown
 from gpt2block.ops.attention import SIXTEEN_BITS
@@ -77,7 +77,7 @@ class LlamaBlock:
         """Step name → its result, for every step of the plan, rms1 … output."""
         return self._engine(self.weights, x, positions, self.dtype).trace(x)
 
-    def compare(self, x: Any, positions: Any = None) -> list[Comparison]:
+    def compare(self, x: Any, positions: Any = None) -> Comparisons:
         """Compare every step with float64 NumPy, in order. x, positions: as for a call.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.

@@ -251,3 +251,17 @@ def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
     with pytest.raises(gpt2block.InputError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
         Llama(weights)
     Llama(weights, allow_nonfinite=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped"])
+def test_what_a_model_attends_to_and_predicts(name: str) -> None:
+    """The rows of V, weighted, are the result of attention; the last lens is the prediction."""
+    model, ids = load(name), expected_of(name)["ids"][0]
+    c, traced = model.config, model.trace(ids)
+    weights = model.attention(ids)
+    v = traced["h.1.rope"][:, -c.kv_width :].reshape(len(ids), c.n_kv_head, c.head_size)
+    v = v.repeat(c.n_head // c.n_kv_head, axis=1)
+    expected = np.einsum("htu,uhd->thd", weights[1], v).reshape(len(ids), -1)
+    assert error(traced["h.1.attn"], expected) <= 2e-6
+    lens = model.logit_lens(ids, top=2)
+    np.testing.assert_array_equal(lens.ids[-1, :, 0], model(ids).argmax(-1))

@@ -51,7 +51,7 @@ def test_a_text_begins_with_its_token_and_pieces_are_the_text(llama: Llama) -> N
 def test_every_token_of_a_text_is_scored(llama: Llama) -> None:
     ids = np.array([1, *llama.tokenizer.encode_ordinary(TEXT)])
     score = llama.score(TEXT)
-    assert score.tokens == len(ids) - 1
+    assert score.n_tokens == len(ids) - 1
     assert score.bytes == len(f" {TEXT}".encode())
     logits = llama(ids).astype(np.float64)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

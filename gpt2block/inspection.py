@@ -1,0 +1,72 @@
+"""What a model attends to, and what it predicts after each block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.architectures import architecture_of
+from gpt2block.run.model import Floats, Ids, TracedEngine
+from gpt2block.run.numpy_walk import apply
+
+
+@dataclass(frozen=True)
+class LogitLens:
+    """The most likely next tokens after the embedding and after each block, at every position.
+
+    ids (n_layer + 1, T, top) int64, the most likely first; probabilities, float32, of the same
+    shape. The last layer's are the model's own predictions.
+    """
+
+    ids: NDArray[np.int64]
+    probabilities: Floats
+
+
+def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
+    """The weights with which each token of ids (T,) attends to the others: (n_layer, n_head, T, T).
+
+    float32; weights[l, h, i, j] is that of token j for token i, 0 for j > i. A row's sum is 1.
+    """
+    config, T = engine.config, len(ids)
+    qkv, Q, D = architecture_of(config).QKV, config.q_width, config.head_size
+    n_kv_head = config.kv_width // D
+    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # the head of keys of each head
+    traced = engine.trace(ids, cached=False)
+    weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
+    for layer in range(config.n_layer):
+        rows = traced[f"h.{layer}.{qkv}"].astype(np.float32).reshape(T, -1)
+        q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
+        k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
+        scores = q @ k[shared].swapaxes(-1, -2) / np.float32(math.sqrt(D))
+        weights[layer] = reference.softmax(scores, causal=True)
+    return weights
+
+
+def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
+    """The `top` most likely tokens by the final norm and lm_head, applied after each block.
+
+    Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
+    """
+    norm, _ = architecture_of(engine.config).model_plan(engine.config, "logits", 1).steps[-2:]
+    parameters = norm.inputs[1:]
+    needed = {*parameters, "wte", "lm_head"}
+    weights = {
+        name: np.asarray(array.T if layout == "NK" else array, np.float32)
+        for name, array, layout in engine.tensors()
+        if name in needed
+    }
+    head = weights.get("lm_head", weights["wte"])
+    states = engine.forward([ids], "states")[0][:-1]
+    shape = (len(states), len(ids), top)
+    found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
+    for layer, x in enumerate(states):
+        normed = apply(norm, (x, *(weights[name] for name in parameters)))
+        probabilities = reference.softmax(reference.matmul_bias(normed, head))
+        order = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
+        found.ids[layer] = order
+        found.probabilities[layer] = np.take_along_axis(probabilities, order, axis=-1)
+    return found
