@@ -119,7 +119,7 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         parameters = inspect.signature(function).parameters
         names = tuple(parameters)
         specs = {name: _Spec.parse(text) for name, text in arrays.items()}
-        scalars = {name: _SCALARS[name] for name in names if name in _SCALARS}
+        scalars = {name: _SCALARS[name] for name in names if name in _SCALARS and name not in specs}
         optional = {name for name, one in parameters.items() if one.default is None}
 
         def fitting(name: str, value: Any, sizes: Sizes) -> Any:

@@ -39,6 +39,7 @@ INDEX = "model.safetensors.index.json"
 PYTORCH_WEIGHTS = "pytorch_model.bin"
 PYTORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
+Entries = Mapping[str, Entry]
 _LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -72,9 +73,6 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
         for ours, names in parts.items()
     }
-
-
-Entries = Mapping[str, Entry]
 
 
 def _read_entries(file: Path) -> tuple[list[tuple[str, Entry]], dict[str, Any] | None]:
@@ -256,12 +254,11 @@ def _read_config(
     if not is_file(path):
         found = _bare(file, entries, GPT2_NAMING)
         return _gpt2_config(file, found), found
+    content = read_json(path)
     try:
-        config = parse_config(read_json(path))
+        config = parse_config(content)
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
-        if message.startswith(str(path)):
-            raise
         raise CheckpointError(f"{path}: {message}") from error
     return config, _bare(file, entries, naming_of(config))
 
