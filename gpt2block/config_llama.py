@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_integer, check_number, several
 from gpt2block.config import (
+    LARGEST_COUNT,
     LIMITS,
     ModelConfig,
     Shapes,
@@ -110,7 +111,8 @@ class LlamaConfig(ModelConfig):
     n_kv_head heads of keys and values are shared by n_head heads of queries, in groups of
     n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
     RoPE. attention_bias: whether the products of attention have biases; mlp_bias: those of the
-    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head.
+    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id,
+    eos_token_ids: the tokens that begin and end a text, which `save_pretrained` writes.
 
     Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
     (2023).
@@ -130,6 +132,8 @@ class LlamaConfig(ModelConfig):
     scaling: RopeScaling | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,6 +162,10 @@ class LlamaConfig(ModelConfig):
             raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
         check_true_or_false("attention_bias", self.attention_bias)
         check_true_or_false("mlp_bias", self.mlp_bias)
+        if self.bos_token_id is not None:
+            object.__setattr__(self, "bos_token_id", _token("bos_token_id", self.bos_token_id))
+        ends = tuple(_token("eos_token_ids", token) for token in several(self.eos_token_ids))
+        object.__setattr__(self, "eos_token_ids", ends)
 
     @property
     def kv_width(self) -> int:
@@ -204,22 +212,22 @@ class LlamaConfig(ModelConfig):
         missing = [theirs for theirs, needed in _SIZES.values() if needed and theirs not in config]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
-        sizes: dict[str, Any] = {"n_ctx": 2048}
+        fields: dict[str, Any] = {"n_ctx": 2048, "eps": config.get("rms_norm_eps", 1e-6)}
         for ours, (theirs, needed) in _SIZES.items():
             if needed or config.get(theirs) is not None:
-                sizes[ours] = check_count(theirs, config[theirs], _THEIR_LIMITS[ours])
+                fields[ours] = check_count(theirs, config[theirs], _THEIR_LIMITS[ours])
         check_settings(config, _SETTINGS)
-        theta, scaling = _rope_of(config)
-        flags = {
-            name: _flag(name, config.get(name, False))
-            for name in ("tie_word_embeddings", "attention_bias", "mlp_bias")
-        }
-        return cls(**sizes, **flags, eps=config.get("rms_norm_eps", 1e-6), theta=theta,
-                   scaling=scaling)  # fmt: skip
+        fields["theta"], fields["scaling"] = _rope_of(config)
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            fields[name] = config.get(name, False)
+        ends = config.get("eos_token_id")
+        fields["bos_token_id"] = config.get("bos_token_id")
+        return cls(**fields, eos_token_ids=() if ends is None else ends)
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
         sizes = {theirs: getattr(self, ours) for ours, (theirs, _) in _SIZES.items()}
+        ends = list(self.eos_token_ids)
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -231,14 +239,13 @@ class LlamaConfig(ModelConfig):
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_ids[0] if len(ends) == 1 else ends or None,
         }
 
 
-def _flag(name: str, value: Any) -> bool:
-    check_true_or_false(name, value)
-    return bool(value)
+def _token(name: str, value: Any) -> int:
+    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
 def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

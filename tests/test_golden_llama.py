@@ -194,6 +194,8 @@ def test_the_class_follows_the_architecture() -> None:
         ({"attention_bias": True}, "8 tensors missing: layers.0.self_attn.q_proj.bias"),
         ({"mlp_bias": "no"}, "mlp_bias: expected true or false, got 'no'"),
         ({"num_hidden_layers": 3}, "config.json has n_layer 3, the file has 2 blocks"),
+        ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
     ],
 )
@@ -243,6 +245,17 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = theirs(torch.from_numpy(expected["ids"].astype(np.int64))).logits.numpy()
     assert error(logits, expected["logits"]) <= 1e-5
+
+
+@pytest.mark.parametrize("ends", [None, 2, [2, 7]])
+def test_tokens_that_begin_and_end_a_text_are_kept(ends: Any) -> None:
+    content = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    content |= {"bos_token_id": 1, "eos_token_id": ends}
+    config = LlamaConfig.from_hugging_face(content)
+    assert list(config.eos_token_ids) == (ends if isinstance(ends, list) else [ends] * bool(ends))
+    written = config.to_hugging_face()
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, ends)
+    assert LlamaConfig.from_hugging_face(written) == config
 
 
 def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
