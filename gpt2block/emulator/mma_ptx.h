@@ -95,6 +95,22 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     }
 }
 
+inline float tf32(unsigned bits) { return __int_as_float((int)(bits & 0xffffe000u)); }
+
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    for (int i = 0; i < 2; ++i) {
+        for (int l = 0; l < 4; ++l) {  // lanes with a part of K
+            const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
+            const float left = tf32(of_lane(b[i], 8 * t + l)), right = tf32(of_lane(b[i], 8 * t + 4 + l));
+            c[0] += tf32(rows.x) * left;
+            c[1] += tf32(rows.x) * right;
+            c[2] += tf32(rows.y) * left;
+            c[3] += tf32(rows.y) * right;
+        }
+    }
+}
+
 inline unsigned pack2(float low, float high) {
     const T pair[2] = {narrow(low), narrow(high)};
     unsigned bits;
