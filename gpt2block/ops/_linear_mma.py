@@ -21,7 +21,7 @@ MOST_REGISTERS = 96  # of weights in flight
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
 FLOAT = 4  # bytes
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
-TERMS = {"float32": 2, "bfloat16": 3}  # of 16 bits, of x in shared memory; the others 2
+TERMS = {"bfloat16": 3}  # of x, of 16 bits; with the other dtypes 2
 
 
 class Layout(NamedTuple):
@@ -56,7 +56,7 @@ def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
     columns = max(FEWEST_COLUMNS, ceil(N / (sms * waves)))
     some = range(1, min(each, MOST_FLIGHT) + 1)
     flight = max(n for n in some if n == 1 or _fits(columns, n, weight))
-    blocks = 2 if weight == FLOAT and rows < MOST_ROWS else 1
+    blocks = 1
     return Layout(columns, flight, False, parts, blocks, rows)
 
 
@@ -106,6 +106,9 @@ def geometry(
 def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
-    row = 2 * TERMS.get(dtype, 2) * parts * each * UNIT + (64 if dtype in BYTES else 16)
+    padding = 64 if dtype in BYTES else 16
+    term = 2 * each * UNIT + padding
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS.get(dtype, 2) * term
+    row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + 8 * norm) + sums
