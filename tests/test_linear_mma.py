@@ -61,11 +61,14 @@ def test_every_column_and_row_has_a_block(K: int, N: int, dtype: str, sms: int) 
         assert (where.grid[0] - 1) * cut.columns < N
 
 
-def test_the_shapes_of_gpt2_fill_an_h200_once() -> None:
-    for N, K in ((768, 768), (2304, 768), (3072, 768), (768, 3072)):
-        where = geometry("linear_decode_mma", 1, N, K, "bfloat16")
-        assert where is not None
-        assert where.grid == (128, 1)
+def test_blocks_of_gpt2_on_an_h200() -> None:
+    def grids(dtype: str) -> list[tuple[int, ...]]:
+        shapes = ((2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768))
+        found = [geometry("linear_decode_mma", 1, N, K, dtype) for N, K in shapes]
+        return [where.grid for where in found if where]
+
+    assert grids("bfloat16") == [(72, 1), (48, 1), (96, 1), (48, 1), (132, 1)]
+    assert grids("float32") == [(144, 1), (96, 1), (192, 1), (96, 1), (132, 1)]
 
 
 def test_splits_have_whole_units() -> None:

@@ -219,11 +219,15 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, const End& end, int N) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (LM_LOOP) multiply_all(w, scale, bias, input, end, N);
     else multiply(w, scale, bias, input, end, totals, N);
+#else
+    asm("trap;");
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_mma(
