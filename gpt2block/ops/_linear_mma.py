@@ -72,7 +72,8 @@ def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
     columns = next((c for c in fitting if ceil(N / c) >= fewest), OCTET)
     units = list(range(1, min(each, MOST_FLIGHT) + 1))
     flight = _flight(units, columns, weight, REGISTERS if narrow or rows <= FEW_ROWS else 32)
-    room = not narrow and rows <= FEW_ROWS and (each == 1 or columns == OCTET)
+    short = each == 1 or (columns == OCTET and each <= MOST_FLIGHT)
+    room = not narrow and rows <= FEW_ROWS and short
     return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
 
 
