@@ -23,9 +23,10 @@
 // A chunk is 64 bytes of each column. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step are
 // neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
 // Neither operand needs ldmatrix.
+//
+// The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
-#include "lib/sm80.cuh"
 
 namespace order {
 

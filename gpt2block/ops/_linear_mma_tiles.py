@@ -1,0 +1,65 @@
+"""The linear layer for many rows of decoding, matmul/decode_tiles.cu: its tiles and its geometry."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops._matrix import count_tiles
+
+FILE = "matmul/decode_tiles.cu"
+KERNEL = "linear_decode_tiles"
+QKV_KERNEL = "qkv_decode_tiles"
+WARP = 32
+UNIT = 128  # of K: the splits of matmul/decode_order.cuh are whole units
+MOST_SPLITS = 8
+PAD = 4  # floats after a row of sums
+
+
+class Tile(NamedTuple):
+    """The constants of a kernel that decide how fast it is, never what it computes."""
+
+    rows: int
+    columns: int
+    warps: tuple[int, int]  # along rows and columns
+    stages: int
+    cluster: int = 1  # blocks that share K
+    blocks: int = 1  # that an SM has registers for
+
+
+def splits(K: int) -> int:
+    """The number of splits of K in the order of additions."""
+    units = ceil(K / UNIT)
+    return ceil(units / ceil(units / MOST_SPLITS))
+
+
+def shared_bytes(tile: Tile, K: int, weight: int) -> int:
+    """The dynamic shared memory of a block: sums, and slices of x and w.
+
+    weight: bytes of a weight.
+    """
+    part = 32 if weight == 4 else 64
+    each = ceil(splits(K) / tile.cluster) * UNIT * ceil(ceil(K / UNIT) / MOST_SPLITS)
+    stages = min(tile.stages, ceil(min(each, K) / part))
+    planes = splits(K) if tile.cluster > 1 else 1
+    sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
+    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
+
+
+@lru_cache(maxsize=1024)
+def geometry(kernel: str, M: int, N: int, K: int, weight: int, tile: Tile) -> Geometry:
+    warps_m, warps_n = tile.warps
+    defines = (
+        ("DT_ROWS", tile.rows),
+        ("DT_COLUMNS", tile.columns),
+        ("DT_WARPS_M", warps_m),
+        ("DT_WARPS_N", warps_n),
+        ("DT_STAGES", tile.stages),
+        ("DT_CLUSTER", tile.cluster),
+        ("DT_BLOCKS", tile.blocks),
+    )
+    grid = (tile.cluster * count_tiles(tile, M, N),)
+    block = (WARP * warps_m * warps_n,)
+    return Geometry(kernel, grid, block, shared_bytes(tile, K, weight), defines)
