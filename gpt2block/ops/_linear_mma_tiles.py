@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
-from gpt2block.ops._matrix import count_tiles
+from gpt2block.cuda.arrays import launch_at
+from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.ops._matrix import count_tiles, storage_of
+from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_tiles.cu"
 KERNEL = "linear_decode_tiles"
@@ -48,6 +50,21 @@ def shared_bytes(tile: Tile, K: int, weight: int) -> int:
     return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
 
 
+TILES = (
+    Tile(32, 64, (2, 2), 3),
+    Tile(64, 64, (2, 2), 3),
+    Tile(64, 128, (2, 4), 3),
+    Tile(128, 128, (4, 2), 3),
+)
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    M: int, N: int, K: int, weight: int, *, capability: int, sms: int, most_shared: int
+) -> Tile:
+    return TILES[0]
+
+
 @lru_cache(maxsize=1024)
 def geometry(kernel: str, M: int, N: int, K: int, weight: int, tile: Tile) -> Geometry:
     warps_m, warps_n = tile.warps
@@ -63,3 +80,11 @@ def geometry(kernel: str, M: int, N: int, K: int, weight: int, tile: Tile) -> Ge
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)
     return Geometry(kernel, grid, block, shared_bytes(tile, K, weight), defines)
+
+
+def launch(
+    kernel: str, args: tuple[Any, ...], M: int, w: WeightMatrix, T: str, tile: Tile
+) -> Launch:
+    """A kernel with its arguments, for M rows of x and weights w; T: its type with FP8 weights."""
+    where = geometry(kernel, M, w.N, w.K, w.data.itemsize, tile)
+    return launch_at(FILE, where, args, *storage_of(w, T))

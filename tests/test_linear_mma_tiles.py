@@ -1,0 +1,182 @@
+"""The linear layer for many rows of decoding: matmul/decode_tiles.cu and its launches.
+
+On the CPU the PTX instructions are imitated (emulator/mma_ptx.h), without clusters; what a cluster
+adds up is compared bit by bit with a single block's sums on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.kernels import FP8
+from gpt2block.ops import _linear_mma_tiles as mma_tiles
+from gpt2block.ops._linear_mma_tiles import TILES, Tile, choose, geometry, shared_bytes, splits
+from gpt2block.weights.matrix import WeightMatrix
+from tests import devices, plain
+from tests.compiling import Job, assert_clean
+from tests.devices import assert_same_bits, every_device, on_gpu, one_order
+from tests.gpus import GPUS, H200
+
+Array = NDArray[Any]
+WEIGHTS = ("float16", "bfloat16", "float32", *FP8)
+DTYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+}
+ODD = Tile(24, 32, (3, 1), 2)  # tiles that end within and after the matrices
+device = devices.device
+every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
+
+
+def in_two_terms(x: Array, dtype: str) -> Array:
+    """The sum of the terms in which the kernel multiplies float32 values."""
+    if dtype == "float32":
+        return x
+    T = DTYPES["bfloat16" if dtype in FP8 else dtype]
+    high = x.astype(T).astype(np.float32)
+    result: Array = high + (x - high).astype(T).astype(np.float32)
+    return result
+
+
+class Product:
+    """Inputs of a product, and its results by the formula and by the kernel."""
+
+    def __init__(self, M: int, K: int, N: int, dtype: str) -> None:  # noqa: N803
+        self.x = plain.normal(0, M, K)
+        matrix = plain.normal(1, N, K) / np.float32(math.sqrt(K))
+        self.w = WeightMatrix.quantize(matrix, dtype, "NK")
+        self.bias = plain.normal(2, N)
+        self.residual = plain.normal(3, M, N)
+
+    def launched(self, tile: Tile, rows: slice = slice(None), gelu: bool = True) -> Array:
+        """The kernel's result for some of the rows, from poisoned memory."""
+        there = [None if a is None else cupy.asarray(a) for a in (self.bias, self.residual[rows])]
+        x, w, out = cupy.asarray(self.x[rows]), uploaded(self.w), there[1].copy()
+        out[...] = np.nan
+        args = (x, w.data, w.scale, *there, out, len(x), w.N, w.K, int(gelu))
+        mma_tiles.launch("linear_decode_tiles", args, len(x), w, "bfloat16", tile).run()
+        result: Array = out.get()
+        return result
+
+    def exact(self) -> Array:
+        bias, residual = (a.astype(np.float64) for a in (self.bias, self.residual))
+        x = in_two_terms(self.x, self.w.dtype).astype(np.float64)
+        result: Array = reference.linear(x, self.w, bias, None, None, residual, True, 1e-5)
+        return result
+
+    def by_loop(self) -> Array:
+        x = in_two_terms(self.x, self.w.dtype)
+        product = plain.matmul_bias(x, self.w.dequantized(), self.bias)
+        result: Array = self.residual + plain.gelu(product)
+        return result
+
+
+def uploaded(w: WeightMatrix) -> WeightMatrix:
+    scale = None if w.scale is None else cupy.asarray(w.scale)
+    return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
+
+
+@pytest.mark.parametrize("tile", [ODD, Tile(32, 64, (1, 2), 3)], ids=str)
+@every_weight
+@every_device
+def test_is_as_accurate_as_a_loop(device: Any, dtype: str, tile: Tile) -> None:
+    for M, K, N in ((25, 176, 37), (3, 16, 65), (33, 1168, 32)):
+        given = Product(M, K, N, dtype)
+        plain.assert_as_accurate(given.launched(tile), given.exact(), given.by_loop())
+
+
+@every_weight
+@one_order
+def test_bits_depend_on_no_other_row(device: Any, dtype: str) -> None:
+    given = Product(65, 272, 40, dtype)
+    whole = given.launched(Tile(64, 32, (2, 1), 3))
+    for rows in (slice(0, 1), slice(0, 17), slice(1, 64), slice(64, 65)):
+        assert_same_bits(given.launched(ODD, rows), whole[rows])
+    given.x[1::2] = np.nan
+    given.x[2::4] = np.inf
+    assert_same_bits(given.launched(ODD)[::4], whole[::4])
+
+
+@every_weight
+@on_gpu
+def test_every_tile_has_the_same_bits(device: Any, dtype: str) -> None:
+    size = 1 if dtype in FP8 else np.dtype(DTYPES[dtype]).itemsize
+    for M, K, N in ((200, 768, 2304), (65, 3072, 768), (64, 768, 5001), (18, 1600, 96)):
+        given = Product(M, K, N, dtype)
+        first = given.launched(ODD)
+        for tile in TILES:
+            for cluster in (1, 2, 3, 6, 8):
+                one = tile._replace(cluster=cluster)
+                if shared_bytes(one, K, size) <= H200["most_shared"] - 1024:
+                    assert_same_bits(given.launched(one), first)
+        for rows in (slice(0, 1), slice(1, 18)):
+            assert_same_bits(given.launched(TILES[0], rows), first[rows])
+
+
+@every_weight
+@every_device
+def test_appends_k_and_v(device: Any, dtype: str) -> None:
+    M, C, n_ctx, B = 7, 48, 5, 3
+    given = Product(M, C, 3 * C, dtype)
+    w = uploaded(given.w)
+    T = "bfloat16" if dtype in FP8 else dtype
+    where = [(0, 4), (1, 0), (2, 5), (3, 1), (-1, 2), (2, -1), (2, 3)]  # some are outside
+    row, position = (cupy.asarray(np.array(column, np.int32)) for column in zip(*where, strict=True))
+    q = cupy.full((M, C), np.nan, "float32")
+    caches = [cupy.asarray(np.full((B, n_ctx, C), 9, DTYPES[T])) for _ in range(2)]
+    arrays = (cupy.asarray(given.x), w.data, w.scale, cupy.asarray(given.bias), row, position)
+    args = (*arrays, q, *caches, M, C, C, B, n_ctx)
+    mma_tiles.launch("qkv_decode_tiles", args, M, w, T, ODD).run()
+    given.residual = np.full((M, 3 * C), -0.0, np.float32)
+    expected = given.launched(ODD, gelu=False)
+    assert_same_bits(q.get(), expected[:, :C])
+    for i, cache in enumerate(caches):
+        after = np.full((B, n_ctx, C), 9, DTYPES[T])
+        for m, (b, at) in enumerate(where):
+            if 0 <= b < B and 0 <= at < n_ctx:
+                after[b, at] = expected[m, (i + 1) * C : (i + 2) * C].astype(DTYPES[T])
+        assert_same_bits(cache.get(), after)
+
+
+@pytest.mark.parametrize("K", [16, 128, 144, 768, 1024, 1040, 1600, 3072, 6400, 16384])
+def test_splits_are_whole_units(K: int) -> None:  # noqa: N803
+    units = math.ceil(K / 128)
+    each = math.ceil(units / 8)
+    assert (splits(K) - 1) * each < units <= splits(K) * each
+    assert splits(K) <= 8
+
+
+@pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("weight", [1, 2, 4])
+def test_a_tile_is_chosen_that_fits(gpu: Any, capability: int, weight: int) -> None:
+    for M in (1, 17, 64, 200, 512, 4096):
+        for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
+            tile = choose(M, N, K, weight, capability=capability, **gpu)
+            assert shared_bytes(tile, K, weight) <= gpu["most_shared"] - 1024
+            assert tile.cluster == 1 or capability >= 90
+            found = geometry("linear_decode_tiles", M, N, K, weight, tile)
+            assert found.grid[0] % tile.cluster == 0
+            assert found.grid[0] >= tile.cluster * math.ceil(M / tile.rows)
+
+
+def test_every_tile_compiles_without_spills() -> None:
+    stored = [kernels.stored_as("bfloat16", w) for w in (None, *FP8)]
+    stored += [kernels.stored_as("float32"), kernels.stored_as("float16")]
+    jobs: list[Job] = [
+        (mma_tiles.FILE, arch, (*dtype, *geometry("", 64, 768, 768, 2, of).defines))
+        for arch, clusters in (("sm_80", (1,)), ("sm_90", (1, 6)))
+        for tile in TILES
+        for of in (tile._replace(cluster=cluster) for cluster in clusters)
+        for dtype in stored
+    ]
+    assert_clean(jobs[::3])
