@@ -17,7 +17,7 @@ QKV_KERNEL = "qkv_decode_tiles"
 WARP = 32
 UNIT = 128  # of K: the splits of matmul/decode_order.cuh are whole units
 MOST_SPLITS = 8
-PAD = 4  # floats after a row of sums
+PAD = 16  # floats after a row of sums
 
 
 class Tile(NamedTuple):

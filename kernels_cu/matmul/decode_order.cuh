@@ -47,8 +47,12 @@ __host__ __device__ constexpr int split_length(int K) { return UNIT * split_unit
 // The terms of two values, the first one in the lower half.
 __device__ __forceinline__ void split_pair(float first, float second, unsigned& high, unsigned& low) {
     high = pack2(first, second);
+#if defined(STORAGE_BF16)  // without the instructions that would take the pair apart
+    const float rounded[2] = {__int_as_float((int)(high << 16)), __int_as_float((int)(high & 0xffff0000u))};
+#else
     float rounded[2];
     Vec<T, 2>{high}.unpack(rounded);
+#endif
     low = pack2(first - rounded[0], second - rounded[1]);
 }
 

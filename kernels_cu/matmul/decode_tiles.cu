@@ -10,9 +10,12 @@
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
 // A slice is a part of the order of additions: 64 of K, or 32 of float weights. DT_STAGES slices are in shared memory;
-// while one is multiplied the later ones are being copied. Both operands are copied as they are. A warp converts its
-// fragments of x to two terms, and FP8 weights to bfloat16, when it loads them from shared memory; the conversions take
-// fewer instructions the more columns the warp multiplies with them.
+// while one is multiplied the later ones are being copied. Rows of x are the rows of A of an mma here, and columns of w
+// the columns of B: multiplication commutes, and K is at the same positions.
+//
+//   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their high and their low terms, each in
+//       the order of a lane's registers. Float weights: a warp converts its fragments in registers
+//   w   A lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory, in the order of rows, from which the epilogue stores whole rows:
 //
@@ -20,8 +23,7 @@
 //   otherwise      row r to the block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and adds
 //                  them in order. They arrive at a barrier: no block waits for another one except for its data
 //
-// In a group of 32 columns, the row of W at position q of shared memory is 4 (q % 8) + q / 8. Thus a lane's sums for a
-// row of x are those of 4 neighbouring columns.
+// In a group of 16 columns, those of w are at the positions for which a lane's sums of a row are of 4 neighbouring columns.
 //
 // Any M and N; 16 bytes divide a row of W; arrays are aligned to 16 bytes.
 //
@@ -64,37 +66,37 @@
 
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
-constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 16;      // of a warp: rows and columns of mma
-constexpr int W_UNITS = order::PART * sizeof(W) / 16, X_UNITS = order::PART / 4;  // of 16 bytes, in a row of a slice
-constexpr int X_EACH = order::WIDTH / 4;                                 // of a lane, in a chunk of x
-constexpr int X_BYTES = 16 * DT_ROWS * X_UNITS, STAGE = X_BYTES + 16 * DT_COLUMNS * W_UNITS;
+constexpr int TILES_M = WARP_ROWS / 16, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of mma
+constexpr int X_UNITS = order::PART / 4, W_UNITS = order::PART * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
+constexpr int X_EACH = order::WIDTH / 4;                                 // units of x that a lane has in a chunk
+constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;            // bytes
+constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;        // that a block stores
-constexpr int PITCH = DT_COLUMNS + 4;                                    // of the sums: no bank conflicts
+constexpr int PITCH = DT_COLUMNS + 16;                                   // of the sums: no bank conflicts
 constexpr int ENDS = (OWN_ROWS * DT_COLUMNS + THREADS - 1) / THREADS;    // outputs of a thread
 constexpr int AHEAD = ENDS < 8 ? ENDS : 8;                               // of them prepared before the sums are known
-static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
-static_assert(TILES_N % 2 == 0 && TILES_N * 16 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 32 columns");
-static_assert(THREADS % X_UNITS == 0 && THREADS % W_UNITS == 0, "threads copy whole rows");
+static_assert(TILES_M * 16 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 16 rows");
+static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
+static_assert(THREADS % (8 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
-// The unit's place in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the next one,
-// are in different banks. Rows of 64 bytes need no permutation.
-__device__ __forceinline__ int w_place(int row, int unit) {
-    return row * W_UNITS + (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2);
-}
-
-__device__ __forceinline__ int x_place(int row, int unit) {
+// The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
+// next one, are in different banks. Rows of 64 bytes need no permutation.
+__device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
-    return row * X_UNITS + (X_EACH == 1 ? unit ^ odd << 2 : X_EACH == 2 ? unit ^ odd : unit ^ odd ^ (unit >> 2 & 2));
+    return 16 * (X_EACH == 1 ? unit ^ odd << 2 : X_EACH == 2 ? unit ^ odd : unit ^ odd ^ (unit >> 2 & 2));
 }
 
-__device__ __forceinline__ int column_at(int q) { return (q & ~31) + 4 * (q & 7) + (q >> 3 & 3); }
+__device__ __forceinline__ int w_unit(int row, int unit) { return 16 * (W_UNITS == 4 ? unit : unit ^ (row & 1) << 2); }
+
+// The column, in its group of 16, at position q.
+__device__ __forceinline__ int column_at(int q) { return (q & 6) * 2 + (q >> 2 & 2) + (q & 1); }
 
 // What a block multiplies: its tile, and its share of K.
 struct Share {
-    int row, column, rank;      // first row and column; place in the cluster
-    int first, last;            // splits
-    int k, K;                   // start and end of the splits
+    int row, column, rank;  // first row and column; place in the cluster
+    int first, last;        // splits
+    int k, K;               // start and end of the splits
 
     __device__ __forceinline__ Share(int M, int N, int K) {
         constexpr int SIZE = DT_CLUSTER;
@@ -111,35 +113,85 @@ struct Share {
     __device__ __forceinline__ int slices() const { return (K - k + order::PART - 1) / order::PART; }
 };
 
-// Copies the slices of the block's operands, with zeros outside the matrices.
-struct Copies {
-    const float* x;  // (M, K)
-    const W* w;      // (N, K)
-    const Share& share;
-    int M, N, K;
+// A thread's share of the slices of x: a unit in pairs of rows, 8 apart.
+struct CopiesOfX {
+    static constexpr int STEP = THREADS / X_UNITS * 2, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
+    const float* from;  // of the next slice
+    int k, K, row, left, at;  // left: rows of x from `row` on; at: bytes in a stage
+    long long step, below;    // to the rows of the next pass, and to the second one of a pair
 
-    __device__ __forceinline__ void next_w(char* stage, int slice) const {
-        constexpr int ROWS = THREADS / W_UNITS, WIDE = 16 / sizeof(W);
-        const int unit = threadIdx.x % W_UNITS, k = share.k + slice * order::PART + unit * WIDE;
-        uint4* to = reinterpret_cast<uint4*>(stage + X_BYTES);
-#pragma unroll
-        for (int q = threadIdx.x / W_UNITS, i = 0; i < (DT_COLUMNS + ROWS - 1) / ROWS; ++i, q += ROWS) {
-            if (DT_COLUMNS % ROWS && q >= DT_COLUMNS) break;
-            const int n = share.column + column_at(q);
-            copy16(to + w_place(q, unit), w + (long long)n * K + k, n < N && k < share.K);
-        }
+    __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
+        const int pair = threadIdx.x / X_UNITS, unit = threadIdx.x % X_UNITS;
+        row = pair / 8 * 16 + pair % 8;
+        k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
+        at = row * X_PITCH + x_unit(row, unit);
+        from = x + (long long)(share.row + row) * K_ + k;
+        step = (long long)STEP * K_, below = 8ll * K_;
     }
 
-    __device__ __forceinline__ void next_x(char* stage, int slice) const {
-        constexpr int ROWS = THREADS / X_UNITS;
-        const int unit = threadIdx.x % X_UNITS, k = share.k + slice * order::PART + unit * 4;
-        uint4* to = reinterpret_cast<uint4*>(stage);
+    __device__ __forceinline__ bool has(int pass) const { return DT_ROWS % STEP == 0 || row + pass * STEP < DT_ROWS; }
+
+    __device__ __forceinline__ void next(char* stage) {
+        const int rows = k < K ? left : 0;
+        const float* x = from;
 #pragma unroll
-        for (int r = threadIdx.x / X_UNITS, i = 0; i < (DT_ROWS + ROWS - 1) / ROWS; ++i, r += ROWS) {
-            if (DT_ROWS % ROWS && r >= DT_ROWS) break;
-            const int m = share.row + r;
-            copy16(to + x_place(r, unit), x + (long long)m * K + k, m < M && k < share.K);
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (has(pass)) {
+                char* to = stage + at + pass * STEP * X_PITCH;
+                copy16(to, x, pass * STEP < rows);
+                copy16(to + 8 * X_PITCH, x + below, pass * STEP + 8 < rows);
+            }
+            x += step;
         }
+        from += order::PART, k += order::PART;
+    }
+
+    // Replaces the values, when they have arrived, by their terms: of rows r and r + 8 alternately.
+    __device__ __forceinline__ void convert(char* stage) const {
+        if (order::FLOATS) return;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (!has(pass)) continue;
+            uint4 *upper = reinterpret_cast<uint4*>(stage + at + pass * STEP * X_PITCH), *lower = upper + X_PITCH / 2;
+            const float4 a = *reinterpret_cast<float4*>(upper), b = *reinterpret_cast<float4*>(lower);
+            uint4 high, low;
+            order::split_pair(a.x, a.y, high.x, low.x);
+            order::split_pair(b.x, b.y, high.y, low.y);
+            order::split_pair(a.z, a.w, high.z, low.z);
+            order::split_pair(b.z, b.w, high.w, low.w);
+            *upper = high, *lower = low;
+        }
+    }
+};
+
+// A thread's share of the slices of w: a unit of several rows of w.
+struct CopiesOfW {
+    static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
+    const W* from;  // of the next slice
+    int k, K, row, left, at;
+    long long step;
+
+    __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
+        const int unit = threadIdx.x % W_UNITS;
+        row = threadIdx.x / W_UNITS;
+        const int n = share.column + row / 16 * 16 + column_at(row % 16);
+        k = share.k + WIDE * unit, K = share.K, left = N - n;
+        at = X_BYTES + row * W_PITCH + w_unit(row, unit);
+        from = w + (long long)n * K_ + k;
+        step = (long long)STEP * K_;
+    }
+
+    __device__ __forceinline__ void next(char* stage) {
+        const int rows = k < K ? left : 0;
+        const W* w = from;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (DT_COLUMNS % STEP == 0 || row + pass * STEP < DT_COLUMNS) {
+                copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
+            }
+            w += step;
+        }
+        from += order::PART, k += order::PART;
     }
 };
 
@@ -151,60 +203,90 @@ struct Warp {
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
-typedef float Sums[TILES_N][TILES_M][4];
+typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a chunk of 8 rows of x, in two terms.
-__device__ __forceinline__ void load_rows(order::Rows8& rows, const uint4* x, int row, int chunk, int t) {
-#pragma unroll
-    for (int i = 0; i < X_EACH; ++i) {
-        const uint4* from = x + x_place(row, (4 * chunk + t) * X_EACH + i);
+// A lane's part of a step of 16 rows of x, in two terms.
+struct RowStep {
+    unsigned high[4], low[4];
+
+    // x: row g of the tile in a stage; unit: the lane's first one in the chunk; s: the step in the chunk.
+    __device__ __forceinline__ RowStep(const char* x, int row, int unit, int s) {
+        const char* from = x + x_unit(row, unit + (order::FLOATS ? 0 : s));
+        const uint4 one = *reinterpret_cast<const uint4*>(from);  // of row g, or the high terms
+        const uint4 two = *reinterpret_cast<const uint4*>(from + 8 * X_PITCH);
         if constexpr (order::FLOATS) {
-            rows.load(reinterpret_cast<const float*>(from));
+            order::split_tf32(__int_as_float((int)(s ? one.z : one.x)), high[0], low[0]);
+            order::split_tf32(__int_as_float((int)(s ? two.z : two.x)), high[1], low[1]);
+            order::split_tf32(__int_as_float((int)(s ? one.w : one.y)), high[2], low[2]);
+            order::split_tf32(__int_as_float((int)(s ? two.w : two.y)), high[3], low[3]);
         } else {
-            const float4 v = *reinterpret_cast<const float4*>(from);
-            order::split_pair(v.x, v.y, rows.high[i][0], rows.low[i][0]);
-            order::split_pair(v.z, v.w, rows.high[i][1], rows.low[i][1]);
+            high[0] = one.x, high[1] = one.y, high[2] = one.z, high[3] = one.w;
+            low[0] = two.x, low[1] = two.y, low[2] = two.z, low[3] = two.w;
         }
     }
-}
+};
 
-// The products of a slice, from 0 on. The terms of a step are added to all rows of a tile in turn, so that no mma waits
-// for the one before it.
-__device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
-    const uint4 *x = reinterpret_cast<const uint4*>(stage), *w = reinterpret_cast<const uint4*>(stage + X_BYTES);
-#pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-        for (int m = 0; m < TILES_M; ++m) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sums[n][m][e] = 0.0f;
+// A lane's part of a step of 8 columns of w, from its vector for the chunk.
+struct ColumnStep {
+    unsigned high[2], low[2];  // low: of float weights
+
+    __device__ __forceinline__ void take(const uint4& v, int s) {
+        const unsigned words[4] = {v.x, v.y, v.z, v.w};
+        if constexpr (order::FLOATS) {
+            order::split_tf32(__int_as_float((int)words[2 * s]), high[0], low[0]);
+            order::split_tf32(__int_as_float((int)words[2 * s + 1]), high[1], low[1]);
+        } else if constexpr (sizeof(W) == 1) {
+            order::convert_fp8(words[s], high[0], high[1]);
+        } else {
+            high[0] = words[2 * s], high[1] = words[2 * s + 1];
         }
     }
+};
+
+// Adds the products of a slice. The terms of a step are added to a row of tiles in turn, so that no mma waits for the one
+// before it.
+__device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
+    const char* x = stage + (warp.row + warp.g) * X_PITCH;
+    const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
+    Sums part = {};
 #pragma unroll
     for (int chunk = 0; chunk < order::PART_CHUNKS; ++chunk) {
-        order::Rows8 rows[TILES_M];
-#pragma unroll
-        for (int m = 0; m < TILES_M; ++m) load_rows(rows[m], x, warp.row + 8 * m + warp.g, chunk, warp.t);
+        const int unit = 4 * chunk + warp.t;
+        uint4 raw[TILES_N];
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
-            const int lower = warp.column + 16 * n + warp.g, unit = 4 * chunk + warp.t;
-            const order::Columns columns(w[w_place(lower, unit)], w[w_place(lower + 8, unit)]);
+            raw[n] = *reinterpret_cast<const uint4*>(w + 8 * n * W_PITCH + w_unit(warp.g, unit));
+        }
 #pragma unroll
-            for (int s = 0; s < order::STEPS; ++s) {
+        for (int s = 0; s < order::STEPS; ++s) {
+            ColumnStep columns[TILES_N];
+#pragma unroll
+            for (int n = 0; n < TILES_N; ++n) columns[n].take(raw[n], s);
+#pragma unroll
+            for (int m = 0; m < TILES_M; ++m) {
+                const RowStep rows(x + 16 * m * X_PITCH, warp.g, unit * X_EACH, s);
                 if constexpr (order::FLOATS) {
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) mma_tf32(sums[n][m], columns.low[s], rows[m].high[s]);
+                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.high, columns[n].low);
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) mma_tf32(sums[n][m], columns.high[s], rows[m].low[s]);
+                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.low, columns[n].high);
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) mma_tf32(sums[n][m], columns.high[s], rows[m].high[s]);
+                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.high, columns[n].high);
                 } else {
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) mma(sums[n][m], columns.high[s], rows[m].low[s]);
+                    for (int n = 0; n < TILES_N; ++n) mma(part[m][n], rows.low, columns[n].high);
 #pragma unroll
-                    for (int m = 0; m < TILES_M; ++m) mma(sums[n][m], columns.high[s], rows[m].high[s]);
+                    for (int n = 0; n < TILES_N; ++n) mma(part[m][n], rows.high, columns[n].high);
                 }
             }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) {
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[m][n][e] += part[m][n][e];
         }
     }
 }
@@ -261,17 +343,19 @@ struct Total {
     __device__ __forceinline__ float get(int at, int) const { return planes[at]; }
 #endif
 
-    __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
+    __device__ __forceinline__ void add(int split, Sums& sums, const Warp& warp, int rows) const {
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int row = warp.row + 8 * m + 2 * warp.t + e;
-                if (row >= rows) continue;
+            for (int e = 0; e < 4; e += 2) {
+                const int row = warp.row + 16 * m + warp.g + 4 * e;
 #pragma unroll
                 for (int n = 0; n < TILES_N; n += 2) {
-                    add4(split, row, warp.column + 16 * n + 4 * warp.g, sums[n][m][e], sums[n][m][2 + e],
-                         sums[n + 1][m][e], sums[n + 1][m][2 + e]);
+                    if (row < rows) {
+                        add4(split, row, warp.column + 8 * n + 4 * warp.t, sums[m][n][e], sums[m][n][e + 1],
+                             sums[m][n + 1][e], sums[m][n + 1][e + 1]);
+                    }
+                    sums[m][n][e] = sums[m][n][e + 1] = sums[m][n + 1][e] = sums[m][n + 1][e + 1] = 0.0f;
                 }
             }
         }
@@ -292,13 +376,14 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
                                              const End& end, int M, int N, int K) {
     extern __shared__ __align__(128) char shared[];
     const Share share(M, N, K);
-    const Copies copies{x, w, share, M, N, K};
+    CopiesOfX copies_of_x(x, share, M, K);
+    CopiesOfW copies_of_w(w, share, N, K);
     const Warp warp;
     const int slices = share.slices(), rows = min(DT_ROWS, M - share.row), splits = order::splits(K);
 
     char* stages = shared + Total::bytes(splits);
     const int early = min(DT_STAGES - 1, slices);
-    for (int slice = 0; slice < early; ++slice) copies.next_w(stages + slice * STAGE, slice);
+    for (int slice = 0; slice < early; ++slice) copies_of_w.next(stages + slice * STAGE);
     let_next_start();
 #if DT_CLUSTER > 1
     __shared__ Barrier arrived;
@@ -310,43 +395,26 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
 #endif
     wait_for_previous();
     for (int slice = 0; slice < DT_STAGES - 1; ++slice) {
-        if (slice < early) copies.next_x(stages + slice * STAGE, slice);
+        if (slice < early) copies_of_x.next(stages + slice * STAGE);
         end_group();
     }
     total.open();
 
-    Sums sums = {}, part;
+    Sums sums = {};
     const int each = order::split_length(K) / order::PART;  // slices of a split
-    for (int slice = 0, split = share.first, left = each, stage = 0; slice < slices; ++slice) {
+    char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
+    for (int slice = 0, split = share.first, left = each; slice < slices; ++slice) {
         wait_for_groups<DT_STAGES - 2>();
+        copies_of_x.convert(stage);
         __syncthreads();
-        const int later = slice + DT_STAGES - 1;
-        if (later < slices) {
-            char* to = stages + (stage ? stage - 1 : DT_STAGES - 1) * STAGE;
-            copies.next_w(to, later), copies.next_x(to, later);
-        }
+        if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
         end_group();
-        multiply(part, stages + stage * STAGE, warp);
-        stage = stage + 1 == DT_STAGES ? 0 : stage + 1;
-#pragma unroll
-        for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-            for (int m = 0; m < TILES_M; ++m) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n][m][e] += part[n][m][e];
-            }
-        }
+        multiply(sums, stage, warp);
+        free = stage;
+        stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
         if (--left == 0 || slice + 1 == slices) {
             total.add(split++, sums, warp, rows);
             left = each;
-#pragma unroll
-            for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-                for (int m = 0; m < TILES_M; ++m) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[n][m][e] = 0.0f;
-                }
-            }
         }
     }
 
