@@ -14,7 +14,7 @@
 // the columns of B: multiplication commutes, and K is at the same positions.
 //
 //   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their high and their low terms, each in
-//       the order of a lane's registers. Float weights: a warp converts its fragments in registers
+//       the order of a lane's registers. Float weights: by the values of two steps; a warp converts these in registers
 //   w   A lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory, in the order of rows, from which the epilogue stores whole rows:
@@ -146,20 +146,25 @@ struct CopiesOfX {
         from += order::PART, k += order::PART;
     }
 
-    // Replaces the values, when they have arrived, by their terms: of rows r and r + 8 alternately.
+    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, the high
+    // and the low terms, or the floats of the first step and of the second one.
     __device__ __forceinline__ void convert(char* stage) const {
-        if (order::FLOATS) return;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if (!has(pass)) continue;
             uint4 *upper = reinterpret_cast<uint4*>(stage + at + pass * STEP * X_PITCH), *lower = upper + X_PITCH / 2;
-            const float4 a = *reinterpret_cast<float4*>(upper), b = *reinterpret_cast<float4*>(lower);
-            uint4 high, low;
-            order::split_pair(a.x, a.y, high.x, low.x);
-            order::split_pair(b.x, b.y, high.y, low.y);
-            order::split_pair(a.z, a.w, high.z, low.z);
-            order::split_pair(b.z, b.w, high.w, low.w);
-            *upper = high, *lower = low;
+            if constexpr (order::FLOATS) {
+                const uint4 a = *upper, b = *lower;
+                *upper = {a.x, b.x, a.y, b.y}, *lower = {a.z, b.z, a.w, b.w};
+            } else {
+                const float4 a = *reinterpret_cast<float4*>(upper), b = *reinterpret_cast<float4*>(lower);
+                uint4 high, low;
+                order::split_pair(a.x, a.y, high.x, low.x);
+                order::split_pair(b.x, b.y, high.y, low.y);
+                order::split_pair(a.z, a.w, high.z, low.z);
+                order::split_pair(b.z, b.w, high.w, low.w);
+                *upper = high, *lower = low;
+            }
         }
     }
 };
@@ -211,17 +216,17 @@ struct RowStep {
 
     // x: row g of the tile in a stage; unit: the lane's first one in the chunk; s: the step in the chunk.
     __device__ __forceinline__ RowStep(const char* x, int row, int unit, int s) {
-        const char* from = x + x_unit(row, unit + (order::FLOATS ? 0 : s));
-        const uint4 one = *reinterpret_cast<const uint4*>(from);  // of row g, or the high terms
-        const uint4 two = *reinterpret_cast<const uint4*>(from + 8 * X_PITCH);
+        const uint4* from = reinterpret_cast<const uint4*>(x + x_unit(row, order::FLOATS ? unit : unit + s));
         if constexpr (order::FLOATS) {
-            order::split_tf32(__int_as_float((int)(s ? one.z : one.x)), high[0], low[0]);
-            order::split_tf32(__int_as_float((int)(s ? two.z : two.x)), high[1], low[1]);
-            order::split_tf32(__int_as_float((int)(s ? one.w : one.y)), high[2], low[2]);
-            order::split_tf32(__int_as_float((int)(s ? two.w : two.y)), high[3], low[3]);
+            const uint4 v = from[s * X_PITCH / 2];
+            order::split_tf32(__int_as_float((int)v.x), high[0], low[0]);
+            order::split_tf32(__int_as_float((int)v.y), high[1], low[1]);
+            order::split_tf32(__int_as_float((int)v.z), high[2], low[2]);
+            order::split_tf32(__int_as_float((int)v.w), high[3], low[3]);
         } else {
-            high[0] = one.x, high[1] = one.y, high[2] = one.z, high[3] = one.w;
-            low[0] = two.x, low[1] = two.y, low[2] = two.z, low[3] = two.w;
+            const uint4 h = from[0], l = from[X_PITCH / 2];
+            high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
+            low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
         }
     }
 };
