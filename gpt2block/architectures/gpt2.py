@@ -221,7 +221,7 @@ class Prefill:
         are faster than tensor cores for few rows.
         """
         if self.tensor_cores:
-            rest = [rest[0], *map(_matvec, decoding)]
+            rest = [rest[0], *map(_decoding, decoding)]
         names = {x: "last.x", f"{h}attn": "last.attn"}
         if self.batch > 1:
             taken = [Step(short, "take", (long, "last")) for long, short in names.items()]
@@ -271,7 +271,7 @@ def decode_plan(config: GPT2Config) -> Plan:
         )
         qkv, *rest = fuse_norms(block(config.eps, [attention], h, x))
         steps.append(Step(f"{h}q", "linear_qkv", (*qkv.inputs[:5], *cache), qkv.attrs))
-        steps += map(_matvec, rest)
+        steps += map(_decoding, rest)
         x = f"{h}output"
     steps.append(_lm_head(config, x))
     return _model(config, steps, overlapping=True)
@@ -300,7 +300,7 @@ def _cached_attention(config: GPT2Config, h: str, longest: int) -> Steps:
 def _lm_head(config: GPT2Config, x: str) -> Step:
     """The final LayerNorm and the logits of few rows, in one kernel."""
     inputs = (x, "lm_head", "", "gamma_f", "beta_f", "")
-    return Step("logits", "linear", inputs, {"eps": config.eps, "variant": "matvec"})
+    return Step("logits", "linear", inputs, {"eps": config.eps, "decoding": True})
 
 
 def _tiles(step: Step) -> Step:
@@ -308,11 +308,11 @@ def _tiles(step: Step) -> Step:
     return as_linear(step, variant="tiles") if step.op == "linear" else step
 
 
-def _matvec(step: Step) -> Step:
-    """A product of few rows; it already has the inputs of `linear`."""
+def _decoding(step: Step) -> Step:
+    """A product with the bits of decoding; it already has the inputs of `linear`."""
     if step.op != "linear":
         return step
-    return replace(step, attrs={**step.attrs, "variant": "matvec"})
+    return replace(step, attrs={**step.attrs, "decoding": True})
 
 
 def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:

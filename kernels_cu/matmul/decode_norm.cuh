@@ -20,6 +20,8 @@ template <int K, int X>
 struct Statistics {  // of a row: the same bits in every lane
     float mean, rstd;
 
+    __device__ __forceinline__ Statistics(float mean, float rstd) : mean(mean), rstd(rstd) {}
+
     // read(i, k, v) gives the X values v of load i. It is called twice for each load.
     template <typename Read>
     __device__ __forceinline__ Statistics(float eps, Read read) {

@@ -3,16 +3,19 @@
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
-//   step    8 of K (float weights) or 16, one mma per product of terms:
-//             16-bit and FP8 weights   w x_low, then w x_high
-//             float weights            w_low x_high, then w_high x_low, then w_high x_high
-//   part    32 of K (float weights) or 64: the steps of a part are added in the tensor cores, from 0 on. They truncate
+//   step    8 of K (float weights) or 16, one mma per product of terms, small ones first:
+//             bfloat16 weights         w x_low, w x_middle, w x_high
+//             float16, FP8 weights     w x_low, w x_high
+//             float weights            w_low x_high, w_high x_low, w_high x_high
+//   part    the steps of 64 bytes of a column, 16 to 64 of K, are added in the tensor cores, from 0 on. They truncate
 //           sums instead of rounding them, and take a step only when the one before is done: therefore parts are short
 //   split   `split_units(K)` units of 128 of K. Its parts are added in order: ((0 + part 0) + part 1) + ...
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
-// Terms: x is the sum of two numbers, high = T(x) and low = T(x - high), or for float weights tf32, as is w. FP8 weights
-// are converted to bfloat16, which represents all of them. Zeros after K do not change a sum.
+// Terms: x is the sum of numbers of the mma's type, each the nearest to what is left: three of bfloat16 have the 24 bits
+// of a float, two of float16 have 22, down to 2^-24. Float weights and x have two terms of tf32, 22 bits or more; the
+// product of both low ones is left out. FP8 weights are converted to float16, which represents all of them. With float16
+// x may have magnitudes up to 65504. Infinity in x gives NaN. Zeros after K do not change a sum.
 //
 // A tile is 16 columns of w, the rows of A of an mma, by 8 rows of x, the columns of B. Which row or column of a tile an
 // output is in does not change its bits. Lane 4 g + t has the values at t of columns g and g + 8 of w and of row g of x,
@@ -20,7 +23,7 @@
 //
 //   c[0], c[1] = rows 2t, 2t + 1 of column g        c[2], c[3] = rows 2t, 2t + 1 of column g + 8
 //
-// A chunk is 64 bytes of each column. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step are
+// A chunk is the 64 bytes of each column. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step are
 // neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
 // Neither operand needs ldmatrix.
 //
@@ -35,8 +38,11 @@ constexpr int WIDTH = 16 / sizeof(W);       // values of a column that a lane lo
 constexpr int CHUNK = 4 * WIDTH;            // of K: 16, 32, or 64 with FP8
 constexpr int STEP = FLOATS ? 8 : 16;       // of K
 constexpr int STEPS = CHUNK / STEP;         // of a chunk
-constexpr int PART = FLOATS ? 32 : 64;      // of K
-constexpr int PART_CHUNKS = PART / CHUNK;   // 2, 2, or 1 with FP8
+#if defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+constexpr int TERMS = 3;                    // of x
+#else
+constexpr int TERMS = 2;
+#endif
 constexpr int UNIT = 128, MOST_SPLITS = 8;  // of K
 
 __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
@@ -44,31 +50,41 @@ __host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_S
 __host__ __device__ constexpr int splits(int K) { return (units(K) + split_units(K) - 1) / split_units(K); }
 __host__ __device__ constexpr int split_length(int K) { return UNIT * split_units(K); }  // the last one may be shorter
 
-// The terms of two values, the first one in the lower half.
-__device__ __forceinline__ void split_pair(float first, float second, unsigned& high, unsigned& low) {
-    high = pack2(first, second);
-#if defined(STORAGE_BF16)  // without the instructions that would take the pair apart
-    const float rounded[2] = {__int_as_float((int)(high << 16)), __int_as_float((int)(high & 0xffff0000u))};
-#else
-    float rounded[2];
-    Vec<T, 2>{high}.unpack(rounded);
-#endif
-    low = pack2(first - rounded[0], second - rounded[1]);
+// Rounds two floats to the type of the mma, the first one into the lower half.
+__device__ __forceinline__ unsigned narrow2(float first, float second) {
+    return TERMS == 3 ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// The terms of a value for tf32, of which tensor cores read the upper 19 bits.
+// The terms of two values, the first one in the lower half; the highest term is terms[TERMS - 1].
+__device__ __forceinline__ void split_pair(float first, float second, unsigned (&terms)[TERMS]) {
+#pragma unroll
+    for (int i = TERMS - 1; i >= 0; --i) {
+        terms[i] = narrow2(first, second);
+        if (i == 0) break;
+        float rounded[2];
+        if (TERMS == 3) unpack2_bf16(terms[i], rounded);
+        else unpack2_fp16(terms[i], rounded);
+        first -= rounded[0], second -= rounded[1];
+    }
+}
+
+// The terms of a value for tf32, of which tensor cores read the upper 19 bits: the nearest number, then the rest.
 __device__ __forceinline__ void split_tf32(float value, unsigned& high, unsigned& low) {
-    high = (unsigned)__float_as_int(value) & 0xffffe000u;
+    high = ((unsigned)__float_as_int(value) + 0x1000u) & 0xffffe000u;
     low = (unsigned)__float_as_int(value - __int_as_float((int)high));
 }
 
-// Four FP8 bytes, lowest first, as two pairs of T.
+// Four FP8 bytes, lowest first, as two pairs of float16.
 __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, unsigned& second) {
-#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
+#if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((unsigned short)bytes));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((unsigned short)(bytes >> 16)));
+#elif defined(WEIGHT_E4M3)
     float v[4];
     widen(bytes, v);
-    first = pack2(v[0], v[1]);
-    second = pack2(v[2], v[3]);
+    first = pack2_fp16(v[0], v[1]), second = pack2_fp16(v[2], v[3]);
+#else
+    first = spread<0, 1>(bytes), second = spread<2, 3>(bytes);
 #endif
 }
 
@@ -98,45 +114,56 @@ struct Columns {
     }
 };
 
-// A lane's part of a chunk of 8 rows of x, in two terms.
+// A lane's part of a chunk of 8 rows of x, in terms.
 struct Rows8 {
-    unsigned high[STEPS][2], low[STEPS][2];
+    unsigned term[TERMS][STEPS][2];
 
-    // From the terms of row g, at the lane's first value of the chunk: WIDTH values of T each, aligned to 16 bytes.
-    __device__ __forceinline__ void load(const void* high_terms, const void* low_terms) {
-        static_assert(!FLOATS || STEPS == 2, "with float weights, x is one array of float");
-        const uint4 *highs = static_cast<const uint4*>(high_terms), *lows = static_cast<const uint4*>(low_terms);
+    // From the terms of row g, at the lane's first value of the chunk: WIDTH values of 16 bits each, aligned to 16
+    // bytes; `distance` bytes from a term to the next higher one.
+    __device__ __forceinline__ void load(const char* lowest, int distance) {
 #pragma unroll
-        for (int i = 0; i < STEPS / 2; ++i) {  // 16 bytes are two steps
-            const uint4 h = highs[i], l = lows[i];
-            high[2 * i][0] = h.x, high[2 * i][1] = h.y, high[2 * i + 1][0] = h.z, high[2 * i + 1][1] = h.w;
-            low[2 * i][0] = l.x, low[2 * i][1] = l.y, low[2 * i + 1][0] = l.z, low[2 * i + 1][1] = l.w;
+        for (int i = 0; i < TERMS; ++i) {
+            const uint4* from = reinterpret_cast<const uint4*>(lowest + i * distance);
+#pragma unroll
+            for (int s = 0; s < STEPS; s += 2) {  // 16 bytes are two steps
+                const uint4 v = from[s / 2];
+                term[i][s][0] = v.x, term[i][s][1] = v.y, term[i][s + 1][0] = v.z, term[i][s + 1][1] = v.w;
+            }
         }
     }
 
     // For float weights, from four floats of row g, aligned to 16 bytes.
     __device__ __forceinline__ void load(const float* x) {
         const float4 v = *reinterpret_cast<const float4*>(x);
-        split_tf32(v.x, high[0][0], low[0][0]);
-        split_tf32(v.y, high[0][1], low[0][1]);
-        split_tf32(v.z, high[1][0], low[1][0]);
-        split_tf32(v.w, high[1][1], low[1][1]);
+        split_tf32(v.x, term[1][0][0], term[0][0][0]);
+        split_tf32(v.y, term[1][0][1], term[0][0][1]);
+        split_tf32(v.z, term[1][1][0], term[0][1][0]);
+        split_tf32(v.w, term[1][1][1], term[0][1][1]);
     }
 };
 
-// Adds a chunk of a tile: c starts at 0 with each part.
-__device__ __forceinline__ void multiply_add(float (&c)[4], const Columns& w, const Rows8& x) {
+// A part of a tile: the sums over a chunk.
+__device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const Rows8& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] = 0.0f;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-        if constexpr (FLOATS) {
-            mma_tf32(c, w.low[s], x.high[s]);
-            mma_tf32(c, w.high[s], x.low[s]);
-            mma_tf32(c, w.high[s], x.high[s]);
-        } else {
-            mma(c, w.high[s], x.low[s]);
-            mma(c, w.high[s], x.high[s]);
+        if constexpr (FLOATS) mma_tf32(c, w.low[s], x.term[1][s]);
+#pragma unroll
+        for (int i = 0; i < TERMS; ++i) {
+            if constexpr (FLOATS) mma_tf32(c, w.high[s], x.term[i][s]);
+            else if constexpr (TERMS == 3) mma_bf16(c, w.high[s], x.term[i][s]);
+            else mma_fp16(c, w.high[s], x.term[i][s]);
         }
     }
+}
+
+// Adds a part to the sum of its split.
+__device__ __forceinline__ void add_part(float (&sum)[4], const Columns& w, const Rows8& x) {
+    float part[4];
+    multiply(part, w, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += part[i];
 }
 
 }  // namespace order
