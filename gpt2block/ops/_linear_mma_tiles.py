@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda.arrays import launch_at
 from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.ops._linear_mma import BYTES, UNIT, splits
 from gpt2block.ops._matrix import count_tiles, storage_of
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -15,8 +16,6 @@ FILE = "matmul/decode_tiles.cu"
 KERNEL = "linear_decode_tiles"
 QKV_KERNEL = "qkv_decode_tiles"
 WARP = 32
-UNIT = 128  # of K: the splits of matmul/decode_order.cuh are whole units
-MOST_SPLITS = 8
 PAD = 16  # floats after a row of sums
 
 
@@ -31,23 +30,17 @@ class Tile(NamedTuple):
     blocks: int = 1  # that an SM has registers for
 
 
-def splits(K: int) -> int:
-    """The number of splits of K in the order of additions."""
-    units = ceil(K / UNIT)
-    return ceil(units / ceil(units / MOST_SPLITS))
-
-
-def shared_bytes(tile: Tile, K: int, weight: int) -> int:
-    """The dynamic shared memory of a block: sums, and slices of x and w.
-
-    weight: bytes of a weight.
-    """
-    part = 32 if weight == 4 else 64
-    each = ceil(splits(K) / tile.cluster) * UNIT * ceil(ceil(K / UNIT) / MOST_SPLITS)
+def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
+    """The dynamic shared memory of a block: sums, and slices of x and w. dtype: of the weights."""
+    weight = BYTES.get(dtype, 1)
+    parts, units = splits(K)
+    each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
+    part = 32 if dtype == "float32" else 64  # of K, of a slice
     stages = min(tile.stages, ceil(min(each, K) / part))
-    planes = splits(K) if tile.cluster > 1 else 1
+    value = 6 if dtype == "bfloat16" else 4  # bytes of x, in terms
+    planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + stages * part * (value * tile.rows + weight * tile.columns)
 
 
 TILES = (
@@ -60,13 +53,13 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose(
-    M: int, N: int, K: int, weight: int, *, capability: int, sms: int, most_shared: int
+    M: int, N: int, K: int, dtype: str, *, capability: int, sms: int, most_shared: int
 ) -> Tile:
     return TILES[0]
 
 
 @lru_cache(maxsize=1024)
-def geometry(kernel: str, M: int, N: int, K: int, weight: int, tile: Tile) -> Geometry:
+def geometry(kernel: str, M: int, N: int, K: int, dtype: str, tile: Tile) -> Geometry:
     warps_m, warps_n = tile.warps
     defines = (
         ("DT_ROWS", tile.rows),
@@ -79,12 +72,12 @@ def geometry(kernel: str, M: int, N: int, K: int, weight: int, tile: Tile) -> Ge
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)
-    return Geometry(kernel, grid, block, shared_bytes(tile, K, weight), defines)
+    return Geometry(kernel, grid, block, shared_bytes(tile, K, dtype), defines)
 
 
 def launch(
     kernel: str, args: tuple[Any, ...], M: int, w: WeightMatrix, T: str, tile: Tile
 ) -> Launch:
     """A kernel with its arguments, for M rows of x and weights w; T: its type with FP8 weights."""
-    where = geometry(kernel, M, w.N, w.K, w.data.itemsize, tile)
+    where = geometry(kernel, M, w.N, w.K, w.dtype, tile)
     return launch_at(FILE, where, args, *storage_of(w, T))

@@ -9,13 +9,14 @@
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is a part of the order of additions: 64 of K, or 32 of float weights. DT_STAGES slices are in shared memory;
-// while one is multiplied the later ones are being copied. Rows of x are the rows of A of an mma here, and columns of w
+// A slice is 64 of K, or 32 of float weights. DT_STAGES slices are in shared memory; while one is multiplied the later
+// ones are being copied. Rows of x are the rows of A of an mma here, and columns of w
 // the columns of B: multiplication commutes, and K is at the same positions.
 //
-//   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their high and their low terms, each in
-//       the order of a lane's registers. Float weights: by the values of two steps; a warp converts these in registers
-//   w   A lane's vector of a column is its registers for two steps; FP8 is converted in registers
+//   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their terms, each in the order of a
+//       lane's registers; there is room for a third one. With float weights it only changes the order, and a warp
+//       computes the terms in registers
+//   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory, in the order of rows, from which the epilogue stores whole rows:
 //
@@ -67,10 +68,13 @@
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
 constexpr int TILES_M = WARP_ROWS / 16, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of mma
-constexpr int X_UNITS = order::PART / 4, W_UNITS = order::PART * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
+constexpr int SLICE = order::FLOATS ? 32 : 64;                       // of K
+constexpr int X_UNITS = SLICE / 4, W_UNITS = SLICE * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
 constexpr int X_EACH = order::WIDTH / 4;                                 // units of x that a lane has in a chunk
 constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;            // bytes
-constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
+constexpr int HALF = 8 * X_PITCH;                                        // to the second row of a pair
+constexpr int THIRD = DT_ROWS * X_PITCH;                                 // the third terms
+constexpr int X_BYTES = THIRD + (order::TERMS == 3 ? THIRD / 2 : 0), STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;        // that a block stores
 constexpr int PITCH = DT_COLUMNS + 16;                                   // of the sums: no bank conflicts
 constexpr int ENDS = (OWN_ROWS * DT_COLUMNS + THREADS - 1) / THREADS;    // outputs of a thread
@@ -110,21 +114,22 @@ struct Share {
         this->K = min(last * order::split_length(K), K);
     }
 
-    __device__ __forceinline__ int slices() const { return (K - k + order::PART - 1) / order::PART; }
+    __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
 };
 
 // A thread's share of the slices of x: a unit in pairs of rows, 8 apart.
 struct CopiesOfX {
     static constexpr int STEP = THREADS / X_UNITS * 2, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
     const float* from;  // of the next slice
-    int k, K, row, left, at;  // left: rows of x from `row` on; at: bytes in a stage
+    int k, K, row, left;      // left: rows of x from `row` on
+    int at, third;            // bytes in a stage
     long long step, below;    // to the rows of the next pass, and to the second one of a pair
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
         const int pair = threadIdx.x / X_UNITS, unit = threadIdx.x % X_UNITS;
         row = pair / 8 * 16 + pair % 8;
         k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
-        at = row * X_PITCH + x_unit(row, unit);
+        at = row * X_PITCH + x_unit(row, unit), third = THIRD + pair * X_PITCH + x_unit(row, unit);
         from = x + (long long)(share.row + row) * K_ + k;
         step = (long long)STEP * K_, below = 8ll * K_;
     }
@@ -139,31 +144,35 @@ struct CopiesOfX {
             if (has(pass)) {
                 char* to = stage + at + pass * STEP * X_PITCH;
                 copy16(to, x, pass * STEP < rows);
-                copy16(to + 8 * X_PITCH, x + below, pass * STEP + 8 < rows);
+                copy16(to + HALF, x + below, pass * STEP + 8 < rows);
             }
             x += step;
         }
-        from += order::PART, k += order::PART;
+        from += SLICE, k += SLICE;
     }
 
-    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, the high
-    // and the low terms, or the floats of the first step and of the second one.
+    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, a term,
+    // or the floats of a step.
     __device__ __forceinline__ void convert(char* stage) const {
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if (!has(pass)) continue;
-            uint4 *upper = reinterpret_cast<uint4*>(stage + at + pass * STEP * X_PITCH), *lower = upper + X_PITCH / 2;
+            char* pair = stage + at + pass * STEP * X_PITCH;
+            uint4 *upper = reinterpret_cast<uint4*>(pair), *lower = reinterpret_cast<uint4*>(pair + HALF);
             if constexpr (order::FLOATS) {
                 const uint4 a = *upper, b = *lower;
                 *upper = {a.x, b.x, a.y, b.y}, *lower = {a.z, b.z, a.w, b.w};
             } else {
                 const float4 a = *reinterpret_cast<float4*>(upper), b = *reinterpret_cast<float4*>(lower);
-                uint4 high, low;
-                order::split_pair(a.x, a.y, high.x, low.x);
-                order::split_pair(b.x, b.y, high.y, low.y);
-                order::split_pair(a.z, a.w, high.z, low.z);
-                order::split_pair(b.z, b.w, high.w, low.w);
-                *upper = high, *lower = low;
+                unsigned x[order::TERMS], y[order::TERMS], z[order::TERMS], w[order::TERMS];
+                order::split_pair(a.x, a.y, x);
+                order::split_pair(b.x, b.y, y);
+                order::split_pair(a.z, a.w, z);
+                order::split_pair(b.z, b.w, w);
+                *upper = {x[0], y[0], z[0], w[0]}, *lower = {x[1], y[1], z[1], w[1]};
+                if constexpr (order::TERMS == 3) {
+                    *reinterpret_cast<uint4*>(stage + third + pass * STEP / 2 * X_PITCH) = {x[2], y[2], z[2], w[2]};
+                }
             }
         }
     }
@@ -196,7 +205,7 @@ struct CopiesOfW {
             }
             w += step;
         }
-        from += order::PART, k += order::PART;
+        from += SLICE, k += SLICE;
     }
 };
 
@@ -210,23 +219,26 @@ struct Warp {
 
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a step of 16 rows of x, in two terms.
+// A lane's part of a step of 16 rows of x, in terms.
 struct RowStep {
-    unsigned high[4], low[4];
+    unsigned term[order::TERMS][4];
 
-    // x: row g of the tile in a stage; unit: the lane's first one in the chunk; s: the step in the chunk.
-    __device__ __forceinline__ RowStep(const char* x, int row, int unit, int s) {
-        const uint4* from = reinterpret_cast<const uint4*>(x + x_unit(row, order::FLOATS ? unit : unit + s));
+    // x: the stage; row: the first one; unit: the lane's first one in the chunk; s: the step in the chunk.
+    __device__ __forceinline__ RowStep(const char* x, int row, int g, int unit, int s) {
+        const char* pair = x + (row + g) * X_PITCH + x_unit(g, order::FLOATS ? unit : unit + s);
         if constexpr (order::FLOATS) {
-            const uint4 v = from[s * X_PITCH / 2];
-            order::split_tf32(__int_as_float((int)v.x), high[0], low[0]);
-            order::split_tf32(__int_as_float((int)v.y), high[1], low[1]);
-            order::split_tf32(__int_as_float((int)v.z), high[2], low[2]);
-            order::split_tf32(__int_as_float((int)v.w), high[3], low[3]);
+            const uint4 v = *reinterpret_cast<const uint4*>(pair + s * HALF);
+            order::split_tf32(__int_as_float((int)v.x), term[1][0], term[0][0]);
+            order::split_tf32(__int_as_float((int)v.y), term[1][1], term[0][1]);
+            order::split_tf32(__int_as_float((int)v.z), term[1][2], term[0][2]);
+            order::split_tf32(__int_as_float((int)v.w), term[1][3], term[0][3]);
         } else {
-            const uint4 h = from[0], l = from[X_PITCH / 2];
-            high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
-            low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+            const char* third = x + THIRD + (row / 2 + g) * X_PITCH + x_unit(g, unit + s);
+#pragma unroll
+            for (int i = 0; i < order::TERMS; ++i) {
+                const uint4 v = *reinterpret_cast<const uint4*>(i == 2 ? third : pair + i * HALF);
+                term[i][0] = v.x, term[i][1] = v.y, term[i][2] = v.z, term[i][3] = v.w;
+            }
         }
     }
 };
@@ -248,20 +260,19 @@ struct ColumnStep {
     }
 };
 
-// Adds the products of a slice. The terms of a step are added to a row of tiles in turn, so that no mma waits for the one
+// Adds the products of a slice. Each product of terms is added to a row of tiles in turn, so that no mma waits for the one
 // before it.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
-    const char* x = stage + (warp.row + warp.g) * X_PITCH;
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
-    Sums part = {};
 #pragma unroll
-    for (int chunk = 0; chunk < order::PART_CHUNKS; ++chunk) {
+    for (int chunk = 0; chunk < SLICE / order::CHUNK; ++chunk) {  // a part of the order of additions
         const int unit = 4 * chunk + warp.t;
         uint4 raw[TILES_N];
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
             raw[n] = *reinterpret_cast<const uint4*>(w + 8 * n * W_PITCH + w_unit(warp.g, unit));
         }
+        Sums part = {};
 #pragma unroll
         for (int s = 0; s < order::STEPS; ++s) {
             ColumnStep columns[TILES_N];
@@ -269,29 +280,29 @@ __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Wa
             for (int n = 0; n < TILES_N; ++n) columns[n].take(raw[n], s);
 #pragma unroll
             for (int m = 0; m < TILES_M; ++m) {
-                const RowStep rows(x + 16 * m * X_PITCH, warp.g, unit * X_EACH, s);
+                const RowStep rows(stage, warp.row + 16 * m, warp.g, unit * X_EACH, s);
                 if constexpr (order::FLOATS) {
 #pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.high, columns[n].low);
+                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.term[1], columns[n].low);
+                }
 #pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.low, columns[n].high);
+                for (int i = 0; i < order::TERMS; ++i) {
 #pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.high, columns[n].high);
-                } else {
-#pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma(part[m][n], rows.low, columns[n].high);
-#pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma(part[m][n], rows.high, columns[n].high);
+                    for (int n = 0; n < TILES_N; ++n) {
+                        if constexpr (order::FLOATS) mma_tf32(part[m][n], rows.term[i], columns[n].high);
+                        else if constexpr (order::TERMS == 3) mma_bf16(part[m][n], rows.term[i], columns[n].high);
+                        else mma_fp16(part[m][n], rows.term[i], columns[n].high);
+                    }
                 }
             }
         }
-    }
 #pragma unroll
-    for (int m = 0; m < TILES_M; ++m) {
+        for (int m = 0; m < TILES_M; ++m) {
 #pragma unroll
-        for (int n = 0; n < TILES_N; ++n) {
+            for (int n = 0; n < TILES_N; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[m][n][e] += part[m][n][e];
+                for (int e = 0; e < 4; ++e) sums[m][n][e] += part[m][n][e];
+            }
         }
     }
 }
@@ -406,7 +417,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     total.open();
 
     Sums sums = {};
-    const int each = order::split_length(K) / order::PART;  // slices of a split
+    const int each = order::split_length(K) / SLICE;  // slices of a split
     char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
     for (int slice = 0, split = share.first, left = each; slice < slices; ++slice) {
         wait_for_groups<DT_STAGES - 2>();
