@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import reference
+from gpt2block import cuda, reference
 from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.arrays import launch_at
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
-from gpt2block.ops._linear_mma_tiles import TILES, Tile, choose, geometry, shared_bytes, splits
+from gpt2block.ops._linear_mma_tiles import TILES, Tile, choose, geometry, shared_bytes
+from gpt2block.ops._matrix import storage_of
+from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
 from tests.compiling import Job, assert_clean
@@ -32,19 +35,9 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-ODD = Tile(24, 32, (3, 1), 2)  # tiles that end within and after the matrices
+ODD = Tile(48, 64, (1, 4), 2)  # tiles that end within and after the matrices
 device = devices.device
 every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
-
-
-def in_two_terms(x: Array, dtype: str) -> Array:
-    """The sum of the terms in which the kernel multiplies float32 values."""
-    if dtype == "float32":
-        return x
-    T = DTYPES["bfloat16" if dtype in FP8 else dtype]
-    high = x.astype(T).astype(np.float32)
-    result: Array = high + (x - high).astype(T).astype(np.float32)
-    return result
 
 
 class Product:
@@ -63,21 +56,27 @@ class Product:
         x, w, out = cupy.asarray(self.x[rows]), uploaded(self.w), there[1].copy()
         out[...] = np.nan
         args = (x, w.data, w.scale, *there, out, len(x), w.N, w.K, int(gelu))
-        mma_tiles.launch("linear_decode_tiles", args, len(x), w, "bfloat16", tile).run()
+        launched("linear_decode_tiles", args, len(x), w, "float32", tile)
         result: Array = out.get()
         return result
 
     def exact(self) -> Array:
         bias, residual = (a.astype(np.float64) for a in (self.bias, self.residual))
-        x = in_two_terms(self.x, self.w.dtype).astype(np.float64)
+        x = self.x.astype(np.float64)
         result: Array = reference.linear(x, self.w, bias, None, None, residual, True, 1e-5)
         return result
 
     def by_loop(self) -> Array:
-        x = in_two_terms(self.x, self.w.dtype)
-        product = plain.matmul_bias(x, self.w.dequantized(), self.bias)
+        product = plain.matmul_bias(self.x, self.w.dequantized(), self.bias)
         result: Array = self.residual + plain.gelu(product)
         return result
+
+
+def launched(
+    kernel: str, args: tuple[Any, ...], M: int, w: WeightMatrix, T: str, tile: Tile
+) -> None:
+    where = geometry(kernel, M, w.N, w.K, w.dtype, tile)
+    launch_at(mma_tiles.FILE, where, args, *storage_of(w, T)).run()
 
 
 def uploaded(w: WeightMatrix) -> WeightMatrix:
@@ -85,7 +84,7 @@ def uploaded(w: WeightMatrix) -> WeightMatrix:
     return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
 
 
-@pytest.mark.parametrize("tile", [ODD, Tile(32, 64, (1, 2), 3)], ids=str)
+@pytest.mark.parametrize("tile", [ODD, Tile(32, 64, (2, 2), 3)], ids=str)
 @every_weight
 @every_device
 def test_is_as_accurate_as_a_loop(device: Any, dtype: str, tile: Tile) -> None:
@@ -98,7 +97,7 @@ def test_is_as_accurate_as_a_loop(device: Any, dtype: str, tile: Tile) -> None:
 @one_order
 def test_bits_depend_on_no_other_row(device: Any, dtype: str) -> None:
     given = Product(65, 272, 40, dtype)
-    whole = given.launched(Tile(64, 32, (2, 1), 3))
+    whole = given.launched(Tile(64, 64, (2, 2), 3))
     for rows in (slice(0, 1), slice(0, 17), slice(1, 64), slice(64, 65)):
         assert_same_bits(given.launched(ODD, rows), whole[rows])
     given.x[1::2] = np.nan
@@ -109,14 +108,13 @@ def test_bits_depend_on_no_other_row(device: Any, dtype: str) -> None:
 @every_weight
 @on_gpu
 def test_every_tile_has_the_same_bits(device: Any, dtype: str) -> None:
-    size = 1 if dtype in FP8 else np.dtype(DTYPES[dtype]).itemsize
     for M, K, N in ((200, 768, 2304), (65, 3072, 768), (64, 768, 5001), (18, 1600, 96)):
         given = Product(M, K, N, dtype)
         first = given.launched(ODD)
         for tile in TILES:
             for cluster in (1, 2, 3, 6, 8):
                 one = tile._replace(cluster=cluster)
-                if shared_bytes(one, K, size) <= H200["most_shared"] - 1024:
+                if shared_bytes(one, K, dtype) <= H200["most_shared"] - 1024:
                     assert_same_bits(given.launched(one), first)
         for rows in (slice(0, 1), slice(1, 18)):
             assert_same_bits(given.launched(TILES[0], rows), first[rows])
@@ -130,12 +128,14 @@ def test_appends_k_and_v(device: Any, dtype: str) -> None:
     w = uploaded(given.w)
     T = "bfloat16" if dtype in FP8 else dtype
     where = [(0, 4), (1, 0), (2, 5), (3, 1), (-1, 2), (2, -1), (2, 3)]  # some are outside
-    row, position = (cupy.asarray(np.array(column, np.int32)) for column in zip(*where, strict=True))
+    row, position = (
+        cupy.asarray(np.array(column, np.int32)) for column in zip(*where, strict=True)
+    )
     q = cupy.full((M, C), np.nan, "float32")
     caches = [cupy.asarray(np.full((B, n_ctx, C), 9, DTYPES[T])) for _ in range(2)]
     arrays = (cupy.asarray(given.x), w.data, w.scale, cupy.asarray(given.bias), row, position)
     args = (*arrays, q, *caches, M, C, C, B, n_ctx)
-    mma_tiles.launch("qkv_decode_tiles", args, M, w, T, ODD).run()
+    launched("qkv_decode_tiles", args, M, w, T, ODD)
     given.residual = np.full((M, 3 * C), -0.0, np.float32)
     expected = given.launched(ODD, gelu=False)
     assert_same_bits(q.get(), expected[:, :C])
@@ -147,24 +147,37 @@ def test_appends_k_and_v(device: Any, dtype: str) -> None:
         assert_same_bits(cache.get(), after)
 
 
-@pytest.mark.parametrize("K", [16, 128, 144, 768, 1024, 1040, 1600, 3072, 6400, 16384])
-def test_splits_are_whole_units(K: int) -> None:  # noqa: N803
-    units = math.ceil(K / 128)
-    each = math.ceil(units / 8)
-    assert (splits(K) - 1) * each < units <= splits(K) * each
-    assert splits(K) <= 8
+@every_weight
+@one_order
+def test_has_the_bits_of_the_kernel_for_few_rows(device: Any, dtype: str) -> None:
+    """Also of one row: M only chooses the kernel."""
+    shapes = [(33, 176, 37), (20, 1168, 40)]
+    if not cuda.replaced():
+        shapes += [(64, 768, 2304), (200, 3072, 768), (65, 768, 50257)]
+    for M, K, N in shapes:
+        given = Product(M, K, N, dtype)
+        x, w, bias = cupy.asarray(given.x), uploaded(given.w), cupy.asarray(given.bias)
+        results = {}
+        for variant in ("mma", "mma_tiles"):
+            out = cupy.full((M, N), np.nan, "float32")
+            bind_linear((x, w, bias), out, gelu=True, variant=variant).run()
+            results[variant] = out.get()
+        assert_same_bits(results["mma_tiles"], results["mma"])
+        one = cupy.asarray(given.x[-1:])
+        alone = bind_linear((one, w, bias), gelu=True, decoding=True).run().get()
+        assert_same_bits(alone, results["mma"][-1:])
 
 
 @pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("weight", [1, 2, 4])
-def test_a_tile_is_chosen_that_fits(gpu: Any, capability: int, weight: int) -> None:
+@every_weight
+def test_a_tile_is_chosen_that_fits(gpu: Any, capability: int, dtype: str) -> None:
     for M in (1, 17, 64, 200, 512, 4096):
         for N, K in ((2304, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400), (1, 16)):
-            tile = choose(M, N, K, weight, capability=capability, **gpu)
-            assert shared_bytes(tile, K, weight) <= gpu["most_shared"] - 1024
+            tile = choose(M, N, K, dtype, capability=capability, **gpu)
+            assert shared_bytes(tile, K, dtype) <= gpu["most_shared"] - 1024
             assert tile.cluster == 1 or capability >= 90
-            found = geometry("linear_decode_tiles", M, N, K, weight, tile)
+            found = geometry("linear_decode_tiles", M, N, K, dtype, tile)
             assert found.grid[0] % tile.cluster == 0
             assert found.grid[0] >= tile.cluster * math.ceil(M / tile.rows)
 

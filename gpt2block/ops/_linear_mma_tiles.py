@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2block.cuda.arrays import launch_at
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._linear_mma import BYTES, UNIT, splits
-from gpt2block.ops._matrix import count_tiles, storage_of
-from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.ops._matrix import count_tiles
 
 FILE = "matmul/decode_tiles.cu"
-KERNEL = "linear_decode_tiles"
-QKV_KERNEL = "qkv_decode_tiles"
 WARP = 32
 PAD = 16  # floats after a row of sums
 
@@ -73,11 +69,3 @@ def geometry(kernel: str, M: int, N: int, K: int, dtype: str, tile: Tile) -> Geo
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)
     return Geometry(kernel, grid, block, shared_bytes(tile, K, dtype), defines)
-
-
-def launch(
-    kernel: str, args: tuple[Any, ...], M: int, w: WeightMatrix, T: str, tile: Tile
-) -> Launch:
-    """A kernel with its arguments, for M rows of x and weights w; T: its type with FP8 weights."""
-    where = geometry(kernel, M, w.N, w.K, w.dtype, tile)
-    return launch_at(FILE, where, args, *storage_of(w, T))
