@@ -22,6 +22,7 @@ class Tile(NamedTuple):
     columns: int
     warps: tuple[int, int]  # along rows and columns
     stages: int
+    chunks: int = 2  # of a slice of K: 64 bytes of a row of w
     cluster: int = 1  # blocks that share K
     blocks: int = 1  # that an SM has registers for
 
@@ -31,7 +32,7 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
     weight = BYTES.get(dtype, 1)
     parts, units = splits(K)
     each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
-    part = 32 if dtype == "float32" else 64  # of K, of a slice
+    part = tile.chunks * 64 // weight  # of K, of a slice
     stages = min(tile.stages, ceil(min(each, K) / part))
     value = 6 if dtype == "bfloat16" else 4  # bytes of x, in terms
     planes = parts if tile.cluster > 1 else 1
@@ -62,6 +63,7 @@ def geometry(kernel: str, M: int, N: int, K: int, dtype: str, tile: Tile) -> Geo
         ("DT_COLUMNS", tile.columns),
         ("DT_WARPS_M", warps_m),
         ("DT_WARPS_N", warps_n),
+        ("DT_CHUNKS", tile.chunks),
         ("DT_STAGES", tile.stages),
         ("DT_CLUSTER", tile.cluster),
         ("DT_BLOCKS", tile.blocks),

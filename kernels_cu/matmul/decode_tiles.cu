@@ -9,7 +9,7 @@
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is 64 of K, or 32 of float weights. DT_STAGES slices are in shared memory; while one is multiplied the later
+// A slice is DT_CHUNKS parts of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied the later
 // ones are being copied. Rows of x are the rows of A of an mma here, and columns of w
 // the columns of B: multiplication commutes, and K is at the same positions.
 //
@@ -48,6 +48,9 @@
 #ifndef DT_WARPS_N
 #define DT_WARPS_N 2
 #endif
+#ifndef DT_CHUNKS  // in a slice of K: 64 bytes of a row of w
+#define DT_CHUNKS 1
+#endif
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
@@ -68,7 +71,7 @@
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
 constexpr int TILES_M = WARP_ROWS / 16, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of mma
-constexpr int SLICE = order::FLOATS ? 32 : 64;                       // of K
+constexpr int SLICE = DT_CHUNKS * order::CHUNK;                       // of K
 constexpr int X_UNITS = SLICE / 4, W_UNITS = SLICE * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
 constexpr int X_EACH = order::WIDTH / 4;                                 // units of x that a lane has in a chunk
 constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;            // bytes
@@ -77,17 +80,19 @@ constexpr int THIRD = DT_ROWS * X_PITCH;                                 // the 
 constexpr int X_BYTES = THIRD + (order::TERMS == 3 ? THIRD / 2 : 0), STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
 constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;        // that a block stores
 constexpr int PITCH = DT_COLUMNS + 16;                                   // of the sums: no bank conflicts
-constexpr int ENDS = (OWN_ROWS * DT_COLUMNS + THREADS - 1) / THREADS;    // outputs of a thread
-constexpr int AHEAD = ENDS < 8 ? ENDS : 8;                               // of them prepared before the sums are known
+constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;            // outputs of a lane in a row
+constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;                       // rows of a warp that are stored at a time
 static_assert(TILES_M * 16 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 16 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
 static_assert(THREADS % (8 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
+static_assert(DT_COLUMNS % 32 == 0, "a warp stores a row");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
 // next one, are in different banks. Rows of 64 bytes need no permutation.
 __device__ __forceinline__ int x_unit(int row, int unit) {
     const int odd = row & 1;
+    if (X_UNITS == 4) return 16 * unit;
     return 16 * (X_EACH == 1 ? unit ^ odd << 2 : X_EACH == 2 ? unit ^ odd : unit ^ odd ^ (unit >> 2 & 2));
 }
 
@@ -265,7 +270,7 @@ struct ColumnStep {
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
 #pragma unroll
-    for (int chunk = 0; chunk < SLICE / order::CHUNK; ++chunk) {  // a part of the order of additions
+    for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {  // a part of the order of additions
         const int unit = 4 * chunk + warp.t;
         uint4 raw[TILES_N];
 #pragma unroll
@@ -378,14 +383,45 @@ struct Total {
     }
 };
 
-// An output of this thread, and what it needs next to the sum.
-template <typename Late>
-struct Output {
-    int at, m, n;
-    bool there;
-    float scale, bias;
-    Late late;
-};
+// Stores the outputs, a row by each warp at a time. What the epilogue needs next to the first sums is loaded before these
+// have arrived.
+template <typename End>
+__device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
+                                      const End& end, int own, int splits, int N) {
+    const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
+    float scales[ACROSS], biases[ACROSS];
+#pragma unroll
+    for (int j = 0; j < ACROSS; ++j) {
+        const int n = share.column + lane + 32 * j;
+        scales[j] = scale && 32 * j < left ? constant(scale + n) : 1.0f;
+        biases[j] = bias && 32 * j < left ? constant(bias + n) : 0.0f;
+    }
+#pragma unroll 1
+    for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
+        typename End::Late late[AHEAD][ACROSS];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+#pragma unroll
+            for (int j = 0; j < ACROSS; ++j) {
+                if (slot < own && 32 * j < left) late[i][j] = end.late(m, share.column + lane + 32 * j);
+            }
+        }
+        if (first < WARPS) total.close();
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
+#pragma unroll
+            for (int j = 0; j < ACROSS; ++j) {
+                if (slot < own && 32 * j < left) {
+                    const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
+                    end(m, share.column + lane + 32 * j, fmaf(sum, scales[j], biases[j]), late[i][j]);
+                }
+            }
+        }
+    }
+    if (threadIdx.x / 32 >= OWN_ROWS) total.close();
+}
 
 template <typename End>
 __device__ __forceinline__ void multiply_all(const float* x, const W* w, const float* scale, const float* bias,
@@ -434,30 +470,7 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
         }
     }
 
-    for (int first = 0; first < ENDS; first += AHEAD) {
-        Output<typename End::Late> outputs[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int flat = (first + i) * THREADS + threadIdx.x, slot = flat / DT_COLUMNS, column = flat % DT_COLUMNS;
-            Output<typename End::Late>& output = outputs[i];
-            output.at = slot * PITCH + column;
-            output.m = share.row + share.rank + slot * DT_CLUSTER, output.n = share.column + column;
-            output.there = slot < own && output.n < N;
-            if (output.there) {
-                output.scale = scale ? constant(scale + output.n) : 1.0f;
-                output.bias = bias ? constant(bias + output.n) : 0.0f;
-                output.late = end.late(output.m, output.n);
-            }
-        }
-        if (first == 0) total.close();
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const Output<typename End::Late>& output = outputs[i];
-            if (!output.there) continue;
-            const float sum = total.get(output.at, splits);
-            end(output.m, output.n, fmaf(sum, output.scale, output.bias), output.late);
-        }
-    }
+    store(total, share, scale, bias, end, own, splits, N);
 }
 
 extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREADS, DT_BLOCKS) linear_decode_tiles(
