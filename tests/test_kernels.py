@@ -42,6 +42,13 @@ ODD_CONSTANTS = {
         ("LM_X", 2),
         ("LM_HEAD", 22),
     ),
+    "matmul/decode_mma.cu": (
+        ("STORAGE_BF16", 1),
+        ("LM_K", 1160),
+        ("LM_ROWS", 16),
+        ("LM_COLUMNS", 11),
+        ("LM_FLIGHT", 2),
+    ),
     "matmul/tiles.cu": (
         ("STORAGE_FP16", 1),
         ("LT_ROWS", 32),

@@ -15,13 +15,18 @@ MOST_SPLITS = 8
 OCTET = 8  # columns
 LOADED = 16  # bytes of a row of W that a lane loads at once
 MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
-MOST_ROWS = 16  # of x that a block takes
-FEWEST_COLUMNS, MOST_COLUMNS = 4, 24  # of a block
-MOST_REGISTERS = 96  # of weights in flight
+MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
+FEW_ROWS = 4  # up to here the terms of a row share an mma
+COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
+MOST_FLOAT_COLUMNS = 16  # more do not fit in the registers
+FEWEST_BLOCKS = 1 / 3, 2 / 3  # per multiprocessor: up to 16 bits; float32, whose blocks take longer
+BLOCK_BYTES = 100_000  # of weights in a block: more take long on one multiprocessor
+LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
+REGISTERS = 96  # of weights in flight
 FLOAT = 4  # bytes
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
-TERMS = {"float32": 2, "bfloat16": 3}  # of 16 bits, of x in shared memory; the others 2
+TERMS = {"bfloat16": 3}  # of x, of 16 bits; with the other dtypes 2
 
 
 class Layout(NamedTuple):
@@ -43,27 +48,38 @@ def splits(K: int) -> tuple[int, int]:
 
 
 def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
-    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights."""
-    rows = min(MOST_ROWS, 1 << (M - 1).bit_length())
-    parts, each = splits(K)
+    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights.
+
+    Two blocks of 4 rows are faster than one of 8, and two of 8 than one of 16, although they read
+    the weights twice: loading x and its LayerNorm takes longer than the second read, from L2.
+    """
     weight = BYTES.get(dtype, 1)
-    if N >= MANY_COLUMNS:
-        columns, units = 2 * OCTET, ceil(K / UNIT)
-        some = (n for n in range(1, MOST_FLIGHT + 1) if units % n == 0)
-        flight = max(n for n in some if n == 1 or _fits(columns, n, weight))
-        return Layout(columns, flight, True, 12, 1, rows)
-    waves = ceil(N / (sms * MOST_COLUMNS))
-    columns = max(FEWEST_COLUMNS, ceil(N / (sms * waves)))
-    some = range(1, min(each, MOST_FLIGHT) + 1)
-    flight = max(n for n in some if n == 1 or _fits(columns, n, weight))
-    blocks = 2 if weight == FLOAT and rows < MOST_ROWS else 1
-    return Layout(columns, flight, False, parts, blocks, rows)
+    narrow = weight < FLOAT
+    loop = N >= MANY_COLUMNS
+    most = MOST_ROWS[loop]
+    if not loop and narrow and most >= M:
+        most = FEW_ROWS
+    rows = min(most, 1 << (M - 1).bit_length())
+    parts, each = splits(K)
+    if loop:
+        units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
+        registers = REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
+        flight = _flight(units, LOOP_COLUMNS, weight, registers)
+        return Layout(LOOP_COLUMNS, flight, True, LOOP_WARPS, 1, rows)
+    fewest = sms * FEWEST_BLOCKS[not narrow]
+    widest = COLUMNS[0] if narrow else MOST_FLOAT_COLUMNS
+    fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= BLOCK_BYTES]
+    columns = next((c for c in fitting if ceil(N / c) >= fewest), OCTET)
+    units = list(range(1, min(each, MOST_FLIGHT) + 1))
+    flight = _flight(units, columns, weight, REGISTERS if narrow or rows <= FEW_ROWS else 32)
+    room = not narrow and rows <= FEW_ROWS and (each == 1 or columns == OCTET)
+    return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
 
 
-def _fits(columns: int, flight: int, weight: int) -> bool:
-    """Whether that many units in flight fit in a lane's registers."""
-    octets = ceil(columns / OCTET)
-    return flight * octets * UNIT * weight * OCTET // (WARP * 4) <= MOST_REGISTERS
+def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
+    """The most units in flight that fit in so many registers of a lane, at least one."""
+    unit = columns * UNIT * weight // (WARP * 4)
+    return max(n for n in units if n == 1 or n * unit <= registers)
 
 
 @lru_cache(maxsize=1024)
@@ -106,6 +122,9 @@ def geometry(
 def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
     """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
     parts, each = splits(K)
-    row = 2 * TERMS.get(dtype, 2) * parts * each * UNIT + (64 if dtype in BYTES else 16)
+    padding = 64 if dtype in BYTES else 16
+    term = 2 * each * UNIT + padding
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS.get(dtype, 2) * term
+    row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + 8 * norm) + sums

@@ -22,7 +22,7 @@ class Tile(NamedTuple):
     columns: int
     warps: tuple[int, int]  # along rows and columns
     stages: int
-    chunks: int = 2  # of a slice of K: 64 bytes of a row of w
+    chunks: int = 1  # of a slice of K: 64 bytes of a row of w
     cluster: int = 1  # blocks that share K
     blocks: int = 1  # that an SM has registers for
 

@@ -127,7 +127,8 @@ def _order_problem(job: Job) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
     multiple = mma.LOADED // job.w.data.itemsize
     if job.w.K % multiple:
-        return f"K {job.w.K:,}: expected a multiple of {multiple} for {job.w.dtype}: use variant matvec"
+        expected = f"expected a multiple of {multiple} for {job.w.dtype}"
+        return f"K {job.w.K:,}: {expected}: use variant matvec"
     return None
 
 
@@ -145,7 +146,7 @@ def _check_addresses(job: Job, of_w: int) -> None:
             check_address(name, getattr(job, name), 4 * gcd(4, job.w.K))
 
 
-def _launch_decoding(module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:  # noqa: N803
+def _launch_decoding(module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
     """Launch a kernel of matmul/decode.cu or matmul/decode_mma.cu; T: its type with FP8 weights."""
     size = job.w.data.itemsize
     vector = mma.LOADED if module is mma else matvec.order(job.w.N, job.w.K, size)[0] * size
@@ -340,7 +341,7 @@ OPERATION = Operation(
             "mma",
             mma.FILE,
             ("linear_decode_mma",),
-            "few rows on tensor cores: x in two terms; the same bits for any number of rows",
+            "few rows on tensor cores, x in two or three terms: the same bits in any batch",
             launch=_launch_mma,
             problem=_mma_problem,
         ),

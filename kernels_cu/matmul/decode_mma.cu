@@ -29,8 +29,19 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
+template <bool>
+struct Tiles {
+    typedef order::Rows8 Rows;
+};
+template <>
+struct Tiles<true> {
+    typedef order::PackedRows Rows;
+};
+typedef Tiles<PACKED>::Rows RowsOfTile;
+
 struct Sums {  // of a lane
-    float of[TILES][ROW_TILES][4];
+    static constexpr int EACH = PACKED ? 2 : 4;  // of a tile
+    float of[TILES][ROW_TILES][EACH];
 
     __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
@@ -38,7 +49,7 @@ struct Sums {  // of a lane
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) of[tile][r][i] += sums.of[tile][r][i];
+                for (int i = 0; i < EACH; ++i) of[tile][r][i] += sums.of[tile][r][i];
             }
         }
     }
@@ -46,16 +57,17 @@ struct Sums {  // of a lane
     // Calls use(column, row, sum) for each; the columns are those of the warp.
     template <typename Use>
     __device__ __forceinline__ void each(Use use) const {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        constexpr int ROWS = EACH / 2;  // of a lane and tile
+        const int g = threadIdx.x % 32 / 4, first = PACKED ? order::packed_row() : threadIdx.x % 4 * 2;
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = 8 * octet + g, row = 8 * r + 2 * t + e;
-                    const float sum = of[octet / 2][r][octet % 2 * 2 + e];
-                    if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, sum);
+                for (int e = 0; e < ROWS; ++e) {
+                    const int column = 8 * octet + g, row = TILE_ROWS * r + first + e;
+                    const float sum = of[octet / 2][r][octet % 2 * ROWS + e];
+                    if (first < TILE_ROWS && column < LM_COLUMNS && row < LM_ROWS) use(column, row, sum);
                 }
             }
         }
@@ -93,7 +105,7 @@ struct Weights {
     __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
-            order::Rows8 x[ROW_TILES];
+            RowsOfTile x[ROW_TILES];
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
 #pragma unroll
@@ -207,11 +219,15 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 template <typename End>
 __device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
                                     const float* scale, const float* bias, const End& end, int N) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     extern __shared__ float4 shared[];
     Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), {}};
     float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
     if constexpr (LM_LOOP) multiply_all(w, scale, bias, input, end, N);
     else multiply(w, scale, bias, input, end, totals, N);
+#else
+    asm("trap;");
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_mma(

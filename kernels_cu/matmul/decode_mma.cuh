@@ -35,13 +35,19 @@ constexpr int LENGTH = order::split_length(LM_K);                              /
 constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + 1) / 2;  // of columns
-constexpr int ROW_TILES = (LM_ROWS + 7) / 8;
-constexpr int TERM = 2 * LENGTH;                                                // bytes of a split's values in a term
-constexpr int SPLIT_BYTES = order::FLOATS ? 4 * LENGTH : order::TERMS * TERM;  // of a row
-// Bytes of a row: the padding gives rows different banks, of which a lane reads 16 bytes, or 32 with FP8.
-constexpr int PITCH = SPLITS * SPLIT_BYTES + (sizeof(W) == 1 ? 16 : 64);
+constexpr bool PACKED = LM_ROWS <= 4;  // the terms of a row are columns of one mma
+constexpr int TILE_ROWS = PACKED ? order::PACKED_ROWS : 8, ROW_TILES = (LM_ROWS + TILE_ROWS - 1) / TILE_ROWS;
+// Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
+// different banks, of which a lane reads 16 bytes, or 32 with FP8.
+constexpr int PADDING = sizeof(W) == 1 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
+constexpr int SPLIT_BYTES = order::FLOATS ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int PITCH = (SPLITS * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
+// Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? (order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3) : 1;
+constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
+constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
@@ -90,32 +96,47 @@ struct Input {
         const int warp = threadIdx.x / 32;
         if constexpr (LM_NORM) {
 #pragma unroll 1
-            for (int r = warp; r < LM_ROWS; r += WARPS) measure(r);
+            for (int r = warp; r < LM_ROWS; r += WARPS * MEASURED) measure(r);
             __syncthreads();
         }
 #pragma unroll 1
         for (int split = warp; split < SPLITS; split += WARPS) {
-#pragma unroll (LM_ROWS < 4 ? LM_ROWS : 4)
+#pragma unroll BROUGHT
             for (int r = 0; r < LM_ROWS; ++r) put(r, split);
         }
         __syncwarp();
     }
 
-    // Loads a row into shared memory, and computes its statistics.
-    __device__ __forceinline__ void measure(int r) const {
-        const float* from = row(r);
-        float v[IN_REGISTERS ? LOADS : 1][4];
-        each_of_lane<LM_K, 4>([&](int i, int k) {
-            float (&to)[4] = v[IN_REGISTERS ? i : 0];
-            load_fresh<float, 4>(from + k).unpack(to);
-            *floats(r, k) = {to[0], to[1], to[2], to[3]};
-        });
-        const Statistics<LM_K, 4> of(eps, [&](int i, int k, float (&to)[4]) {
-            const float4 kept = IN_REGISTERS ? float4{} : *floats(r, k);
-            to[0] = IN_REGISTERS ? v[i][0] : kept.x, to[1] = IN_REGISTERS ? v[i][1] : kept.y;
-            to[2] = IN_REGISTERS ? v[i][2] : kept.z, to[3] = IN_REGISTERS ? v[i][3] : kept.w;
-        });
-        if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
+    // Loads row `first` and every WARPS-th after it, MEASURED at a time, into shared memory, and computes their
+    // statistics.
+    __device__ __forceinline__ void measure(int first) const {
+        float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const float* from = row(first + i * WARPS);
+            each_of_lane<LM_K, 4>([&](int load, int k) {
+                float (&to)[4] = v[i][IN_REGISTERS ? load : 0];
+                load_fresh<float, 4>(from + k).unpack(to);
+                if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
+            });
+        }
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const int r = first + i * WARPS;
+            if (r >= LM_ROWS) break;
+            const Statistics<LM_K, 4> of(eps, [&](int load, int k, float (&to)[4]) {
+                const float4 kept = IN_REGISTERS ? float4{} : *floats(r, k);
+                to[0] = IN_REGISTERS ? v[i][load][0] : kept.x, to[1] = IN_REGISTERS ? v[i][load][1] : kept.y;
+                to[2] = IN_REGISTERS ? v[i][load][2] : kept.z, to[3] = IN_REGISTERS ? v[i][load][3] : kept.w;
+            });
+            if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
+            if (IN_REGISTERS) {
+                each_of_lane<LM_K, 4>([&](int load, int k) {
+                    const float (&from)[4] = v[i][load];
+                    *floats(r, k) = {from[0], from[1], from[2], from[3]};
+                });
+            }
+        }
     }
 
     // Writes the terms of a split of a row.
@@ -170,11 +191,12 @@ struct Input {
         }
     }
 
-    // A lane's part of a chunk of rows 8 i to 8 i + 7; rows after the last are copies. unit: of all of K.
-    __device__ __forceinline__ void get(order::Rows8& to, int i, int unit, int chunk) const {
-        const int r = (8 * i + threadIdx.x % 32 / 4) % LM_ROWS, split = unit / UNITS;
+    // A lane's part of a chunk of tile i of rows; rows after the last are copies. unit: of all of K.
+    template <typename RowsOfTile>
+    __device__ __forceinline__ void get(RowsOfTile& to, int i, int unit, int chunk) const {
+        const int g = threadIdx.x % 32 / 4, r = (TILE_ROWS * i + (PACKED ? g / order::PLACES : g)) % LM_ROWS;
         const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
-        const char* from = values(r, split);
+        const char* from = values(r, unit / UNITS);
         if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
         else to.load(from + 2 * k, TERM);
     }

@@ -3,12 +3,13 @@
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
-//   step    8 of K (float weights) or 16, one mma per product of terms, small ones first:
-//             bfloat16 weights         w x_low, w x_middle, w x_high
-//             float16, FP8 weights     w x_low, w x_high
-//             float weights            w_low x_high, w_high x_low, w_high x_high
-//   part    the steps of 64 bytes of a column, 16 to 64 of K, are added in the tensor cores, from 0 on. They truncate
-//           sums instead of rounding them, and take a step only when the one before is done: therefore parts are short
+//   step    8 of K (float weights) or 16, in one mma
+//   part    the steps of 64 bytes of a column, 16 to 64 of K, for each product of terms: they are added in the tensor
+//           cores, from 0 on. These truncate sums instead of rounding them, and take a step only when the one before
+//           is done: therefore parts are short. The products of terms are then added, small ones first:
+//             bfloat16 weights         (w x_low + w x_middle) + w x_high
+//             float16, FP8 weights     w x_low + w x_high
+//             float weights            (w_low x_high + w_high x_low) + w_high x_high
 //   split   `split_units(K)` units of 128 of K. Its parts are added in order: ((0 + part 0) + part 1) + ...
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
@@ -90,7 +91,7 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
 
 // A lane's part of a chunk of 16 columns of w: its vectors of columns g and g + 8, converted.
 struct Columns {
-    unsigned high[STEPS][4], low[FLOATS ? STEPS : 1][4];
+    unsigned high[STEPS][4], low[STEPS][4];  // low: of float weights
 
     __device__ __forceinline__ Columns(const uint4& lower, const uint4& upper) {
         const unsigned words[2][4] = {{lower.x, lower.y, lower.z, lower.w}, {upper.x, upper.y, upper.z, upper.w}};
@@ -142,28 +143,98 @@ struct Rows8 {
     }
 };
 
-// A part of a tile: the sums over a chunk.
-__device__ __forceinline__ void multiply(float (&c)[4], const Columns& w, const Rows8& x) {
+// A product of terms over the steps of a chunk.
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&w)[STEPS][4], const unsigned (&x)[STEPS][2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] = 0.0f;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-        if constexpr (FLOATS) mma_tf32(c, w.low[s], x.term[1][s]);
-#pragma unroll
-        for (int i = 0; i < TERMS; ++i) {
-            if constexpr (FLOATS) mma_tf32(c, w.high[s], x.term[i][s]);
-            else if constexpr (TERMS == 3) mma_bf16(c, w.high[s], x.term[i][s]);
-            else mma_fp16(c, w.high[s], x.term[i][s]);
-        }
+        if constexpr (FLOATS) mma_tf32(c, w[s], x[s]);
+        else if constexpr (TERMS == 3) mma_bf16(c, w[s], x[s]);
+        else mma_fp16(c, w[s], x[s]);
     }
 }
 
-// Adds a part to the sum of its split.
+// Adds a part of a tile to the sums of its split.
 __device__ __forceinline__ void add_part(float (&sum)[4], const Columns& w, const Rows8& x) {
-    float part[4];
-    multiply(part, w, x);
+    float part[4], c[4];
+    if constexpr (FLOATS) {
+        multiply(part, w.low, x.term[1]);
+    } else {
+        multiply(part, w.high, x.term[0]);
+    }
+#pragma unroll
+    for (int term = FLOATS ? 0 : 1; term < TERMS; ++term) {
+        multiply(c, w.high, x.term[term]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[i] += c[i];
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] += part[i];
+}
+
+// The same sums for few rows, with fewer mma: the terms of a row are columns of B, PLACES for each row.
+constexpr int PLACES = TERMS == 3 ? 4 : 2, PACKED_ROWS = 8 / PLACES;
+
+// A lane's part of a chunk of PACKED_ROWS rows: of row g / PLACES the term g % PLACES, or for one too many the last.
+struct PackedRows {
+    unsigned value[STEPS][2];
+
+    // From the row's terms, as in Rows8.
+    __device__ __forceinline__ void load(const char* lowest, int distance) {
+        const int term = min((int)threadIdx.x / 4 % PLACES, TERMS - 1);
+        const uint4* from = reinterpret_cast<const uint4*>(lowest + term * distance);
+#pragma unroll
+        for (int s = 0; s < STEPS; s += 2) {
+            const uint4 v = from[s / 2];
+            value[s][0] = v.x, value[s][1] = v.y, value[s + 1][0] = v.z, value[s + 1][1] = v.w;
+        }
+    }
+
+    __device__ __forceinline__ void load(const float* x) {
+        Rows8 both;
+        both.load(x);
+        const bool upper = threadIdx.x / 4 % 2;
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) value[s][i] = upper ? both.term[1][s][i] : both.term[0][s][i];
+        }
+    }
+};
+
+// The row of a lane's sums, or one that does not exist.
+__device__ __forceinline__ int packed_row() {
+    const int t = threadIdx.x % 4;
+    if (TERMS == 2) return t;
+    return t % 2 ? PACKED_ROWS : t / 2;
+}
+
+// Adds a part to the sums of columns g and g + 8 for the row of the lane.
+__device__ __forceinline__ void add_part(float (&sum)[2], const Columns& w, const PackedRows& x) {
+    if constexpr (FLOATS) {  // of each column both terms, as two rows of A
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned terms[STEPS][4];
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                terms[s][0] = w.high[s][half], terms[s][1] = w.low[s][half];
+                terms[s][2] = w.high[s][half + 2], terms[s][3] = w.low[s][half + 2];
+            }
+            float c[4];
+            multiply(c, terms, x.value);
+            sum[half] += (c[3] + c[0]) + c[1];
+        }
+    } else {
+        float c[4];
+        multiply(c, w.high, x.value);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float part = c[2 * half] + c[2 * half + 1];
+            if constexpr (TERMS == 3) part += __shfl_down_sync(0xffffffffu, c[2 * half], 1);  // the high term
+            sum[half] += part;
+        }
+    }
 }
 
 }  // namespace order

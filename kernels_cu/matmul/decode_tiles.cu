@@ -224,90 +224,106 @@ struct Warp {
 
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a step of 16 rows of x, in terms.
-struct RowStep {
-    unsigned term[order::TERMS][4];
+// A lane's part of a chunk of 16 rows of x: a term.
+struct RowTile {
+    unsigned value[order::STEPS][4];
 
-    // x: the stage; row: the first one; unit: the lane's first one in the chunk; s: the step in the chunk.
-    __device__ __forceinline__ RowStep(const char* x, int row, int g, int unit, int s) {
-        const char* pair = x + (row + g) * X_PITCH + x_unit(g, order::FLOATS ? unit : unit + s);
-        if constexpr (order::FLOATS) {
-            const uint4 v = *reinterpret_cast<const uint4*>(pair + s * HALF);
-            order::split_tf32(__int_as_float((int)v.x), term[1][0], term[0][0]);
-            order::split_tf32(__int_as_float((int)v.y), term[1][1], term[0][1]);
-            order::split_tf32(__int_as_float((int)v.z), term[1][2], term[0][2]);
-            order::split_tf32(__int_as_float((int)v.w), term[1][3], term[0][3]);
-        } else {
-            const char* third = x + THIRD + (row / 2 + g) * X_PITCH + x_unit(g, unit + s);
+    // x: the stage; row: the first one; unit: the lane's first one in the chunk.
+    __device__ __forceinline__ RowTile(const char* x, int row, int g, int unit, int term) {
 #pragma unroll
-            for (int i = 0; i < order::TERMS; ++i) {
-                const uint4 v = *reinterpret_cast<const uint4*>(i == 2 ? third : pair + i * HALF);
-                term[i][0] = v.x, term[i][1] = v.y, term[i][2] = v.z, term[i][3] = v.w;
+        for (int s = 0; s < order::STEPS; ++s) {
+            const int plane = order::FLOATS ? s : term;
+            const char* from = plane == 2 ? x + THIRD + (row / 2 + g) * X_PITCH : x + (row + g) * X_PITCH + plane * HALF;
+            const uint4 v = *reinterpret_cast<const uint4*>(from + x_unit(g, order::FLOATS ? unit : unit + s));
+            const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                unsigned low;
+                value[s][i] = words[i];
+                if constexpr (order::FLOATS) {
+                    order::split_tf32(__int_as_float((int)words[i]), value[s][i], low);
+                    if (term == 0) value[s][i] = low;
+                }
             }
         }
     }
 };
 
-// A lane's part of a step of 8 columns of w, from its vector for the chunk.
-struct ColumnStep {
-    unsigned high[2], low[2];  // low: of float weights
+// A lane's part of a chunk of 8 columns of w.
+struct ColumnTile {
+    unsigned high[order::STEPS][2], low[order::STEPS][2];  // low: of float weights
 
-    __device__ __forceinline__ void take(const uint4& v, int s) {
+    __device__ __forceinline__ void take(const uint4& v) {
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
-        if constexpr (order::FLOATS) {
-            order::split_tf32(__int_as_float((int)words[2 * s]), high[0], low[0]);
-            order::split_tf32(__int_as_float((int)words[2 * s + 1]), high[1], low[1]);
-        } else if constexpr (sizeof(W) == 1) {
-            order::convert_fp8(words[s], high[0], high[1]);
-        } else {
-            high[0] = words[2 * s], high[1] = words[2 * s + 1];
+#pragma unroll
+        for (int s = 0; s < order::STEPS; ++s) {
+            if constexpr (order::FLOATS) {
+                order::split_tf32(__int_as_float((int)words[2 * s]), high[s][0], low[s][0]);
+                order::split_tf32(__int_as_float((int)words[2 * s + 1]), high[s][1], low[s][1]);
+            } else if constexpr (sizeof(W) == 1) {
+                order::convert_fp8(words[s], high[s][0], high[s][1]);
+            } else {
+                high[s][0] = words[2 * s], high[s][1] = words[2 * s + 1];
+            }
         }
     }
 };
 
-// Adds the products of a slice. Each product of terms is added to a row of tiles in turn, so that no mma waits for the one
-// before it.
+typedef float Part[TILES_N][4];  // of a row of tiles
+
+// A product of terms over the steps of a chunk. The mma of a step follow each other: none waits for the one before it.
+template <bool LOW>
+__device__ __forceinline__ void multiply(Part& part, const RowTile& rows, const ColumnTile* columns) {
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) part[n][e] = 0.0f;
+    }
+#pragma unroll
+    for (int s = 0; s < order::STEPS; ++s) {
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+            const unsigned(&w)[2] = LOW ? columns[n].low[s] : columns[n].high[s];
+            if constexpr (order::FLOATS) mma_tf32(part[n], rows.value[s], w);
+            else if constexpr (order::TERMS == 3) mma_bf16(part[n], rows.value[s], w);
+            else mma_fp16(part[n], rows.value[s], w);
+        }
+    }
+}
+
+__device__ __forceinline__ void add(Part& to, const Part& part) {
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[n][e] += part[n][e];
+    }
+}
+
+// Adds the products of a slice.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
 #pragma unroll
     for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {  // a part of the order of additions
         const int unit = 4 * chunk + warp.t;
-        uint4 raw[TILES_N];
+        ColumnTile columns[TILES_N];
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
-            raw[n] = *reinterpret_cast<const uint4*>(w + 8 * n * W_PITCH + w_unit(warp.g, unit));
-        }
-        Sums part = {};
-#pragma unroll
-        for (int s = 0; s < order::STEPS; ++s) {
-            ColumnStep columns[TILES_N];
-#pragma unroll
-            for (int n = 0; n < TILES_N; ++n) columns[n].take(raw[n], s);
-#pragma unroll
-            for (int m = 0; m < TILES_M; ++m) {
-                const RowStep rows(stage, warp.row + 16 * m, warp.g, unit * X_EACH, s);
-                if constexpr (order::FLOATS) {
-#pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) mma_tf32(part[m][n], rows.term[1], columns[n].low);
-                }
-#pragma unroll
-                for (int i = 0; i < order::TERMS; ++i) {
-#pragma unroll
-                    for (int n = 0; n < TILES_N; ++n) {
-                        if constexpr (order::FLOATS) mma_tf32(part[m][n], rows.term[i], columns[n].high);
-                        else if constexpr (order::TERMS == 3) mma_bf16(part[m][n], rows.term[i], columns[n].high);
-                        else mma_fp16(part[m][n], rows.term[i], columns[n].high);
-                    }
-                }
-            }
+            columns[n].take(*reinterpret_cast<const uint4*>(w + 8 * n * W_PITCH + w_unit(warp.g, unit)));
         }
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
+            const auto rows = [&](int term) {
+                return RowTile(stage, warp.row + 16 * m, warp.g, unit * X_EACH, term);
+            };
+            Part part, term;
+            if constexpr (order::FLOATS) multiply<true>(part, rows(1), columns);
+            else multiply<false>(part, rows(0), columns);
 #pragma unroll
-            for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[m][n][e] += part[m][n][e];
+            for (int i = order::FLOATS ? 0 : 1; i < order::TERMS; ++i) {
+                multiply<false>(term, rows(i), columns);
+                add(part, term);
             }
+            add(sums[m], part);
         }
     }
 }
