@@ -61,7 +61,7 @@ def test_scores_equal_those_of_the_model(model: GPT2, scoring: Predictor) -> Non
             continue
         score = model.score(text)
         assert batch["error"][index] == ""
-        assert batch["n_tokens"][index] == score.tokens == len(batch["logprobs"][index])
+        assert batch["n_tokens"][index] == score.n_tokens == len(batch["logprobs"][index])
         assert batch["n_bytes"][index] == score.bytes
         np.testing.assert_allclose(batch["log_likelihood"][index], score.log_likelihood, 1e-6)
         np.testing.assert_allclose(batch["perplexity"][index], score.perplexity, 1e-6)

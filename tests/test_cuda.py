@@ -556,7 +556,8 @@ def test_more_than_two_to_the_31_elements(cp: ModuleType) -> None:
 
 def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
     """A reduction called twice in a kernel: without its last barrier the second could race."""
-    code = kernels.program("elementwise/residual.cu") + (
+    file = "elementwise/residual.cu"
+    code = kernels.program(file) + (
         '\n#include "lib/common.cuh"\n'
         'extern "C" __global__ void reduce(const float* x, float* sums, float* maxima) {\n'
         "    __shared__ float scratch[256];\n"
@@ -567,7 +568,7 @@ def test_shared_memory_is_left_as_the_kernel_needs_it(cp: ModuleType) -> None:
         "    maxima[blockIdx.x * 256 + threadIdx.x] = maximum;\n"
         "}\n"
     )
-    kernel = cp.RawModule(code=code, options=kernels.options("", "90")).get_function("reduce")
+    kernel = cp.RawModule(code=code, options=kernels.options(file, "90")).get_function("reduce")
     x = cp.asarray(np.random.default_rng(0).standard_normal((500, 256)), dtype="float32")
     sums, maxima = cp.empty_like(x), cp.empty_like(x)
     kernel((500,), (256,), (x, sums, maxima))

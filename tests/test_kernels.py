@@ -6,12 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpt2block import KernelError
+from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter, Signature
 from tests.compiling import assert_clean
@@ -389,3 +390,11 @@ def test_importing_the_loader_does_not_import_cupy() -> None:
     code = "import sys, gpt2block.cuda.kernels; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_version_is_that_of_cupy() -> None:
+    cupy = pytest.importorskip("cupy", reason="asks CuPy for its version")
+    assert cuda.cupy.__version__ == cupy.__version__
+    with cuda.replaced_by(SimpleNamespace(__version__="another")):
+        assert cuda.cupy.__version__ == "another"
+    assert not hasattr(cuda.cupy, "__wrapped__")

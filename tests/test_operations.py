@@ -220,7 +220,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(measure, "rotated", lambda host, traffic: [host, host])
     monkeypatch.setattr(variants, "rounds_for", lambda copies, traffic: 5)
     monkeypatch.setattr(timing, "captured", lambda launches: lambda: None)
-    monkeypatch.setattr(measure, "poison", lambda out: None)
+    monkeypatch.setattr(measure, "poison", lambda out, inputs: None)
     monkeypatch.setattr(timing, "interleaved_ms", lambda replays: dict.fromkeys(replays, 2.0))
     monkeypatch.setattr(timing, "call_times", lambda call: (0.0, 3.0))
 
@@ -386,9 +386,9 @@ def test_the_command_measures_on_the_emulator(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", ["to_fp8", "trimat", "sample_token", "rmsnorm_ffn"])
+@pytest.mark.parametrize("name", ["to_fp8", "trimat", "sample_token", "rmsnorm_ffn", "gelu"])
 def test_results_are_checked_on_the_emulator(name: str) -> None:
-    """Bytes, elements without a truth, an operation with a state, and weights."""
+    """Bytes, elements without a truth, an operation with a state, weights, and one in place."""
     operation = find(name)
     stored = measure.check_storage(operation)
     rows, _ = measure_variants(operation, operation.variants[:1], small(operation), BEST, stored)

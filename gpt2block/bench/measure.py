@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import ceil, nan
 from typing import Any
@@ -123,9 +123,13 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return replace(value, data=function(value.data), scale=scale)
 
 
-def poison(out: Any) -> None:
-    """Fill an output with 0xFF bytes, which are NaN, so that elements never written show."""
-    out.data.memset(0xFF, out.nbytes)
+def poison(out: Any, inputs: Iterable[Any] = ()) -> None:
+    """Fill an output with 0xFF bytes, which are NaN, so that elements never written show.
+
+    An output that is one of the inputs, of an operation that works in place, is left unchanged.
+    """
+    if not any(out is array for array in inputs):
+        out.data.memset(0xFF, out.nbytes)
 
 
 def errors(out: Any, truth: Truth) -> tuple[float, float]:

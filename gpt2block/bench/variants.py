@@ -82,7 +82,7 @@ def measure_variants(
                 at = f", block {block or variant.block}" if variant.blocks else ""
                 skipped.append(f"{variant.name}{at}: {error}")
                 continue
-            measure.poison(bound[0].out)
+            measure.poison(bound[0].out, inputs[0])
             # Before the capture, which runs every launch: an operation may have a state.
             off = measure.errors(bound[0].run(), truth)
             name = f"{variant.name}/{block}"

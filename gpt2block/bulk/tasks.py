@@ -95,11 +95,9 @@ class Scoring:
     def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
         """Return the log-probabilities (nats) of a record that is longer than the context."""
         parts = []
-        for windows in scoring.window_batches(ids, self._n_ctx, self._stride, self._at_once):
-            found = engine.log_likelihood([tokens for tokens, _ in windows])
-            parts += [
-                nats[len(nats) - new :] for (_, new), nats in zip(windows, found, strict=True)
-            ]
+        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, self._at_once):
+            found = engine.log_likelihood([window.tokens for window in windows])
+            parts += [nats[-window.scored :] for window, nats in zip(windows, found, strict=True)]
         return np.concatenate(parts)
 
     def _row(self, ids: Ids, nats: NDArray[np.float32]) -> Row:

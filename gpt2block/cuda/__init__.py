@@ -21,7 +21,7 @@ class _CuPy:
     _module: Any = None  # the replacement of CuPy, as in `replaced_by`
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked up by inspection on any object
+        if name.startswith("__") and name != "__version__":  # inspection looks up any of them
             raise AttributeError(name)
         if self._module is None:
             try:

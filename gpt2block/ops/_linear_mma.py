@@ -19,7 +19,7 @@ MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
 FEW_ROWS = 4  # up to here the terms of a row share an mma
 COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLOAT_COLUMNS = 16  # more do not fit in the registers
-FEWEST_BLOCKS = 1 / 3, 2 / 3  # per multiprocessor: up to 16 bits; float32, whose blocks take longer
+FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; where a split has several units
 BLOCK_BYTES = 100_000  # of weights in a block: more take long on one multiprocessor
 LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
@@ -66,13 +66,14 @@ def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
         registers = REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
         flight = _flight(units, LOOP_COLUMNS, weight, registers)
         return Layout(LOOP_COLUMNS, flight, True, LOOP_WARPS, 1, rows)
-    fewest = sms * FEWEST_BLOCKS[not narrow]
+    fewest = sms / FEWEST_BLOCKS[each > 1]
     widest = COLUMNS[0] if narrow else MOST_FLOAT_COLUMNS
     fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= BLOCK_BYTES]
     columns = next((c for c in fitting if ceil(N / c) >= fewest), OCTET)
     units = list(range(1, min(each, MOST_FLIGHT) + 1))
     flight = _flight(units, columns, weight, REGISTERS if narrow or rows <= FEW_ROWS else 32)
-    room = not narrow and rows <= FEW_ROWS and (each == 1 or columns == OCTET)
+    short = each == 1 or (columns == OCTET and each <= MOST_FLIGHT)
+    room = not narrow and rows <= FEW_ROWS and short
     return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
 
 

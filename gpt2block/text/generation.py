@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import notebook
 from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
@@ -51,6 +52,10 @@ class Generation:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     seed: int
+
+    def _repr_html_(self) -> str:
+        facts = f"{len(self.tokens):,} tokens, ended: {self.finish_reason}, seed {self.seed}"
+        return notebook.paragraph(self.text) + notebook.paragraph(facts)
 
     def __repr__(self) -> str:
         text = repr(self.text)
