@@ -1,9 +1,9 @@
 """The linear layer, [residual +] [gelu]((LayerNorm(x) or x) w + bias), sums in float32.
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
-matmul/decode_mma.cu for few rows, as in decoding, with the same bits matmul/decode_tiles.cu for
-more of them, or matmul/decode.cu where these do not apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit activations; `matmul_bias` takes
-plain float32 matrices (K, N).
+matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
+more of them, or matmul/decode.cu where these do not apply; matmul/tiles.cu for many rows. `gemm` is
+faster for many rows of 16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _order_problem(job: Job) -> str | None:
 
 
 def _decoding_variants(job: Job) -> tuple[str, ...]:
-    """The variants of a decoding step, the preferred one first. The first two have the same bits."""
+    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
     many = job.M > MORE_ROWS and job.gamma is None
     return ("mma_tiles", *DECODING) if many else DECODING
 
@@ -168,7 +168,7 @@ def _launch_mma(job: Job) -> Launch:
     return _launch_decoding(mma, job, "linear_decode_mma", _linear_args(job), "float32")
 
 
-def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:  # noqa: N803
+def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
     """Launch a kernel of matmul/decode_tiles.cu; T: its type with FP8 weights."""
     check_address("w", job.w.data)
     check_address("x", job.x)
@@ -349,7 +349,7 @@ OPERATION = Operation(
             "mma_tiles",
             mma_tiles.FILE,
             ("linear_decode_tiles",),
-            "more rows on tensor cores, with the bits of mma: tiles, K split over a cluster of blocks",
+            "more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
             launch=_launch_mma_tiles,
             problem=_mma_tiles_problem,
         ),

@@ -302,7 +302,7 @@ __device__ __forceinline__ void add(Part& to, const Part& part) {
 // Adds the products of a slice.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
-#pragma unroll
+#pragma unroll 1  // two at once would not fit in 128 registers
     for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {  // a part of the order of additions
         const int unit = 4 * chunk + warp.t;
         ColumnTile columns[TILES_N];
