@@ -81,10 +81,10 @@ constexpr int X_BYTES = THIRD + (order::TERMS == 3 ? THIRD / 2 : 0), STAGE = X_B
 constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;        // that a block stores
 constexpr int PITCH = DT_COLUMNS + 16;                                   // of the sums: no bank conflicts
 constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;            // outputs of a lane in a row
-constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;                       // rows of a warp that are stored at a time
 static_assert(TILES_M * 16 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 16 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
 static_assert(THREADS % (8 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
+static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS % 32 == 0, "a warp stores a row");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
@@ -404,6 +404,7 @@ struct Total {
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       const End& end, int own, int splits, int N) {
+    constexpr int AHEAD = ACROSS < 8 ? 8 / ACROSS : 1;  // rows of a warp at a time
     const int lane = threadIdx.x % 32, left = N - share.column - lane;  // columns from the lane's first one on
     float scales[ACROSS], biases[ACROSS];
 #pragma unroll
