@@ -21,6 +21,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops._linear_mma_tiles import TILES, Tile, choose, geometry, shared_bytes
 from gpt2block.ops._matrix import storage_of
+from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
@@ -167,6 +168,18 @@ def test_has_the_bits_of_the_kernel_for_few_rows(device: Any, dtype: str) -> Non
         one = cupy.asarray(given.x[-1:])
         alone = bind_linear((one, w, bias), gelu=True, decoding=True).run().get()
         assert_same_bits(alone, results["mma"][-1:])
+
+
+@pytest.mark.parametrize("C", [64, 104, 768])
+@one_order
+def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> None:
+    given = Product(18, C, 24, "float16")
+    x, w = cupy.asarray(given.x), uploaded(given.w)
+    gamma, beta = (cupy.asarray(plain.normal(seed, C)) for seed in (4, 5))
+    norm = bind_layernorm((x, gamma, beta), eps=1e-5, variant="decode").run()
+    apart = bind_linear((norm, w), variant="mma_tiles").run().get()
+    fused = bind_linear((x, w, None, gamma, beta), variant="mma").run().get()
+    assert_same_bits(apart, fused)
 
 
 @pytest.mark.parametrize("gpu", [gpu for _, gpu in GPUS])

@@ -9,22 +9,23 @@
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is DT_CHUNKS parts of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied the later
-// ones are being copied. Rows of x are the rows of A of an mma here, and columns of w
-// the columns of B: multiplication commutes, and K is at the same positions.
+// A slice is DT_CHUNKS parts of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
+// the later ones are being copied. Rows of x are the rows of A of an mma here, and columns of w the columns of B:
+// multiplication commutes, and K is at the same positions.
 //
 //   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their terms, each in the order of a
 //       lane's registers; there is room for a third one. With float weights it only changes the order, and a warp
 //       computes the terms in registers
 //   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
-// At the end of each split its sums go to shared memory, in the order of rows, from which the epilogue stores whole rows:
+// At the end of each split its sums go to shared memory in the order of rows; the epilogue stores whole rows from there:
 //
 //   DT_CLUSTER 1   added to the sums of the splits before
 //   otherwise      row r to the block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and adds
 //                  them in order. They arrive at a barrier: no block waits for another one except for its data
 //
-// In a group of 16 columns, those of w are at the positions for which a lane's sums of a row are of 4 neighbouring columns.
+// In a group of 16 columns, those of w are at the positions for which a lane's sums of a row are of 4 neighbouring
+// columns.
 //
 // Any M and N; 16 bytes divide a row of W; arrays are aligned to 16 bytes.
 //
@@ -85,7 +86,7 @@ static_assert(TILES_M * 16 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 1
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
 static_assert(THREADS % (8 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
-static_assert(DT_COLUMNS % 32 == 0, "a warp stores a row");
+static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -156,8 +157,8 @@ struct CopiesOfX {
         from += SLICE, k += SLICE;
     }
 
-    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, a term,
-    // or the floats of a step.
+    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, a
+    // term, or the floats of a step.
     __device__ __forceinline__ void convert(char* stage) const {
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
@@ -233,8 +234,8 @@ struct RowTile {
 #pragma unroll
         for (int s = 0; s < order::STEPS; ++s) {
             const int plane = order::FLOATS ? s : term;
-            const char* from = plane == 2 ? x + THIRD + (row / 2 + g) * X_PITCH : x + (row + g) * X_PITCH + plane * HALF;
-            const uint4 v = *reinterpret_cast<const uint4*>(from + x_unit(g, order::FLOATS ? unit : unit + s));
+            const char* pair = x + (plane == 2 ? THIRD + (row / 2 + g) * X_PITCH : (row + g) * X_PITCH + plane * HALF);
+            const uint4 v = *reinterpret_cast<const uint4*>(pair + x_unit(g, order::FLOATS ? unit : unit + s));
             const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -399,8 +400,8 @@ struct Total {
     }
 };
 
-// Stores the outputs, a row by each warp at a time. What the epilogue needs next to the first sums is loaded before these
-// have arrived.
+// Stores the outputs, a row by each warp at a time. What the epilogue needs next to the first sums is loaded before
+// these have arrived.
 template <typename End>
 __device__ __forceinline__ void store(const Total& total, const Share& share, const float* scale, const float* bias,
                                       const End& end, int own, int splits, int N) {
