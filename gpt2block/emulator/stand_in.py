@@ -340,6 +340,9 @@ class Device:
     def use(self) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
 
 _state = SimpleNamespace(stream=Stream(), order="forward")
 
