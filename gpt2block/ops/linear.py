@@ -1,9 +1,9 @@
 """The linear layer, [residual +] [gelu]((LayerNorm(x) or x) w + bias), sums in float32.
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
-matmul/decode_mma.cu for few rows, as in decoding, or matmul/decode.cu where it does not apply, and
-matmul/tiles.cu for many. `gemm` is faster for many rows of 16-bit activations; `matmul_bias` takes
-plain float32 matrices (K, N).
+matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
+more of them, or matmul/decode.cu where these do not apply; matmul/tiles.cu for many rows. `gemm` is
+faster for many rows of 16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
+from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
@@ -43,6 +44,7 @@ from gpt2block.weights.matrix import WeightMatrix
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 CACHE_WITH_FP8 = "bfloat16"  # dtype of a KV cache where the weights are FP8
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
+MORE_ROWS = 16  # from here on mma_tiles is faster than mma
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
@@ -108,13 +110,32 @@ def _matvec_problem(job: Job) -> str | None:
 
 
 def _mma_problem(job: Job) -> str | None:
+    return _order_problem(job) or _decoding_problem(mma, job)
+
+
+def _mma_tiles_problem(job: Job) -> str | None:
+    if job.gamma is not None:
+        return "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
+    if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
+        return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+    return _order_problem(job)
+
+
+def _order_problem(job: Job) -> str | None:
+    """Why a product cannot have the order of additions of decoding on tensor cores."""
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
     multiple = mma.LOADED // job.w.data.itemsize
     if job.w.K % multiple:
         expected = f"expected a multiple of {multiple} for {job.w.dtype}"
         return f"K {job.w.K:,}: {expected}: use variant matvec"
-    return _decoding_problem(mma, job)
+    return None
+
+
+def _decoding_variants(job: Job) -> tuple[str, ...]:
+    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
+    many = job.M > MORE_ROWS and job.gamma is None
+    return ("mma_tiles", *DECODING) if many else DECODING
 
 
 def _check_addresses(job: Job, of_w: int) -> None:
@@ -145,6 +166,29 @@ def _launch_matvec(job: Job) -> Launch:
 
 def _launch_mma(job: Job) -> Launch:
     return _launch_decoding(mma, job, "linear_decode_mma", _linear_args(job), "float32")
+
+
+def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
+    """Launch a kernel of matmul/decode_tiles.cu; T: its type with FP8 weights."""
+    check_address("w", job.w.data)
+    check_address("x", job.x)
+    tile = mma_tiles.choose(
+        job.M,
+        job.w.N,
+        job.w.K,
+        job.w.dtype,
+        capability=compute_capability(),
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=_most_shared(),
+    )
+    geometry = mma_tiles.geometry(kernel, job.M, job.w.N, job.w.K, job.w.dtype, tile)
+    first = (job.x, job.w.data, job.w.scale, job.bias)
+    return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T))
+
+
+def _launch_mma_tiles(job: Job) -> Launch:
+    args = (job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
+    return _launch_decode_tiles(job, "linear_decode_tiles", args, "float32")
 
 
 def _tiles_problem(job: Job) -> str | None:
@@ -200,7 +244,12 @@ def bind(
     job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps))
     few = decoding or job.M <= FEW_ROWS or gamma is not None
     return Bound(
-        out, (OPERATION.choose(job, variant, DECODING if few else ("tiles",)).launch(job),)
+        out,
+        (
+            OPERATION.choose(job, variant, _decoding_variants(job) if few else ("tiles",)).launch(
+                job
+            ),
+        ),
     )
 
 
@@ -242,9 +291,13 @@ def bind_qkv(
     q = output(q, (M, C), name="q", apart=given)
     check_apart("k_cache", k_cache, {**given, "q": q})
     check_apart("v_cache", v_cache, {**given, "q": q, "k_cache": k_cache})
-    sizes = (M, C, *k_cache.shape[:2])
-    args = (*job.products, row, position, q, k_cache, v_cache, float(eps), *sizes)
-    variant = OPERATION.choose(job, None, DECODING).name
+    arrays = (row, position, q, k_cache, v_cache)
+    sizes = (C, *k_cache.shape[:2])
+    variant = OPERATION.choose(job, None, _decoding_variants(job)).name
+    if variant == "mma_tiles":
+        args = (*arrays, M, w.K, *sizes)
+        return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, kept),))
+    args = (*job.products, *arrays, float(eps), M, *sizes)
     module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
     return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
 
@@ -293,6 +346,14 @@ OPERATION = Operation(
             problem=_mma_problem,
         ),
         Variant(
+            "mma_tiles",
+            mma_tiles.FILE,
+            ("linear_decode_tiles",),
+            "more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
+            launch=_launch_mma_tiles,
+            problem=_mma_tiles_problem,
+        ),
+        Variant(
             "tiles",
             tiles.FILE,
             (tiles.KERNEL,),
@@ -304,6 +365,12 @@ OPERATION = Operation(
     auxiliary=(
         Variant("qkv", matvec.FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),
         Variant("qkv_mma", mma.FILE, ("qkv_decode_mma",), "mma, with k and v into the KV cache"),
+        Variant(
+            "qkv_mma_tiles",
+            mma_tiles.FILE,
+            ("qkv_decode_tiles",),
+            "mma_tiles, with k and v into the KV cache",
+        ),
     ),
     make=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
