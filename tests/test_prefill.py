@@ -239,7 +239,8 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
         assert machine.early == machine.ran * launched
     names = set(machine.ran)
     assert names == {
-        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_matvec",
+        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma",
+        "linear_decode_mma",
     }  # fmt: skip
     prefill = model.prefill([ids], model._scratch([ids]), "hidden")
     assert_close(machine.get(prefill.out), truth.hidden, meaning.hidden)

@@ -17,6 +17,7 @@ import numpy as np
 from gpt2block.architectures.gpt2 import decode_plan
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
+from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state, mark_seen
 from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, rounded_up
 from gpt2block.run.program import Program
@@ -119,7 +120,8 @@ class Step:
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
-        self.program = Program(decode_plan(model.config), tensors, after=(self._sample,))
+        plan = decode_plan(model.config, fused_norm=rows <= MORE_ROWS)
+        self.program = Program(plan, tensors, after=(self._sample,))
 
     def run(self, slots: Ids) -> _Result:
         """Compute the placed rows, of these slots, and sample; a graph from the second run on."""
