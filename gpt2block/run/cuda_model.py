@@ -27,6 +27,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, pinned
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops.linear import fuses_norm
 from gpt2block.ops.sample_token import SampleState, bind_state, mark_seen
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.model import (
@@ -417,7 +418,8 @@ class _Step:
             "logits": self.logits,
         }
         tensors = {**model.given(), **cache_tensors(cache.layers, c.n_layer), **given, **storage}
-        self.program = Program(decode_plan(c), tensors, after=(self._sample,))
+        plan = decode_plan(c, fuses_norm(B, tensors["h.0.w_qkv"]))
+        self.program = Program(plan, tensors, after=(self._sample,))
 
     def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
         """Begin decoding after these prompts, which are in the cache, with these parameters."""
