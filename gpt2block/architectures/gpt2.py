@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 1024  # rows of logits computed together
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
-# of its last token (B,); the token after each one (N,).
+# of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
@@ -152,7 +152,8 @@ class Prefill:
     products `linear`. rows: new tokens of all sequences; longest: an upper bound for one sequence.
     fresh, continued: whether some sequences are new, and whether some continue tokens in the
     kv_cache. cached: whether there is a kv_cache; with tensor cores, attention over the new tokens
-    only does not need one.
+    only does not need one. ends: the number of rows of the output "last"; None: one for each row of
+    the kv_cache.
     """
 
     tensor_cores: bool
@@ -162,6 +163,7 @@ class Prefill:
     cached: bool
     fresh: bool = True
     continued: bool = False
+    ends: int | None = None
 
     def plan(self, config: GPT2Config, want: Want | None) -> Plan:
         """The plan that computes `want`; None: the plan ends with the last layer's attention.

@@ -132,14 +132,6 @@ def _order_problem(w: WeightMatrix) -> str | None:
     return None
 
 
-def fuses_norm(M: int, w: WeightMatrix) -> bool:
-    """Whether a decoding step of M rows has LayerNorm in its products, whose weights are like w.
-
-    The kernel for more rows reads LayerNorm's result, of the same bits, from a kernel of its own.
-    """
-    return M <= MORE_ROWS or _order_problem(w) is not None
-
-
 def _decoding_variants(job: Job) -> tuple[str, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
     many = job.M > MORE_ROWS and job.gamma is None
