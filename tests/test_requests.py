@@ -65,7 +65,7 @@ def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -
 
 
 def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
     requests._threads.cache_clear()
     together = threading.Barrier(3)
 

@@ -50,6 +50,7 @@ FP8: Mapping[str, Defines] = {
     "float8_e5m2": (("WEIGHT_E5M2", 1),),
     "float8_e4m3fn": (("WEIGHT_E4M3", 1),),
 }
+CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gpt2block.cuda.arrays import (
     output,
     row_alignment,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_tiles as tiles
@@ -37,7 +37,6 @@ from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
 FEW_ROWS = 16  # up to here matvec is the default variant
-CACHE_WITH_FP8 = "bfloat16"  # dtype of a KV cache where the weights are FP8
 MAX_OUTPUTS = 2**31 - 2**16  # N of matvec: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 

@@ -17,8 +17,10 @@ import numpy as np
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, Want
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
+from gpt2block.plan import Plan
 from gpt2block.run.model import Floats, Ids, cache_tensors
 from gpt2block.run.program import Program
+from gpt2block.weights.two_part import TwoPartMatrix
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_model import CudaCache, CudaModel
@@ -38,7 +40,7 @@ class PrefillPrograms:
     def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
         N, B = shape.rows, shape.batch
         self.model: CudaModel = weakref.proxy(model)  # the owner of this object, through its caches
-        self.shape, self.n_ctx = shape, cache.n_ctx
+        self.shape = shape
         self.ends: list[int] = []
         self.states: list[Floats] = []
         self.out: CudaArray = None
@@ -47,14 +49,13 @@ class PrefillPrograms:
         sizes |= {"cu_seqlens": B + 1, "start": B, "last": B}
         ends = np.cumsum(list(sizes.values()))[:-1].tolist()
         batch = dict(zip(sizes, cupy.split(self._numbers, ends), strict=True))
-        dtype = model.dtype if shape.tensor_cores else "float32"
-        self._x, h, qkv, self._ff = model.activations(N, dtype)
+        self._x, self._h, self._qkv, self._ff = model.activations(N)
         self._tensors = {
-            **model.given(),
+            **model.prompt_weights(head=False),
             **batch,
             **cache_tensors(cache.layers, model.config.n_layer),
         }
-        self._tensors |= {"embedding": self._x, "h.0.ln1": h, "h.0.qkv": qkv}
+        self._tensors |= {"embedding": self._x, "h.0.ln1": self._h, "h.0.qkv": self._qkv}
         self._programs: dict[Want | None, Program] = {}
         self._shared: dict[str, Bound] = {}  # steps up to the last attention, common to all wants
 
@@ -67,12 +68,14 @@ class PrefillPrograms:
     def _bind(self, want: Want | None) -> Program:
         config, (N, B) = self.model.config, (self.shape.rows, self.shape.batch)
         plan = self.shape.plan(config, want)
-        storage: dict[str, CudaArray] = {"h.0.gelu": self._ff}
+        storage: dict[str, Any] = {"h.0.gelu": self._ff}
+        if self.shape.products == "two_part":
+            storage |= self._two_part(plan)
         if want == "last":  # the last layer computes B rows
             gelu = f"h.{config.n_layer - 1}.gelu"
             rows = cupy.empty((B, 4 * config.n_embd), "float32")  # tensor cores leave float32 there
             storage[gelu] = rows if self.shape.tensor_cores else self._ff[:B]
-        if want == "hidden" and self.shape.tensor_cores:
+        if want == "hidden" and self.shape.tensor_cores and "ln_f" not in storage:
             storage["ln_f"] = cupy.empty(self._x.shape, "float32")
         if want == "log_likelihood":
             scores = cupy.empty(N, "float32")
@@ -82,11 +85,27 @@ class PrefillPrograms:
                 storage[f"logits.{first}"] = logits[:count]
                 storage[f"scores.{first}"] = scores[first : first + count]
             storage["scores"] = scores
+        if want == "log_likelihood":
+            storage |= self.model.prompt_weights(head=True)
         program = Program(plan, {**self._tensors, **storage}, self._shared)
         if not self._shared:
             attended = plan.names.index(f"h.{config.n_layer - 1}.attn") + 1
             self._shared = {name: program.bounds[name] for name in plan.names[:attended]}
         return program
+
+    def _two_part(self, plan: Plan) -> dict[str, Any]:
+        """Storage of steps whose result is a TwoPartMatrix, or float32 in its memory."""
+        N, C = self._x.shape
+        kinds = {"ln1": self._h, "attn": self._h, "ln2": self._h, "qkv": self._qkv}
+        kinds["gelu"] = self._ff
+        storage: dict[str, Any] = {"ln_f": self._h}
+        for name in plan.operands:
+            memory = kinds[name.rpartition(".")[2]]
+            parts = memory.view("float16").reshape(2, *memory.shape)
+            scale, one_scale = self.model.scales(name, N)
+            storage[name] = TwoPartMatrix(parts, scale, memory.shape, one_scale)
+        cached = self._ff.reshape(-1)[: N * C].reshape(N, C)
+        return storage | {"h.0.attn_cached": cached}
 
     def run(self, sequences: Sequence[Ids], starts: list[int], want: Requested | None) -> None:
         """Compute the sequences; `want` None: only their keys and values."""
@@ -111,8 +130,6 @@ class PrefillPrograms:
         positions = np.arange(self.shape.rows) - np.repeat(before - starts, lengths)
         last = np.maximum(ends - 1, 0)
         ids = np.concatenate(sequences)
-        if self.shape.tensor_cores:  # attention over the cache skips new sequences, marked by
-            starts = [start or self.n_ctx for start in starts]  # a start beyond its end
         parts = (ids, np.roll(ids, -1), positions, rows, [0], ends, starts, last)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.config import GPT2Config, block_shapes, model_shapes
-from gpt2block.cuda.kernels import FP8, STORAGE
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix, check_finite, on_host
@@ -21,12 +21,11 @@ Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout 
 Want = Literal["logits", "last", "hidden", "states"]
 
 DTYPES = (*STORAGE, *FP8)
-_KV_CACHE = {"float32": "float32", "float16": "float16"}
 
 
 def kv_cache_dtype(dtype: str) -> str:
-    """The dtype of the KV cache for weights of `dtype`: bfloat16 for FP8 weights."""
-    return _KV_CACHE.get(dtype, "bfloat16")
+    """The dtype of the KV cache for weights of `dtype`: float16 for FP8 weights."""
+    return CACHE_WITH_FP8 if dtype in FP8 else dtype
 
 
 def stored_tensors(
@@ -50,6 +49,25 @@ def vector_magnitude(name: str, array: NDArray[Any], allow_nonfinite: bool) -> f
     if not allow_nonfinite:
         check_finite(name, array)
     return float(np.abs(array.astype(np.float32, copy=False)).max())
+
+
+def operand_bounds(config: GPT2Config, largest: Mapping[str, float]) -> dict[str, float]:
+    """The largest magnitude that the operands of each layer's products can have, by name.
+
+    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
+    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
+    the sum of their magnitudes at most C. GELU increases no magnitude.
+    """
+    C = config.n_embd
+    bounds = {}
+    for n in range(config.n_layer):
+        h = f"h.{n}."
+        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
+            gamma, beta = largest[f"{h}gamma{norm}"], largest[f"{h}beta{norm}"]
+            bounds[f"{h}ln{norm}"] = math.sqrt(C) * gamma + beta
+            product = C * largest[f"{h}w_{name}"] * (gamma + beta)
+            bounds[h + result] = product + largest[f"{h}b_{name}"]
+    return bounds
 
 
 def check_stream(config: GPT2Config, largest: Mapping[str, float]) -> None:
