@@ -194,7 +194,7 @@ class CudaModel:
         bias[head.N :] = -np.inf
         scale = None
         if head.scale is not None:
-            scale = cupy.ones(len(rows), "float32")
+            scale = cupy.full(len(rows), 1, "float32")
             scale[: head.N] = head.scale
         whole = replace(head, data=rows, scale=scale)
         view = replace(head, data=rows[: head.N])

@@ -99,7 +99,8 @@ class PrefillPrograms:
         kinds = {"ln1": self._h, "attn": self._h, "ln2": self._h, "qkv": self._qkv}
         kinds["gelu"] = self._ff
         storage: dict[str, Any] = {"ln_f": self._h}
-        for name in plan.operands:
+        made = {step.name for step in plan.steps if step.op in ("attention_varlen", "two_part")}
+        for name in plan.operands | made:
             memory = kinds[name.rpartition(".")[2]]
             parts = memory.view("float16").reshape(2, *memory.shape)
             scale, one_scale = self.model.scales(name, N)
