@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import doctor
+from gpt2block import doctor, notebook
 from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.array_checks import FLOATS, host_array
@@ -45,6 +45,17 @@ class Comparison:
     max_rel: float
     total_abs: float
     total_rel: float
+
+
+class Comparisons(list[Comparison]):
+    """The steps of a forward pass compared with float64, in order; a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        headers = ("step", "kernel", "shape", "alone, relative", "accumulated, relative")
+        rows = (
+            (c.name, c.kernel, " × ".join(map(str, c.shape)), c.max_rel, c.total_rel) for c in self
+        )
+        return notebook.table(headers, rows)
 
 
 class Block:
@@ -144,7 +155,7 @@ class Block:
         """Step name → a copy of its result, for every step of the plan, ln1 … output."""
         return self._engine.trace(x)
 
-    def compare(self, x: Any) -> list[Comparison]:
+    def compare(self, x: Any) -> Comparisons:
         """Compare every step with float64 NumPy, in order. x: a NumPy array, as for a call.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
@@ -157,7 +168,7 @@ class Block:
             raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
         traced = self._engine.trace(host)
         truth = {"x": host.astype(np.float64)}
-        rows = []
+        rows = Comparisons()
         for step in self.plan.steps:
             truth[step.name] = exact.apply(step, truth)
             rounded = {

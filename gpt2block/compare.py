@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, model_plan
-from gpt2block.block import Comparison, errors
+from gpt2block.block import Comparison, Comparisons, errors
 from gpt2block.run.model import Ids, TracedEngine
 from gpt2block.run.numpy_walk import walk
 
@@ -40,14 +40,14 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     return {**found, **kept, "scores": scores}
 
 
-def compare(engine: TracedEngine, ids: Ids, cached: bool) -> list[Comparison]:
+def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
     """A row for every step, in order; cached: for the last token of ids only.
 
     The errors of a row are as in `Block.compare`; `ms` is NaN, as steps are not timed here.
     """
     exact = _by_engine_names(exact_tensors(engine, ids), engine.config.n_embd, len(ids), cached)
     traced = engine.trace(ids, cached)
-    compared = []
+    compared = Comparisons()
     for name, kernel, out in engine.run_alone(ids, cached, exact):
         if name not in traced:
             continue

@@ -24,7 +24,10 @@ from typing import Any
 from gpt2block import cuda
 from gpt2block.errors import DeviceError
 
-TOOLKIT = {12: "cuda-toolkit[nvrtc,cudart]==12.*", 13: "cuda-toolkit[nvrtc,cudart,crt]==13.0.*"}
+TOOLKIT = {
+    12: "cuda-toolkit[nvrtc,cudart]==12.*,>=12.8",
+    13: "cuda-toolkit[nvrtc,cudart,crt]==13.0.*",
+}
 DRIVER_LIBRARY = {"win32": "nvcuda.dll", "darwin": "libcuda.dylib"}  # elsewhere: libcuda.so.1
 HEADER = "cuda_fp16.h"
 PROGRAM = f'#include <{HEADER}>\nextern "C" __global__ void f(__half* x) {{ *x = __half(1); }}\n'

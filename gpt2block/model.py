@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.block import Comparison, resolve_device
+from gpt2block.block import Comparisons, resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import compare
 from gpt2block.config import GPT2Config, check_count
 from gpt2block.errors import CheckpointError, InputError
+from gpt2block.inspection import LogitLens
 from gpt2block.run.model import (
     Floats,
     Ids,
@@ -29,7 +31,6 @@ from gpt2block.text.encoding import Encoding, as_array
 
 if TYPE_CHECKING:
     from gpt2block.text.generation import Generation, Overflow
-    from gpt2block.text.scoring import Score
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -194,13 +195,40 @@ class GPT2:
         """
         return self.engine.trace(self._one(ids, cached), cached)
 
-    def compare(self, ids: Any, cached: bool = False) -> list[Comparison]:
+    def compare(self, ids: Any, cached: bool = False) -> Comparisons:
         """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
 
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
         as they are stored. A row's name is the step's, such as "h.3.gelu".
         """
         return compare(self.engine, self._one(ids, cached), cached)
+
+    @named_options()
+    def attention(self, text: Any) -> Floats:
+        """The attention weights for a text or token ids (T,): (n_layer, n_head, T, T), float32.
+
+        weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
+        """
+        return inspection.attention_weights(self.engine, self._tokens(text))
+
+    @named_options()
+    def logit_lens(self, text: Any, top: int = 5) -> LogitLens:
+        """The `top` most likely next tokens after the embedding and after each block.
+
+        Returns a LogitLens: ids and probabilities, (n_layer + 1, T, top) each. Raises InputError.
+        """
+        top = check_count("top", top)
+        if top > self.config.vocab_size:
+            raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
+        return inspection.logit_lens(self.engine, self._tokens(text), top)
+
+    def _tokens(self, text: Any) -> Ids:
+        """One text, or sequence of ids, as checked ids."""
+        if isinstance(text, str):
+            from gpt2block.text import tokenizer  # noqa: PLC0415
+
+            text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
+        return self._one(text, cached=False)
 
     def _one(self, ids: Any, cached: bool) -> Ids:
         """One sequence of ids, checked."""
@@ -231,7 +259,7 @@ class GPT2:
         stop_ids: Iterable[int] | None = None,
         samples: int = 1,
         overflow: Overflow = "error",
-        rows_at_once: int = 16,
+        rows_at_once: int | None = None,
     ) -> Any:
         """Continue a prompt (text or token ids), or each of a list.
 
@@ -253,11 +281,12 @@ class GPT2:
         samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.
-        rows_at_once: continuations computed together; results do not depend on it.
+        rows_at_once: continuations computed together; results do not depend on it. The next one
+            starts when one has ended. None: up to 512 on a GPU, as half of its free memory allows.
 
         Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
-        tokenizer cannot be loaded.
+        tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
         from gpt2block.text import generation  # noqa: PLC0415
 
@@ -323,8 +352,11 @@ class GPT2:
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Score:
-        """Score a text or a sequence of token ids: log_likelihood, perplexity, bits_per_byte.
+    ) -> Any:
+        """Score a text or token ids: log_likelihood, perplexity, bits_per_byte, tokens.
+
+        Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
+        list of texts or of rows of ids, a list of Scores.
 
         Windows of n_ctx tokens slide by `stride` (None: n_ctx // 2), see `scoring.score`.
         tokens_at_once: tokens of the windows computed together; results do not depend on it.

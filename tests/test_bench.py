@@ -37,7 +37,7 @@ from gpt2block.bench.contenders import Contender, Run
 from gpt2block.bench.measure import copies_for, errors
 from gpt2block.bench.race import Timed, rounds_for
 from gpt2block.bench.roofline import Mark, draw, marks, spread
-from gpt2block.bench.works import PRODUCTS, ROWS
+from gpt2block.bench.works import PRODUCTS, ROWS, ArrayWork
 from gpt2block.cli.bench import print_report
 from gpt2block.cuda import timing
 from gpt2block.errors import KernelError
@@ -197,7 +197,7 @@ class Racer:
         self.arithmetic = options.get("arithmetic", "bfloat16")
         self.rounds: list[int] = []
 
-    def enters(self, work: Work) -> Contender:
+    def enters(self, work: ArrayWork) -> Contender:
         truth = work.truth()
         self.result = np.resize(truth, (600, truth.shape[1])) + self.off
         return Contender(self.name, self.peer, self.capture, self.arithmetic, lambda: "as it is")
@@ -389,7 +389,7 @@ def on_host(array: Any) -> Any:
     ],
     ids=lambda work: f"{work.what} {work.name} {work.dtype}",
 )
-def test_pytorch_computes_the_same(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_computes_the_same(work: ArrayWork, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="compares with PyTorch")
     monkeypatch.setattr(torch_peers, "BACKENDS", {"math": "MATH"})
     monkeypatch.setattr("gpt2block.bench.works.TOKENS", 18)
@@ -451,7 +451,7 @@ def test_the_search_for_products_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         searches.append(search)
         return function
 
-    monkeypatch.setattr(torch_peers.TorchPeers, "_compile", compiled)
+    monkeypatch.setattr(torch_peers.TorchPeers, "compiled", compiled)
     monkeypatch.setattr(torch_peers, "_capture", lambda *arguments: Run(lambda: None, ()))
     seconds = iter(range(0, 1000, 70))
     monkeypatch.setattr(torch_peers, "perf_counter", lambda: next(seconds))
@@ -564,7 +564,6 @@ def test_the_command_draws(
     [
         (["--what", "mlp"], "--what: expected one of"),
         (["--peer", "jax"], "--peer: expected torch, got 'jax'"),
-        (["--decode", "--what", "all"], "--decode can only be combined with --device and --json"),
         (["--plot", "no/such/place.png"], "there is no directory no/such"),
     ],
 )

@@ -61,7 +61,7 @@ def test_scores_equal_those_of_the_model(model: GPT2, scoring: Predictor) -> Non
             continue
         score = model.score(text)
         assert batch["error"][index] == ""
-        assert batch["n_tokens"][index] == score.tokens == len(batch["logprobs"][index])
+        assert batch["n_tokens"][index] == score.n_tokens == len(batch["logprobs"][index])
         assert batch["n_bytes"][index] == score.bytes
         np.testing.assert_allclose(batch["log_likelihood"][index], score.log_likelihood, 1e-6)
         np.testing.assert_allclose(batch["perplexity"][index], score.perplexity, 1e-6)
@@ -78,7 +78,7 @@ def test_batches_fill_the_engine_s_groups(
     gpu = SimpleNamespace(engine=None)
     monkeypatch.setitem(vars(scoring), "model", gpu)
     for most in (100, GROUP - 1, GROUP, 2 * GROUP, 50000):
-        monkeypatch.setattr(scoring, "batch_tokens", most)
+        monkeypatch.setattr(scoring._task, "tokens_at_once", most)
         batches = list(scoring._batches(ids))
         assert sorted(index for part in batches for index in part) == list(ids)
         assert batches[0][0] == 1000

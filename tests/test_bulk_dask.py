@@ -194,7 +194,7 @@ def test_the_results_have_the_order_of_the_input(undisturbed: Path, records: Pat
         entry = json.loads(lines[row["index"]])
         assert row["id"] == entry["id"]
         score = model.score(entry["text"])
-        assert (row["n_tokens"], row["n_bytes"]) == (score.tokens, score.bytes)
+        assert (row["n_tokens"], row["n_bytes"]) == (score.n_tokens, score.bytes)
         np.testing.assert_allclose(row["log_likelihood"], score.log_likelihood, 1e-6)
 
 

@@ -384,6 +384,25 @@ def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
     assert command("score", "-", "--json", stdin="abcÜ\r\n".encode()).json["tokens"] == 6
 
 
+def test_score_of_every_token(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line a token where it is piped, colors in a terminal."""
+    piped = command("score", "-", "--per-token", "--text", stdin=b"abcz").out
+    lines = [line.split() for line in piped.splitlines()[:3]]
+    assert [line[1:] for line in lines] == [["98", "'b'"], ["99", "'c'"], ["122", "'z'"]]
+    assert float(lines[0][0]) < 0.2
+    assert float(lines[2][0]) > 12
+    assert "3 tokens predicted" in piped
+    found = command("score", "-", "--per-token", "--json", stdin=b"abc").json["per_token"]
+    assert [(token["id"], token["text"]) for token in found] == [(98, "b"), (99, "c")]
+    assert sum(token["logprob"] for token in found) == pytest.approx(0, abs=0.1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = command("score", "-", "--per-token", stdin=b"abc\x07\nzc").out
+    assert "\x1b[32mb" in shown
+    assert "\x1b[1;31mz" in shown
+    assert "\\x07" in shown
+    assert "surprisal in bits" in shown
+
+
 def test_score_of_tokens(command: Command, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(9))
     assert command("score", str(tmp_path / "a.npy"), "--json").json["tokens"] == 8

@@ -631,9 +631,17 @@ def test_the_bench_table() -> None:
 def test_decoding_is_as_fast_as_stated() -> None:
     """README's figures, with room for a busy machine: they are medians of what a program sees."""
     from gpt2block import bench  # noqa: PLC0415
+    from gpt2block.run.model import DTYPES  # noqa: PLC0415
 
-    rows = {(row.dtype, row.batch): row for row in bench.decoding()}
-    assert len(rows) == 15
-    assert all(0 < row.greedy_us < row.batch * 2000 for row in rows.values())
-    assert rows["bfloat16", 1].greedy_us < rows["float32", 1].greedy_us
-    assert rows["bfloat16", 8].tokens_per_s > 2 * rows["bfloat16", 1].tokens_per_s
+    works = [w for d in DTYPES for w in bench.decode_works(d, "1,8") if w.what == "decode"]
+    found = bench.run(works)
+    assert found.right
+    assert found.skipped == []
+    rows = {(row.dtype, row.work): row for row in found.rows if row.contender == "gpt2block"}
+    assert len(rows) == 2 * len(DTYPES)
+    assert all(0 < row.us < row.sizes["rows"] * 2000 for row in rows.values())
+    one, eight = rows["bfloat16", "1 row"], rows["bfloat16", "8 rows"]
+    assert one.us < rows["float32", "1 row"].us
+    assert one.tokens_s is not None
+    assert eight.tokens_s is not None
+    assert eight.tokens_s > 2 * one.tokens_s

@@ -82,7 +82,7 @@ def assert_scored_as_by_hand(device: str, text: bytes) -> None:
     exact, plain = nats_by_hand(text, np.float64), nats_by_hand(text[:2048], np.float32)
     error = np.abs(plain - exact[: len(plain)]).mean()
     found = model(device).score(text.decode(), stride=STRIDE)
-    assert found.tokens == found.bytes == len(text) - 1 == len(exact)
+    assert found.n_tokens == found.bytes == len(text) - 1 == len(exact)
     assert abs(found.nats_per_token - exact.mean()) <= 2 * error
 
 
@@ -106,7 +106,7 @@ def test_validation_loss_of_the_whole_held_out_text(data: Path) -> None:
     """The card's figure, to the digits it prints."""
     found = model("cuda").score(held_out(data), stride=STRIDE)
     print(f"validation loss {found.nats_per_token:.6f} nats a byte over {found.bytes:,} bytes")
-    assert (found.tokens, found.n_ctx) == (card()["bytes_scored"], card()["window"])
+    assert (found.n_tokens, found.n_ctx) == (card()["bytes_scored"], card()["window"])
     assert f"{found.nats_per_token:.4f}" == f"{card()['validation_loss']:.4f}"
 
 

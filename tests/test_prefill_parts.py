@@ -45,9 +45,8 @@ def stored(model: Any) -> GPT2Weights:
         )
         for n in range(c.n_layer)
     )
-    ends = (tensors[name] for name in ("wte", "wpe"))
-    final = (tensors[name] for name in ("gamma_f", "beta_f"))
-    return GPT2Weights(c, *ends, blocks, *final, tensors["wte"])
+    wte, wpe, gamma_f, beta_f = (tensors[name] for name in ("wte", "wpe", "gamma_f", "beta_f"))
+    return GPT2Weights(c, wte, wpe, blocks, gamma_f, beta_f, wte)
 
 
 def rounded_like(dtype: str) -> Any:

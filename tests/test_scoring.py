@@ -56,7 +56,9 @@ def test_windows(size: int, n_ctx: int, data: Any, at_once: int) -> None:
     )  # fmt: skip
     expected = contexts_by_hand(size, n_ctx, stride)
     assert len(expected) == size - 1
-    assert found == Score(-sum(expected), size - 1, None, n_ctx, stride)
+    assert found == Score(-sum(expected), size - 1, None, n_ctx, stride, found.tokens)
+    assert found.tokens.logprobs.tolist() == [-n for n in expected]
+    assert [token.id for token in found.tokens] == (np.arange(1, size) % 7).tolist()
     assert all(sum(lengths) <= at_once or len(lengths) == 1 for lengths in engine.batches)
     assert told[-1] == (size - 1, size - 1)
     assert len(told) == len(engine.batches)
@@ -71,12 +73,51 @@ def test_a_score_is_the_sum_of_the_log_probabilities() -> None:
     nats = log_softmax(engine.table)[ids[:-1], ids[1:]]
     assert found.log_likelihood == pytest.approx(nats.sum(), rel=1e-6)
     assert found.stride == 8
-    assert found.tokens == found.bytes == len(ids) - 1
+    assert found.n_tokens == found.bytes == len(ids) - 1
     assert found.nats_per_token == pytest.approx(-nats.mean(), rel=1e-6)
     assert found.perplexity == pytest.approx(math.exp(-nats.mean()), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(-nats.mean() / math.log(2), rel=1e-6)
     assert score(engine, BYTES, ids) == found
     assert score(engine, None, ids.tolist()) == replace(found, bytes=None)
+    np.testing.assert_allclose(found.tokens.logprobs, nats, rtol=1e-6)
+    third = found.tokens[2]
+    assert (third.id, third.text) == (text.encode()[3], text[3])
+    assert third.surprisal == pytest.approx(-nats[2] / math.log(2), rel=1e-6)
+    assert [token.text for token in found.tokens[-4:]] == list("York")
+
+
+def test_a_list_of_texts() -> None:
+    engine = MarkovEngine(random_table(1, 256), n_ctx=8)
+    texts = ["To be, or not to be", "that", [1, 2, 3], "is the question:"]
+    told: list[tuple[int, int]] = []
+    found = score(
+        engine, BYTES, texts, stride=3, tokens_at_once=20, progress=lambda *at: told.append(at)
+    )
+    alone = [score(engine, BYTES, text, stride=3) for text in texts]
+    assert found == alone
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(one.tokens.logprobs, other.tokens.logprobs)
+    count = sum(one.n_tokens for one in alone)
+    assert told[-1] == (count, count)
+    assert max(map(len, engine.batches)) > 1
+    with pytest.raises(InputError, match="text 1: expected at least two tokens to score one"):
+        score(engine, BYTES, ["ab", "c"])
+    with pytest.raises(InputError, match="text 1: token 0 is 300: expected ids from 0 to 255"):
+        score(engine, BYTES, ["ab", [300, 1]])
+
+
+def test_pieces_are_whole_characters() -> None:
+    engine = MarkovEngine(np.zeros((256, 256), np.float32))
+    found = score(engine, BYTES, "aÜ🎭" + "b").tokens
+    pieces, bits = zip(*found.pieces(), strict=True)
+    assert pieces == ("Ü", "🎭", "b")
+    assert bits == pytest.approx([16, 32, 8])
+    cut = score(engine, BYTES, [97, 98, 0xF0]).tokens
+    assert [piece for piece, _ in cut.pieces()] == ["b", "\ufffd"]
+    assert cut[1].text == "\ufffd"
+    nothing = score(engine, None, [1, 2]).tokens
+    assert list(nothing.pieces()) == []
+    assert nothing[0].text == ""
 
 
 def test_bytes_are_those_of_the_text_predicted() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import ceil, inf, isfinite, nan
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from math import ceil, nan
+from typing import Any, NamedTuple
 
-from gpt2block.bench import measure
 from gpt2block.bench.contenders import REFUSALS, Contender, Run
-from gpt2block.bench.measure import Truth
 from gpt2block.cuda import timing
 
 REPLAY_MS = 3.0  # of one contender; the launch of the graph itself is then negligible
 MOST_CALLS = 2000  # captured in one graph
+
+Replay = Callable[[], None]
+Check = Callable[[Replay, tuple[Any, ...]], tuple[float, float]]
 
 
 class Timed(NamedTuple):
@@ -26,16 +27,18 @@ class Timed(NamedTuple):
 def race(
     contenders: Iterable[Contender],
     copies: int,
-    truth: Truth | None = None,
+    check: Check | None = None,
     rounds: int | None = None,
     strict: bool = False,
+    times: Callable[[Mapping[str, Replay]], Mapping[str, float]] | None = None,
 ) -> tuple[list[Timed], list[tuple[Contender, str]]]:
     """Capture, check and time every contender; also returns those that cannot run, with the reason.
 
-    copies: of the inputs; a call is one pass over one of them. truth: what the outputs are compared
-    with; None skips the check, and the errors are NaN. rounds: over all copies in one graph; by
-    default as many as take REPLAY_MS. A contender of gpt2block cannot run if it raises one of
-    REFUSALS, a peer if it raises anything; with `strict`, every exception is raised instead.
+    copies: of the inputs; a call is one pass over one of them. check: gives the errors of the
+    outputs that a replay writes; None skips it, and the errors are NaN. rounds: over all copies in
+    one graph; by default as many as take REPLAY_MS. A contender of gpt2block cannot run if it
+    raises one of REFUSALS, a peer if it raises anything; with `strict`, every exception is raised
+    instead. times: gives the ms of each replay, by default `timing.interleaved_ms`.
     """
     graphs: dict[str, Run] = {}
     calls: dict[str, int] = {}
@@ -44,7 +47,7 @@ def race(
     for each in contenders:
         try:
             graph, repeated = _captured(each, copies, rounds)
-            errors = (nan, nan) if truth is None else _check(graph, truth)
+            errors = check(graph.replay, graph.outs) if check else (nan, nan)
         except Exception as error:
             if strict or not (each.peer or isinstance(error, REFUSALS)):
                 raise
@@ -53,7 +56,8 @@ def race(
         graphs[each.name] = graph
         calls[each.name] = repeated * copies
         checked.append((each, errors))
-    ms = timing.interleaved_ms({name: graph.replay for name, graph in graphs.items()})
+    replays = {name: graph.replay for name, graph in graphs.items()}
+    ms = (times or timing.interleaved_ms)(replays)
     timed = [
         Timed(each, 1e3 * ms[each.name] / calls[each.name], errors) for each, errors in checked
     ]
@@ -72,15 +76,6 @@ def _captured(contender: Contender, copies: int, rounds: int | None) -> tuple[Ru
 def rounds_for(once_ms: float, copies: int) -> int:
     """Rounds over all copies in one graph, if a round takes `once_ms`."""
     return max(1, min(ceil(REPLAY_MS / max(once_ms, 1e-3)), MOST_CALLS // copies))
-
-
-def _check(graph: Run, truth: Truth) -> tuple[float, float]:
-    """Errors of the outputs that a replay writes, filled with NaN before it."""
-    for out in graph.outs:
-        measure.poison(out)
-    graph.replay()
-    found = [measure.errors(out, truth) for out in graph.outs]
-    return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from gpt2block import doctor
-from gpt2block.bench import contenders, measure
+from gpt2block.bench import contenders, measure, token_contenders, token_peers
 from gpt2block.bench.ceilings import TF32, Ceilings, measured
 from gpt2block.bench.contenders import Contender
 from gpt2block.bench.race import Timed, first_line, race
+from gpt2block.bench.token_works import TokenWork
 from gpt2block.bench.torch_peers import TorchPeers
 from gpt2block.bench.works import Work
 from gpt2block.block import resolve_device
@@ -43,12 +44,13 @@ class Row:
     tflop_s: float
     gb_s: float
     percent_matmul: float  # of cuBLAS on large matrices in the same arithmetic
-    percent_copy: float
+    percent_copy: float  # of a step of decoding: the share reached of its floor
     intensity: float  # operations for each byte that has to move
     max_abs: float  # largest difference from float64
     max_rel: float  # the same relative to the largest value
     right: bool  # whether that difference is rounding
     copies: int  # of the data, used in turn
+    tokens_s: float | None = None  # tokens written per second; None for other works
     note: str = ""
     # Name of a peer → its time as a multiple of this one; for right results of gpt2block alone.
     peers: Mapping[str, float] = field(default_factory=dict)
@@ -90,9 +92,8 @@ def run(
         best = measured()
         for work in progress(list(works)):
             try:
-                sets = measure.rotated(work.host(), work.traffic)
-                peers = torch.contenders(work, sets) if torch else ()
-                entrants = [*contenders.contenders(work, sets, index), *peers]
+                sets = work.sets()
+                entrants = [*_entrants(work, sets, index, torch)]
                 found, lines = rows_of(work, entrants, len(sets), best)
             except MemoryError as error:
                 found, lines = [], [f"{work.what} {work.dtype} {work.name}: {first_line(error)}"]
@@ -106,11 +107,25 @@ def run(
     return Report(versions, best, rows, list(dict.fromkeys(skipped)))
 
 
+def _entrants(
+    work: Work, sets: Sequence[measure.Host], device: int, torch: TorchPeers | None
+) -> Iterator[Contender]:
+    """The contenders of gpt2block, then those of PyTorch."""
+    if isinstance(work, TokenWork):
+        yield from token_contenders.contenders(work, device)
+        if torch:
+            yield from token_peers.contenders(work, torch)
+        return
+    yield from contenders.contenders(work, sets, device)
+    if torch:
+        yield from torch.contenders(work, sets)
+
+
 def rows_of(
     work: Work, entrants: Iterable[Contender], copies: int, best: Ceilings
 ) -> tuple[list[Row], list[str]]:
     """A row for each contender that can run, and a line for each other one."""
-    timed, refused = race(entrants, copies, work.truth())
+    timed, refused = race(entrants, copies, work.check, work.rounds, times=work.times)
     rows = with_peers([row_of(work, each, copies, best) for each in timed])
     return rows, [f"{work.what} {work.dtype}: {each.name}: {why}" for each, why in refused]
 
@@ -136,6 +151,7 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> Row:
         max_rel=max_rel,
         right=max_rel <= tolerance(work, each.arithmetic),  # False for NaN
         copies=copies,
+        tokens_s=1e6 * work.tokens / us if work.tokens else None,
         note=each.note(),
     )
 

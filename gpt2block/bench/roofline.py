@@ -119,6 +119,11 @@ def draw(report: Report, file: Path) -> None:
         ax.set_title(TITLES[kind], fontsize=10)
     axes[0].set_ylabel("TFLOP/s")
     _legend(figure, every, report)
+    save(figure, file)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a PNG file; InputError if that fails."""
     try:
         figure.savefig(file, dpi=130)
     except (OSError, ValueError) as error:
@@ -216,6 +221,11 @@ def _legend(figure: Any, every: Sequence[Mark], report: Report) -> None:
     copy = f"copy, {report.ceilings.copy_gb_s / 1e3:.2f} TB/s"
     handles.append(Line2D([], [], color="black", label=copy))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    figure.suptitle(f"{measured_on(report)}; TFLOP/s", fontsize=10)
+
+
+def measured_on(report: Report) -> str:
+    """The GPU and the libraries, for the title of a plot."""
     versions = report.versions
     known = [f"{name} {versions[name]}" for name in ("CuPy", "torch") if name in versions]
-    figure.suptitle(", ".join([versions.get("GPU", "GPU"), *known]) + "; TFLOP/s", fontsize=10)
+    return ", ".join([versions.get("GPU", "GPU"), *known])

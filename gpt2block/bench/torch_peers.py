@@ -148,10 +148,10 @@ class TorchPeers:
                 yield Contender(name + suffix, True, capture, arithmetic)
             if is_compiled(work):
                 first = next(iter(functions.values()))
-                compiled, note = self._compiled(work, first, tensors, tf32)
+                compiled, note = self._compiling(work, first, tensors, tf32)
                 yield Contender("torch.compile" + suffix, True, compiled, arithmetic, note)
 
-    def _compiled(
+    def _compiling(
         self, work: Work, function: Function, tensors: list[Any], tf32: bool
     ) -> tuple[Callable[[int], Run], Callable[[], str]]:
         """What captures the compiled function, compiled at the first capture, and its note."""
@@ -165,7 +165,7 @@ class TorchPeers:
             search = work.what == "block" and work.dtype != "float32"
             search = search and self._searched_s < SEARCH_S
             note = SEARCH if search else "products by cuBLAS, the rest tuned"
-            made.append(self._compile(function, search))
+            made.append(self.compiled(function, search))
             start = perf_counter()
             found = _capture(work, made[0], tensors, tf32, rounds)
             if search:
@@ -174,7 +174,8 @@ class TorchPeers:
 
         return capture, lambda: note
 
-    def _compile(self, function: Function, search: bool) -> Function:
+    def compiled(self, function: Function, search: bool = False) -> Function:
+        """The function, compiled for fixed shapes; search: for the fastest products."""
         from torch import _inductor  # noqa: PLC0415
         from torch._inductor import select_algorithm  # noqa: PLC0415
 

@@ -8,9 +8,10 @@ NumPy computes within seconds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, isfinite
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures.gpt2_weights import BlockWeights
+from gpt2block.bench import measure
 from gpt2block.bench.measure import Host, Truth, matrix, widened
+from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -38,6 +41,7 @@ class Work(ABC):
     what: ClassVar[str]
     named: ClassVar[tuple[str, ...]]  # the fields that are sizes
     roundings: ClassVar[int] = 1  # consecutive results that are rounded to the dtype
+    rounds: ClassVar[int | None] = None  # of all copies in one turn; None: some milliseconds
 
     @property
     @abstractmethod
@@ -55,12 +59,21 @@ class Work(ABC):
         """Bytes: every input and weight read once, the output written once."""
 
     @abstractmethod
-    def host(self) -> Host:
-        """The inputs, as stored."""
+    def sets(self) -> list[Host]:
+        """Copies of the inputs in device memory, which calls use in turn."""
 
     @abstractmethod
-    def truth(self) -> Truth:
-        """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
+    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
+        """Absolute and relative error of the outputs of a replay."""
+
+    def times(self, replays: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+        """Name → median ms of a replay, all of them in turn."""
+        return timing.interleaved_ms(replays)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that a call writes; None for other works."""
+        return None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,8 +84,32 @@ class Work(ABC):
         return int(np.dtype(self.dtype).itemsize)
 
 
+class ArrayWork(Work):
+    """From arrays to an array, which is compared with float64."""
+
+    @abstractmethod
+    def host(self) -> Host:
+        """The inputs, as stored."""
+
+    @abstractmethod
+    def truth(self) -> Truth:
+        """(n, columns), float64, of the stored inputs: row i of the output is row i mod n."""
+
+    def sets(self) -> list[Host]:
+        return [*measure.rotated(self.host(), self.traffic)]
+
+    def check(self, replay: Callable[[], None], outs: tuple[Any, ...]) -> tuple[float, float]:
+        """Errors of the worst output; they are filled with NaN before the replay."""
+        truth = self.truth()
+        for out in outs:
+            measure.poison(out)
+        replay()
+        found = [measure.errors(out, truth) for out in outs]
+        return max(found, key=lambda errors: errors[1] if isfinite(errors[1]) else inf)
+
+
 @dataclass(frozen=True)
-class _SequenceWork(Work):
+class _SequenceWork(ArrayWork):
     """B sequences of T tokens."""
 
     B: int
@@ -136,7 +173,7 @@ class AttentionWork(_SequenceWork):
 
 
 @dataclass(frozen=True)
-class GemmWork(Work):
+class GemmWork(ArrayWork):
     """[residual +] [gelu](a w + bias): a (M, K), w (K, N)."""
 
     product: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -18,7 +18,8 @@ from rich.table import Table
 
 from gpt2block import bench as benches
 from gpt2block import doctor, walkthrough
-from gpt2block.bench import DecodeTime, block_against_document, ceilings, decoding, measure
+from gpt2block.bench import block_against_document, ceilings, measure
+from gpt2block.bench.decode_plot import draw_decoding
 from gpt2block.bench.roofline import check_file, draw
 from gpt2block.bench.torch_peers import check_peer
 from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
@@ -208,13 +209,30 @@ def _print_checks(checks: list[doctor.Check]) -> None:
 def bench(
     device: Device = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Time the decoding of GPT-2 instead.")
+        bool,
+        typer.Option("--decode", help="Time whole GPT-2, from tokens to tokens, random weights."),
     ] = False,
     what: Annotated[
         OptionalStr,
         typer.Option(help="block, gemm, attention or all: compare these with the ceilings."),
     ] = None,
-    dtype: Annotated[OptionalStr, typer.Option(help="Only bfloat16, float16 or float32.")] = None,
+    rows: Annotated[
+        OptionalStr,
+        typer.Option(
+            help="With --decode: rows decoded together, such as 1,8,64; default 1 to 256."
+        ),
+    ] = None,
+    size: Annotated[
+        OptionalStr,
+        typer.Option(help="With --decode: gpt2 (the default), gpt2-medium, -large or -xl."),
+    ] = None,
+    dtype: Annotated[
+        OptionalStr,
+        typer.Option(
+            help="Only bfloat16, float16 or float32; with --decode that of the weights, by default "
+            "bfloat16, also float8_e5m2 or float8_e4m3fn."
+        ),
+    ] = None,
     only: Annotated[
         OptionalStr,
         typer.Option(help="Only work with this text in its name, such as 8x1024 or M=128."),
@@ -222,40 +240,50 @@ def bench(
     peer: Peer = None,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Plot the roofline to this PNG file.", parser=path_of, metavar="PATH"),
+        typer.Option(
+            help="Plot the roofline, or the rates of decoding, to this PNG file.",
+            parser=path_of,
+            metavar="PATH",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Time GPT-2's block, and compare it with the figures of LeetGPU's GPT-2 block challenge.
 
     With --what, --dtype, --only, --peer or --plot: compare blocks, matrix products and attention
-    with the ceilings of this GPU and with PyTorch. The exit code is then 1 if a result of
-    gpt2block is wrong.
+    with the ceilings of this GPU and with PyTorch. With --decode: steps of decoding, a prompt and
+    many prompts, compared with the least time that reading weights, keys and values takes, with
+    PyTorch and with transformers. The exit code is then 1 if a result of gpt2block is wrong.
     """
-    race = (what, dtype, only, peer, plot) != (None,) * 5
-    if race and decode:
-        raise InputError("--decode can only be combined with --device and --json")
-    if race:
-        works = benches.chosen_works(what or "all", dtype, only)
+    if decode and (what, only) != (None, None):
+        given = "--what" if what is not None else "--only"
+        raise InputError(f"{given} chooses kernels, --decode times whole models: leave out one")
+    if not decode and (rows, size) != (None, None):
+        given = "--rows" if rows is not None else "--size"
+        raise InputError(f"{given} is an option of --decode: add it")
+    if decode or (what, dtype, only, peer, plot) != (None,) * 5:
+        works = (
+            benches.decode_works(dtype, rows, size)
+            if decode
+            else benches.chosen_works(what or "all", dtype, only)
+        )
         if plot is not None:
             check_file(plot)
-        _show_race(benches.run(works, device, peer, _timed), as_json, plot)
+        report = benches.run(works, device, peer, _timed)
+        _show_race(report, as_json, plot, draw_decoding if decode else draw)
         return
-    if decode:
-        _print_decoding(decoding(device), as_json)
-        return
-    rows = block_against_document(device)
+    times = block_against_document(device)
     if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
+        print(json.dumps([asdict(row) for row in times]))
         return
     columns = ("T", "mask", "GPU ms", "document ms", "times faster")
     table = new_table((), (*columns, "block(x, out) µs", "block(x) µs"))
-    for row in rows:
+    for row in times:
         document = (f"{row.document_ms:.3f}", f"{row.speedup:.2f}") if row.document_ms else ("", "")
         host = (f"{row.out_us:.1f}", f"{row.call_us:.1f}")
         table.add_row(str(row.T), row.mask, f"{row.ms:.4f}", *document, *host)
     out = console()
-    out.print(shown(rows[0].device))
+    out.print(shown(times[0].device))
     out.print(
         "GPT-2 small, float32, B = 1. GPU: the graph, calls queued one behind the other, median."
     )
@@ -268,38 +296,20 @@ def _timed(works: list[benches.Work]) -> Iterable[benches.Work]:
     return tracked(works, "bench")
 
 
-def _show_race(report: benches.Report, as_json: bool, plot: Path | None) -> None:
+def _show_race(
+    report: benches.Report,
+    as_json: bool,
+    plot: Path | None,
+    plotted: Callable[[benches.Report, Path], None],
+) -> None:
     if as_json:
         print(json.dumps(_for_json(report.as_dict())))
     else:
         cli_bench.print_report(console(), report)
     if plot is not None:
-        draw(report, plot)
+        plotted(report, plot)
     if not report.right:
         raise typer.Exit(FAILED)
-
-
-def _print_decoding(rows: list[DecodeTime], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    columns = ("MB", "rows", "greedy µs", "sampled µs", "tokens/s", "prompt ms")
-    table = new_table(("weights",), columns)
-    for row in rows:
-        table.add_row(
-            row.dtype,
-            f"{row.weights_mb:.0f}",
-            str(row.batch),
-            f"{row.greedy_us:.0f}",
-            f"{row.sampled_us:.0f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.prompt_ms:.2f}" if row.batch == 1 else "",
-        )
-    out = console()
-    out.print(shown(rows[0].device))
-    out.print("GPT-2 small, random weights, 512 tokens in the cache. µs: host time per token;")
-    out.print("sampled: temperature 0.8, top-k 50, top-p 0.9. prompt: one row of 1,024 tokens.")
-    print_table(out, table)
 
 
 @app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")

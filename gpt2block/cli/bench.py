@@ -1,4 +1,4 @@
-"""Tables of `gpt2block bench` that compare kernels with PyTorch and the ceilings."""
+"""Tables of `gpt2block bench` that compare kernels and decoding with PyTorch and the ceilings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from math import isfinite
 from rich.console import Console
 from rich.markup import escape
 
-from gpt2block.bench import KINDS, Report, Row
+from gpt2block.bench import DecodeWork, Report, Row
 from gpt2block.bench.ceilings import TF32
 from gpt2block.bench.measure import CACHES, MOST_SETS
+from gpt2block.bench.token_contenders import SAMPLED
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.cuda.timing import REPLAYS
 
-TITLES = {
+TITLES = {  # with sizes of the work
     "block": "GPT-2 small's block, B x T",
     "gemm": "Products with bias, C = 768",
     "attention": "Attention, 12 heads of 64, B x T",
+    "decode": "A step of decoding, {position} tokens in the cache",
+    "prompt": "A prompt, to the logits after its last token",
+    "generate": "Prompts of 16 to 256 tokens, {new} new tokens for each",
 }
+COLUMNS = {  # of the figures of a kind of work; the others have RATES
+    "decode": ("us", "tokens/s", "% floor"),
+    "generate": ("s", "tokens/s", "% floor"),
+}
+RATES = ("us", "TFLOP/s", "% matmul", "% copy")
 
 
 def print_report(out: Console, report: Report) -> None:
@@ -27,15 +36,11 @@ def print_report(out: Console, report: Report) -> None:
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in report.ceilings.tflop_s.items())
     out.print(f"ceilings in this run: copy {report.ceilings.copy_gb_s:.0f} GB/s; cuBLAS for")
     out.print(f"M = N = K = 8192: {rates} TFLOP/s")
-    out.print(
-        f"us: one call of a CUDA graph, median of {REPLAYS} replays, contenders in turn, inputs"
-    )
-    out.print(f"rotated over copies that fill {CACHES} times the L2 cache, at most {MOST_SETS}")
-    out.print("ours: launches overlap and K may be split, as in the graph of a block")
-    out.print("% matmul, % copy: of those ceilings, for the least operations and bytes required")
-    out.print("max rel: error against float64 by the largest value; ok: within rounding")
-    out.print("x ours: time divided by that of our first kernel; wrong results are left out")
-    for kind in KINDS:
+    models = [row for row in report.rows if "n_layer" in row.sizes]
+    for line in _decoding(models[0]) if models else _KERNELS:
+        out.print(line)
+    out.print("x ours: time divided by that of our first line; wrong results are left out")
+    for kind in TITLES:
         rows = [row for row in report.rows if row.what == kind]
         if rows:
             out.print()
@@ -46,19 +51,42 @@ def print_report(out: Console, report: Report) -> None:
         out.print(f"not run: {escape(line)}")
 
 
+_KERNELS = (
+    f"us: one call of a CUDA graph, median of {REPLAYS} replays, contenders in turn, inputs",
+    f"rotated over copies that fill {CACHES} times the L2 cache, at most {MOST_SETS}",
+    "ours: launches overlap and K may be split, as in the graph of a block",
+    "% matmul, % copy: of those ceilings, for the least operations and bytes required",
+    "max rel: error against float64 by the largest value; ok: within rounding",
+)
+
+
+def _decoding(row: Row) -> tuple[str, ...]:
+    """The method for works from tokens to tokens, of a model that a row shows."""
+    sizes = row.sizes
+    return (
+        f"GPT-2 of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights in "
+        f"{row.dtype}",
+        "times of calls from Python, until the result is on the host, contenders in turn",
+        f"a step: median of {DecodeWork.turns} turns of {DecodeWork.rounds}; sampled: temperature "
+        f"{SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
+        "% floor: share of the least time, that of reading all weights once in each step",
+        "and the keys and values of all rows once, at the rate of the copy",
+        "max rel: error of logits, log-probabilities against NumPy by the largest logit",
+    )
+
+
 def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
-    columns = ("us", "TFLOP/s", "% matmul", "% copy", "x ours", "max rel", "")
-    table = new_table(("work", "dtype", "by"), columns, TITLES[kind])
+    figures = (*COLUMNS.get(kind, RATES), "x ours", "max rel", "")
+    tokens = kind in COLUMNS
+    title = TITLES[kind].format(**rows[0].sizes)
+    table = new_table(("work", "by") if tokens else ("work", "dtype", "by"), figures, title)
     last = None
     for row in rows:
-        work = row.work, row.dtype
+        work = (row.work,) if tokens else (row.work, row.dtype)
         table.add_row(
-            *(("", "") if work == last else work),
+            *(("",) * len(work) if work == last else work),
             escape(row.contender) if row.peer else f"[bold]{escape(row.contender)}[/]",
-            f"{row.us:.2f}",
-            f"{row.tflop_s:.1f}",
-            f"{row.percent_matmul:.1f}" + ("*" if row.arithmetic == TF32 else ""),
-            f"{row.percent_copy:.1f}",
+            *_figures(row),
             _times_ours(row, rows),
             f"{row.max_rel:.1e}",
             "ok" if row.right else "[bold red]WRONG[/]",
@@ -69,8 +97,21 @@ def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
         out.print(f"*: of the {TF32} ceiling, with the rounding error of {TF32}")
     notes = {(row.contender, row.note) for row in rows if row.note}
     for contender, note in sorted(notes):
+        if tokens:
+            out.print(escape(f"{contender}: {note}"))
+            continue
         works = [f"{r.dtype} {r.work}" for r in rows if (r.contender, r.note) == (contender, note)]
         out.print(escape(f"{contender}: {note}: {', '.join(works)}"))
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    """The cells of a row's time and rates, under the columns of its kind."""
+    if row.what not in COLUMNS:
+        star = "*" if row.arithmetic == TF32 else ""
+        percent = f"{row.percent_matmul:.1f}{star}", f"{row.percent_copy:.1f}"
+        return f"{row.us:.2f}", f"{row.tflop_s:.1f}", *percent
+    time = f"{row.us:.1f}" if row.what == "decode" else f"{1e-6 * row.us:.3f}"
+    return time, f"{row.tokens_s:,.0f}", f"{row.percent_copy:.1f}"
 
 
 def _times_ours(row: Row, rows: list[Row]) -> str:

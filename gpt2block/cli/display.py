@@ -33,6 +33,11 @@ def shown(text: str) -> str:
     return escape(printable(text, _LONGEST_LINE))
 
 
+def printable_lines(text: str) -> str:
+    """`text` with control characters escaped, except for newlines and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def new_table(left: Iterable[str], right: Iterable[str] = (), title: str | None = None) -> Table:
     """An empty table: columns of left-aligned text, then columns of right-aligned numbers."""
     table = Table(box=None, padding=(0, 1), header_style="bold", title=title, title_justify="left")

@@ -31,6 +31,7 @@ from gpt2block.cli.display import (
     new_table,
     print_facts,
     print_table,
+    printable_lines,
     progress_bar,
     shown,
 )
@@ -207,7 +208,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    clock = Clock(begun, min(samples, run.rows_at_once))
+    clock = Clock(begun)
     prompt = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else _Writer(run.rows, prompt, ids)
     interrupted = _follow(run, clock, writer)
@@ -227,15 +228,17 @@ class Clock:
     """Times of the start of the command and of its first and last token; number of tokens."""
 
     begun: float
-    at_first: int  # tokens of the first step, one per row
+    at_first: int = 0  # tokens of the first step, one per row
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
 
-    def tick(self) -> None:
-        """Count a new token."""
+    def tick(self, row: Row) -> None:
+        """Count a new token of this row."""
         self.last = perf_counter()
         self.first = self.first or self.last
+        if self.at_first == self.tokens and len(row.tokens) == 1:
+            self.at_first += 1
         self.tokens += 1
 
     @property
@@ -340,7 +343,7 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
         try:
             for row in run:
                 first.close()
-                clock.tick()
+                clock.tick(row)
                 if writer:
                     writer.show(row)
         except KeyboardInterrupt:
@@ -433,6 +436,13 @@ def score(
         bool,
         typer.Option("--bos", help="Prepend <|endoftext|>, so that the first token is scored too."),
     ] = False,
+    per_token: Annotated[
+        bool,
+        typer.Option(
+            "--per-token",
+            help="Also print the text with each token's surprisal: as a color, and in bits.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compute the log-likelihood and perplexity of a text.
@@ -466,9 +476,17 @@ def score(
         )
     seconds = perf_counter() - begun
     if as_json:
-        print(json.dumps(_score_json(file, loaded, found, seconds)))
-    else:
-        _print_score(file, loaded, found, seconds)
+        report = _score_json(file, loaded, found, seconds)
+        if per_token:
+            report["per_token"] = [
+                token._asdict() | ({} if isfinite(token.logprob) else {"logprob": None})
+                for token in found.tokens
+            ]
+        print(json.dumps(report))
+        return
+    if per_token:
+        _print_tokens(found, encoding)
+    _print_score(file, loaded, found, seconds)
 
 
 def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
@@ -495,7 +513,7 @@ def _score_json(file: str, loaded: GPT2, found: Score, seconds: float) -> dict[s
         "device": loaded.device,
         "dtype": loaded.dtype,
         **finite,
-        "tokens": found.tokens,
+        "tokens": found.n_tokens,
         "bytes": found.bytes,
         "n_ctx": found.n_ctx,
         "stride": found.stride,
@@ -503,10 +521,37 @@ def _score_json(file: str, loaded: GPT2, found: Score, seconds: float) -> dict[s
     }
 
 
+SURPRISALS = ((1, "green"), (4, "default"), (8, "yellow"), (12, "red"))  # up to so many bits
+HIGHEST = "bold red"
+
+
+def _print_tokens(found: Score, encoding: Encoding | None) -> None:
+    """The text, colored by surprisal in a terminal; a line per token where it is piped."""
+    out = Console(highlight=False)
+    if not out.is_terminal or encoding is None:
+        for token in found.tokens:
+            print(f"{token.surprisal:9.4f}  {token.id:6}  {token.text!r}")
+        print()
+        return
+    text = Text(printable_lines(found.tokens.start))
+    for piece, bits in found.tokens.pieces():
+        text.append(printable_lines(piece), style=color_of(bits))
+    legend = Text("surprisal in bits: ", style="dim")
+    for bits, style in SURPRISALS:
+        legend.append(f"up to {bits} ", style=style)
+    legend.append("more", style=HIGHEST)
+    out.print(text, legend, sep="\n\n", end="\n\n", soft_wrap=True)
+
+
+def color_of(bits: float) -> str:
+    """The style of a token by its surprisal."""
+    return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
+
+
 def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
     size = "" if found.bytes is None else f", {found.bytes:,} bytes"
     rows = {
-        "text": f"{file}: {found.tokens:,} tokens predicted{size}",
+        "text": f"{file}: {found.n_tokens:,} tokens predicted{size}",
         "model": f"{loaded.name}, {loaded.dtype}, {loaded.device}",
         "windows": f"{found.n_ctx} tokens, stride {found.stride}: each token predicted from at "
         f"least {found.n_ctx - found.stride} before it, but near the start",
@@ -516,7 +561,7 @@ def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
     }
     if found.bits_per_byte is not None:
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
-    rows["time"] = f"{seconds:.1f} s, {found.tokens / seconds:,.0f} tokens/s"
+    rows["time"] = f"{seconds:.1f} s, {found.n_tokens / seconds:,.0f} tokens/s"
     print_facts(rows)
 
 

@@ -60,6 +60,7 @@ class Parameter:
     ctype: str
     name: str
     const: bool = False  # a pointer the kernel only reads through
+    restrict: bool = False  # declared __restrict__
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def _parameter(text: str) -> Parameter:
     plain = re.sub(r"\bconst\b|__restrict__|__grid_constant__", " ", text.replace("*", "* "))
     words = plain.split()
     ctype = " ".join(words[:-1]).replace(" *", "*")
-    return Parameter(ctype, words[-1], const=bool(re.search(r"\bconst\b", text)))
+    const = bool(re.search(r"\bconst\b", text))
+    return Parameter(ctype, words[-1], const, restrict="__restrict__" in text)
 
 
 def launch(

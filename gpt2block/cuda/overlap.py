@@ -67,8 +67,8 @@ def possible() -> bool:
 def run(launch: Launch) -> None:
     """`launch.run()`, but it may start before the previous kernel on the stream has ended.
 
-    The kernel itself must wait for the previous one. Requires compute capability 9.0 or newer.
-    Raises DeviceError.
+    The kernel itself must wait for the previous one, as lib/overlap.cuh describes. Requires compute
+    capability 9.0 or newer. Raises DeviceError.
     """
     values = [ctypes.create_string_buffer(arg.tobytes()) for arg in launch.args]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

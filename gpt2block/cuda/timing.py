@@ -61,6 +61,22 @@ def interleaved_ms(
     return {name: median(found[1:]) for name, found in times.items()}
 
 
+def interleaved_host_ms(
+    replays: Mapping[str, Callable[[], None]], count: int = REPLAYS
+) -> dict[str, float]:
+    """Name → median ms from the call of a replay to its return, in `count` turns.
+
+    For replays that return when their result is on the host; each must have run before.
+    """
+    times: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(count):
+        for name, replay in replays.items():
+            began = perf_counter()
+            replay()
+            times[name].append(1e3 * (perf_counter() - began))
+    return {name: median(found) for name, found in times.items()}
+
+
 def call_times(call: Callable[[], Any]) -> tuple[float, float]:
     """GPU ms and host µs of a repeated call; calls are queued without waiting for the GPU."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()

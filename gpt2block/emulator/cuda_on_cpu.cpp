@@ -4,6 +4,9 @@
 // Blocks run one after the other. The threads of a block are fibers: each runs until it waits at a barrier or returns,
 // then the next one in the order runs. When all have stopped, the barrier opens and the next phase begins. This file is
 // compiled without AddressSanitizer, the kernels with it.
+//
+// A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which kernels write. They are
+// poisoned for a thread until it waits for the previous kernel, or passes a barrier after another thread has waited.
 #include "cuda_on_cpu.h"
 
 #include <algorithm>
@@ -57,6 +60,7 @@ struct Array {  // an argument; data is null for numbers, null pointers and repe
     const char* name;
     char* data;
     std::size_t bytes, margin;  // poisoned bytes on each side
+    bool late;
 };
 
 const cuda_on_cpu::Entry* kernel;
@@ -64,6 +68,7 @@ std::vector<std::uint64_t> slots;
 std::vector<Array> arrays;
 std::vector<Thread> threads;
 Thread* current;  // null while the scheduler runs
+bool overlaps, waited, late_visible = true;  // the launch; a thread of the block; not poisoned
 void* dynamic;    // the dynamic shared memory of the block
 std::size_t dynamic_bytes;
 void* scheduler_point[5];
@@ -102,7 +107,9 @@ void on_abort(int) {
         const char *first = array.data - array.margin, *last = array.data + array.bytes + array.margin;
         if (!array.data || address < first || address >= last) continue;
         const char* access = __asan_get_report_access_type() ? "WRITE" : "READ";
-        std::fprintf(stderr, "cuda_on_cpu: %s out of bounds: byte %td of %s, which has %zu bytes\n", access,
+        const bool inside = address >= array.data && address < array.data + array.bytes;
+        const char* wrong = inside && array.late && !late_visible ? "before wait_for_previous()" : "out of bounds";
+        std::fprintf(stderr, "cuda_on_cpu: %s %s: byte %td of %s, which has %zu bytes\n", access, wrong,
                      address - array.data, array.name, array.bytes);
     }
     std::fprintf(stderr, "cuda_on_cpu: in %s, block %s, thread %s\n", kernel->name, at(blockIdx).c_str(),
@@ -145,7 +152,16 @@ __attribute__((noipa)) void start(Thread& thread) {  // ucontext sets up the new
     if (__builtin_setjmp(scheduler_point) == 0) setcontext(&context);
 }
 
+void show_late_arrays(bool visible) {
+    if (visible == late_visible) return;
+    for (const Array& array : arrays) {
+        if (array.late) (visible ? __asan_unpoison_memory_region : __asan_poison_memory_region)(array.data, array.bytes);
+    }
+    late_visible = visible;
+}
+
 void resume(Thread& thread) {
+    show_late_arrays(!overlaps || (waited && thread.passed > 0));
     current = &thread;
     threadIdx = thread.index;
     __sanitizer_start_switch_fiber(&scheduler_fake_stack, thread.stack, STACK);
@@ -232,11 +248,13 @@ void run_block(Order& order) {
         thread.state = State::ready;
         thread.passed = 0;
     }
+    waited = !overlaps;
     do {
         for (std::size_t i : order.next(threads.size())) {
             if (threads[i].state == State::ready) resume(threads[i]);
         }
     } while (open_barriers());
+    if (!waited) fail(std::string(kernel->name) + ", block " + at(blockIdx) + ": no thread waits for the previous kernel");
     std::free(dynamic);
     dynamic = nullptr;
 }
@@ -262,29 +280,31 @@ T read_value() {
 }
 
 // The margins are as large as the array, because a typical overrun is a row or a tile, not an element.
-Array read_array(const char* name, std::size_t bytes) {
+Array read_array(const char* name, std::size_t bytes, bool late) {
     const std::size_t margin = std::clamp<std::size_t>(bytes, 4 << 10, 1 << 20) / 256 * 256;
     char* data = static_cast<char*>(std::malloc(bytes + 2 * margin)) + margin;
     if (std::fread(data, 1, bytes, stdin) != bytes) fail("standard input ends too early");
     __asan_poison_memory_region(data - margin, margin);
     __asan_poison_memory_region(data + bytes, margin);
-    return {name, data, bytes, margin};
+    return {name, data, bytes, margin, late};
 }
 
 // An argument is one of: a size in bytes, the place in them that the pointer points to, and the bytes; -1 and a
-// slot (a number or a null pointer); -2, the index of an earlier argument, and a place in the bytes of that one.
+// slot (a number or a null pointer); -2, the index of an earlier argument, and a place in the bytes of that one. If the
+// launch overlaps, LATE_ARRAYS names the late arrays, with a comma before and after each.
 void read_argument(const char* name) {
     const auto size = read_value<std::int64_t>();
     const auto word = read_value<std::uint64_t>();
     if (size == -1) {
-        arrays.push_back({name, nullptr, 0, 0});
+        arrays.push_back({name, nullptr, 0, 0, false});
         slots.push_back(word);
     } else if (size == -2) {
-        arrays.push_back({name, nullptr, 0, 0});
+        arrays.push_back({name, nullptr, 0, 0, false});
         const auto offset = read_value<std::uint64_t>();
         slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.at(word).data) + offset);
     } else {
-        arrays.push_back(read_array(name, size));
+        const char* late = std::getenv("LATE_ARRAYS");
+        arrays.push_back(read_array(name, size, late && std::strstr(late, ("," + std::string(name) + ",").c_str())));
         slots.push_back(reinterpret_cast<std::uintptr_t>(arrays.back().data) + word);
     }
 }
@@ -323,6 +343,11 @@ bool cuda_on_cpu::copies_at_once() {
     return asked_for;
 }
 
+void cuda_on_cpu::wait_for_previous() {
+    waited = true;
+    show_late_arrays(true);
+}
+
 // argv: name, grid x y z, block x y z, dynamic shared bytes, order, seed, the arguments' names
 int main(int argc, char** argv) {
     if (argc < 11) fail("expected at least 10 words");
@@ -334,6 +359,7 @@ int main(int argc, char** argv) {
     dynamic_bytes = number(8);
     Order order = {argv[9], std::strtoull(argv[10], nullptr, 10)};
     for (int i = 11; i < argc; ++i) read_argument(argv[i]);
+    overlaps = std::getenv("LATE_ARRAYS") != nullptr;
     std::signal(SIGABRT, on_abort);
     make_threads();
     for (std::size_t b : order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z)) {
@@ -341,6 +367,7 @@ int main(int argc, char** argv) {
         blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
         run_block(order);
     }
+    show_late_arrays(true);
     for (const Array& array : arrays) {
         if (array.data) std::fwrite(array.data, 1, array.bytes, stdout);
     }

@@ -71,6 +71,7 @@ std::uint64_t exchange(unsigned mask, std::uint64_t value, int source_lane, cons
 int lane();
 void* dynamic_shared();
 bool copies_at_once();  // whether the copies of mma_ptx.h arrive immediately
+void wait_for_previous();  // see lib/overlap.cuh
 
 // A lane that is not in the mask, has returned or does not exist gives bytes of 0xFF, a NaN.
 template <typename T>

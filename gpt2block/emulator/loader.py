@@ -15,7 +15,7 @@ import struct
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +35,7 @@ TIMEOUT_S = 60.0
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
     "lib/fast.cuh": "fast.h",
+    "lib/overlap.cuh": "overlap.h",
 }  # header → file here
 
 # -g1: line numbers for reports; the locations of variables, with -g, double the compile time.
@@ -113,14 +114,17 @@ def run(
     order: Order = "forward",
     seed: int = 0,
     copies_at_once: bool = False,
+    early: Collection[str] | None = None,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
     source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
     FP8 format of its `W`, where that is not `T`. order: the order of the threads of a block between
     two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
-    as late as its semantics allow. An array that is passed twice is the same pointer twice. Raises
-    ShimError with the sanitizer's report; the arrays are then unchanged.
+    as late as its semantics allow. early: not None if the launch overlaps the previous kernel
+    (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
+    const __restrict__ and to these parameters. An array that is passed twice is the same pointer
+    twice. Raises ShimError with the sanitizer's report; the arrays are then unchanged.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -135,7 +139,10 @@ def run(
     message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
     defines = (*kernels.stored_as(storage, weights), *defines)
     sizes = grid, block, shared
-    output = _launch(source, signature, sizes, message, defines, order, seed, copies_at_once)
+    environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
+    if early is not None:
+        environment |= _overlapping(parameters, list(map(id, args)), early)
+    output = _launch(source, signature, sizes, message, defines, order, seed, environment)
     _store(kernel, parameters, args, output)
 
 
@@ -155,10 +162,11 @@ def run_spans(
     shared: int = 0,
     defines: kernels.Defines = (),
     order: Order = "forward",
+    early: Collection[str] | None = None,
 ) -> None:
     """Launch a kernel on allocations: pointers are a Span or 0, scalars have the prototype's types.
 
-    Pointers may share an allocation. Raises ShimError as `run` does.
+    Pointers may share an allocation. early: as in `run`. Raises ShimError as `run` does.
     """
     signature = _prototypes(source)[kernel]
     first: dict[int, int] = {}  # address of an allocation → the argument that sends its bytes
@@ -173,7 +181,12 @@ def run_spans(
             message.append(packed + arg.memory.tobytes())
         else:
             message.append(struct.pack("<qqq", -2, known, arg.offset))
-    output = _launch(source, signature, (grid, block, shared), message, defines, order)
+    environment = {}
+    if early is not None:
+        memory = [arg.memory.ctypes.data if isinstance(arg, Span) else 0 for arg in args]
+        environment = _overlapping(signature.parameters, memory, early)
+    sizes = grid, block, shared
+    output = _launch(source, signature, sizes, message, defines, order, 0, environment)
     start = 0
     for i in first.values():
         span = args[i]
@@ -191,7 +204,7 @@ def _launch(
     defines: kernels.Defines,
     order: Order = "forward",
     seed: int = 0,
-    copies_at_once: bool = False,
+    environment: Mapping[str, str] = {},
 ) -> bytes:
     """Run a kernel with encoded arguments; sizes: grid, block and bytes of shared memory.
 
@@ -201,9 +214,22 @@ def _launch(
     numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
     words = [signature.name, *numbers, order, seed, *(p.name for p in signature.parameters)]
     launch = f"{signature.name}, grid {grid}, block {block}, order {order}"
-    environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
     program = compile_kernel_file(source, defines)
     return _execute(program, words, b"".join(message), launch, environment)
+
+
+def _overlapping(
+    parameters: Sequence[kernels.Parameter], memory: Sequence[int], early: Collection[str]
+) -> dict[str, str]:
+    """Variables for the runner of a launch that overlaps the previous kernel.
+
+    memory: an identity of the memory of each argument. What a constant parameter shares with
+    another one may be accessed early.
+    """
+    pointers = [(p, at) for p, at in zip(parameters, memory, strict=True) if _is_pointer(p)]
+    constant = {at for p, at in pointers if (p.const and p.restrict) or p.name in early}
+    late = [p.name for p, at in pointers if at not in constant]
+    return {"LATE_ARRAYS": f",{','.join(late)},", "COPIES_AT_ONCE": "1"}
 
 
 @cache
@@ -263,10 +289,10 @@ def _store(
 
 
 def _execute(
-    program: Path, words: Sequence[object], message: bytes, launch: str, extra: dict[str, str]
+    program: Path, words: Sequence[object], message: bytes, launch: str, extra: Mapping[str, str]
 ) -> bytes:
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
-    env = {name: value for name, value in os.environ.items() if name not in own} | extra
+    env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
     try:
         done = subprocess.run(
             [str(program), *map(str, words)],
@@ -288,7 +314,13 @@ def _readable(report: str) -> str:
     """The lines about the kernel, the most informative one first, without shadow memory."""
     report = re.sub(r"/\S*/(?=[\w.-]+:\d)", "", report)
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
-    for most in ("divergent barrier", "out of bounds: ", "runtime error: ", "SUMMARY: "):
+    for most in (
+        "divergent barrier",
+        "out of bounds: ",
+        "before wait",
+        "runtime error: ",
+        "SUMMARY: ",
+    ):
         lines.sort(key=lambda line: most not in line)
         if lines and most in lines[0]:
             break

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -235,16 +235,22 @@ class Function:
         args: Sequence[Any],
         shared_mem: int = 0,
     ) -> None:
-        _now_or_captured(lambda: self._run(grid, block, args, shared_mem))
+        early = _state.early
+        _now_or_captured(lambda: self._run(grid, block, args, shared_mem, early))
 
     def _run(
-        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared: int,
+        early: Collection[str] | None,
     ) -> None:
         values = [
             _span(self.name, arg) if isinstance(arg, np.uintp) and arg else arg for arg in args
         ]
         loader.run_spans(
-            self._source, self.name, grid, block, values, shared, self._defines, _state.order
+            self._source, self.name, grid, block, values, shared, self._defines, _state.order, early
         )
 
 
@@ -327,6 +333,7 @@ class Device:
     id = -1 - MULTIPROCESSORS  # no index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
+    mem_info = (1 << 32, 1 << 32)  # free and all bytes
 
     def __init__(self, index: int | None = None) -> None:
         pass
@@ -340,8 +347,23 @@ class Device:
     def use(self) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
 
-_state = SimpleNamespace(stream=Stream(), order="forward")
+
+_state = SimpleNamespace(stream=Stream(), order="forward", early=None)
+
+
+def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
+    """`launch.run()`, where an access before the kernel waits is an error.
+
+    early: parameters that are not const __restrict__ but may be accessed before.
+    """
+    _state.early = early
+    try:
+        launch.run()
+    finally:
+        _state.early = None
 
 
 @contextmanager
@@ -370,6 +392,11 @@ def _now_or_captured(call: Callable[[], None]) -> None:
 
 def _alloc_pinned_memory(size: int) -> Any:
     return empty(size, "uint8")
+
+
+def get_default_memory_pool() -> Any:
+    """A pool that holds no free memory."""
+    return SimpleNamespace(free_bytes=lambda: 0)
 
 
 class OutOfMemoryError(MemoryError):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import notebook
 from gpt2block.checks import check_callable, check_choice, is_plain
 from gpt2block.config import check_count
 from gpt2block.errors import InputError
 from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, as_array, token_sizes
+from gpt2block.text.encoding import Encoding, as_array, bytes_of_id, token_sizes
 from gpt2block.text.generation import BAD_WEIGHTS, Overflow
 
 Pooling = Literal["mean", "last"]
@@ -29,19 +31,95 @@ _HEADER = 256  # int32
 _AT_ONCE = 2**24  # tokens of a file that are processed together
 
 
+class ScoredToken(NamedTuple):
+    """A token of a text and how probable the model found it."""
+
+    id: int
+    text: str  # of this token alone, with U+FFFD for an incomplete character; "" without tokenizer
+    logprob: float  # in nats
+
+    @property
+    def surprisal(self) -> float:
+        """-log2 of the token's probability, in bits."""
+        return -self.logprob / math.log(2)
+
+
+class ScoredTokens(Sequence[ScoredToken]):
+    """The scored tokens of a text, in order: ids (N,), logprobs (N,) float32 in nats."""
+
+    def __init__(
+        self, ids: Tokens, logprobs: Floats, encoding: Encoding | None, first: int | None = None
+    ) -> None:
+        """first: the token before the first scored one."""
+        self.ids, self.logprobs, self._encoding, self._first = ids, logprobs, encoding, first
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> ScoredToken: ...
+    @overload
+    def __getitem__(self, index: slice) -> ScoredTokens: ...
+    def __getitem__(self, index: int | slice) -> ScoredToken | ScoredTokens:
+        if isinstance(index, slice):
+            return ScoredTokens(self.ids[index], self.logprobs[index], self._encoding)
+        token = int(self.ids[index])
+        return ScoredToken(token, self._text([token]), float(self.logprobs[index]))
+
+    def __repr__(self) -> str:
+        return f"ScoredTokens({len(self)} tokens)"
+
+    @property
+    def start(self) -> str:
+        """The text of the token before the first scored one."""
+        return "" if self._first is None else self._text([self._first])
+
+    def pieces(self) -> Iterator[tuple[str, float]]:
+        """Yield the scored text in pieces of whole characters, each with its surprisal in bits.
+
+        A character that is divided between tokens is one piece with the sum of their surprisals.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        bits = 0.0
+        for token, logprob in zip(self.ids.tolist(), self.logprobs.tolist(), strict=True):
+            bits -= logprob / math.log(2)
+            piece = decoder.decode(self._bytes(token))
+            if piece:
+                yield piece, bits
+                bits = 0.0
+        rest = decoder.decode(b"", final=True)
+        if rest:
+            yield rest, bits
+
+    def _text(self, tokens: list[int]) -> str:
+        return b"".join(map(self._bytes, tokens)).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self._encoding is None else bytes_of_id(self._encoding, token)
+
+
 @dataclass(frozen=True)
 class Score:
     """The log-likelihood of a text: each token after the first is predicted once."""
 
     log_likelihood: float  # the sum, in nats
-    tokens: int  # number of scored tokens
+    n_tokens: int  # scored tokens
     bytes: int | None  # of text in the scored tokens; None without a tokenizer
     n_ctx: int  # tokens per window
     stride: int  # tokens between the starts of windows
+    tokens: ScoredTokens = field(compare=False, repr=False)  # the scored tokens, each with its own
+
+    def _repr_html_(self) -> str:
+        facts = f"{self.n_tokens:,} tokens, perplexity {self.perplexity:,.4f}"
+        if self.bits_per_byte is not None:
+            facts += f", {self.bits_per_byte:.4f} bits per byte"
+        return notebook.surprisals(self.tokens.start, self.tokens.pieces()) + notebook.paragraph(
+            facts
+        )
 
     @property
     def nats_per_token(self) -> float:
-        return -self.log_likelihood / self.tokens
+        return -self.log_likelihood / self.n_tokens
 
     @property
     def perplexity(self) -> float:
@@ -63,8 +141,10 @@ def score(
     stride: int | None = None,
     tokens_at_once: int = 8192,
     progress: Progress | None = None,
-) -> Score:
+) -> Any:
     """Score a text, or token ids (a sequence, an array or the result of `load_tokens`).
+
+    Returns a Score, or a list of them for a list of texts.
 
     A window of n_ctx tokens slides by `stride`, n_ctx // 2 by default. The first window scores all
     of its tokens except the first; each later window scores its last `stride` tokens, which no
@@ -85,23 +165,37 @@ def score(
         check_callable("progress", progress)
     if stride >= n_ctx:
         raise InputError(f"stride: expected 1 to {n_ctx - 1}, less than n_ctx, got {stride}")
-    ids = _tokens(encoding, text, vocab_size)
-    if len(ids) < 2:
-        raise InputError(f"text: expected at least two tokens to score one, got {len(ids)}")
-    text_bytes = _count_bytes(encoding, ids, vocab_size)
-    total, done = 0.0, 0
-    for windows in window_batches(ids, n_ctx, stride, tokens_at_once):
-        found = engine.log_likelihood([tokens for tokens, _ in windows])
-        for (_, new), nats in zip(windows, found, strict=True):
-            part = float(np.sum(nats[len(nats) - new :], dtype=np.float64))
-            if math.isnan(part):
+    single, several = tokenizer.as_list(text, "text") if is_list(text) else (True, [text])
+    texts = []
+    for index, given in enumerate(several):
+        name = "text" if single else f"text {index}"
+        ids = _tokens(encoding, given, vocab_size, name)
+        if len(ids) < 2:
+            raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
+        texts.append(ids)
+    logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
+    total, done = sum(map(len, logprobs)), 0
+    for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
+        found = engine.log_likelihood([window.tokens for window in windows])
+        for window, nats in zip(windows, found, strict=True):
+            part = nats[-window.scored :]
+            if np.isnan(part).any():
+                name = "" if single else f"text {window.text}: "
                 raise InputError(
-                    f"the logits are NaN between tokens {done + 1} and {done + new}: {BAD_WEIGHTS}"
+                    f"{name}the logits are NaN between tokens {window.first + 1} and {window.end}: "
+                    f"{BAD_WEIGHTS}"
                 )
-            total, done = total + part, done + new
+            logprobs[window.text][window.first : window.end] = part
+            done += window.scored
         if progress is not None:
-            progress(done, len(ids) - 1)
-    return Score(total, done, text_bytes, n_ctx, stride)
+            progress(done, total)
+    scores = []
+    for ids, nats in zip(texts, logprobs, strict=True):
+        tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]))
+        text_bytes = _count_bytes(encoding, ids, vocab_size)
+        nats_sum = float(np.sum(nats, dtype=np.float64))
+        scores.append(Score(nats_sum, len(nats), text_bytes, n_ctx, stride, tokens))
+    return scores[0] if single else scores
 
 
 def embed(
@@ -196,15 +290,22 @@ def _from_bin(path: Path) -> Tokens:
     return np.memmap(path, "<u2", "r", offset=first)
 
 
-def _tokens(encoding: Encoding | None, text: Any, vocab_size: int) -> Tokens:
+def is_list(text: Any) -> bool:
+    """Whether `text` is a list or tuple of texts or of rows of ids."""
+    return isinstance(text, (list, tuple)) and any(
+        isinstance(entry, str) or np.ndim(entry) for entry in text
+    )
+
+
+def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) -> Tokens:
     """Checked ids; an array is checked in parts and not copied, since it may be a mapped file."""
     if not is_plain(text):
-        return tokenizer.token_ids(encoding, text, vocab_size, "text")
-    ids = as_array(text, "text")
+        return tokenizer.token_ids(encoding, text, vocab_size, name)
+    ids = as_array(text, name)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError(f"text: expected text or a row of integers, got {ids.dtype} {ids.shape}")
+        raise InputError(f"{name}: expected text or a row of integers, got {ids.dtype} {ids.shape}")
     for first in range(0, len(ids), _AT_ONCE):
-        tokenizer.check_ids(ids[first : first + _AT_ONCE], vocab_size, "text", first)
+        tokenizer.check_ids(ids[first : first + _AT_ONCE], vocab_size, name, first)
     return ids
 
 
@@ -217,19 +318,36 @@ def _count_bytes(encoding: Encoding | None, ids: Tokens, vocab_size: int) -> int
     return sum(int(sizes[part].sum()) for part in parts)
 
 
+class Window(NamedTuple):
+    """Tokens of a text that are computed together; the last `end - first` of them are scored."""
+
+    text: int  # index of the text
+    tokens: Ids
+    first: int  # of its scored tokens, which begin with the text's second token
+    end: int
+
+    @property
+    def scored(self) -> int:
+        return self.end - self.first
+
+
 def window_batches(
-    ids: Tokens, n_ctx: int, stride: int, tokens_at_once: int
-) -> Iterator[list[tuple[Ids, int]]]:
-    """Yield batches of windows, each a pair: its tokens, and how many of the last are scored."""
-    at_once = max(1, tokens_at_once // n_ctx)
-    batch: list[tuple[Ids, int]] = []
-    scored_to = 1
-    for first in range(0, len(ids), stride):
-        end = min(first + n_ctx, len(ids))
-        batch.append((ids[first:end].astype(np.int32), end - scored_to))
-        scored_to = end
-        if len(batch) == at_once or end == len(ids):
-            yield batch
-            batch = []
-        if end == len(ids):
-            return
+    texts: Iterable[Tokens], n_ctx: int, stride: int, tokens_at_once: int
+) -> Iterator[list[Window]]:
+    """Yield the windows of all texts in lists of at most `tokens_at_once` tokens, or of one."""
+    batch: list[Window] = []
+    held = 0
+    for index, ids in enumerate(texts):
+        scored = 0
+        for first in range(0, len(ids), stride):
+            end = min(first + n_ctx, len(ids))
+            if batch and held + end - first > tokens_at_once:
+                yield batch
+                batch, held = [], 0
+            batch.append(Window(index, ids[first:end].astype(np.int32), scored, end - 1))
+            held += end - first
+            scored = end - 1
+            if end == len(ids):
+                break
+    if batch:
+        yield batch

@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
         fence_inits();
     }
     __syncthreads();
-    wait_for_previous();
+    wait_before_copies();
     Work work{cu_seqlens, B, seq_len, n_head, together};
     if (uniform(threadIdx.x / 32) == CONSUMERS / 32) {
         if (elect_one()) produce(shared, map, work);

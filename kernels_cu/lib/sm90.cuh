@@ -1,13 +1,14 @@
-// The PTX instructions of Hopper that the kernels use, each wrapped in a small function. For sm_90a. The matrix
-// products are in lib/sm90_wgmma.cuh.
+// The PTX instructions of Hopper that the kernels use, each wrapped in a small function. For sm_90a, from PTX 8.6 (CUDA
+// 12.8) on. The matrix products are in lib/sm90_wgmma.cuh.
 //
 //   mbarrier   a word in shared memory at which threads and copies arrive and others wait; its phase is 0, 1, 0 ...
 //   TMA        the copy engine: one thread requests the copy of a box of a tensor between global and shared memory.
 //              A tensor map (gpt2block/cuda/tensor_maps.py) holds shape and layout. Elements outside the tensor are
 //              read as zeros and are not written
-//   cluster    blocks on neighbouring SMs, which can write to each other's shared memory
+//   cluster    blocks on neighbouring SMs, which can write to each other's shared memory (lib/cluster.cuh)
 #pragma once
 
+#include "lib/cluster.cuh"
 #include "lib/overlap.cuh"
 
 struct alignas(64) TensorMap {  // CUtensorMap
@@ -43,8 +44,10 @@ __device__ __forceinline__ void arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives at the same barrier in another block of the cluster. It orders memory accesses only within the own block:
-// with cluster scope it would wait for everything the thread has written, including writes to global memory.
+// Arrives at the same barrier in another block of the cluster. It orders memory accesses only within the own block, so
+// the caller's reads of what the other block may then overwrite must be complete, as those of products are after
+// wait_for_products(). With release at cluster scope it would wait for everything the thread has written, to global
+// memory too (products took 1.4 times as long), and with that fence for shared memory alone (up to 1.3 % longer).
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -60,37 +63,59 @@ __device__ __forceinline__ void arrive_and_expect(Barrier& barrier, int bytes) {
                  : "memory");
 }
 
+template <bool FROM_OTHERS>  // .relaxed: wait() has the fence
 __device__ __forceinline__ bool phase_ended(const Barrier& barrier, unsigned phase) {
     unsigned ended;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(ended)
-        : "r"(shared_address(&barrier)), "r"(phase)
-        : "memory");
+    if constexpr (FROM_OTHERS) {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(ended)
+            : "r"(shared_address(&barrier)), "r"(phase)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(ended)
+            : "r"(shared_address(&barrier)), "r"(phase)
+            : "memory");
+    }
     return ended;
 }
 
-// Waits until the phase `phase` (0 or 1), which is running or has just run, has ended. With -DSPIN_LIMIT=n, the kernel
-// reports the barrier after n attempts and stops.
+// Waits until the phase `phase` (0 or 1), which is running or has just run, has ended. FROM_OTHERS: what copies or
+// store_at() of other blocks of the cluster have written here is then visible, too; that takes no instruction, whereas
+// try_wait.acquire.cluster would invalidate the L1 cache. With -DSPIN_LIMIT=n, the kernel reports the barrier after n
+// attempts and stops.
+template <bool FROM_OTHERS = false>
 __device__ __forceinline__ void wait(const Barrier& barrier, unsigned phase, const char* name) {
 #ifdef SPIN_LIMIT
-    for (long long tries = 0; !phase_ended(barrier, phase); ++tries) {
+    for (long long tries = 0; !phase_ended<FROM_OTHERS>(barrier, phase); ++tries) {
         if (tries == SPIN_LIMIT) {
             printf("block %d, thread %d: %s, phase %u, never ended\n", blockIdx.x, threadIdx.x, name, phase);
             __trap();
         }
     }
 #else
-    while (!phase_ended(barrier, phase)) {
+    while (!phase_ended<FROM_OTHERS>(barrier, phase)) {
     }
 #endif
+    if (FROM_OTHERS) asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 }
 
 // ---- the copy engine
 
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// wait_for_previous() for a thread that then copies from or to arrays that earlier kernels have read or written by
+// ordinary loads and stores. The copy engine accesses memory by another path (the async proxy): without the fence, its
+// copies are not ordered after these accesses.
+__device__ __forceinline__ void wait_before_copies() {
+    wait_for_previous();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Loads a box of an array of matrices, from column x, row y and matrix z on. Its bytes arrive at the barrier.
@@ -164,25 +189,6 @@ __device__ __forceinline__ void take_registers() {
 template <int REGISTERS>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes
-// visible to other threads.
-__device__ __forceinline__ void arrive_in_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void sync_cluster() {
-    arrive_in_cluster();
-    wait_for_cluster();
 }
 
 // Stores four floats in the shared memory of another block of the cluster, at the address that `here` has in this

@@ -127,7 +127,7 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
             const int pair = TURNS ? (column + 2 * c) % turn.head_dim / 2 : 0;
             frequencies[c] = TURNS ? frequency(pair, turn.step, turn.step_low) : Pair{-0.0f, -0.0f};
         }
-        if (i < CONSUMERS) wait_for_previous();
+        if (i < CONSUMERS) wait_before_copies();
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile<!NORM_W_NK>(sums, ring, barriers, group, count, at.last - at.first);
@@ -164,7 +164,6 @@ __device__ __forceinline__ void run(const TensorMap& n, const TensorMap* const (
         if (MATRICES == 1) group.sync();  // the frequencies are no longer needed
     }
     if (group.thread == 0) wait_for_reads<0>();
-    end_block();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) rmsnorm_matmul_hopper(

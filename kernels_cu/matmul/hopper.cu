@@ -124,7 +124,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Group group;
     float* const own_bias = rest.bias[group.index];
     Chunks chunks{buffers + group.index * BUFFERS * CHUNK_BYTES, barriers.residual[group.index], group};
-    wait_for_previous();
+    wait_before_copies();
     unsigned count = 0;
     for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
@@ -158,5 +158,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     }
     if (group.thread == 0) wait_for_reads<0>();
-    end_block();
 }

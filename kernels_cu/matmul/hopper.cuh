@@ -70,6 +70,7 @@
 constexpr int SLICE = 64, ROW_BYTES = 128;  // SLICE: along K
 constexpr int GROUPS = GEMM_M / GEMM_GROUP_M * (GEMM_N / GEMM_GROUP_N);  // that share a tile
 constexpr int CONSUMERS = 2, GROUP = 128, THREADS = (1 + CONSUMERS) * GROUP, CLUSTER = GEMM_SPLITS * GEMM_SHARES;
+constexpr bool SHARED_RING = GEMM_SHARES > 1;  // other blocks of the cluster write to the ring
 constexpr int BLOCKS_M = GEMM_GROUP_M / 64;  // wgmmas below each other
 constexpr int A_BYTES = GEMM_M * ROW_BYTES, W_BYTES = GEMM_N * ROW_BYTES;
 constexpr int STAGE_BYTES = GEMM_PARTS * (A_BYTES + W_BYTES);  // a's parts, then w's
@@ -158,7 +159,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
         for (int slice = at.first; slice < at.last && stage < GEMM_STAGES; ++slice) load_slice(slice, column, stage++);
     }
     int row = work.row(), column = work.column();
-    wait_for_previous();
+    wait_before_copies();
     unsigned round = stage = 0;
     for (Work at = work; at.left(); at.next(), row = at.row(), column = at.column()) {
         for (int slice = at.first; slice < at.last; ++slice) {
@@ -172,6 +173,12 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
             }
             if (++stage == GEMM_STAGES) stage = 0, ++round;
         }
+    }
+    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+#pragma unroll 1
+    for (int i = 0; SHARED_RING && i < GEMM_STAGES; ++i) {
+        if (round > 0) wait(barriers.empty[stage], (round - 1) & 1, "empty at the end");
+        if (++stage == GEMM_STAGES) stage = 0, ++round;
     }
 }
 
@@ -192,18 +199,12 @@ __device__ __forceinline__ void start_block() {
     if (GEMM_SHARES > 1) wait_for_cluster();  // with splits, the wait follows when there are sums to send
 }
 
-// The last call of every warp.
-__device__ __forceinline__ void end_block() {
-    __syncwarp();
-    if (GEMM_SHARES > 1) sync_cluster();  // other blocks may still write to this block's shared memory
-}
-
 // The body of the loading warpgroup. It leaves its registers to the warpgroups that multiply.
 template <typename Produce>
 __device__ __forceinline__ void run_producer(const Produce& produce) {
     give_registers<24>();
     if (threadIdx.x / 32 == 0 && elect_one()) produce();
-    end_block();
+    __syncwarp();
     if (GEMM_SPLITS > 1) wait_for_cluster();  // every thread that arrives must also wait
 }
 
@@ -220,7 +221,7 @@ struct Group {  // a consumer warpgroup
 // Waits for slice number `count` of all slices of the block, and returns the address of a in it; w follows.
 __device__ __forceinline__ const char* arrived(const char* ring, const Barriers& barriers, unsigned count) {
     const int stage = count % GEMM_STAGES;
-    wait(barriers.full[stage], count / GEMM_STAGES & 1, "full");
+    wait<SHARED_RING>(barriers.full[stage], count / GEMM_STAGES & 1, "full");
     return ring + stage * STAGE_BYTES;
 }
 

@@ -56,6 +56,7 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
         return reinterpret_cast<float*>(received) + 4 * (four * GROUP + group.thread);
     };
     if (group.thread == 0) arrive_and_expect(arrived, (GEMM_SPLITS - 1) * FOURS * BLOCKS_M * GROUP * 16);
+    __syncwarp();
     wait_for_cluster();  // the other blocks have initialised their barriers
 #pragma unroll
     for (int owner = 0; owner < GEMM_SPLITS; ++owner) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void combine(const Sums& sums, Finals& finals, char* 
             store_at(owner, place(rank, owner, i / FOURS, i % FOURS), arrived, v[0], v[1], v[2], v[3]);
         }
     }
-    wait(arrived, 0, "sums");
+    wait<true>(arrived, 0, "sums");
 #pragma unroll
     for (int split = 0; split < GEMM_SPLITS; ++split) {
 #pragma unroll

@@ -237,7 +237,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Group group;
     float *const own_bias = rest.bias[group.index], *const own_scale = rest.scale[group.index];
     const Output to = {own_scale, own_bias, residual, out, per_scale, M, N};
-    wait_for_previous();
+    wait_before_copies();
     unsigned count = 0;
     for (int i = 0; at.left(); at.next(), ++i, count += at.last - at.first) {
         if (GROUPS == 1 && i % CONSUMERS != group.index) continue;
@@ -263,5 +263,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     }
     if (group.thread == 0) wait_for_reads<0>();
-    end_block();
 }

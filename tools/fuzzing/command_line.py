@@ -260,7 +260,10 @@ def _other(rng: np.random.Generator, folder: Path) -> Outcome:
             ["kernels", "softmax", "--peer", "torch"], ["kernels", "nothing"],
             ["kernels", "layernorm", "--shape", str(pick(rng, *_texts(), "B=1", "B=-1,T=x"))],
             ["kernels", "gemm", "--dtype", str(pick(rng, *_texts()))], ["bench", "--device", "cpu"],
-            ["bench", "--what", str(pick(rng, *_texts()))], ["convert"], ["embed"], ["nothing"],
+            ["bench", "--what", str(pick(rng, *_texts()))],
+            ["bench", "--decode", "--device", "cpu",
+             "--rows", str(pick(rng, *_texts(), "1,8", "0", "9" * 5000))],
+            ["bench", "--rows", "8"], ["convert"], ["embed"], ["nothing"],
             [str(pick(rng, *_texts()))],
             ["bench", "--plot", str(folder / "no" / "such.png")],
         )

@@ -1,0 +1,97 @@
+"""Contenders of gpt2block for works from tokens to tokens: calls from Python, not graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gpt2block.bench.contenders import Contender, Run
+from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, TokenWork, Written
+from gpt2block.cuda import cupy
+from gpt2block.errors import InputError
+from gpt2block.model import GPT2
+from gpt2block.run.model import Decoding, Floats, Ids, Sampled, kv_cache_dtype, start_all
+from gpt2block.sampling import Sampling
+
+GREEDY = Sampling(temperature=0)
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
+NAME = "gpt2block"
+
+
+def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
+    """The contenders for a work on a GPU; capturing shows whether they run."""
+    captures: dict[str, Callable[[int], Run]] = {}
+    if isinstance(work, DecodeWork):
+        captures[NAME] = partial(_steps, work, device, GREEDY)
+        captures["sampled"] = partial(_steps, work, device, SAMPLED)
+    elif isinstance(work, PromptWork):
+        captures[NAME] = partial(_prompt, work, device)
+    elif isinstance(work, GenerateWork):
+        captures[NAME] = partial(_generate, work, device)
+    for name, capture in captures.items():
+        yield Contender(name, False, capture, kv_cache_dtype(work.dtype))
+
+
+def started(model: GPT2, prompts: Sequence[Ids], sampling: Sampling) -> Decoding:
+    """A decoding of these prompts, which a call of `next` continues by a token each."""
+    steps = model.config.n_ctx - max(map(len, prompts)) + 1
+    return start_all(model.engine, prompts, [sampling] * len(prompts), steps)
+
+
+def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Run:
+    prompts = work.prompts()
+    decoding = started(work.model.on(device), prompts, sampling)
+    steps: list[Sampled] = []
+
+    def replay() -> None:
+        for _ in range(rounds):
+            steps.append(decoding.next())
+        cupy.cuda.Device().synchronize()  # the next step is in flight and counts in this turn
+
+    def written() -> Written:
+        tokens = np.stack([step.tokens for step in steps], axis=1)
+        sequences = [np.concatenate([prompts[row], tokens[row]]) for row in work.checked]
+        logprobs = [float(steps[-1].logprobs[row]) for row in work.checked]
+        return Written(sequences, logprobs, sampling.temperature == 0)
+
+    return Run(replay, (written,))
+
+
+def _prompt(work: PromptWork, device: int, rounds: int) -> Run:
+    model, prompt = work.model.on(device), work.prompt()
+    logits: list[Floats] = []
+
+    def replay() -> None:
+        logits[:] = [model(prompt, last=True) for _ in range(rounds)]
+
+    return Run(replay, (lambda: logits[-1][None],))
+
+
+def _generate(work: GenerateWork, device: int, rounds: int) -> Run:
+    from gpt2block.text.generation import generate  # noqa: PLC0415  (tiktoken imports slowly)
+
+    engine, prompts = work.model.on(device).engine, work.ids()
+    found: list[Any] = []
+
+    def replay() -> None:
+        for _ in range(rounds):
+            found[:] = generate(
+                engine, None, prompts, max_new_tokens=work.new, temperature=0, stop_ids=()
+            )
+
+    def written() -> Written:
+        return continued(work, prompts, [each.tokens for each in found])
+
+    return Run(replay, (written,))
+
+
+def continued(work: GenerateWork, prompts: Sequence[Ids], new: Sequence[Sequence[int]]) -> Written:
+    """The sequences that are checked. Raises InputError for a continuation of a wrong length."""
+    lengths = sorted({len(tokens) for tokens in new})
+    if lengths != [work.new]:
+        raise InputError(f"{work.new} new tokens of each prompt were requested, got {lengths}")
+    pairs = [(prompts[i], np.asarray(new[i], np.int32)) for i in work.checked]
+    return Written([np.concatenate(pair) for pair in pairs])

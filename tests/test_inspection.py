@@ -1,0 +1,92 @@
+"""Attention weights, the logit lens, and what a notebook shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import (
+    GPT2,
+    Block,
+    BlockWeights,
+    GPT2Weights,
+    InputError,
+    notebook,
+    random_input,
+    reference,
+)
+from gpt2block.text.generation import Generation
+from gpt2block.text.scoring import score
+from tests.markov import MarkovEngine, byte_encoding, cycle
+from tests.test_compare import CONFIG, IDS, device  # noqa: F401
+
+
+def test_attention_is_that_of_the_model(device: str) -> None:  # noqa: F811
+    model = GPT2(GPT2Weights.random(0, CONFIG), device)
+    weights = model.attention(IDS)
+    assert weights.shape == (2, 1, 11, 11)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    assert not weights[..., ~np.tri(11, dtype=bool)].any()
+    trace = model.trace(IDS)
+    for layer in range(2):
+        v = trace[f"h.{layer}.qkv"][:, 128:]
+        attn = trace[f"h.{layer}.attn"]
+        np.testing.assert_allclose(weights[layer, 0] @ v, attn, rtol=1e-4, atol=1e-5)
+
+
+def test_the_lens_ends_with_the_models_prediction(device: str) -> None:  # noqa: F811
+    model = GPT2(GPT2Weights.random(0, CONFIG), device)
+    lens = model.logit_lens(IDS, top=3)
+    assert lens.ids.shape == lens.probabilities.shape == (3, 11, 3)
+    probabilities = reference.softmax(model(IDS))
+    np.testing.assert_array_equal(lens.ids[-1, :, 0], probabilities.argmax(-1))
+    np.testing.assert_allclose(lens.probabilities[-1, :, 0], probabilities.max(-1), rtol=1e-4)
+    assert (np.diff(lens.probabilities, axis=-1) <= 0).all()
+    one = model.logit_lens(IDS[:1], top=53)
+    np.testing.assert_allclose(one.probabilities.sum(-1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([53], {}, "id 53 at 0: expected 0 to 52"),
+        ([[1, 2], [3, 4]], {}, "expected one sequence"),
+        (IDS, {"top": 54}, "top: expected at most 53 tokens, got 54"),
+        (IDS, {"top": 0}, "top: expected a positive integer, got 0"),
+        (np.zeros(25, int), {}, "the context is n_ctx = 24"),
+    ],
+)
+def test_bad_input(ids: Any, options: dict[str, Any], message: str) -> None:
+    model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
+    with pytest.raises(InputError) as error:
+        model.logit_lens(ids, **options)
+    assert message in str(error.value)
+
+
+def test_a_notebook_shows_text_as_text() -> None:
+    engine = MarkovEngine(cycle(256))
+    found = score(engine, byte_encoding(end=False), "a<script>b</script>")
+    html = found._repr_html_()
+    assert "<script" not in html
+    assert re.sub("<[^>]*>", "", html).startswith("a&lt;script&gt;b&lt;/script&gt;")
+    assert html.count("bits") == found.n_tokens + 1  # a tooltip each, and bits per byte
+    written = Generation("<b>&", (1, 2), (-1.0, -2.0), "length", 7)
+    assert "&lt;b&gt;&amp;" in written._repr_html_()
+    assert "2 tokens, ended: length, seed 7" in written._repr_html_()
+    assert notebook.table(["<"], [["<", 1234, 0.5]]) == (
+        "<table><thead><tr><th>&lt;</th></tr></thead><tbody><tr>"
+        '<td style="text-align: left">&lt;</td><td style="text-align: right">1,234</td>'
+        '<td style="text-align: right">0.5</td></tr></tbody></table>'
+    )
+
+
+def test_a_notebook_shows_compared_steps() -> None:
+    model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
+    rows = model.compare(IDS)
+    assert rows._repr_html_().count("<tr>") == len(rows) + 1
+    assert "h.1.gelu" in rows._repr_html_()
+    block = Block(BlockWeights.random(0, CONFIG), device="cpu")
+    assert "ln1" in block.compare(random_input(0, (3, 64)))._repr_html_()

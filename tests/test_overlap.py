@@ -1,0 +1,303 @@
+"""Overlapping launches: a kernel accesses what other kernels write only after it has waited.
+
+Every step of the plans whose launches may overlap is run twice. The second time its launches are
+early and its inputs arrive late. On a GPU, the kernel before writes them after the step's kernels
+have started; until then they hold NaN. On the emulator, an access before the wait is an error. The
+results must have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import Block, BlockWeights, GPT2Config, TwoPartMatrix, emulator, random_input
+from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.array_checks import FLOATS
+from gpt2block.cuda import cupy, kernels, overlap
+from gpt2block.emulator import stand_in
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.rmsnorm_matmul import bind_matmul
+from gpt2block.ops.sample_token import SampleState, bind_state
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.program import Program
+from gpt2block.sampling import Sampling
+from gpt2block.weights.matrix import WeightMatrix
+from tests.devices import assert_same_bits, on_gpu, one_order
+from tests.gpus import cupy_with
+
+SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+LATE_NS = 200_000  # long enough for the host to launch a step's kernels
+
+# Parameters that a kernel accesses early although another kernel may write them: the settings of a
+# sampler, which no kernel of a chain writes, and a position from which only prefetches follow.
+READ_EARLY: Mapping[str, tuple[str, ...]] = {
+    "sample_token": ("temperature", "top_p", "min_p", "top_k", "repetition_penalty"),
+    "attention_split": ("position",),
+}
+
+PROBES = r"""
+// jobs (count, 3): addresses of a source and a destination, bytes to copy after `ns` nanoseconds
+extern "C" __global__ void copy_late(const unsigned long long* jobs, int count, long long ns) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < ns);
+    for (int job = 0; job < count; ++job) {
+        const char* from = (const char*)jobs[3 * job];
+        char* to = (char*)jobs[3 * job + 1];
+        const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+        for (long long i = first; i < jobs[3 * job + 2]; i += step) to[i] = from[i];
+    }
+}
+
+extern "C" __global__ void copy_without_wait(const int* from, int* to) {
+    to[threadIdx.x] = from[threadIdx.x];
+}
+
+extern "C" __global__ void copy_after_wait(const int* from, int* to) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    to[threadIdx.x] = from[threadIdx.x];
+}
+"""
+
+
+def is_emulated() -> bool:
+    return isinstance(cupy.empty(0), stand_in.ndarray)
+
+
+@cache
+def probe(name: str) -> Any:
+    return cupy.RawModule(code=PROBES, options=("-std=c++17",)).get_function(name)
+
+
+def poison(arrays: list[Any]) -> None:
+    for array in arrays:
+        array.view("uint8").fill(0xFF)
+
+
+def launch_early(launches: tuple[Any, ...]) -> None:
+    for launch in launches:
+        if not isinstance(launch, kernels.Launch):
+            launch.run()  # of CuPy, which launches it normally
+        elif is_emulated():
+            stand_in.run_early(launch, READ_EARLY.get(launch.name, ()))
+        else:
+            overlap.run(launch)
+
+
+def run_behind(late: list[Any], launches: tuple[Any, ...]) -> None:
+    """Launch early, after a kernel that writes what the arrays hold now."""
+    if is_emulated():
+        launch_early(launches)
+        return
+    written = [array.copy() for array in late]
+    jobs = [(a.data.ptr, b.data.ptr, a.nbytes) for a, b in zip(written, late, strict=True)]
+    jobs_on_device = cupy.asarray(np.array(jobs, np.uint64))
+    poison(late)
+    probe("copy_late")((4,), (256,), (jobs_on_device, np.int32(len(jobs)), np.int64(LATE_NS)))
+    launch_early(launches)
+    cupy.cuda.get_current_stream().synchronize()
+
+
+def assert_waits(launches: tuple[Any, ...], late: list[Any], outs: list[Any]) -> None:
+    """The launches give the same bits early as in normal launches.
+
+    late: the arrays that earlier kernels write; outs: the others that these kernels write.
+    """
+    arrays = [*late, *outs]
+    before = [array.copy() for array in arrays]
+    for launch in launches:
+        launch.run()
+    expected = [array.copy() for array in arrays]
+    for array, held in zip(arrays, before, strict=True):
+        array[...] = held
+    run_behind(late, launches)
+    for array, wanted in zip(arrays, expected, strict=True):
+        assert_same_bits(array.get(), wanted.get())
+
+
+def in_memory(tensor: Any) -> list[Any]:
+    if isinstance(tensor, TwoPartMatrix):
+        return [tensor.parts, tensor.scale]
+    return [] if tensor is None else [tensor]
+
+
+def assert_steps_wait(program: Program, weights: Collection[str]) -> None:
+    """Every step waits for its inputs that are not weights. It runs on those of the whole chain."""
+    assert program.plan.overlapping
+    for step in program.plan.steps:
+        bound = program.bounds[step.name]
+        names = [name for name in step.inputs if name and name not in weights]
+        late = [array for name in names for array in in_memory(program.tensors[name])]
+        addresses = {array.data.ptr for array in late}
+        outs = [array for array in in_memory(bound.out) if array.data.ptr not in addresses]
+        assert_waits(bound.launches, late, outs)
+
+
+def assert_block_waits(dtype: str, shape: tuple[int, ...]) -> None:
+    C = shape[-1]
+    weights = BlockWeights.random(0, GPT2Config(n_head=C // 64, n_embd=C))
+    block = Block(weights, causal=True, device="cuda", dtype=dtype, kernels="fused")
+    x = cupy.asarray(random_input(1, shape).astype(FLOATS[dtype]))
+    engine: Any = block._engine
+    assert_steps_wait(engine._program(x, cupy.empty_like(x)), weights.tensors())
+
+
+def model_and_ids() -> tuple[CudaModel, NDArray[np.int32]]:
+    weights = GPT2Weights.random(3, SMALL).tensors()
+    ids = np.random.default_rng(0).integers(SMALL.vocab_size, size=33, dtype=np.int32)
+    return CudaModel(SMALL, weights, "bfloat16", 0), ids
+
+
+# --- the probes themselves, and the emulator's error ----------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_late_kernel_is_late(waits: bool) -> None:
+    """A kernel that does not wait reads what was there before: launches do overlap."""
+    cupy_with(HOPPER_CAPABILITY)
+    x, out = cupy.arange(32, dtype="int32"), cupy.zeros(32, "int32")
+    args = np.uintp(x.data.ptr), np.uintp(out.data.ptr)
+    name = "copy_after_wait" if waits else "copy_without_wait"
+    launch = kernels.Launch(name, probe(name), (1,), (32,), args)
+    launch.run()  # loads the kernel, which would wait for the one that runs
+    run_behind([x], (launch,))
+    assert out.get().tolist() == (list(range(32)) if waits else [-1] * 32)
+
+
+SOURCE = """
+#include "lib/overlap.cuh"
+extern "C" __global__ void scaled(const float* x, const float* __restrict__ w, float* out) {
+    const int i = threadIdx.x;
+    const float factor = w[i];
+    BEFORE
+    wait_for_previous();
+    out[i] = x[i] * factor;
+}
+"""
+
+
+@pytest.mark.parametrize("order", emulator.ORDERS)
+@pytest.mark.parametrize(
+    ("before", "report"),
+    [
+        ("", ""),
+        ("if (i == 3) out[i] = 0.0f;", r"WRITE before wait_for_previous\(\): byte 12 of out"),
+        ("if (x[6] < 0.0f) return;", r"READ before wait_for_previous\(\): byte 24 of x"),
+        ("if (i < 9) return;", "scaled, block .*: no thread waits for the previous kernel"),
+    ],
+)
+def test_the_emulator_reports_an_early_access(
+    order: emulator.Order, before: str, report: str
+) -> None:
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    headers = emulator.Source.shipped("matmul/two_part.cu").headers
+    source = emulator.Source("scaled.cu", SOURCE.replace("BEFORE", before), headers)
+    x, w, out = np.arange(7, dtype=np.float32), np.full(7, 2, np.float32), np.zeros(7, np.float32)
+
+    def run(early: tuple[str, ...] | None) -> None:
+        emulator.run(source, "scaled", (2,), (7,), (x, w, out), order=order, early=early)
+
+    run(None)
+    if not report:
+        run(())
+        assert out.tolist() == [0, 2, 4, 6, 8, 10, 12]
+        return
+    with pytest.raises(emulator.ShimError, match=report):
+        run(())
+    if "before" in report:
+        run(("x", "out"))
+
+
+# --- the chains -----------------------------------------------------------------------------------
+
+
+@one_order
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("bfloat16", (2, 37, 128)), ("float16", (5, 64)), ("float32", (2, 21, 128))],
+)
+def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    assert_block_waits(dtype, shape)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [128, 1024, 4096])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
+    """On Hopper, with tiles for one block, shared by blocks of a cluster, and with K divided."""
+    assert_block_waits(dtype, (rows, 768))
+
+
+@one_order
+@pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
+def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
+    model, ids = model_and_ids()
+    with model.running():
+        assert_steps_wait(model._pass(ids, cached), model.given())
+
+
+@one_order
+def test_a_prompt_that_is_continued(device: Any) -> None:
+    """Its attention is over the cache, to which its keys and values were appended before."""
+    model, ids = model_and_ids()
+    with model.running():
+        cache = model.new_cache(1, 33)
+        model.prefill([ids[:11]], cache)
+        prefill = model.prefill([ids[11:]], cache, "last")
+        program = prefill.program("last")
+        assert {"kv_append", "attention_packed"} < {step.op for step in program.plan.steps}
+        assert_steps_wait(program, model.given())
+
+
+@one_order
+def test_the_sampler(device: Any) -> None:
+    V, rng = 500, np.random.default_rng(0)
+    state = SampleState.allocate(3, V)
+    state.set([Sampling(temperature=t, top_p=0.9, repetition_penalty=1.3) for t in (0.0, 0.7, 1.2)])
+    state.seen.set(rng.integers(2, size=(3, V), dtype=np.uint8))
+    logits = cupy.asarray(rng.standard_normal((3, V), np.float32))
+    late = [logits, state.seen, state.position, state.step]
+    assert_waits(bind_state(logits, state).launches, late, [state.token, state.logprob])
+
+
+def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
+    return cupy.asarray(array.astype(FLOATS[dtype]))
+
+
+@one_order
+@pytest.mark.parametrize("rows", [5, pytest.param(1500, marks=pytest.mark.gpu)])
+def test_a_conversion_to_two_parts_and_its_product(device: Any, rows: int) -> None:
+    """The product is early behind split_rows, which is itself early."""
+    rng = np.random.default_rng(0)
+    a, residual = (uploaded(rng.standard_normal((rows, n))) for n in (72, 96))
+    w = TwoPartMatrix.from_float32(uploaded(rng.standard_normal((96, 72))))
+    bias = uploaded(rng.standard_normal(96))
+    bound = bind_gemm((a, w, bias, residual))
+    assert bound.launches[0].name == "split_rows"
+    assert_waits(bound.launches, [a, residual], [bound.out, *bound.extra])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 500])
+def test_the_product_behind_rmsnorm(rows: int) -> None:
+    cupy_with(HOPPER_CAPABILITY)
+    rng, C = np.random.default_rng(0), 512
+    x, gamma = uploaded(rng.standard_normal((rows, C)), "float16"), uploaded(np.ones(C), "float16")
+    w = WeightMatrix(uploaded(rng.standard_normal((C, C)) / 20, "float16"), "float16", None, "KN")
+    bound = bind_matmul((x, gamma, w), head_dim=64, variant="hopper")
+    norm, product = bound.launches
+    norm.run()
+    normed = bound.extra[-1]
+    assert_waits((product,), [normed], [bound.out])
