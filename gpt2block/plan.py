@@ -85,6 +85,11 @@ class Plan:
 
     @property
     def operands(self) -> frozenset[str]:
-        """Steps whose result is only read as the first input of `gemm` or attention."""
-        reading = (step for step in self.steps if step.op in ("gemm", "attention"))
-        return frozenset(step.inputs[0] for step in reading) if self.matrices else frozenset()
+        """Steps whose result is the first input of `gemm` or of attention over the same tokens.
+
+        Nothing else reads them as float32. Views of rows of another result are not among them.
+        """
+        reads = ("gemm", "attention", "attention_varlen")
+        views = {step.name for step in self.steps if step.op == "rows"}
+        reading = {step.inputs[0] for step in self.steps if step.op in reads}
+        return frozenset(reading - views) if self.matrices else frozenset()

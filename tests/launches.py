@@ -26,7 +26,7 @@ def geometry_of(variant: Variant, job: Any) -> Geometry:
 
     def load(file: str, name: str, defines: kernels.Defines = ()) -> Any:
         assert file == variant.file
-        return SimpleNamespace(max_dynamic_shared_size_bytes=0, defines=defines)
+        return SimpleNamespace(allow_shared=lambda nbytes: None, defines=defines)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "load", load)

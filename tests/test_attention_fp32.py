@@ -5,7 +5,8 @@ Its inputs and its result are two-part matrices: (hi + lo 2^-11) scale, with a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from gpt2block.cuda import replaced
 from gpt2block.ops._attention_tiles import two_part_geometry
 from gpt2block.ops.attention import MMA_TWO_PART, bind
 from gpt2block.reference import joined, two_part
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
 from tests.compiling import assert_clean
 from tests.devices import ON_CPU, on_gpu, set_attributes
-from tests.gpus import H200, cupy_with
+from tests.gpus import H200, RTX, cupy_with
 from tests.test_attention_mma import both_masks
 from tests.test_attention_mma import parts as rows_of
 
@@ -46,19 +47,21 @@ def evaluate(
     n_head: int,
     causal: bool,
     packed: bool = True,
+    split: Callable[[Array], tuple[Array, Array]] = two_part,
+    one_scale: float | None = None,
 ) -> Array:
-    """On a GPU twice, with the same bits."""
+    """On a GPU twice, with the same bits. split: gives parts and scales; one_scale: of all rows."""
     ragged: dict[str, Any] = {}
     if packed:
         starts = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
         ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
-    parts, scale = map(device.asarray, two_part(qkv))
+    parts, scale = map(device.asarray, split(qkv))
     shape, nan = (len(qkv), 64 * n_head), np.nan
     results = []
     for _ in range(1 if replaced() else 2):
         out = device.full((2, *shape), nan, "float16"), device.full(len(qkv), nan, "float32")
         bound = bind(
-            (TwoPartMatrix(parts, scale, qkv.shape),),
+            (TwoPartMatrix(parts, scale, qkv.shape, one_scale),),
             TwoPartMatrix(*out, shape),
             n_head=n_head,
             causal=causal,
@@ -118,6 +121,32 @@ def test_rows_of_any_size(device: Any, causal: bool, size: float) -> None:
     assert_right(evaluate(device, qkv, [T], 1, causal), qkv, [T], 1, causal)
 
 
+def assert_same_with_one_scale(device: Any, qkv: Array, lengths: list[int], causal: bool) -> None:
+    """The kernel for one scale has the bits of the one for any scales."""
+    scale = scale_for(3 * float(np.abs(qkv).max()))
+
+    def split(x: Array) -> tuple[Array, Array]:
+        high = (x / np.float32(scale)).astype(np.float16)
+        low = ((x / np.float32(scale) - high) * 2048).astype(np.float16)
+        return np.stack([high, low]), np.full(len(x), scale, np.float32)
+
+    n_head = qkv.shape[1] // 192
+    one, several = (
+        evaluate(device, qkv, lengths, n_head, causal, split=split, one_scale=known)
+        for known in (scale, None)
+    )
+    np.testing.assert_array_equal(one, several)
+    xp = np if replaced() else device
+    assert_right(one, qkv, lengths, n_head, causal, xp)
+
+
+@shuffled
+@both_masks
+def test_one_scale_for_all_rows(device: Any, causal: bool) -> None:
+    lengths = [1, 70, 0, 33]
+    assert_same_with_one_scale(device, plain.normal(5, sum(lengths), 192), lengths, causal)
+
+
 @shuffled
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_a_row_does_not_see_leaves_no_trace(device: Any, value: float) -> None:
@@ -139,11 +168,23 @@ def test_what_a_row_does_not_see_leaves_no_trace(device: Any, value: float) -> N
 
 def test_no_spills() -> None:
     jobs = []
-    for causal in (False, True):
-        geometry, _ = two_part_geometry(8, 1024, 12, causal, most_shared=MOST_SHARED)
-        assert 2 * (geometry.shared + 1024) <= MOST_SHARED + 1024
-        jobs += [(MMA_TWO_PART, arch, geometry.defines) for arch in ("sm_80", "sm_90")]
+    for causal, one_scale in itertools.product((False, True), repeat=2):
+        for gpu in (H200, RTX):
+            most = gpu["most_shared"]
+            geometry, _ = two_part_geometry(8, 1024, 12, causal, one_scale, most_shared=most)
+            blocks = int(dict(geometry.defines)["ATT_BLOCKS"])
+            assert blocks == (2 if causal and one_scale and gpu is H200 else 1)
+            assert blocks * (geometry.shared + 1024) <= most + 1024
+            archs = ("sm_80", "sm_90", "sm_100") if gpu is H200 else ("sm_86", "sm_120")
+            jobs += [(MMA_TWO_PART, arch, geometry.defines) for arch in archs]
     assert_clean(jobs)
+
+
+@on_gpu
+@both_masks
+def test_one_scale_on_the_gpu(device: Any, causal: bool) -> None:
+    lengths = [1024, 1, 500, 64, 65, 127]
+    assert_same_with_one_scale(device, plain.normal(5, sum(lengths), 768), lengths, causal)
 
 
 @on_gpu

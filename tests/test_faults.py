@@ -20,7 +20,7 @@ import pytest
 
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, KernelError, random_input
 from gpt2block.array_checks import FLOATS
-from gpt2block.cuda import kernels
+from gpt2block.cuda import kernels, requests
 
 pytestmark = pytest.mark.gpu
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=64, vocab_size=96)
@@ -155,8 +155,8 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, cp: ModuleType) 
     weights, x = BlockWeights.random(0, CONFIG), random_input(0, (5, 128))
     expected = Block(weights, device="cuda", kernels="skeleton")(x)
     block = Block(weights, device="cuda", kernels="skeleton")
-    for cache in (kernels._function, kernels._module):
-        cache.cache_clear()
+    kernels._function.cache_clear()
+    requests._modules.clear()
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "program", lambda file, defines: f"no CUDA, {file} {defines}")
         for _ in range(2):

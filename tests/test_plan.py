@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError, reference
-from gpt2block.architectures.gpt2 import Prefill, decode_plan, fused_plan, model_plan, ten_step_plan
+from gpt2block.architectures.gpt2 import (
+    Prefill,
+    Products,
+    decode_plan,
+    fused_plan,
+    model_plan,
+    ten_step_plan,
+)
 from gpt2block.config import block_shapes
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Step
@@ -129,10 +136,9 @@ def every_model_plan() -> Iterator[Plan]:
     yield decode_plan(CONFIG, fused_norm=False)
     for want in WANTS:
         yield model_plan(CONFIG, None if want == "log_likelihood" else want, 7)
-        for cores, batch, kind in itertools.product((False, True), (1, 3), range(4)):
-            fresh, continued = kind != 1, kind > 0
-            if fresh or (continued and cores):
-                shape = Prefill(cores, 1030, batch, 7, True, fresh, continued and cores)
+        for products, batch, kind in itertools.product(get_args(Products), (1, 3), range(3)):
+            if kind == 0 or products != "float32":
+                shape = Prefill(products, 1030, batch, 7, kind != 1, kind == 2)
                 yield shape.plan(CONFIG, want)
 
 
@@ -155,20 +161,23 @@ def test_a_layer_of_each_plan() -> None:
         "ln1 layernorm", "q linear_qkv", "attn attention_split", "x1 linear", "ln2 layernorm",
         "gelu linear", "output linear",
     ]  # fmt: skip
-    assert ops_of(Prefill(True, 9, 1, 9, False).plan(CONFIG, "logits")) == [
-        "ln1 layernorm", "qkv gemm", "attn attention_varlen", "x1 gemm", "ln2 layernorm",
-        "gelu gemm", "output gemm",
-    ]  # fmt: skip
-    continued = ops_of(Prefill(True, 9, 2, 9, True, True, True).plan(CONFIG, "logits"))
+    for products in get_args(Products)[1:]:
+        assert ops_of(Prefill(products, 9, 1, 9, False).plan(CONFIG, "logits")) == [
+            "ln1 layernorm", "qkv gemm", "attn attention_varlen", "x1 gemm", "ln2 layernorm",
+            "gelu gemm", "output gemm",
+        ]  # fmt: skip
+    continued = ops_of(Prefill("16_bits", 9, 2, 9, True, True).plan(CONFIG, "logits"))
+    assert continued[2:4] == ["kv kv_append", "attn attention_packed"]
+    continued = ops_of(Prefill("two_part", 9, 2, 9, True, True).plan(CONFIG, "logits"))
     assert continued[2:5] == [
-        "kv kv_append", "attn_new attention_varlen", "attn attention_packed",
+        "kv kv_append", "attn_cached attention_packed", "attn two_part",
     ]  # fmt: skip
     numpy = ops_of(model_plan(CONFIG, "logits", 9))
     assert [name.split()[0] for name in numpy] == ["ln1", "qkv", "kv", "attn", *TEN[3:]]
 
 
 def test_the_stream_and_the_normed_rows_have_one_buffer_each() -> None:
-    plan = Prefill(True, 9, 2, 9, True).plan(CONFIG, "last")
+    plan = Prefill("16_bits", 9, 2, 9, True).plan(CONFIG, "last")
     buffers = {name: plan.buffer(name) for name in plan.names}
     assert {buffers[f"h.{n}.output"] for n in range(2)} == {"embedding"}
     assert {buffers[f"h.{n}.{name}"] for n in range(3) for name in ("ln1", "attn")} == {"h.0.ln1"}

@@ -27,6 +27,7 @@ from gpt2block.plan import Plan, Step
 
 Steps = list[Step]
 Want = Literal["last", "logits", "hidden", "log_likelihood"]
+Products = Literal["float32", "16_bits", "fp8", "two_part"]
 ROWS_AT_ONCE = 1024  # rows of logits computed together
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
@@ -39,9 +40,9 @@ BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 _BUFFERS: Mapping[str, str] = {
     **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
-    **dict.fromkeys(("ln1", "attn", "attn_new", "ln2", "ln_f"), "normed"),
+    **dict.fromkeys(("ln1", "attn", "ln2", "ln_f"), "normed"),
     **{name: name for name in ("qkv", "q")},
-    "gelu": "ff",
+    **dict.fromkeys(("attn_cached", "gelu"), "ff"),
 }
 
 
@@ -151,22 +152,26 @@ def model_plan(config: GPT2Config, want: Want | None, longest: int) -> Plan:
 class Prefill:
     """The parameters that determine the steps of a prefill on a GPU.
 
-    tensor_cores: activations have 16 bits and products are `gemm`; else they are float32 and
-    products `linear`. rows: new tokens of all sequences; longest: an upper bound for one sequence.
-    fresh, continued: whether some sequences are new, and whether some continue tokens in the
-    kv_cache. cached: whether there is a kv_cache; with tensor cores, attention over the new tokens
-    only does not need one. ends: the number of rows of the output "last"; None: one for each row of
-    the kv_cache.
+    products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
+    bits or in two parts. With "fp8", FP8 weights are converted into the tensor "wide" before each
+    product. rows: new tokens of all sequences; longest: an upper bound for one sequence. cached:
+    whether there is a kv_cache; with tensor cores, attention over the new tokens only does not need
+    one. continued: whether the sequences continue tokens in the kv_cache; else all are new. Only
+    tensor cores distinguish them. ends: the number of rows of the output "last"; None: one for each
+    row of the kv_cache.
     """
 
-    tensor_cores: bool
+    products: Products
     rows: int
     batch: int
     longest: int
     cached: bool
-    fresh: bool = True
     continued: bool = False
     ends: int | None = None
+
+    @property
+    def tensor_cores(self) -> bool:
+        return self.products != "float32"
 
     def plan(self, config: GPT2Config, want: Want | None) -> Plan:
         """The plan that computes `want`; None: the plan ends with the last layer's attention.
@@ -184,7 +189,7 @@ class Prefill:
         end = [step.name for step in fused].index(f"{h}attn") + 1
         steps += fused[:end]
         if want == "last":
-            steps += self._last_rows(h, x, fused[end:], _decoding(ten[-5:]))
+            steps += self._last_rows(h, x, fused[end:], ten)
             steps += _lm_head(config, f"{h}output")
         elif want is not None:
             final = Step("ln_f", "layernorm", (f"{h}output", "gamma_f", "beta_f"))
@@ -196,22 +201,36 @@ class Prefill:
         return _model(config, steps, apart, overlapping=self.tensor_cores)
 
     def _block(self, config: GPT2Config, h: str, x: str) -> Steps:
-        """The ten steps, with attention over the cache, over the new tokens only, or both."""
+        """The ten steps, with attention over the cache, or over the new tokens only."""
         append, cached = _cached_attention(config, h, self.longest)
         if not self.tensor_cores:
-            return block(config.eps, [append, cached], h, x)
-        heads = {"n_head": config.n_head, "causal": True, "max_seqlen": self.longest}
-        name = f"{h}attn_new" if self.continued else f"{h}attn"
-        new = Step(name, "attention_varlen", (f"{h}qkv", "cu_seqlens"), heads)
-        chosen = [(self.cached, append), (self.fresh, new), (self.continued, cached)]
-        return block(config.eps, [step for needed, step in chosen if needed], h, x)
+            attention = [append, cached]
+        elif not self.continued:
+            heads = {"n_head": config.n_head, "causal": True, "max_seqlen": self.longest}
+            new = Step(f"{h}attn", "attention_varlen", (f"{h}qkv", "cu_seqlens"), heads)
+            attention = [append, new] if self.cached else [new]
+        elif self.products == "two_part":  # qkv and attention over the cache are float32
+            joined = replace(cached, name=f"{h}attn_cached")
+            attention = [append, joined, Step(f"{h}attn", "two_part", (joined.name,))]
+        else:
+            attention = [append, cached]
+        return block(config.eps, attention, h, x)
 
     def _fused(self, config: GPT2Config, ten: Steps) -> Steps:
         if self.tensor_cores:
-            fused = fuse_epilogues(ten, "gemm")
+            fused = [self._converted(step) for step in fuse_epilogues(ten, "gemm")]
         else:
             fused = [_tiles(step) for step in fuse_epilogues(ten, "linear")]
         return [self._norm(config, step) for step in fused]
+
+    def _converted(self, step: Step) -> Step:
+        """A product of weights in two parts, or with memory for FP8 weights that it converts."""
+        if step.op != "gemm" or self.products == "16_bits":
+            return step
+        a, w, bias, residual = (*step.inputs, "")[:4]
+        if self.products == "fp8":
+            return replace(step, inputs=(a, w, bias, residual, "wide"))
+        return replace(step, inputs=(a, parts_of(w), *step.inputs[2:]))
 
     def _norm(self, config: GPT2Config, step: Step) -> Step:
         if step.op != "layernorm":
@@ -219,20 +238,24 @@ class Prefill:
         variant = {"variant": "narrow"} if self.tensor_cores else {"variant": 6, "stats": False}
         return replace(step, attrs={"eps": config.eps, **variant})
 
-    def _last_rows(self, h: str, x: str, rest: Steps, decoding: Steps) -> Steps:
+    def _last_rows(self, h: str, x: str, rest: Steps, ten: Steps) -> Steps:
         """The steps after the last attention, for the last row of each sequence.
 
-        rest: those steps; decoding: the same from the second LayerNorm on with fewer kernels, which
-        are faster than tensor cores for few rows.
+        rest: those steps; ten: the last block. The products of decoding have fewer kernels, which
+        are faster than tensor cores for few rows; they take float32 rows.
         """
-        if self.tensor_cores:
-            rest = [rest[0], *decoding]
+        if self.products == "two_part":
+            rest = _decoding(ten[-7:])
+        elif self.tensor_cores:
+            rest = [rest[0], *_decoding(ten[-5:])]
         names = {x: "last.x", f"{h}attn": "last.attn"}
-        if self.batch > 1:
-            taken = [Step(short, "take", (long, "last")) for long, short in names.items()]
-        else:
-            row = {"first": self.rows - 1, "end": self.rows}
-            taken = [Step(short, "rows", (long,), row) for long, short in names.items()]
+        row = {"first": self.rows - 1, "end": self.rows}
+        taken = [
+            Step(short, "take", (long, "last"))
+            if self.batch > 1 or (self.products == "two_part" and long != x)
+            else Step(short, "rows", (long,), row)
+            for long, short in names.items()
+        ]
         return taken + [
             replace(step, inputs=tuple(names.get(name, name) for name in step.inputs))
             for step in rest
@@ -244,22 +267,28 @@ class Prefill:
         targets = Step(f"targets.{first}", "rows", ("targets",), span)
         inputs = f"logits.{first}", targets.name
         scores = Step(f"scores.{first}", "log_likelihood", inputs)
-        return [*head_steps(span["first"], span["end"], self.tensor_cores), targets, scores]
+        return [*head_steps(span["first"], span["end"], self.products), targets, scores]
 
 
-def head_steps(first: int, end: int, tensor_cores: bool) -> Steps:
+def parts_of(w: str) -> str:
+    """The name of a matrix in two parts."""
+    return f"{w}.parts"
+
+
+def head_steps(first: int, end: int, products: Products) -> Steps:
     """Logits of rows `first` to `end` - 1 of ln_f; head: lm_head, padded for the product."""
     hidden = Step(f"hidden.{first}", "rows", ("ln_f",), {"first": first, "end": end})
     name = f"logits.{first}"
-    if tensor_cores:
-        return [hidden, Step(name, "gemm", (hidden.name, "head", "head_bias"))]
-    return [hidden, Step(name, "linear", (hidden.name, "head"), {"variant": "tiles"})]
+    if products == "float32":
+        return [hidden, Step(name, "linear", (hidden.name, "head"), {"variant": "tiles"})]
+    wide = ("", "wide") if products == "fp8" else ()
+    return [hidden, Step(name, "gemm", (hidden.name, "head", "head_bias", *wide))]
 
 
-def head_plan(config: GPT2Config, rows: int, first: int, tensor_cores: bool) -> Plan:
+def head_plan(config: GPT2Config, rows: int, first: int, products: Products) -> Plan:
     """`head_steps` of up to ROWS_AT_ONCE rows, from `first` on; the input is ln_f."""
-    steps = head_steps(first, min(rows, first + ROWS_AT_ONCE), tensor_cores)
-    return Plan(tuple(steps), ("head", "head_bias"), input="ln_f")
+    steps = head_steps(first, min(rows, first + ROWS_AT_ONCE), products)
+    return Plan(tuple(steps), ("head", "head_bias", "wide"), input="ln_f")
 
 
 def decode_plan(config: GPT2Config, fused_norm: bool = True) -> Plan:
@@ -337,7 +366,9 @@ def _decoding_step(step: Step) -> Step:
 def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:
     """A plan of these steps, whose tensors share one buffer of each kind, except for `apart`."""
     cache = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
-    given = (*model_shapes(config), "lm_head", "head", "head_bias", *BATCH[1:], *cache)
+    weights = model_shapes(config)
+    given = (*weights, *map(parts_of, weights), "lm_head", "head", "head_bias", "wide")
+    given += (*BATCH[1:], *cache)
     in_place: dict[str, str] = {}
     newest: dict[str, str] = {}
     for step in steps:
@@ -355,6 +386,25 @@ def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool 
 def constants(config: GPT2Config) -> dict[str, Any]:
     """Inputs of the plans that the config determines, by name: none."""
     return {}
+
+
+def operand_bounds(config: GPT2Config, largest: Mapping[str, float]) -> dict[str, float]:
+    """The largest magnitude that the operands of each layer's products can have, by name.
+
+    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
+    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
+    the sum of their magnitudes at most C. GELU increases no magnitude.
+    """
+    C = config.n_embd
+    bounds = {}
+    for n in range(config.n_layer):
+        h = f"h.{n}."
+        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
+            gamma, beta = largest[f"{h}gamma{norm}"], largest[f"{h}beta{norm}"]
+            bounds[f"{h}ln{norm}"] = math.sqrt(C) * gamma + beta
+            product = C * largest[f"{h}w_{name}"] * (gamma + beta)
+            bounds[h + result] = product + largest[f"{h}b_{name}"]
+    return bounds
 
 
 def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import TypeVar
 
 from rich.console import Console
@@ -11,12 +13,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gpt2block.cuda import requests
 from gpt2block.errors import printable
 
 T = TypeVar("T")
 WIDTH_WHEN_PIPED = 120
 _ANY_WIDTH = 10_000
 _LONGEST_LINE = 4096  # characters of a name or path
+_UNNOTICED = 0.3  # seconds that kernels may take without a message
 
 
 def console() -> Console:
@@ -84,3 +88,31 @@ def tracked(items: Collection[T], label: str, hidden: bool = False) -> Iterator[
     """Iterate over `items` with a progress bar."""
     with progress_bar(label, hidden) as bar:
         yield from bar.track(items, len(items))
+
+
+@contextmanager
+def compiling(hidden: bool = False) -> Iterator[None]:
+    """Meanwhile show on stderr how many kernels are compiled, if it is a terminal.
+
+    The line appears when they take longer than from CuPy's cache. It is removed at the end.
+    """
+    begun: list[float] = []
+    shown_line = False
+
+    def show(ready: int, requested: int) -> None:
+        nonlocal shown_line
+        begun.append(perf_counter())
+        if ready < requested and begun[-1] > begun[0] + _UNNOTICED:
+            shown_line = True
+            text = f"compiling kernels, at the first start only: {ready} of {requested}"
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+    if hidden or not sys.stderr.isatty():
+        yield
+        return
+    try:
+        with requests.watched(show):
+            yield
+    finally:
+        if shown_line:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.text import Text
 from gpt2block.checkpoints import BUNDLED, Checkpoint
 from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import (
+    compiling,
     console,
     new_table,
     print_facts,
@@ -264,10 +266,15 @@ class _Writer:
         self._terminal = Console(highlight=False) if sys.stdout.isatty() else None
         self._current = -1
         self._tail = "\n\n"  # the last two characters written
-        self._start_next()
+
+    def start(self) -> None:
+        """Write the prompt of the first row."""
+        if self._current < 0:
+            self._start_next()
 
     def show(self, row: Row) -> None:
         """Write the new text of a row if it is the current one."""
+        self.start()
         if row is self._rows[self._current]:
             self._write(self._take(row))
             while row.finish_reason and self._current + 1 < len(self._rows):
@@ -275,6 +282,7 @@ class _Writer:
 
     def rest(self, logprobs: bool) -> None:
         """Write everything that is not yet written, after the last token."""
+        self.start()
         self._write(self._take(self._rows[self._current]))
         while self._current + 1 < len(self._rows):
             self._start_next()
@@ -330,15 +338,18 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
 
     A second Ctrl-C raises KeyboardInterrupt.
     """
-    try:
-        for row in run:
-            clock.tick(row)
-            if writer:
-                writer.show(row)
-    except KeyboardInterrupt:
-        for row in run.rows:
-            row.close()
-        return True
+    with ExitStack() as first:  # which ends with the first token
+        first.enter_context(compiling(hidden=writer is None))
+        try:
+            for row in run:
+                first.close()
+                clock.tick(row)
+                if writer:
+                    writer.show(row)
+        except KeyboardInterrupt:
+            for row in run.rows:
+                row.close()
+            return True
     return False
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,9 +19,9 @@ import numpy as np
 
 import kernels_cu
 from gpt2block.cuda import cupy
+from gpt2block.cuda.requests import Function
 from gpt2block.errors import KernelError
 
-_SHARED_LIMIT = threading.Lock()
 SOURCE_DIR = Path(kernels_cu.__file__).parent
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
@@ -51,6 +50,7 @@ FP8: Mapping[str, Defines] = {
     "float8_e5m2": (("WEIGHT_E5M2", 1),),
     "float8_e4m3fn": (("WEIGHT_E4M3", 1),),
 }
+CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def launch(
     storage: str = "float32",
     weights: str | None = None,
 ) -> Launch:
-    """A checked launch on the current device; compiles or loads the kernel on first use.
+    """A checked launch on the current device; requests the kernel, which its first run waits for.
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
     storage: the dtype of the source's `T`, one of `STORAGE`. weights: that of its `W` if it is one
@@ -158,10 +158,7 @@ def launch(
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} exceeds CUDA's limits (2147483647, 65535, 65535)")
     function = load(file, name, (*stored_as(storage, weights), *defines))
-    if shared:
-        with _SHARED_LIMIT:  # functions are shared by all threads, and the limit must never shrink
-            limit = max(function.max_dynamic_shared_size_bytes, shared)
-            function.max_dynamic_shared_size_bytes = limit
+    function.allow_shared(shared)
     return Launch(name, function, grid, block, typed, shared)
 
 
@@ -239,21 +236,25 @@ def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
 
 
 def load(file: str, name: str, defines: Defines = ()) -> Any:
-    """The compiled kernel, a `cupy.RawKernel`, for the current device."""
+    """Request a kernel for the current device: a `Function`, whose first use waits for it.
+
+    Raises KernelError if the file is for another architecture.
+    """
     return _function(cupy.cuda.Device().id, file, name, defines)
 
 
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
-    return _module(device, file, defines).get_function(name)
+    options(file, cupy.cuda.Device(device).compute_capability)  # raises for another architecture
+    return Function(name, _compiled, (device, file, defines))
 
 
-@cache
-def _module(device: int, file: str, defines: Defines) -> Any:
-    capability = cupy.cuda.Device(device).compute_capability
-    module = cupy.RawModule(
-        code=program(file, defines), options=options(file, capability), backend="nvrtc"
-    )
+def _compiled(device: int, file: str, defines: Defines) -> Any:
+    """A `cupy.RawModule`, compiled or from CuPy's cache; KernelError if it does not compile."""
+    found = cupy.cuda.Device(device)
+    found.use()  # a new thread has no device yet
+    flags = options(file, found.compute_capability)
+    module = cupy.RawModule(code=program(file, defines), options=flags, backend="nvrtc")
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:

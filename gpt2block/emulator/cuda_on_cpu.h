@@ -12,6 +12,7 @@
 #define __host__
 #define __constant__ static
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__  // empty, so that __attribute__((__noinline__)) of system headers remains valid
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 // A separate section, so that the runtime can fill all shared variables before each block. -fsanitize-sections puts

@@ -139,14 +139,26 @@ def mma_geometry(
 
 @lru_cache(maxsize=1024)
 def two_part_geometry(
-    B: int, T: int, NH: int, causal: bool, *, most_shared: int
+    B: int, T: int, NH: int, causal: bool, one_scale: bool, *, most_shared: int
 ) -> tuple[Geometry, int]:
-    """As `mma_geometry`, for two-part matrices: one tile, 4 warps of 16 queries."""
-    warps, blocks, stage = 4, 2, 2 * MMA_STAGE
+    """As `mma_geometry`, for two-part matrices: one tile, 4 warps of 16 queries for each half.
+
+    one_scale: all rows have the same scale.
+    """
+    warps, stage = 4, 2 * MMA_STAGE
+    queries = stage // 2  # bytes of 64 queries
     grid = _grid(B, T, NH, 16 * warps)
-    stages = 3 if room(most_shared, blocks) >= 3 * stage else 2
-    defines = (("ATT_CAUSAL", int(causal)), ("ATT_WARPS", warps), ("ATT_STAGES", stages))
-    geometry = Geometry("attention_fp32_mma", grid, (32 * warps,), stages * stage, defines)
+    blocks = 2 if causal and one_scale and room(most_shared, 2) >= 2 * stage + queries else 1
+    stages = 3 if room(most_shared, blocks) >= 3 * stage + queries else 2
+    defines = (
+        ("ATT_CAUSAL", int(causal)),
+        ("ATT_ONE_SCALE", int(one_scale)),
+        ("ATT_WARPS", warps),
+        ("ATT_STAGES", stages),
+        ("ATT_BLOCKS", blocks),
+    )
+    shared = stages * stage + queries
+    geometry = Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines)
     return geometry, together(B, 2 * T, NH, causal)
 
 

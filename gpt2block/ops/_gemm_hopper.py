@@ -96,14 +96,16 @@ def geometry(
     gelu: bool = False,
     residual: bool = False,
     other_out: bool = False,
+    scaled: bool = False,
+    early: bool = True,
     split_k: bool = False,
     sms: int,
     tile: Tile | None = None,
 ) -> tuple[Geometry, Tile]:
     """The launch of gemm_hopper, or gemm_split_hopper for two-part matrices, and its tile.
 
-    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, tile: as for the geometry of
-    mma. Without splits of K the bits are the same for any tile.
+    a is (M, K), w (N, K). The tile is for the tensor maps. other_out, scaled, early, tile: as for
+    the geometry of mma. Without splits of K the bits are the same for any tile.
     """
     candidates = TWO_PART_TILES if two_part else TILES
     tile = tile or choose_tile(candidates, M, N, K, split_k and not two_part, sms)
@@ -111,9 +113,11 @@ def geometry(
         kernel, chunks, floats = TWO_PART_KERNEL, BUFFERS * other_out, 2 * tile.group[1]
     else:
         kernel, chunks = KERNEL, BUFFERS * (not other_out)
-        floats = tile.group[1] // tile.split_k  # of the bias; else of bias and scales
+        floats = (1 + scaled) * tile.group[1] // tile.split_k  # of bias and scales
     shared = shared_bytes(tile, 1 + two_part, chunks, floats)
-    ends = epilogue(two_part, gelu, residual, other_out)
+    ends = epilogue(two_part, gelu, residual, other_out, scaled)
+    if not early:
+        ends += (("GEMM_EARLY", 0),)
     return launched(kernel, tile, M, N, sms, shared, ends), tile
 
 

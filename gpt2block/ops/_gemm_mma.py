@@ -72,13 +72,16 @@ def geometry(
     gelu: bool = False,
     residual: bool = False,
     other_out: bool = False,
+    scaled: bool = False,
+    early: bool = True,
     sms: int,
     most_shared: int,
     tile: Tile | None = None,
 ) -> Geometry:
     """The launch of gemm_mma, or gemm_split_mma for two-part matrices, for a (M, K) and w (N, K).
 
-    other_out: whether the result is float32, or of two-part matrices a two-part matrix. sms,
+    other_out: whether the result is float32, or of two-part matrices a two-part matrix. scaled:
+    whether w has scales. early: whether w may be loaded before the previous kernel has ended. sms,
     most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block may request.
     tile: instead of the best one. The results are the same bits for any.
     """
@@ -94,9 +97,9 @@ def geometry(
         ("GEMM_WARPS_N", warps_n),
         ("GEMM_SLICE", tile.slice),
         ("GEMM_STAGES", tile.stages),
-        ("GEMM_EARLY", tile.early),
+        ("GEMM_EARLY", tile.early * early),
         ("GEMM_BLOCKS", tile.blocks),
-        *epilogue(two_part, gelu, residual, other_out),
+        *epilogue(two_part, gelu, residual, other_out, scaled),
     )
     grid = min(count_tiles(tile, M, N), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
@@ -104,12 +107,13 @@ def geometry(
     return Geometry(kernel, (grid,), (32 * warps_m * warps_n,), shared, defines)
 
 
-def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool) -> Defines:
+def epilogue(two_part: bool, gelu: bool, residual: bool, other_out: bool, scaled: bool) -> Defines:
     """The constants of the epilogue, also of the kernels for Hopper."""
     return (
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
         ("GEMM_SPLIT_OUT" if two_part else "GEMM_FLOAT_OUT", int(other_out)),
+        *((("GEMM_SCALED", 1),) if scaled else ()),
     )
 
 

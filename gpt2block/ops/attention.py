@@ -211,7 +211,10 @@ def _launch_mma(job: Job, out: CudaArray | TwoPartMatrix) -> Bound:
     sizes, most_shared = (job.B, job.T, job.NH), device_attribute("MaxSharedMemoryPerBlockOptin")
     if isinstance(job.qkv, TwoPartMatrix):
         rows = job.qkv.size // job.qkv.shape[-1]
-        geometry, together = two_part_geometry(*sizes, job.causal, most_shared=most_shared)
+        one_scale = job.qkv.one_scale is not None
+        geometry, together = two_part_geometry(
+            *sizes, job.causal, one_scale, most_shared=most_shared
+        )
         parts = (job.qkv.parts, job.qkv.scale, job.cu_seqlens, out.parts, out.scale)
         launch = launch_at(MMA_TWO_PART, geometry, (*parts, rows, *sizes, together), "float16")
         return Bound(out, (launch,))

@@ -35,11 +35,14 @@ from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import MOST_BLOCKS, shared_bytes, warp_queries
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.two_part import check_two_part
 from gpt2block.ops.warm import call
+from gpt2block.weights.two_part import TwoPartMatrix
 
 TILES = "attention/cached.cu"
 SPLIT = "attention/decode.cu"
 APPEND = "attention/kv_cache.cu"
+APPEND_TWO_PART = "attention/kv_cache_two_part.cu"
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # warps, keys; the best first
 SPLIT_KEYS = 32  # of a warp of `split`
 SPAN_SPLITS = 32  # splits that are combined at a time
@@ -246,21 +249,36 @@ def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bo
     """inputs (qkv (N, 3C), row (N,), position (N,), both int32), out (k, v), (B, n_ctx, C) each.
 
     Columns C to 2C - 1 of row n become k[row[n], position[n]], the last C columns v there. qkv:
-    float32, or in the dtype of k. row and position are not read back: the kernel skips those
-    outside the cache.
+    float32, or in the dtype of k, or for float32 caches a TwoPartMatrix. row and position are not
+    read back: the kernel skips those outside the cache.
     """
     qkv, row, position = inputs
     k, v = out
     dtype, B, n_ctx, C = _check_cache(k, v)
     check_apart("v", v, {"k": k})
-    _check_rows(qkv, dtype, C)
-    N, narrow = len(qkv), qkv.dtype.name != "float32"
+    N = qkv.shape[0]
     check("row", row, (N,), "int32")
     check("position", position, (N,), "int32")
+    if isinstance(qkv, TwoPartMatrix):
+        return _append_two_part(inputs, out)
+    _check_rows(qkv, dtype, C)
+    narrow = qkv.dtype.name != "float32"
     aligned = alignment(qkv.data.ptr), alignment(k.data.ptr, v.data.ptr)
     geometry = append_geometry(N, C, k.itemsize, *aligned, narrow)
     args = (qkv, row, position, k, v, C, B, n_ctx)
     return Bound(k, (launch_at(APPEND, geometry, args, dtype),), (v,))
+
+
+def _append_two_part(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bound:
+    qkv, row, position = inputs
+    k, v = out
+    B, n_ctx, C = k.shape
+    check_two_part("qkv", qkv, (row.size, 3 * C))
+    check("k", k)
+    aligned = alignment(2 * qkv.parts.data.ptr), alignment(k.data.ptr, v.data.ptr)
+    geometry = append_geometry(row.size, C, k.itemsize, *aligned)._replace(kernel="kv_append_split")
+    args = (qkv.parts, qkv.scale, row, position, k, v, C, B, n_ctx)
+    return Bound(k, (launch_at(APPEND_TWO_PART, geometry, args, "float16"),), (v,))
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -311,6 +329,12 @@ OPERATION = Operation(
             APPEND,
             ("kv_append", "kv_append_narrow"),
             "writes K and V of packed rows to the kv_cache, converted to its dtype where needed",
+        ),
+        Variant(
+            "append split",
+            APPEND_TWO_PART,
+            ("kv_append_split",),
+            "the same from two-part rows",
         ),
     ),
     binder=bind_sequence,

@@ -1,8 +1,9 @@
 """The product on tensor cores, [residual +] [gelu](a w + bias), sums in float32.
 
-Use it for many rows of 16-bit activations and weights (N, K), or for float32 accuracy from two-part
-matrices. `linear` takes float32 activations with weights of any dtype and size; `matmul_bias` takes
-plain float32 matrices (K, N). Kernels: matmul/mma.cu, matmul/hopper.cu, and for two-part matrices
+Use it for many rows of 16-bit activations and weights (N, K), of float16 activations and FP8
+weights, or for float32 accuracy from two-part matrices. `linear` takes float32 activations with
+weights of any dtype and size; `matmul_bias` takes plain float32 matrices (K, N). Kernels:
+matmul/mma.cu, matmul/hopper.cu, for FP8 weights fp8/widen.cu, and for two-part matrices
 matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
 """
 
@@ -27,11 +28,12 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.kernels import FP8, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
+from gpt2block.ops import _widened as widened
 from gpt2block.ops import two_part
 from gpt2block.ops._matrix import check_weights
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
@@ -45,12 +47,14 @@ class Job(NamedTuple):
     """A product, checked."""
 
     a: Any  # (..., K); an array or, as w, a TwoPartMatrix
-    w: Any  # (N, K) in memory; a WeightMatrix or a TwoPartMatrix
+    w: Any  # (N, K)
+    w_scale: CudaArray | None  # of w, if it is an array
     bias: CudaArray | None
     residual: CudaArray | None
     out: Any  # (..., N); an array, or of two-part matrices a TwoPartMatrix
     gelu: bool
     split_k: bool
+    early: bool  # whether w may be loaded before the previous kernel has ended
 
     @property
     def two_part(self) -> bool:
@@ -77,6 +81,8 @@ class Job(NamedTuple):
             "gelu": self.gelu,
             "residual": self.residual is not None,
             "other_out": self.other_out,
+            "scaled": self.w_scale is not None,
+            "early": self.early,
             "sms": device_attribute("MultiProcessorCount"),
         }
 
@@ -91,13 +97,13 @@ class Job(NamedTuple):
 def _launch_mma(job: Job) -> Launch:
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = mma.geometry(*job.sizes, **job.constants, most_shared=most_shared)
-    a, w, bias, residual = job[:4]
+    a, w, w_scale, bias, residual = job[:5]
     args: tuple[Any, ...]
     if job.two_part:
         args = (a.parts, a.scale, w.parts, w.scale, bias, residual, *job.two_part_outputs)
         return launch_at(mma.TWO_PART_FILE, geometry, (*args, *job.sizes), "float16")
     outputs, none = (residual, job.out), (None, None)
-    args = (a, w.data, bias, *((*none, *outputs) if job.other_out else (*outputs, *none)))
+    args = (a, w, w_scale, bias, *((*none, *outputs) if job.other_out else (*outputs, *none)))
     return launch_at(mma.FILE, geometry, (*args, *job.sizes), a.dtype.name)
 
 
@@ -122,14 +128,14 @@ def _launch_hopper(job: Job) -> Launch:
         return launch_at(hopper.TWO_PART_FILE, geometry, (*args, M, N, K), "float16")
     args = (
         tensor_map(job.a.reshape(1, M, K), box_a),
-        tensor_map(job.w.data.reshape(1, N, K), box_w),
+        tensor_map(job.w.reshape(1, N, K), box_w),
     )
     outputs = (job.residual, job.out)
     if job.other_out:
-        args += (NO_MAP, NO_MAP, job.bias, *outputs)
+        args += (NO_MAP, NO_MAP, job.w_scale, job.bias, *outputs)
     else:
         maps = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), box_out) for x in outputs)
-        args += (*maps, job.bias, None, None)
+        args += (*maps, job.w_scale, job.bias, None, None)
     return launch_at(hopper.FILE, geometry, (*args, M, N, K), job.a.dtype.name)
 
 
@@ -149,19 +155,21 @@ def bind(
     variant: str | None = None,
     bound: float | None = None,
 ) -> Bound:
-    """inputs (a (..., K), w, bias (N,) or None, residual (..., N) or None), out (..., N).
+    """inputs (a (..., K), w, bias (N,) or None, residual (..., N) or None, memory), out (..., N).
 
-    a: float16 or bfloat16. w: a WeightMatrix of that dtype, layout "NK". bias: float32. out and
-    residual: `dtype`, which is that of a or float32; by default that of out, or without one that of
-    a. residual may be out itself. Inputs missing at the end are None. The bits of a row depend only
-    on this row, w, bias and its residual; with `split_k` also on the number of rows, since K may be
-    summed in parts, which is faster for few rows. Raises InputError.
+    a: float16 or bfloat16. w: a WeightMatrix of that dtype, or with float16 of FP8, layout "NK".
+    bias: float32. out and residual: `dtype`, which is that of a or float32; by default that of out,
+    or without one that of a. residual may be out itself. Inputs missing at the end are None. The
+    bits of a row depend only on this row, w, bias and its residual; with `split_k` also on the
+    number of rows, since K may be summed in parts, which is faster for few rows. FP8 weights are
+    converted to float16, exactly, by a launch of their own, into `memory` of at least as many
+    elements; with None, new memory. Raises InputError.
 
     Two-part matrices: w (N, K) is a TwoPartMatrix; a is one, or float32, which is converted first.
     residual is float32. out is float32 or, without a residual, a TwoPartMatrix with one scale; for
     dtype "two_part" a new one, with the scale for `bound`. split_k has no effect.
     """
-    a, w, bias, residual = (*inputs, *(None,) * 2)[:4]
+    a, w, bias, residual, memory = (*inputs, *(None,) * 3)[:5]
     gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
     parts = isinstance(w, TwoPartMatrix) or isinstance(a, TwoPartMatrix)
     if parts:
@@ -182,7 +190,7 @@ def bind(
         )
     if bias is not None:
         check("bias", bias, (N,))
-    others = {"a": a, "w": w, "bias": bias}
+    others = {"a": a, "w": w, "bias": bias, "memory": memory}
     shape = (*a.shape[:-1], N)
     if parts:
         out = _two_part_output(out, shape, dtype, bound, others, residual)
@@ -191,14 +199,24 @@ def bind(
     for name, value in {**others, "residual": residual, "out": out}.items():
         for each, array in arrays_of(name, value).items():
             check_address(each, array)
-    before = Bound(None, ())
-    if parts and not isinstance(a, TwoPartMatrix):
-        before = two_part.bind((a,))
-        a = before.out
-        before = before._replace(extra=(a.parts, a.scale))
-    job = Job(a, w, bias, residual, out, gelu, split_k)
+    before, operands = _operands(a, w, memory)
+    job = Job(*operands, bias, residual, out, gelu, split_k, early=parts or not before.launches)
     launch = OPERATION.choose(job, variant).launch(job)
     return Bound(out, (*before.launches, launch), before.extra)
+
+
+def _operands(a: Any, w: Any, memory: CudaArray | None) -> tuple[Bound, tuple[Any, Any, Any]]:
+    """The conversion of a or w that a product needs first, and its a, w and w_scale."""
+    nothing = Bound(None, ())
+    if isinstance(w, TwoPartMatrix):
+        if isinstance(a, TwoPartMatrix):
+            return nothing, (a, w, None)
+        before = two_part.bind((a,))
+        return before._replace(extra=(before.out.parts, before.out.scale)), (before.out, w, None)
+    if w.dtype not in FP8:
+        return nothing, (a, w.data, w.scale)
+    before = widened.bind(w, memory)
+    return before._replace(extra=(before.out,)), (a, before.out, w.scale)
 
 
 def _check_16_bits(a: Any, w: Any) -> None:
@@ -210,6 +228,8 @@ def _check_16_bits(a: Any, w: Any) -> None:
             "or ops.linear"
         )
     check_weights("w", w, ("a", a))
+    if w.dtype in FP8 and own == "float16":
+        return
     if w.dtype != own:
         raise InputError(
             f"w: expected {own}, as a has, got {w.dtype}: "
@@ -326,6 +346,18 @@ OPERATION = Operation(
             ("split_rows",),
             "one warp per row: the scale from the largest magnitude, then both parts",
         ),
+        Variant(
+            "join rows",
+            two_part.FILE,
+            ("join_rows",),
+            "the inverse, for some rows of a matrix",
+        ),
+        Variant(
+            "widen",
+            widened.FILE,
+            (widened.KERNEL,),
+            "FP8 weights as float16, before a product with float16 activations",
+        ),
     ),
     make=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
@@ -354,11 +386,12 @@ def gemm(
 ) -> Any:
     """`reference.gemm` on CuPy arrays, by tensor cores; raises InputError.
 
-    a (..., K): float16 or bfloat16. w: a `WeightMatrix` of that dtype, layout "NK". bias (N,):
-    float32. residual (..., N) and the result: `dtype`, that of a (the default) or "float32". K and
-    N are multiples of 8. Sums, bias, GELU and residual in float32, rounded once. A row's result has
-    the same bits alone and among others, unless `split_k` permits summing K in parts, which is
-    faster for few rows. Without a variant: the fastest of this GPU.
+    a (..., K): float16 or bfloat16. w: a `WeightMatrix` of that dtype, or with float16 of FP8,
+    layout "NK"; the scales of FP8 weights are applied to the sums. bias (N,): float32. residual
+    (..., N) and the result: `dtype`, that of a (the default) or "float32". K and N are multiples of
+    8. Sums, bias, GELU and residual in float32, rounded once. A row's result has the same bits
+    alone and among others, unless `split_k` permits summing K in parts, which is faster for few
+    rows. Without a variant: the fastest of this GPU.
 
     With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),
     such as TwoPartMatrix.from_float32(w.T). The result is float32, or, without a residual and with

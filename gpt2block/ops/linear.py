@@ -29,7 +29,7 @@ from gpt2block.cuda.arrays import (
     output,
     row_alignment,
 )
-from gpt2block.cuda.kernels import FP8, Geometry, Launch
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
@@ -42,7 +42,6 @@ from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
-CACHE_WITH_FP8 = "bfloat16"  # dtype of a KV cache where the weights are FP8
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
 MORE_ROWS = 16  # from here on mma_tiles is faster than mma
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more

@@ -17,6 +17,7 @@ from gpt2block.cuda.arrays import (
     check_apart,
     contiguous,
     launch_at,
+    output,
 )
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
@@ -24,6 +25,7 @@ from gpt2block.weights.two_part import TwoPartMatrix
 
 FILE = "matmul/two_part.cu"
 WARPS = 4  # of a block of split_rows, a row each
+JOIN_THREADS = 256  # of a block of join_rows, at most
 LARGEST = 2**31 - 2**16  # of any size: what an int holds, and a tile more
 TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
 
@@ -52,6 +54,32 @@ def bind(inputs: tuple[Any, ...], out: TwoPartMatrix | None = None) -> Bound:
         width //= 2
     args = (x, out.parts, out.scale, rows, K)
     return Bound(out, (launch_at(FILE, geometry(rows, width), args, "float16"),))
+
+
+def bind_take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (matrix (N, K), a TwoPartMatrix, indices (B,), int32), out (B, K), float32.
+
+    The rows of these indices, joined. Indices are not read back: they must be those of rows. Raises
+    InputError.
+    """
+    matrix, indices = inputs
+    check_two_part("matrix", matrix)
+    if matrix.ndim != 2:
+        raise InputError(f"matrix: expected (N, K), got {matrix.shape}")
+    check("indices", indices, dtype="int32")
+    if indices.ndim != 1:
+        raise InputError(f"indices: expected (B,), got {indices.shape}")
+    N, K = matrix.shape
+    apart = {"matrix": matrix, "indices": indices}
+    out = output(out, (indices.size, K), apart=apart)
+    width = 4
+    while K % width or out.data.ptr % (4 * width):
+        width //= 2
+    block = min(JOIN_THREADS, 32 * ceil(K / (32 * width)))
+    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", WARPS))
+    geometry = Geometry("join_rows", (indices.size,), (block,), defines=defines)
+    args = (matrix.parts, matrix.scale, indices, out, N, K)
+    return Bound(out, (launch_at(FILE, geometry, args, "float16"),))
 
 
 def two_part(x: CudaArray) -> TwoPartMatrix:

@@ -164,16 +164,16 @@ class CudaEngine:
         if program is None:
             # Kept alive here, x and out would hold their memory, and no later call could have it.
             caller_owned = (self.plan.input, self.plan.output)
-            program = self._calls[key] = self._program(x, out, caller_owned)
-            if len(self._calls) > MAX_CALLS:
-                self._calls.popitem(last=False)
-        else:
-            self._calls.move_to_end(key)
+            program = self._program(x, out, caller_owned)
         with self._exclusive() as stream:
             if repeated and self._use_graph:
                 program.replay(stream, self._private)
             else:
                 program.run()
+        self._calls[key] = program  # which has run: its kernels are loaded
+        self._calls.move_to_end(key)
+        if len(self._calls) > MAX_CALLS:
+            self._calls.popitem(last=False)
 
     @contextmanager
     def _exclusive(self) -> Iterator[Any]:

@@ -20,10 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, head_plan
+from gpt2block.architectures.gpt2 import (
+    ROWS_AT_ONCE,
+    Prefill,
+    Products,
+    head_plan,
+    operand_bounds,
+    parts_of,
+)
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches
@@ -47,6 +55,7 @@ from gpt2block.run.model import (
 )
 from gpt2block.run.program import Program
 from gpt2block.weights.matrix import WeightMatrix
+from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix, scale_for
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
@@ -56,8 +65,10 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel:
     """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except in prefill with 16-bit matrices, heads of 64 channels and a GPU
-    with tensor cores (`on_tensor_cores`), where they have the dtype of the matrices.
+    Activations are float32, except in prefill with heads of 64 channels on a GPU with tensor cores
+    (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8 matrices float16,
+    and with float32 matrices two parts. FP8 matrices are converted for each product; of float32
+    matrices, the parts are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -79,12 +90,10 @@ class CudaModel:
         self._logits_buffer: CudaArray | None = None
         self._caches = DecodingCaches(config, dtype)
         self._lock = threading.RLock()
+        self._parts: dict[str, TwoPartMatrix] = {}
+        self._scales: tuple[dict[str, float], CudaArray] | None = None
+        self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
-            self.on_tensor_cores = (
-                dtype in SIXTEEN_BITS
-                and config.head_size == TENSOR_HEAD
-                and compute_capability() >= MMA_CAPABILITY
-            )
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
                 largest: dict[str, float] = {}
@@ -100,7 +109,15 @@ class CudaModel:
                 if not allow_nonfinite:
                     check_stream(config, largest)
                 self._matrices.setdefault("lm_head", self._matrices["wte"])
+                self._bounds = operand_bounds(config, largest)
+                self.products = self._choose_products()
                 self._head = self._whole_head() if self.on_tensor_cores else None
+                if self.products == "two_part":
+                    self._parts = {
+                        parts_of(name): TwoPartMatrix.from_float32(matrix.data)
+                        for name, matrix in self._matrices.items()
+                        if name.startswith("h.")
+                    }
                 self.stream.synchronize()
 
     def _stored(
@@ -108,6 +125,26 @@ class CudaModel:
     ) -> WeightMatrix:
         rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
+
+    def _choose_products(self) -> Products:
+        """Those of prefill: on tensor cores if the GPU, the head size and the weights permit it.
+
+        No activation of a prompt may be infinite, or too large for a scale, for any tokens.
+        """
+        if self.config.head_size != TENSOR_HEAD or compute_capability() < MMA_CAPABILITY:
+            return "float32"
+        if self.dtype in SIXTEEN_BITS:
+            return "16_bits"
+        fp8 = self.dtype in FP8
+        largest = float(np.finfo(np.float16).max) if fp8 else LARGEST_BOUND
+        if all(bound <= largest for bound in self._bounds.values()):  # not of NaN
+            return "fp8" if fp8 else "two_part"
+        return "float32"
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether prefill is computed on tensor cores."""
+        return self.products != "float32"
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.
@@ -122,10 +159,15 @@ class CudaModel:
         rows[: head.N] = head.data
         bias = cupy.zeros(len(rows), "float32")
         bias[head.N :] = -np.inf
-        view = WeightMatrix(rows[: head.N], self.dtype, None, "NK")
+        scale = None
+        if head.scale is not None:
+            scale = cupy.full(len(rows), 1, "float32")
+            scale[: head.N] = head.scale
+        whole = replace(head, data=rows, scale=scale)
+        view = replace(head, data=rows[: head.N])
         same = [name for name, matrix in self._matrices.items() if matrix is head]
         self._matrices.update(dict.fromkeys(same, view))
-        return WeightMatrix(rows, self.dtype, None, "NK"), bias
+        return whole, bias
 
     @property
     def cache_kind(self) -> CacheKind:
@@ -134,7 +176,8 @@ class CudaModel:
     @property
     def nbytes(self) -> int:
         matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
-        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
+        others = [*self._parts.values(), *self._vectors.values()]
+        return sum(matrices.values()) + sum(int(each.nbytes) for each in others)
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
@@ -167,15 +210,20 @@ class CudaModel:
                 for group in in_groups(sequences, TOKENS_AT_ONCE):
                     found += self._forward(group, want, self._scratch(group))
                 return found
-            if want not in ("last", "logits"):
-                return self._forward(sequences, want, cache)
             # A row's kernels, and so its bits, must not depend on the other rows.
-            single = [len(ids) == 1 for ids in sequences]
-            nothing = np.empty(0, np.int32)
-            several = [nothing if one else ids for one, ids in zip(single, sequences, strict=True)]
+            decoded = want in ("last", "logits")
+            single = [decoded and len(ids) == 1 for ids in sequences]
+            several = [len(ids) > 0 and not one for one, ids in zip(single, sequences, strict=True)]
             logits = [np.empty(0, np.float32)] * len(sequences)
-            if any(map(len, several)):
-                logits = self._forward(several, want, cache)
+            continued = [n > 0 for n in cache.lengths]
+            for kind in (False, True):
+                chosen = [s and c == kind for s, c in zip(several, continued, strict=True)]
+                if any(chosen):
+                    group = [ids[: len(ids) * c] for ids, c in zip(sequences, chosen, strict=True)]
+                    result = self._forward(group, want, cache)
+                    for b, ids in enumerate(sequences):
+                        if chosen[b] or not len(ids):
+                            logits[b] = result[b]
             rows = [row for row, one in enumerate(single) if one]
             if rows:
                 tokens = np.array([sequences[row][0] for row in rows], np.int32)
@@ -287,14 +335,17 @@ class CudaModel:
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
     ) -> PrefillPrograms:
-        """Compute the sequences through all blocks, each appended to its row of the cache."""
+        """Compute the sequences through all blocks, each appended to its row of the cache.
+
+        Those that are not empty all begin, or all continue their row of the cache.
+        """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
-        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, bool(cache.layers))
+        shape = Prefill(self.products, rows, cache.batch, longest, bool(cache.layers))
         if self.on_tensor_cores:
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
-            shape = replace(shape, longest=longest, fresh=0 in before, continued=any(before))
+            shape = replace(shape, longest=longest, continued=any(before))
         prefill = self._prefill_programs(cache, shape)
         prefill.run(sequences, np.arange(cache.batch), np.array(cache.lengths), want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
@@ -313,7 +364,7 @@ class CudaModel:
             rows = max(rounded_up(rows, 4), ends)
         longest = min(rounded_up(longest, 1), rows)
         cached = bool(cache.layers)
-        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, cached, ends=ends)
+        shape = Prefill(self.products, rows, cache.batch, longest, cached, ends=ends)
         prefill = self._prefill_programs(cache, shape)
         prefill.run(sequences, slots, np.zeros(cache.batch, np.int32), "last")
         return prefill.out
@@ -327,15 +378,54 @@ class CudaModel:
         return prefill
 
     def given(self) -> dict[str, Any]:
-        """Weights by their names in a plan; "head" and "head_bias" are the padded lm_head."""
-        head, bias = self._head or (self._matrices["lm_head"], None)
-        return {**self._vectors, **self._matrices, "head": head, "head_bias": bias}
+        """Weights by their names in a plan, as decoding uses them."""
+        return {**self._vectors, **self._matrices}
+
+    def prompt_weights(self, head: bool) -> dict[str, Any]:
+        """Weights as prefill uses them, with memory for converted ones.
+
+        head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
+        """
+        given: dict[str, Any] = {**self.given(), **self._parts}
+        if head:
+            given |= self._head_of_all()
+        if self.products == "fp8":
+            C, V = self.config.n_embd, 0 if not head else given["head"].N
+            size = max(4 * C, V) * C
+            if self._wide is None or self._wide.size < size:
+                self._wide = cupy.empty(size, "float16")
+            given["wide"] = self._wide
+        return given
+
+    def _head_of_all(self) -> dict[str, Any]:
+        """lm_head for the logits of all tokens; of float32, its parts are made on first use."""
+        matrix, bias = self._head or (self._matrices["lm_head"], None)
+        head: Any = matrix
+        if self.products == "two_part":
+            if "head" not in self._parts:
+                self._parts["head"] = TwoPartMatrix.from_float32(matrix.data)
+            head = self._parts["head"]
+        return {"head": head, "head_bias": bias}
+
+    def scales(self, name: str, rows: int) -> tuple[CudaArray, float | None]:
+        """Scales of the rows of a two-part activation, and the one of all rows if it has one.
+
+        It follows from the activation's bound; attention writes its scales itself.
+        """
+        if self._scales is None or self._scales[1].shape[1] < rows:
+            one_scales = {name: scale_for(bound) for name, bound in self._bounds.items()}
+            values = np.array([*one_scales.values(), 1.0], np.float32)
+            filled = np.repeat(values[:, None], rounded_up(max(rows, 4), 1), axis=1)
+            self._scales = one_scales, cupy.asarray(filled)
+        one_scales, arrays = self._scales
+        names = [*one_scales, name]  # attention has the last array
+        return arrays[names.index(name), :rows], one_scales.get(name)
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
         """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf."""
-        tensors = {**self.given(), "ln_f": hidden}
+        tensors = {**self.prompt_weights(head=True), "ln_f": hidden}
         for first in range(0, len(hidden), ROWS_AT_ONCE):
-            plan = head_plan(self.config, len(hidden), first, self.on_tensor_cores)
+            plan = head_plan(self.config, len(hidden), first, self.products)
             count = min(len(hidden) - first, ROWS_AT_ONCE)
             logits = self.logits_buffer(len(hidden))[:count]
             program = Program(plan, {**tensors, plan.output: logits})
@@ -350,13 +440,14 @@ class CudaModel:
             self._logits_buffer = cupy.empty((rounded_up(rows, 1), head.N), "float32")
         return self._logits_buffer[:rows]
 
-    def activations(self, rows: int, dtype: str) -> list[CudaArray]:
+    def activations(self, rows: int) -> list[CudaArray]:
         """Buffers of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C), ff (rows, 4C).
 
         All prefills share them, as one runs at a time. A prefill with more rows allocates buffers
         of the next power of two; earlier programs keep theirs.
         """
         C = self.config.n_embd
+        dtype = {"16_bits": self.dtype, "fp8": "float16"}.get(self.products, "float32")
         if self._activations is None or len(self._activations[0]) < rows:
             room = rounded_up(rows, 1)
             sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)

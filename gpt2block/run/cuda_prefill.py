@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, Want
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
+from gpt2block.plan import Plan
 from gpt2block.run.model import Floats, Ids, cache_tensors
 from gpt2block.run.program import Program
+from gpt2block.weights.two_part import TwoPartMatrix
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_caches import CudaCache
@@ -43,7 +45,7 @@ class PrefillPrograms:
         N, B = shape.rows, shape.batch
         self._ends = L = B if shape.ends is None else shape.ends
         self.model: CudaModel = weakref.proxy(model)  # the owner of this object, through its caches
-        self.shape, self.n_ctx = shape, cache.n_ctx
+        self.shape = shape
         self.ends: list[int] = []
         self.states: list[Floats] = []
         self.out: CudaArray = None
@@ -52,14 +54,13 @@ class PrefillPrograms:
         sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
         ends = np.cumsum(list(sizes.values()))[:-1].tolist()
         batch = dict(zip(sizes, cupy.split(self._numbers, ends), strict=True))
-        dtype = model.dtype if shape.tensor_cores else "float32"
-        self._x, h, qkv, self._ff = model.activations(N, dtype)
+        self._x, self._h, self._qkv, self._ff = model.activations(N)
         self._tensors = {
-            **model.given(),
+            **model.prompt_weights(head=False),
             **batch,
             **cache_tensors(cache.layers, model.config.n_layer),
         }
-        self._tensors |= {"embedding": self._x, "h.0.ln1": h, "h.0.qkv": qkv}
+        self._tensors |= {"embedding": self._x, "h.0.ln1": self._h, "h.0.qkv": self._qkv}
         self._programs: dict[Want | None, Program] = {}
         self._shared: dict[str, Bound] = {}  # steps up to the last attention, common to all wants
 
@@ -72,14 +73,15 @@ class PrefillPrograms:
     def _bind(self, want: Want | None) -> Program:
         config, N = self.model.config, self.shape.rows
         plan = self.shape.plan(config, want)
-        storage: dict[str, CudaArray] = {"h.0.gelu": self._ff}
+        storage: dict[str, Any] = {"h.0.gelu": self._ff}
+        if self.shape.products == "two_part":
+            storage |= self._two_part(plan)
         if want == "last":  # the last layer computes fewer rows
             gelu = f"h.{config.n_layer - 1}.gelu"
-            rows = cupy.empty(
-                (self._ends, 4 * config.n_embd), "float32"
-            )  # tensor cores leave float32 there
-            storage[gelu] = rows if self.shape.tensor_cores else self._ff[: self._ends]
-        if want == "hidden" and self.shape.tensor_cores:
+            few = (self._ends, 4 * config.n_embd)  # tensor cores leave float32 there
+            in_turn = self._ff[: self._ends]
+            storage[gelu] = cupy.empty(few, "float32") if self.shape.tensor_cores else in_turn
+        if want == "hidden" and self.shape.tensor_cores and "ln_f" not in storage:
             storage["ln_f"] = cupy.empty(self._x.shape, "float32")
         if want == "log_likelihood":
             scores = cupy.empty(N, "float32")
@@ -89,11 +91,28 @@ class PrefillPrograms:
                 storage[f"logits.{first}"] = logits[:count]
                 storage[f"scores.{first}"] = scores[first : first + count]
             storage["scores"] = scores
+        if want == "log_likelihood":
+            storage |= self.model.prompt_weights(head=True)
         program = Program(plan, {**self._tensors, **storage}, self._shared)
         if not self._shared:
             attended = plan.names.index(f"h.{config.n_layer - 1}.attn") + 1
             self._shared = {name: program.bounds[name] for name in plan.names[:attended]}
         return program
+
+    def _two_part(self, plan: Plan) -> dict[str, Any]:
+        """Storage of steps whose result is a TwoPartMatrix, or float32 in its memory."""
+        N, C = self._x.shape
+        kinds = {"ln1": self._h, "attn": self._h, "ln2": self._h, "qkv": self._qkv}
+        kinds["gelu"] = self._ff
+        storage: dict[str, Any] = {"ln_f": self._h}
+        made = {step.name for step in plan.steps if step.op in ("attention_varlen", "two_part")}
+        for name in plan.operands | made:
+            memory = kinds[name.rpartition(".")[2]]
+            parts = memory.view("float16").reshape(2, *memory.shape)
+            scale, one_scale = self.model.scales(name, N)
+            storage[name] = TwoPartMatrix(parts, scale, memory.shape, one_scale)
+        cached = self._ff.reshape(-1)[: N * C].reshape(N, C)
+        return storage | {"h.0.attn_cached": cached}
 
     def run(
         self,
@@ -139,8 +158,6 @@ class PrefillPrograms:
         positions[:N] = np.arange(N) - np.repeat(ends - lengths - starts[rows], lengths)
         row[:N] = np.repeat(rows, lengths)
         last[: len(ends)] = np.maximum(ends - 1, 0)
-        if shape.tensor_cores:  # attention over the cache skips new sequences, marked by
-            starts = np.where(starts, starts, self.n_ctx)  # a start beyond its end
         parts = (tokens, targets, positions, row, [0], np.cumsum(of_row), starts, last)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 

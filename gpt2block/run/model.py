@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.cuda.kernels import FP8, STORAGE
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix, check_finite, on_host
@@ -22,12 +22,11 @@ Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout 
 Want = Literal["logits", "last", "hidden", "states"]
 
 DTYPES = (*STORAGE, *FP8)
-_KV_CACHE = {"float32": "float32", "float16": "float16"}
 
 
 def kv_cache_dtype(dtype: str) -> str:
-    """The dtype of the KV cache for weights of `dtype`: bfloat16 for FP8 weights."""
-    return _KV_CACHE.get(dtype, "bfloat16")
+    """The dtype of the KV cache for weights of `dtype`: float16 for FP8 weights."""
+    return CACHE_WITH_FP8 if dtype in FP8 else dtype
 
 
 def stored_tensors(

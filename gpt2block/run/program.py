@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import reference
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.kernels import Launch
@@ -16,6 +17,8 @@ from gpt2block.ops.attention_cached import bind as bind_attention_packed
 from gpt2block.ops.attention_cached import bind_append, bind_split
 from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.two_part import bind as bind_two_part
+from gpt2block.ops.two_part import bind_take
 from gpt2block.plan import Plan, Step
 from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -37,6 +40,8 @@ Runnable = Launch | _Take
 
 def _take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     source, indices = inputs
+    if isinstance(source, TwoPartMatrix):
+        return bind_take(inputs, out)
     if out is None:
         out = cupy.empty((len(indices), *source.shape[1:]), source.dtype)
     return Bound(out, (_Take(source, indices, out),))  # type: ignore[arg-type]
@@ -58,6 +63,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "rows": lambda inputs, out, first, end: Bound(inputs[0][first:end], ()),
     "kv_append": _append,
     "attention_packed": bind_attention_packed,
+    "two_part": bind_two_part,
     "attention_varlen": _varlen,
     "attention_split": bind_split,
     "linear_qkv": lambda inputs, out, eps: bind_qkv(*(*inputs, out, eps)),
@@ -182,9 +188,24 @@ class Program:
 
 
 def _fill(array: CudaArray, exact: NDArray[Any]) -> None:
-    """Copy `exact` to the leading part of an array, rounded to its dtype."""
+    """Copy `exact` to the leading part of an array, rounded to its dtype, or to two parts."""
+    if isinstance(array, TwoPartMatrix):
+        parts, scale = reference.two_part(exact.astype(np.float32))
+        if array.one_scale is not None:
+            parts, scale = _with_scale(exact, array.one_scale)
+        array.parts[...] = cupy.asarray(parts)
+        array.scale[...] = cupy.asarray(scale)
+        return
     part = array[tuple(slice(n) for n in exact.shape)]
     part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
+
+
+def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    """`reference.two_part` with a given scale for all rows."""
+    scaled = (x / scale).astype(np.float32)
+    high = scaled.astype(np.float16)
+    low = ((scaled - high) * np.float32(2048)).astype(np.float16)
+    return np.stack([high, low]), np.full(len(x), scale, np.float32)
 
 
 def capture(launches: Iterable[Runnable], stream: Any, overlapping: bool) -> Any:

@@ -11,17 +11,22 @@
 //
 // A warp has 16 queries. The notes of attention/mma.cu apply here too, with these differences:
 //
+//   keys      two warps share 16 queries: each takes one half of every tile of keys. So the last queries of a sequence,
+//             which have most keys, take half as long. At the end the second warp passes its sums to the first
 //   scores    the scales of query and key are applied separately: (hi hi + ...) scale[j], then scale[i] UNIT in the
 //             argument of exp2
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
 //             is the largest scale so far, and O is in its units. The denominator sums P alone
+//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same with fewer registers, so that with
+//             a causal mask a multiprocessor holds two blocks
 //   sums      tensor cores truncate their sums: the product of each tile is added to O by a float32 addition
 //
 // If hi is not finite, lo is 0. Such a value makes every result that it reaches not finite, but not always the same as
 // in float32: infinity can become NaN.
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory ATT_STAGES STAGE bytes. Arrays are
-// aligned to 16 bytes; the second parts are then aligned too, as C is a multiple of 64.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the queries
+// in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; the second parts are then aligned too, as C is a multiple of
+// 64.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
@@ -35,21 +40,25 @@
 #ifndef ATT_CAUSAL
 #define ATT_CAUSAL 1
 #endif
-#ifndef ATT_WARPS
+#ifndef ATT_ONE_SCALE
+#define ATT_ONE_SCALE 0
+#endif
+#ifndef ATT_WARPS  // of each half of the keys
 #define ATT_WARPS 4
 #endif
 #ifndef ATT_STAGES
 #define ATT_STAGES 3
 #endif
 #ifndef ATT_BLOCKS  // that an SM must be able to hold
-#define ATT_BLOCKS 2
+#define ATT_BLOCKS 1
 #endif
 
-constexpr int THREADS = 32 * ATT_WARPS, QUERIES = 16 * ATT_WARPS;
+constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 4 * TILE;  // K hi, K lo, V hi, V lo
-static_assert(2 * QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
+constexpr int OWN = KEYS / 2;    // keys of a tile that a warp takes
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
+static_assert(4 * 38 * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
 // Two floats, each as hi + lo / 2048.
 struct Split {
@@ -66,15 +75,15 @@ struct Split {
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8.
 struct Queries {
     static constexpr float CROSS = 1.0f / 2048;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    static constexpr bool ALL_MASKED = true;  // there the compiler fits only one of the two variants into registers
+#if ATT_BLOCKS > 1 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
+    static constexpr bool ALL_MASKED = true;  // then only this variant fits into registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
-    unsigned hi[4][4], lo[4][4];
     float out[8][4];
-    float unit[2];                       // the row's scale, in units of exp2's argument
-    float sum[2], reference[2], top[2];  // the sum covers this lane's keys; top: the largest scale so far
+    float unit[2];               // the row's scale, with ATT_ONE_SCALE its square, in units of exp2's argument
+    float sum[2], reference[2];  // the sum covers this lane's keys
+    float top[2];                // the largest scale so far
 
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
@@ -82,19 +91,10 @@ struct Queries {
         for (int n = 0; n < 8; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            unit[r] = 8 * r + g < left ? __ldcg(scale + 8 * r + g) * UNIT : 0.0f;
+            const float own = __ldcg(scale + (ATT_ONE_SCALE || 8 * r + g >= left ? 0 : 8 * r + g));
+            unit[r] = ATT_ONE_SCALE ? own * UNIT * own : own * UNIT;
             sum[r] = top[r] = 0.0f;
             reference[r] = -INFINITY;
-        }
-    }
-
-    __device__ __forceinline__ void load(const char* rows) {
-        const int lane = threadIdx.x % 32;
-        rows += lane % 16 * PITCH + lane / 16 * 16;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            load_matrices<false>(hi[k][0], hi[k][1], hi[k][2], hi[k][3], rows + 32 * k);
-            load_matrices<false>(lo[k][0], lo[k][1], lo[k][2], lo[k][3], rows + QUERIES * PITCH + 32 * k);
         }
     }
 
@@ -107,60 +107,62 @@ struct Queries {
         return MASKED && 8 * n > (ATT_CAUSAL ? seen + 15 : seen);
     }
 
-    // Processes a tile of keys, of which `there` exist. With MASKED, not all queries see all keys: if causal, row i of
-    // the warp sees keys 0 .. seen + i of the tile; else all rows see 0 .. seen.
+    // Processes the warp's keys of a tile, of which `there` exist. With MASKED, not all queries see all of them: if
+    // causal, row i of the warp sees keys 0 .. seen + i; else all rows see 0 .. seen. rows: the high parts of the
+    // queries; QUERIES rows further are the low parts.
     template <bool MASKED>
-    __device__ __forceinline__ void take(const char* stage, const float* scale, int there, int seen) {
+    __device__ __forceinline__ void take(const char* rows, const char* stage, const float* scale, int there, int seen) {
         const int lane = threadIdx.x % 32, t = lane % 4;
         const int sees = seen + (ATT_CAUSAL ? lane / 4 : 0) - 2 * t;  // of key 2 t, row g
-        float of_key[8][2], s[8][4];
-        multiply_keys<MASKED>(s, stage, seen);
+        float of_key[OWN / 8][2], s[OWN / 8][4];
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < OWN / 8; ++n) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int key = 8 * n + 2 * t + e;
-                of_key[n][e] = __ldcg(scale + (MASKED ? min(key, there - 1) : key));
+                of_key[n][e] = ATT_ONE_SCALE ? 1.0f : __ldcg(scale + (MASKED ? min(key, there - 1) : key));
             }
         }
+        multiply_keys<MASKED>(s, rows, stage, seen);
         float largest[2] = {-INFINITY, -INFINITY}, highest[2] = {top[0], top[1]};
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < OWN / 8; ++n) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const bool visible = !MASKED || 8 * n + e % 2 - (ATT_CAUSAL ? 8 * (e / 2) : 0) <= sees;
                 s[n][e] = visible ? s[n][e] * of_key[n][e % 2] : -INFINITY;
                 largest[e / 2] = fmaxf(largest[e / 2], s[n][e]);
-                highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
+                if (!ATT_ONE_SCALE) highest[e / 2] = fmaxf(highest[e / 2], visible ? of_key[n][e % 2] : 0.0f);
             }
         }
-        float base[2], factor[2], shrink[2], down[2];
+        float base[2], factor[2], down[2] = {1.0f, 1.0f};
         bool moves = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float old = reference[r], next = fmaf(lanes_max<4>(largest[r]), unit[r], -BELOW);
-            const float higher = lanes_max<4>(highest[r]);
             const bool passes = next > old + (AT_MOST - BELOW);
             factor[r] = passes ? exp2_fast(old - next) : 1.0f;
+            sum[r] *= factor[r];
             reference[r] = passes ? next : old;
             base[r] = reference[r] == -INFINITY ? 0.0f : -reference[r];
+            moves |= passes;
+            if (ATT_ONE_SCALE) continue;
+            const float higher = lanes_max<4>(highest[r]);
             down[r] = inverse(higher);
-            shrink[r] = top[r] * down[r];  // 1 in most cases
-            moves |= passes || higher > top[r];
+            factor[r] *= top[r] * down[r];  // times 1 in most cases
+            moves |= higher > top[r];
             top[r] = higher;
         }
         if (__any_sync(0xffffffffu, moves)) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
-#pragma unroll
             for (int n = 0; n < 8; ++n) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2] * shrink[e / 2];
+                for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
             }
         }
-        unsigned p[4][4], q[4][4];  // hi and lo
+        unsigned p[OWN / 16][4], q[OWN / 16][4];  // hi and lo
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < OWN / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // i % 2: the row; i / 2: the half of the 16 keys
                 const int n = 2 * k + i / 2, r = i % 2;
@@ -177,112 +179,132 @@ struct Queries {
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void multiply_keys(float (&s)[8][4], const char* keys, int seen) const {
+    static __device__ __forceinline__ void multiply_keys(float (&s)[OWN / 8][4], const char* rows, const char* keys,
+                                                         int seen) {
         const int lane = threadIdx.x % 32;
-        keys += (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+        rows += lane % 16 * PITCH + lane / 16 * 16;
+        keys += lane % 8 * PITCH + lane / 8 % 2 * 16 + lane / 16 * TILE;  // the upper lanes load low parts
+        float cross[OWN / 8][4] = {};
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            float cross[2][4] = {};
+        for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) s[n + i][0] = s[n + i][1] = s[n + i][2] = s[n + i][3] = 0.0f;
-            if (hidden<MASKED>(n, seen)) continue;
+        for (int k = 0; k < 4; ++k) {
+            unsigned hi[4], lo[4];
+            load_matrices<false>(hi[0], hi[1], hi[2], hi[3], rows + 32 * k);
+            load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                unsigned b[2][2], c[2][2];
-                load_matrices<false>(b[0][0], b[0][1], b[1][0], b[1][1], keys + 8 * n * PITCH + 32 * k);
-                load_matrices<false>(c[0][0], c[0][1], c[1][0], c[1][1], keys + TILE + 8 * n * PITCH + 32 * k);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    mma(s[n + i], hi[k], b[i]);
-                    mma(cross[i], hi[k], c[i]);
-                    mma(cross[i], lo[k], b[i]);
-                }
+            for (int n = 0; n < OWN / 8; ++n) {
+                if (hidden<MASKED>(n, seen)) continue;
+                unsigned b[2], c[2];
+                load_matrices<false>(b[0], b[1], c[0], c[1], keys + 8 * n * PITCH + 32 * k);
+                mma(s[n], hi, b);
+                mma(cross[n], hi, c);
+                mma(cross[n], lo, b);
             }
+        }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+        for (int n = 0; n < OWN / 8; ++n) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[n + i][e] = fmaf(cross[i][e], CROSS, s[n + i][e]);
-            }
+            for (int e = 0; e < 4; ++e) s[n][e] = fmaf(cross[n][e], CROSS, s[n][e]);
         }
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void multiply_values(const unsigned (&p)[4][4], const unsigned (&q)[4][4],
+    __device__ __forceinline__ void multiply_values(const unsigned (&p)[OWN / 16][4], const unsigned (&q)[OWN / 16][4],
                                                     const char* values, int seen) {
         const int lane = threadIdx.x % 32;
-        values += lane % 16 * PITCH + lane / 16 * 16;
+        values += lane % 16 * PITCH + lane / 16 * TILE;
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            float sums[2][4] = {}, cross[2][4] = {};
+        for (int n = 0; n < 8; ++n) {
+            float sums[4] = {}, cross[4] = {};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {  // 16 keys
+            for (int k = 0; k < OWN / 16; ++k) {  // 16 keys
                 if (hidden<MASKED>(2 * k, seen)) continue;
-                unsigned b[2][2], c[2][2];
-                load_matrices<true>(b[0][0], b[0][1], b[1][0], b[1][1], values + 16 * k * PITCH + 16 * n);
-                load_matrices<true>(c[0][0], c[0][1], c[1][0], c[1][1], values + TILE + 16 * k * PITCH + 16 * n);
-                if (MASKED && ATT_CAUSAL && 16 * k == seen) take_apart(out + n, p[k], b, c);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    mma(sums[i], p[k], b[i]);
-                    mma(cross[i], p[k], c[i]);
-                    mma(cross[i], q[k], b[i]);
-                }
+                unsigned b[2], c[2];
+                load_matrices<true>(b[0], b[1], c[0], c[1], values + 16 * k * PITCH + 16 * n);
+                if (MASKED && ATT_CAUSAL && 16 * k == seen) take_apart(out[n], p[k], b, c);
+                mma(sums, p[k], b);
+                mma(cross, p[k], c);
+                mma(cross, q[k], b);
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[n + i][e] += fmaf(cross[i][e], CROSS, sums[i][e]);
-            }
+            for (int e = 0; e < 4; ++e) out[n][e] += fmaf(cross[e], CROSS, sums[e]);
         }
     }
 
     // For 16 keys of which query i sees 0 .. i: removes values that are not finite from b and c, and adds them, key by
     // key, to the queries that see them.
-    static __device__ __forceinline__ void take_apart(float (*out)[4], const unsigned (&p)[4], unsigned (&b)[2][2],
-                                                      unsigned (&c)[2][2]) {
+    static __device__ __forceinline__ void take_apart(float (&out)[4], const unsigned (&p)[4], unsigned (&b)[2],
+                                                      unsigned (&c)[2]) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        unsigned found = 0;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            found |= not_finite(b[i][0]) | not_finite(b[i][1]) | not_finite(c[i][0]) | not_finite(c[i][1]);
-        }
+        const unsigned found = not_finite(b[0]) | not_finite(b[1]) | not_finite(c[0]) | not_finite(c[1]);
         if (!__any_sync(0xffffffffu, found != 0)) return;
-        unsigned wild[2][2];
+        unsigned wild[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                wild[i][j] = b[i][j] & (not_finite(b[i][j]) >> 15) * 0xffffu;
-                b[i][j] ^= wild[i][j];
-                c[i][j] &= ~((not_finite(c[i][j]) >> 15) * 0xffffu);
-            }
+        for (int j = 0; j < 2; ++j) {
+            wild[j] = b[j] & (not_finite(b[j]) >> 15) * 0xffffu;
+            b[j] ^= wild[j];
+            c[j] &= ~((not_finite(c[j]) >> 15) * 0xffffu);
         }
 #pragma unroll 1
         for (int key = 0; key < 16; ++key) {
             const unsigned pair = key / 2 % 4 == t ? (key % 2 ? 0xffff0000u : 0xffffu) : 0u;
             const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
             const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
+            const unsigned of_key[2] = {wild[0] & first, wild[1] & second};
+            float then[4] = {out[0], out[1], out[2], out[3]};
+            mma(then, a, of_key);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const unsigned of_key[2] = {wild[i][0] & first, wild[i][1] & second};
-                float then[4] = {out[i][0], out[i][1], out[i][2], out[i][3]};
-                mma(then, a, of_key);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (g + 8 * (e / 2) >= key && !is_finite(then[e])) out[i][e] = then[e];
-                }
+            for (int e = 0; e < 4; ++e) {
+                if (g + 8 * (e / 2) >= key && !is_finite(then[e])) out[e] = then[e];
             }
         }
     }
 
-    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null.
-    __device__ __forceinline__ void store(T* to, float* scale, long long part, long long stride, int left) const {
+    // Passes the state to the warp with the same queries; `to` and `from`: a thread's places, HALF floats apart.
+    __device__ __forceinline__ void give(float* to) const {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) to[i * HALF] = out[i / 4][i % 4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            to[(32 + r) * HALF] = sum[r];
+            to[(34 + r) * HALF] = reference[r];
+            to[(36 + r) * HALF] = top[r];
+        }
+    }
+
+    __device__ __forceinline__ void add(const float* from) {
+        float own[2], others[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float other = from[(34 + r) * HALF], both = fmaxf(reference[r], other);
+            const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
+            own[r] = exp2_fast(reference[r] - point);
+            others[r] = exp2_fast(other - point);
+            sum[r] = fmaf(sum[r], own[r], from[(32 + r) * HALF] * others[r]);
+            if (ATT_ONE_SCALE) continue;
+            const float their_top = from[(36 + r) * HALF], higher = fmaxf(top[r], their_top), down = inverse(higher);
+            own[r] *= top[r] * down;
+            others[r] *= their_top * down;
+            top[r] = higher;
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            float& o = out[i / 4][i % 4];
+            o = fmaf(o, own[i % 4 / 2], from[i * HALF] * others[i % 4 / 2]);
+        }
+    }
+
+    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null; with
+    // ATT_ONE_SCALE they are `one`.
+    __device__ __forceinline__ void store(T* to, float* scale, float one, long long part, long long stride,
+                                          int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float factor = 1.0f / lanes_sum<4>(sum[r]);
             const int row = 8 * r + g;
-            if (scale && t == 0 && row < left) scale[row] = top[r];
+            if (scale && t == 0 && row < left) scale[row] = ATT_ONE_SCALE ? one : top[r];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 unsigned v[4], w[4];
@@ -327,9 +349,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     const long long stride = 3LL * C, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
+    char* const asking = ring + ATT_STAGES * STAGE;  // the queries
     for (int i = 0; i < 2; ++i) {
-        char* to = ring + (ATT_STAGES - 1) * STAGE + i * QUERIES * PITCH;
-        copy_rows<QUERIES>(to, head + i * part + job.first * stride, stride, left);
+        copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
     }
     int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
@@ -346,32 +368,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
 #pragma unroll 1
     for (int i = 0; i < ATT_STAGES - 1; ++i) ask(ring + i * STAGE);
 
-    const int warp = threadIdx.x / 32 * 16;  // the warp's first query in the block's tile
+    const int warp = threadIdx.x % HALF / 32 * 16;      // the warp's first query in the block's tile
+    const int own = __shfl_sync(0xffffffffu, threadIdx.x / HALF, 0) * OWN;  // and its first key in a tile of keys
     const int first = job.first + warp;
-    Queries queries(scale + first, job.length - first);
-    wait_for_groups<ATT_STAGES - 2>();
-    __syncthreads();
-    queries.load(ring + (ATT_STAGES - 1) * STAGE + warp * PITCH);
-    char *stage = ring, *empty = ring + (ATT_STAGES - 1) * STAGE;
+    Queries queries(first < job.length ? scale + first : scale, job.length - first);
+    int stage = 0, empty = (ATT_STAGES - 1) * STAGE;
 #pragma unroll 1
     for (int key = 0; key < keys; key += KEYS) {
         wait_for_groups<ATT_STAGES - 2>();
-        __syncthreads();  // the tile is complete, and no thread still reads the previous one or the queries
-        ask(empty);
-        const int seen = (ATT_CAUSAL ? first : job.length - 1) - key;
+        __syncthreads();  // the tile and the queries are complete, and no thread still reads the previous tile
+        ask(ring + empty);
+        const char *const asked = asking + warp * PITCH, *const tile = ring + stage + own * PITCH;
+        const int from = key + own, seen = (ATT_CAUSAL ? first : job.length - 1) - from;
         if (first < job.length && seen >= 0) {
-            if (seen >= KEYS - 1 && !Queries::ALL_MASKED) {
-                queries.take<false>(stage, scale + key, job.length - key, seen);
+            if (seen >= OWN - 1 && !Queries::ALL_MASKED) {
+                queries.take<false>(asked, tile, scale + from, job.length - from, seen);
             } else {
-                queries.take<true>(stage, scale + key, job.length - key, seen);
+                queries.take<true>(asked, tile, scale + from, job.length - from, seen);
             }
         }
         empty = stage;
-        stage = stage == ring + (ATT_STAGES - 1) * STAGE ? ring : stage + STAGE;
+        stage = stage == (ATT_STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
+    __syncthreads();  // no thread still reads the ring
+    float* const passed = reinterpret_cast<float*>(ring) + threadIdx.x % HALF;
+    if (own > 0) queries.give(passed);
+    __syncthreads();
+    if (own > 0) return;
+    queries.add(passed);
     const long long row = job.row + first;
     float* top = job.head == 0 ? out_scale + row : nullptr;
-    queries.store(out_parts + row * C + SIZE * job.head, top, rows * C, C, job.length - first);
+    queries.store(out_parts + row * C + SIZE * job.head, top, __ldcg(scale), rows * C, C, job.length - first);
 #else
     asm("trap;");
 #endif

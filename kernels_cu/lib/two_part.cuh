@@ -34,6 +34,13 @@ __device__ __forceinline__ void low_parts(const float (&v)[WIDTH], float (&low)[
     }
 }
 
+// The numbers that high and low parts represent, into `high`.
+template <int WIDTH>
+__device__ __forceinline__ void join(float (&high)[WIDTH], const float (&low)[WIDTH], float scale) {
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) high[e] = fmaf(low[e], 1.0f / LOW, high[e]) * scale;
+}
+
 // A sum of products: `high` of high parts, `cross` of products with a low part. If `high` is infinite or NaN, `cross`
 // is ignored: it could have the opposite sign or be NaN (infinity times a low part of 0).
 __device__ __forceinline__ float sum_of(float high, float cross) {

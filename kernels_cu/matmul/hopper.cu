@@ -1,8 +1,8 @@
 // GEMM for Hopper: TMA, wgmma, warp specialisation, a persistent grid.
 //
-//   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
+//   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. matmul/hopper.cuh describes
+// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED. matmul/hopper.cuh describes
 // the organisation of a block. The products along K are added in the same order for every tile, so a row has the same
 // bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a
 // tile's K, exchange their sums through shared memory, and each block finishes a part of the columns.
@@ -27,14 +27,25 @@
 #ifndef GEMM_FLOAT_OUT  // out and residual are float
 #define GEMM_FLOAT_OUT 0
 #endif
+#ifndef GEMM_SCALED
+#define GEMM_SCALED 0
+#endif
 
 struct Rest {  // shared memory after the ring, the chunks and the received sums
-    float bias[CONSUMERS][PART_N];
+    float bias[CONSUMERS][(1 + GEMM_SCALED) * PART_N];  // followed by w_scale
     Barriers barriers;
 };
 
-__device__ __forceinline__ float finished(float sum, float bias) {
-    return GEMM_GELU ? gelu_fast(sum + bias) : sum + bias;
+// Two neighbouring outputs, from their sums; column: in `bias`.
+__device__ __forceinline__ float2 finished(const float* sums, const float* bias, int column) {
+    const float2 b = pair_at(bias, column);
+    float2 v = {sums[0], sums[1]};
+    if (GEMM_SCALED) {
+        const float2 scale = pair_at(bias, PART_N + column);
+        v.x *= scale.x, v.y *= scale.y;
+    }
+    v.x += b.x, v.y += b.y;
+    return GEMM_GELU ? float2{gelu_fast(v.x), gelu_fast(v.y)} : v;
 }
 
 // Stores floats: pairs of columns, 32 bytes of a row by 4 lanes, directly to memory. Several residuals are loaded at
@@ -66,19 +77,18 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
             if (first + i >= BLOCKS) break;
             const int column = lane_column + 8 * (first + i);
             if (column >= N) continue;
-            const float2 b = pair_at(bias, 8 * (first + i) + 2 * (group.lane % 4));
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 const int row = lane_row + half / 2 * 64 + half % 2 * 8;
                 if (row >= M) continue;
                 const float* sum = sums[half / 2] + 4 * (first + i) + half % 2 * 2;
-                float2 y = {finished(sum[0], b.x), finished(sum[1], b.y)};
+                float2 y = finished(sum, bias, 8 * (first + i) + 2 * (group.lane % 4));
                 if (GEMM_RESIDUAL) y.x += r[i][half].x, y.y += r[i][half].y;
                 *reinterpret_cast<float2*>(out + (long long)row * N + column) = y;
             }
         }
     }
-    group.sync();  // the biases are no longer needed
+    group.sync();  // biases and scales are no longer needed
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) gemm_hopper(
@@ -86,6 +96,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ TensorMap w,         // (1, N, K)
     const __grid_constant__ TensorMap residual,  // (1, M, N), with GEMM_RESIDUAL
     const __grid_constant__ TensorMap out,       // (1, M, N)
+    const float* __restrict__ w_scale,           // (N), with GEMM_SCALED
     const float* __restrict__ bias,              // (N) or null
     const float* residual_float,                 // (M, N); with GEMM_FLOAT_OUT used instead of the maps
     float* out_float,                            // (M, N)
@@ -122,11 +133,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (GEMM_RESIDUAL && !GEMM_FLOAT_OUT) chunks.ask(residual, 0, BUFFERS, row, column);
         for (int c = group.thread; c < PART_N; c += GROUP) {
             own_bias[c] = bias && column + c < N ? bias[column + c] : 0.0f;
+            if (GEMM_SCALED) own_bias[PART_N + c] = column + c < N ? w_scale[column + c] : 0.0f;
         }
         Sums sums;
         wait_for_turn(barriers, group, i);
         multiply_tile(sums, ring, barriers, group, count, at.last - at.first);
-        group.sync();  // the biases are complete
+        group.sync();  // biases and scales are complete
 #if GEMM_SPLITS == 1
         const Finals& finals = sums;
 #else
@@ -138,9 +150,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         } else {
             chunks.store<PART_N>(
                 [&](int m, int block, int half, float (&v)[2]) {
-                    const float2 b = pair_at(own_bias, 8 * block + 2 * (group.lane % 4));
-                    const float* sum = finals[m] + 4 * block + 2 * half;
-                    v[0] = finished(sum[0], b.x), v[1] = finished(sum[1], b.y);
+                    const float* sums = finals[m] + 4 * block + 2 * half;
+                    const float2 y = finished(sums, own_bias, 8 * block + 2 * (group.lane % 4));
+                    v[0] = y.x, v[1] = y.y;
                 },
                 residual, out, row, column);
         }

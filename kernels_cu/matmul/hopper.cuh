@@ -57,6 +57,9 @@
 #ifndef GEMM_DOWN  // 1: consecutive tiles are below each other; 0: next to each other
 #define GEMM_DOWN 0
 #endif
+#ifndef GEMM_EARLY  // 1: w is loaded before the previous kernel has ended, which therefore must not write it
+#define GEMM_EARLY 1
+#endif
 #ifndef GEMM_GELU
 #define GEMM_GELU 0
 #endif
@@ -149,6 +152,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
         arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
         load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
     };
+    if (!GEMM_EARLY) wait_for_previous();
     int stage = 0;  // weights do not depend on the previous kernel, so load_slice() is called before the wait
     for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
         const int column = at.column();

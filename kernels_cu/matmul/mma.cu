@@ -1,9 +1,9 @@
 // GEMM on tensor cores with mma.sync, for sm_80 and newer:
 //
-//   out = [residual +] [gelu](a w^T + bias)     a (M, K), w (N, K), out and residual (M, N), bias (N)
+//   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-// a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. matmul/mma.cuh
-// has the tiles and their loop over K. A tile's sums go from registers directly to memory: a lane has 16 contiguous
+// a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale: with
+// GEMM_SCALED 1. matmul/mma.cuh has the tiles and their loop over K. A tile's sums go from registers directly to memory: a lane has 16 contiguous
 // bytes of a row and four lanes have 64, so neither shared memory nor a barrier is needed, and a warp that is done
 // continues with the next tile.
 //
@@ -24,6 +24,10 @@
 #include "lib/sm80.cuh"
 #include "matmul/mma.cuh"
 
+#ifndef GEMM_SCALED
+#define GEMM_SCALED 0
+#endif
+
 struct Total {
     Sums sums;
 
@@ -31,27 +35,37 @@ struct Total {
     __device__ __forceinline__ void slice(int) {}
 };
 
+// Loads a lane's columns of w_scale or bias.
+template <int WIDTH>
+__device__ __forceinline__ void load_columns(const float* from, float (&v)[WIDTH]) {
+    constexpr int LOAD = WIDTH < 4 ? WIDTH : 4;
+#pragma unroll
+    for (int e = 0; e < WIDTH; e += LOAD) {
+        float some[LOAD];
+        Vec<float, LOAD>::load(from + e).unpack(some);
+#pragma unroll
+        for (int i = 0; i < LOAD; ++i) v[e + i] = some[i];
+    }
+}
+
+struct Columns {
+    const float *w_scale, *bias;
+};
+
 // Stores groups of SIZE fragments: 2 SIZE contiguous columns per lane.
 template <int SIZE, typename Out>
 __device__ __forceinline__ void store_groups(const Sums& sums, int first, int last, const Tile& tile, const Warp& warp,
-                                             const float* bias, const Out* residual, Out* out, const Sizes& sizes) {
-    constexpr int WIDTH = 2 * SIZE, LOAD = WIDTH < 4 ? WIDTH : 4;
+                                             const Columns& of, const Out* residual, Out* out, const Sizes& sizes) {
+    constexpr int WIDTH = 2 * SIZE;
 #pragma unroll
     for (int f = first; f < last; f += SIZE) {
         const int column = tile.column + warp.column + 8 * f + WIDTH * warp.t;
         if (column >= sizes.N) continue;
         const int row = tile.row + warp.row + warp.g, rows = sizes.M - row;
         const long long at = (long long)row * sizes.N + column;
-        float b[WIDTH] = {};
-        if (bias) {
-#pragma unroll
-            for (int e = 0; e < WIDTH; e += LOAD) {
-                float some[LOAD];
-                Vec<float, LOAD>::load(bias + column + e).unpack(some);
-#pragma unroll
-                for (int i = 0; i < LOAD; ++i) b[e + i] = some[i];
-            }
-        }
+        float b[WIDTH] = {}, scale[WIDTH];
+        if (of.bias) load_columns(of.bias + column, b);
+        if (GEMM_SCALED) load_columns(of.w_scale + column, scale);
 #pragma unroll
         for (int m = 0; m < FRAGS_M; ++m) {
             Vec<Out, WIDTH> old[2];
@@ -70,7 +84,8 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
                 if (GEMM_RESIDUAL) old[i].unpack(r);
 #pragma unroll
                 for (int e = 0; e < WIDTH; ++e) {
-                    const float sum = sums[m][f + e / 2][2 * i + e % 2] + b[e];
+                    const float product = sums[m][f + e / 2][2 * i + e % 2];
+                    const float sum = (GEMM_SCALED ? product * scale[e] : product) + b[e];
                     v[e] = GEMM_GELU ? gelu_fast(sum) : sum;
                     if (GEMM_RESIDUAL) v[e] += r[e];
                 }
@@ -81,31 +96,32 @@ __device__ __forceinline__ void store_groups(const Sums& sums, int first, int la
 }
 
 template <typename Out>
-__device__ __forceinline__ void gemm(const T* a, const T* w, const float* bias, const Out* residual, Out* out,
+__device__ __forceinline__ void gemm(const T* a, const T* w, const Columns& of, const Out* residual, Out* out,
                                      const Sizes& sizes) {
     extern __shared__ __align__(128) char shared[];
     let_next_start();
     multiply_tiles<Total>(a, w, sizes, shared, [&](const Tile& tile, const Warp& warp, const Total& total) {
-        store_groups<GROUP>(total.sums, 0, WHOLE, tile, warp, bias, residual, out, sizes);
-        store_groups<2>(total.sums, WHOLE, EVEN, tile, warp, bias, residual, out, sizes);
-        store_groups<1>(total.sums, EVEN, FRAGS_N, tile, warp, bias, residual, out, sizes);
+        store_groups<GROUP>(total.sums, 0, WHOLE, tile, warp, of, residual, out, sizes);
+        store_groups<2>(total.sums, WHOLE, EVEN, tile, warp, of, residual, out, sizes);
+        store_groups<1>(total.sums, EVEN, FRAGS_N, tile, warp, of, residual, out, sizes);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, GEMM_BLOCKS) gemm_mma(
-    const T* a,                      // (M, K)
-    const T* __restrict__ w,         // (N, K)
-    const float* __restrict__ bias,  // (N) or null
-    const T* residual,               // (M, N), with GEMM_RESIDUAL 1
-    T* out,                          // (M, N)
-    const float* residual_float,     // (M, N); with GEMM_FLOAT_OUT 1 these are used instead of the two above
-    float* out_float,                // (M, N)
+    const T* a,                         // (M, K)
+    const T* __restrict__ w,            // (N, K)
+    const float* __restrict__ w_scale,  // (N), with GEMM_SCALED 1
+    const float* __restrict__ bias,     // (N) or null
+    const T* residual,                  // (M, N), with GEMM_RESIDUAL 1
+    T* out,                             // (M, N)
+    const float* residual_float,        // (M, N); with GEMM_FLOAT_OUT 1 these are used instead of the two above
+    float* out_float,                   // (M, N)
     int M, int N, int K) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if GEMM_FLOAT_OUT
-    gemm(a, w, bias, residual_float, out_float, Sizes{M, N, K});
+    gemm(a, w, {w_scale, bias}, residual_float, out_float, Sizes{M, N, K});
 #else
-    gemm(a, w, bias, residual, out, Sizes{M, N, K});
+    gemm(a, w, {w_scale, bias}, residual, out, Sizes{M, N, K});
 #endif
 #else
     asm("trap;");

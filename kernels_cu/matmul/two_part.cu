@@ -1,13 +1,14 @@
 // Conversion of rows of float to two parts and a scale each, the operands of the products with float accuracy
 // (lib/two_part.cuh describes the format):
 //
-//   x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
+//   split_rows   x (rows, K) -> parts (2, rows, K), hi and then lo, and scale (rows)
+//   join_rows    the inverse, for some rows: out[i] = row index[i], as float
 //
-// One warp per row. It reads the row twice: for the largest finite magnitude, found by shuffles, and for the parts; the
+// split_rows: one warp per row. It reads the row twice: for the largest finite magnitude, found by shuffles, and for the parts; the
 // second time most of the row is in the cache. Infinity and NaN stay in hi and do not affect the scale.
 //
-// block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)). SPLIT_WIDTH divides K; x is aligned to SPLIT_WIDTH floats,
-// parts to SPLIT_WIDTH halves.
+// block (32 * SPLIT_ROWS), grid (ceil(rows / SPLIT_ROWS)); of join_rows any block, grid (rows of out). SPLIT_WIDTH
+// divides K; x and out are aligned to SPLIT_WIDTH floats, parts to SPLIT_WIDTH halves.
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
@@ -58,5 +59,25 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
         low_parts(v, low);
         Vec<T, SPLIT_WIDTH>::store(parts + k, v);
         Vec<T, SPLIT_WIDTH>::store(parts + (long long)rows * K + k, low);
+    }
+}
+
+extern "C" __global__ void join_rows(
+    const T* parts,      // (2, rows, K)
+    const float* scale,  // (rows)
+    const int* index,    // (gridDim.x): rows
+    float* out,          // (gridDim.x, K)
+    int rows, int K) {
+    let_next_start();
+    wait_for_previous();
+    const long long row = __ldcg(index + blockIdx.x);
+    const float unit = __ldcg(scale + row);
+    parts += row * K;
+    for (int k = threadIdx.x * SPLIT_WIDTH; k < K; k += blockDim.x * SPLIT_WIDTH) {
+        float high[SPLIT_WIDTH], low[SPLIT_WIDTH];
+        load_fresh<T, SPLIT_WIDTH>(parts + k).unpack(high);
+        load_fresh<T, SPLIT_WIDTH>(parts + (long long)rows * K + k).unpack(low);
+        join(high, low, unit);
+        Vec<float, SPLIT_WIDTH>::store(out + (long long)blockIdx.x * K + k, high);
     }
 }

@@ -3,6 +3,9 @@
 // The search goes digit by digit, as in a radix sort, but it follows only the digit that contains the last token kept.
 // The first digit is that of (max l - l) / temperature, which spreads tokens evenly over the bins of a histogram; the
 // following digits are taken from the bits of l. Bins hold token counts or masses as 64-bit integers.
+//
+// Functions that are called from several places are not inlined: the file would compile twice as long as any other,
+// and the first token would wait for it.
 #pragma once
 #include "tokens/logits.cuh"
 
@@ -88,7 +91,7 @@ __device__ __forceinline__ u64 scan_warp(u64 value) {  // inclusive sum over the
     return value;
 }
 
-__device__ Scan scan_block(u64 value, Shared& s) {
+__device__ __noinline__ Scan scan_block(u64 value, Shared& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u64 own = scan_warp(value);
     if (lane == 31) s.parts[warp] = own;
@@ -107,7 +110,7 @@ __device__ __forceinline__ void add(Shared& s, int bin, u64 value) {
 
 // Finds the first bin at which the running sum reaches `need`, and the part of `need` that this bin contributes. Clears
 // the histogram. Returns false if the sum of all bins is less than `need`.
-__device__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
+__device__ __noinline__ bool find(Shared& s, u64 need, int& digit, u64& rest) {
     __syncthreads();
     u64 own[OWN], sum = 0;
 #pragma unroll
@@ -163,7 +166,7 @@ struct Candidates {
     // Counts the candidates and stores them in the list if they fit. With MASSES also returns the masses of the whole
     // row and of the candidates.
     template <bool MASSES>
-    __device__ void gather(const Row& row, Shared& s, u64& of_row, u64& of_these) {
+    __device__ __noinline__ void gather(const Row& row, Shared& s, u64& of_row, u64& of_these) {
         __syncthreads();
         if (threadIdx.x == 0) s.count = 0;
         __syncthreads();
@@ -187,7 +190,7 @@ struct Candidates {
         of_these = scan_block(these, s).total;
     }
 
-    __device__ u64 mass(const Row& row, Shared& s) const {
+    __device__ __noinline__ u64 mass(const Row& row, Shared& s) const {
         u64 sum = 0;
         each(row, s, [&](float l) { sum += row.mass(l); });
         return scan_block(sum, s).total;
@@ -207,7 +210,7 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
 // Returns the smallest l of the fewest largest candidates whose sum reaches `need`. The sum is their number or, with
 // MASSES, their mass; `need` is at most the sum of all candidates.
 template <bool MASSES>
-__device__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need) {
+__device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need) {
     int digit;
     u64 none;
     among.each(row, s, [&](float l) { add(s, (int)row.position(l), MASSES ? row.mass(l) : 1); });
