@@ -24,7 +24,7 @@ EPS = 1e-5
 
 def normalized(x: Array, gamma: Array, beta: Array) -> Array:
     """The kernel's result, from poisoned memory."""
-    arrays = tuple(map(cupy.asarray, (x, gamma, beta)))
+    arrays = tuple(cupy.asarray(a) for a in (x, gamma, beta))
     out = cupy.full(x.shape, np.nan, "float32")
     result: Array = bind(arrays, out, eps=EPS, variant="decode").run().get()
     return result
@@ -36,7 +36,8 @@ def test_is_as_accurate_as_a_loop(device: Any, C: int) -> None:
     """Of rows that fill blocks and of those that do not, with loads of 1, 2 and 4 values."""
     gamma, beta = plain.normal(1, C), plain.normal(2, C)
     for x in (plain.normal(0, 13, C), plain.normal(0, 2, C) + np.float32(1000)):
-        exact = reference.layernorm(*(a.astype(np.float64) for a in (x, gamma, beta)), EPS)
+        wide, g, b = (a.astype(np.float64) for a in (x, gamma, beta))
+        exact = reference.layernorm(wide, g, b, EPS)
         by_loop = plain.layernorm(x, gamma, beta, EPS)
         plain.assert_as_accurate(normalized(x, gamma, beta), exact, by_loop)
 
