@@ -259,7 +259,7 @@ class GPT2:
         stop_ids: Iterable[int] | None = None,
         samples: int = 1,
         overflow: Overflow = "error",
-        rows_at_once: int = 16,
+        rows_at_once: int | None = None,
     ) -> Any:
         """Continue a prompt (text or token ids), or each of a list.
 
@@ -281,11 +281,12 @@ class GPT2:
         samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.
-        rows_at_once: continuations computed together; results do not depend on it.
+        rows_at_once: continuations computed together; results do not depend on it. The next one
+            starts when one has ended. None: up to 512 on a GPU, as half of its free memory allows.
 
         Raises InputError for wrong arguments (UnknownOption, a TypeError as well, for an unknown
         keyword), and for logits that are NaN or infinite; CheckpointError for text when the
-        tokenizer cannot be loaded.
+        tokenizer cannot be loaded; MemoryError when the GPU has no room for rows_at_once.
         """
         from gpt2block.text import generation  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ no step of a row whose cache is full.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.config import GPT2Config
-from gpt2block.run.model import CacheKind, Floats, Ids, Tensors, Want
+from gpt2block.run.model import CacheKind, Floats, Ids, Sampled, Start, Tensors, Want
 from gpt2block.sampling import Sampling
 
 END = "<|endoftext|>"
@@ -88,9 +88,8 @@ class MarkovEngine:
         logp = log_softmax(self.table)
         return [logp[ids[:-1], ids[1:]].astype(np.float32) for ids in sequences]
 
-    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> MarkovDecoding:
-        self._check(prompts)
-        self.decodings.append(MarkovDecoding(self, prompts, sampling))
+    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> MarkovDecoding:
+        self.decodings.append(MarkovDecoding(self, min(slots, 5) if fewer else slots, n_ctx))
         return self.decodings[-1]
 
     def _check(self, sequences: Sequence[Ids]) -> None:
@@ -104,43 +103,62 @@ class MarkovEngine:
 
 
 class MarkovDecoding:
-    def __init__(
-        self, engine: MarkovEngine, prompts: Sequence[Ids], sampling: Sequence[Sampling]
-    ) -> None:
-        self.engine, self.sampling = engine, sampling
-        self.lengths = [0] * len(prompts)
-        self._new = [len(ids) for ids in prompts]  # tokens that enter the cache next
-        self._last = [int(ids[-1]) for ids in prompts]
-        self._script = [iter(tokens) for tokens in engine.script or ()]
-        self._step = 0
+    """sampling: of the sequences in the order of their first starts."""
 
-    def next(self) -> tuple[Ids, Floats]:
-        for row, new in enumerate(self._new):
-            self.lengths[row] += new
-            assert self.lengths[row] <= self.engine.config.n_ctx
-        rows = self.engine.table[self._last]
+    def __init__(self, engine: MarkovEngine, slots: int, n_ctx: int) -> None:
+        self.engine, self.slots, self.n_ctx = engine, slots, n_ctx
+        self.sampling: list[Sampling] = []
+        self._script = iter([iter(tokens) for tokens in engine.script or ()])
+        self._scripts: dict[int, Iterator[int]] = {}  # by slot
+        self._rows: dict[int, Start] = {}
+        self._last: dict[int, int] = {}
+
+    def start(self, starts: Sequence[Start]) -> None:
+        assert starts
+        self.engine._check([start.ids for start in starts])
+        for start in starts:
+            assert 0 <= start.slot < self.slots
+            assert start.slot not in self._rows
+            assert 1 <= start.steps <= self.n_ctx - len(start.ids) + 1
+            if start.drawn:
+                assert start.seen is not None
+                assert start.seen[-len(start.ids) :].tolist() == start.ids.tolist()
+                self.engine.restarts.append((start.slot, start.ids.tolist()))
+            else:
+                self.sampling.append(start.sampling)
+                self._scripts[start.slot] = next(self._script, iter(()))
+            self._rows[start.slot], self._last[start.slot] = start, int(start.ids[-1])
+
+    def stop(self, slots: Ids) -> None:
+        for slot in slots.tolist():
+            del self._rows[slot]
+
+    def next(self) -> Sampled:
+        assert self._rows
+        slots = list(self._rows)
+        rows = self.engine.table[[self._last[slot] for slot in slots]]
         logp = log_softmax(rows)
-        tokens = [self._choose(row, logits) for row, logits in enumerate(rows)]
-        self._new, self._last = [1] * len(tokens), tokens
-        self._step += 1
-        chosen = [logp[row, token] for row, token in enumerate(tokens)]
-        return np.array(tokens, np.int32), np.array(chosen, np.float32)
+        tokens = [
+            self._choose(self._rows[slot], logits) for slot, logits in zip(slots, rows, strict=True)
+        ]
+        for slot, token in zip(slots, tokens, strict=True):
+            row = self._rows.pop(slot)
+            self._last[slot] = token
+            if row.steps > 1:
+                self._rows[slot] = row._replace(steps=row.steps - 1, drawn=row.drawn + 1)
+        chosen = [logp[n, token] for n, token in enumerate(tokens)]
+        return Sampled(
+            np.array(slots, np.int32), np.array(tokens, np.int32), np.array(chosen, np.float32)
+        )
 
-    def restart(self, row: int, ids: Ids) -> None:
-        self.engine._check([ids])
-        self.engine.restarts.append((row, ids.tolist()))
-        assert len(ids) == 1 or ids[-1] == self._last[row]  # one token: the row has ended
-        self._last[row] = int(ids[-1])
-        self.lengths[row], self._new[row] = 0, len(ids)
-
-    def _choose(self, row: int, logits: Floats) -> int:
-        if self._script:
-            return next(self._script[row], 0)
+    def _choose(self, row: Start, logits: Floats) -> int:
+        if self.engine.script:
+            return next(self._scripts[row.slot], 0)
         if np.isnan(logits).any():
             return -1
-        options = self.sampling[row]
+        options = row.sampling
         if options.temperature == 0:
             return int(logits.argmax())
         p = np.exp(log_softmax(logits / options.temperature))
-        rng = np.random.default_rng([options.seed, options.sample, self._step])
+        rng = np.random.default_rng([options.seed, options.sample, row.drawn])
         return min(int(np.searchsorted(p.cumsum(), rng.random())), len(p) - 1)

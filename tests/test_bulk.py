@@ -78,7 +78,7 @@ def test_batches_fill_the_engine_s_groups(
     gpu = SimpleNamespace(engine=None)
     monkeypatch.setitem(vars(scoring), "model", gpu)
     for most in (100, GROUP - 1, GROUP, 2 * GROUP, 50000):
-        monkeypatch.setattr(scoring, "batch_tokens", most)
+        monkeypatch.setattr(scoring._task, "tokens_at_once", most)
         batches = list(scoring._batches(ids))
         assert sorted(index for part in batches for index in part) == list(ids)
         assert batches[0][0] == 1000

@@ -43,6 +43,22 @@ ODD_CONSTANTS = {
         ("LM_X", 2),
         ("LM_HEAD", 22),
     ),
+    "matmul/decode_tiles.cu": (
+        ("STORAGE_BF16", 1),
+        ("DT_ROWS", 48),
+        ("DT_COLUMNS", 128),
+        ("DT_WARPS_M", 1),
+        ("DT_WARPS_N", 4),
+        ("DT_CHUNKS", 2),
+    ),
+    "layernorm/decode.cu": (("LN_C", 1602), ("LN_X", 2), ("LN_ROWS", 4)),
+    "matmul/decode_mma.cu": (
+        ("STORAGE_BF16", 1),
+        ("LM_K", 1160),
+        ("LM_ROWS", 16),
+        ("LM_COLUMNS", 11),
+        ("LM_FLIGHT", 2),
+    ),
     "matmul/tiles.cu": (
         ("STORAGE_FP16", 1),
         ("LT_ROWS", 32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -251,6 +252,7 @@ def assert_qkv(
     results = []
     with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=how))
+        patch.setattr(importlib.import_module("gpt2block.ops.linear"), "DECODING", ("matvec",))
         for _ in range(1 + (where == "gpu")):
             k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
             x, w, bias, gamma, beta, _ = upload(given)
@@ -402,4 +404,6 @@ def test_wrong_caches_are_refused(device: Any) -> None:
 
 def test_the_registry_names_the_kernels() -> None:
     assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
-    assert [kernel for v in OPERATION.auxiliary for kernel in v.kernels] == ["qkv_matvec"]
+    assert OPERATION.variant("mma").kernels == ("linear_decode_mma",)
+    auxiliary = [kernel for v in OPERATION.auxiliary for kernel in v.kernels]
+    assert auxiliary == ["qkv_matvec", "qkv_decode_mma"]

@@ -18,8 +18,8 @@ from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
 from gpt2block.cuda.kernels import FP8
-from gpt2block.run.model import DTYPES, kv_cache_dtype
-from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling
+from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
+from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
 from gpt2block.text import generation
 from gpt2block.weights.matrix import WeightMatrix
 from tests.plain import rounding
@@ -248,17 +248,19 @@ def test_log_likelihoods(device: str) -> None:
 def test_greedy_decoding_takes_the_most_likely_token(device: str) -> None:
     m = model(SMALL, device)
     prompts = [random_ids(SMALL, n, seed=n) for n in (5, 120, 1)]
-    decoding = m.engine.decode(prompts, [Sampling(temperature=0)] * 3)
+    decoding = start_all(m.engine, prompts, [Sampling(temperature=0)] * 3, 20)
     texts = [list(p) for p in prompts]
     for _ in range(20):
-        tokens, logprobs = decoding.next()
+        slots, tokens, logprobs = decoding.next()
+        assert slots.tolist() == [0, 1, 2]
         for b, text in enumerate(texts):
             logits = m(np.array(text), last=True).astype(np.float64)
             assert tokens[b] == logits.argmax()
             expected = logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             np.testing.assert_allclose(logprobs[b], expected, rtol=1e-4, atol=1e-4)
             text.append(int(tokens[b]))
-    assert decoding.lengths == [24, 139, 20]
+    with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
+        decoding.next()
 
 
 @everywhere
@@ -272,8 +274,9 @@ def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
     ]
 
     def run(rows: list[int]) -> list[list[int]]:
-        decoding = m.engine.decode([prompts[b] for b in rows], [options[b] for b in rows])
-        drawn: list[list[int]] = np.array([decoding.next()[0] for _ in range(30)]).T.tolist()
+        chosen = [prompts[b] for b in rows], [options[b] for b in rows]
+        decoding = start_all(m.engine, *chosen, 30)
+        drawn: list[list[int]] = np.array([decoding.next().tokens for _ in range(30)]).T.tolist()
         return drawn
 
     together = run([0, 1, 2])
@@ -283,25 +286,21 @@ def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
 
 
 @everywhere
-def test_a_row_that_is_full_goes_on_with_other_tokens(device: str) -> None:
+def test_a_full_row_starts_again_with_its_newer_half(device: str) -> None:
     m = model(TINY, device)
     prompts = [random_ids(TINY, n, seed=n) for n in (15, 4)]
-    greedy = [Sampling(temperature=0)] * 2
-    decoding = m.engine.decode(prompts, greedy)
-    texts = [list(p) for p in prompts]
-    windows = [list(p) for p in prompts]
-    for _ in range(16):
-        for b, length in enumerate(decoding.lengths):
-            if length == TINY.n_ctx:
-                windows[b] = windows[b][-10:]
-                decoding.restart(b, np.array(windows[b], np.int32))
-        tokens, _ = decoding.next()
-        for b in range(2):
-            expected = m(np.array(windows[b]), last=True).argmax()
-            assert tokens[b] == expected
-            texts[b].append(int(tokens[b]))
-            windows[b].append(int(tokens[b]))
-    assert decoding.lengths[1] == 19
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "repetition_penalty": 1.3}
+    together = m.generate(prompts, overflow="truncate", **options)
+    for prompt, found in zip(prompts, together, strict=True):
+        text, window = list(prompt), list(prompt)
+        for token in found.tokens:
+            if len(window) > TINY.n_ctx:
+                window = window[-(TINY.n_ctx // 2) :]
+            logits = m(np.array(window), last=True)
+            seen = np.isin(np.arange(TINY.vocab_size), text).astype(np.uint8)
+            assert token == penalized(logits, Sampling(repetition_penalty=1.3), seen).argmax()
+            text.append(token)
+            window.append(token)
 
 
 @everywhere
@@ -317,19 +316,6 @@ def test_prompts_as_long_as_the_context(device: str) -> None:
     ended, going_on = m.generate([prompts[0], prompts[3]], temperature=0, max_new_tokens=50)
     assert (len(ended.tokens), ended.finish_reason) == (1, "context")
     assert (len(going_on.tokens), going_on.finish_reason) == (full, "context")
-
-
-@everywhere
-def test_a_full_row_must_be_restarted(device: str) -> None:
-    decoding = model(TINY, device).engine.decode(
-        [random_ids(TINY, TINY.n_ctx), random_ids(TINY, 3)], [Sampling()] * 2
-    )
-    decoding.next()
-    with pytest.raises(InputError, match="row 0 is full, it has 20 tokens: restart it"):
-        decoding.next()
-    decoding.restart(0, np.array([1], np.int32))
-    decoding.next()
-    assert decoding.lengths == [1, 4]
 
 
 @everywhere
@@ -359,9 +345,9 @@ def test_a_graph_gives_a_row_the_same_bits_alone_and_in_any_batch(dtype: str) ->
 
     def run(which: range) -> tuple[Array, Array]:
         options = [Sampling(temperature=0.9, seed=b) for b in which]
-        decoding = m.engine.decode([prompts[b] for b in which], options)
+        decoding = start_all(m.engine, [prompts[b] for b in which], options, 6)
         steps = [decoding.next() for _ in range(6)]
-        return np.array([t for t, _ in steps]), np.array([p for _, p in steps])
+        return np.array([s.tokens for s in steps]), np.array([s.logprobs for s in steps])
 
     alone = [run(range(b, b + 1)) for b in range(17)]
     for size in (2, 8, 17):
@@ -579,8 +565,8 @@ def test_a_saved_model_is_the_same(
 def test_gpt_nano_sort_sorts(device: str, data: Path) -> None:
     m = GPT2.from_pretrained(data / "gpt-nano-sort", device=device)
     inputs = np.stack(np.meshgrid(*[np.arange(3)] * 6, indexing="ij"), -1).reshape(-1, 6)
-    decoding = m.engine.decode(list(inputs.astype(np.int32)), [Sampling(temperature=0)] * 729)
-    out = np.array([decoding.next()[0] for _ in range(6)]).T
+    found = m.generate(inputs, max_new_tokens=6, temperature=0, rows_at_once=729)
+    out = np.array([row.tokens for row in found])
     assert int((out == np.sort(inputs, axis=1)).all(axis=1).sum()) == 729
 
 

@@ -126,6 +126,7 @@ WANTS: tuple[Any, ...] = (None, "last", "logits", "hidden", "log_likelihood")
 
 def every_model_plan() -> Iterator[Plan]:
     yield decode_plan(CONFIG)
+    yield decode_plan(CONFIG, fused_norm=False)
     for want in WANTS:
         yield model_plan(CONFIG, None if want == "log_likelihood" else want, 7)
         for cores, batch, kind in itertools.product((False, True), (1, 3), range(4)):
@@ -149,6 +150,10 @@ def test_a_layer_of_each_plan() -> None:
 
     assert ops_of(decode_plan(CONFIG)) == [
         "q linear_qkv", "attn attention_split", "x1 linear", "gelu linear", "output linear",
+    ]  # fmt: skip
+    assert ops_of(decode_plan(CONFIG, fused_norm=False)) == [
+        "ln1 layernorm", "q linear_qkv", "attn attention_split", "x1 linear", "ln2 layernorm",
+        "gelu linear", "output linear",
     ]  # fmt: skip
     assert ops_of(Prefill(True, 9, 1, 9, False).plan(CONFIG, "logits")) == [
         "ln1 layernorm", "qkv gemm", "attn attention_varlen", "x1 gemm", "ln2 layernorm",

@@ -32,8 +32,9 @@ from gpt2block.cuda import kernels, overlap
 from gpt2block.emulator import loader, stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.run.cuda_model import CudaCache, CudaModel
-from gpt2block.run.model import kv_cache_dtype, padded
+from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.model import kv_cache_dtype, padded, start_all
 from gpt2block.sampling import Sampling
 from tests.gpus import cupy_with
 from tests.plain import rounding
@@ -239,7 +240,8 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
         assert machine.early == machine.ran * launched
     names = set(machine.ran)
     assert names == {
-        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_matvec",
+        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma",
+        "linear_decode_mma",
     }  # fmt: skip
     prefill = model.prefill([ids], model._scratch([ids]), "hidden")
     assert_close(machine.get(prefill.out), truth.hidden, meaning.hidden)
@@ -466,11 +468,11 @@ def test_decoding_behind_a_prefill(dtype: str) -> None:
         assert_close(got, truth.last, meaning.last, t)
     prompts = [ids[:n] for n in (280, 3, 77)]
     greedy = [Sampling(temperature=0)] * 3
-    together = m.engine.decode(prompts, greedy)
-    drawn = np.array([together.next()[0] for _ in range(12)])
+    together = start_all(m.engine, prompts, greedy, 12)
+    drawn = np.array([together.next().tokens for _ in range(12)])
     for b, prompt in enumerate(prompts):
-        alone = m.engine.decode([prompt], greedy[:1])
-        assert [alone.next()[0][0] for _ in range(12)] == drawn[:, b].tolist()
+        alone = start_all(m.engine, [prompt], greedy[:1], 12)
+        assert [alone.next().tokens[0] for _ in range(12)] == drawn[:, b].tolist()
 
 
 @pytest.mark.gpu

@@ -21,10 +21,10 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
-from gpt2block.ops.sample_token import FILE, SampleState, bind_state, choose_geometry
+from gpt2block.ops.sample_token import FILE, SampleState, Slots, bind_state, choose_geometry
 from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
-from tests.devices import ON_CPU, every_device, on_gpu, one_order
+from tests.devices import ON_CPU, every_device, on_gpu, one_order, running_on
 
 Array = NDArray[Any]
 on_cpu = pytest.mark.parametrize("device", ON_CPU, indirect=True)
@@ -414,6 +414,42 @@ def test_the_kernel_chooses_as_numpy_does(
     assert_as_chosen(x, EVERY_WAY, seed, seen, got)
 
 
+@every_device
+def test_rows_of_logits_in_slots(device: Any) -> None:
+    """A row samples as it does alone; other slots, and rows outside of them, do nothing."""
+    B, V, chosen = 9, 300, [7, -1, 0, 9, 4]
+    x = rows_of_logits(1, len(chosen), V)
+    options = [Sampling(top_k=20, repetition_penalty=1.3, seed=b) for b in range(B)]
+    seen, step = some_seen(1, B, V), np.arange(B, dtype=np.int32)
+    state = SampleState.allocate(B, V)
+    state.begin(step[::-1].copy(), options[::-1], 10 + step[::-1], step[::-1])
+    state.seen.set(seen)
+    row, token, position = (device.full(len(chosen), -5, "int32") for _ in range(3))
+    slots = Slots(row, token, position, device.asarray(np.arange(5, dtype=np.int32)))
+    slots.row.set(np.array(chosen, np.int32))
+    report = device.full((2, 2, len(chosen)), -9, "int32")
+    assert bind_state(device.asarray(x), state, 16, report, slots).run() is state.token
+    expected_step = step.copy()
+    report = report.get()
+    for m, b in enumerate(chosen):
+        half, there = report[m % 2, :, m], 0 <= b < B
+        assert (report[1 - m % 2, :, m] == -9).all()
+        if not there:
+            assert slots.token.get()[m] == slots.position.get()[m] == -5
+            assert half.tolist() == [-9, -9]
+            continue
+        expected = choose(x[m], options[b], b, seen[b])
+        seen[b, expected.token] = 1
+        expected_step[b] += 1
+        assert slots.token.get()[m] == state.token.get()[b] == half[0] == expected.token
+        assert slots.position.get()[m] == state.position.get()[b] == min(11 + b, 15)
+        assert half[1:].view(np.float32)[0] == state.logprob.get()[b]
+    np.testing.assert_array_equal(slots.turn.get(), np.arange(1, 6))
+    np.testing.assert_array_equal(state.step.get(), expected_step)
+    np.testing.assert_array_equal(state.seen.get(), seen)
+    assert state.token.get()[[1, 2, 3, 5, 6, 8]].tolist() == [0] * 6
+
+
 @on_cpu
 @pytest.mark.parametrize("ties", [False, True])
 def test_candidates_that_do_not_fit_the_list(device: Any, ties: bool) -> None:
@@ -434,12 +470,37 @@ def test_candidates_whose_bound_was_too_tight(order: loader.Order) -> None:
     tight = loader.Source.shipped(FILE).edited(
         "fminf(1.0f - __logf(share)", "fminf(1.0f + 0.0f * share"
     )
-    geometry, report = choose_geometry(4, 128), np.full((2, 2, 4), -9, np.int32)
+    geometry, report = choose_geometry(4, 4, threads=128), np.full((2, 2, 4), -9, np.int32)
     launch = geometry.kernel, geometry.grid, geometry.block
-    args = [x, *parameters(rows).values(), *after, report, 900, 1024]
+    args = [x, *parameters(rows).values(), *after, *[None] * 4, report, 4, 900, 1024]
     loader.run(tight, *launch, args, defines=geometry.defines, order=order)
     check_report(report, 2, after)
     assert_as_chosen(x, rows, 2, np.zeros((4, 900), np.uint8), after)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    x, seen = rows_of_logits(5, 4, 5001), some_seen(5, 4, 5001)
+    with running_on("shuffled") as device:
+        results = [run(device, x, EVERY_WAY[:4], 9, seen, threads=n) for n in (32, 512, 1024)]
+    for got in results[1:]:
+        for one, other in zip(got, results[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@on_gpu
+def test_more_rows_than_multiprocessors_give_the_bits_of_few(device: Any) -> None:
+    V = 50257
+    x, seen = (np.tile(a, (60, 1)) for a in (rows_of_logits(5, 4, V), some_seen(5, 4, V)))
+    many = run(device, x, EVERY_WAY[:4] * 60, 9, seen)
+    few = run(device, x[:4], EVERY_WAY[:4], 9, seen[:4])
+    for one, other in zip(many, few, strict=True):
+        np.testing.assert_array_equal(one[:4], other)
+        np.testing.assert_array_equal(one[-4:], other)
+
+
+def test_launches() -> None:
+    assert choose_geometry(132, 132).block == (1024,)
+    assert choose_geometry(133, 132).block == (512,)
 
 
 @every_device

@@ -30,7 +30,7 @@ from gpt2block import (
 from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.ops.registry import OPERATIONS, Operation
-from gpt2block.run.model import DTYPES
+from gpt2block.run.model import DTYPES, start_all
 
 SMALL = {"B": 2, "T": 6, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 9, "K": 144, "N": 37}
 SMALL |= {"H": 3, "D": 34}
@@ -83,9 +83,9 @@ def models(emulated: bool) -> Made:
                 found = engine.forward([row[part] for row in ids], "last", cache)
                 yield f"{name} cached {part}", np.concatenate([f.ravel() for f in found])
             for rows in (slice(0, 3), slice(0, 1)):
-                decoding = engine.decode(ids[rows], sampling[rows])
+                decoding = start_all(engine, ids[rows], sampling[rows], 5)
                 for step in range(5):
-                    tokens, logprobs = decoding.next()
+                    _, tokens, logprobs = decoding.next()
                     yield f"{name} decoded {rows} {step}", np.concatenate([tokens, logprobs])
 
 

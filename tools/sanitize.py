@@ -37,7 +37,7 @@ from gpt2block.cuda import arrays as _arrays
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.ops.registry import OPERATIONS, Operation
-from gpt2block.run.model import DTYPES
+from gpt2block.run.model import DTYPES, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 HEADS = {"H": 3, "D": 34}
@@ -212,8 +212,9 @@ def model() -> None:
             error = max(error, float(np.abs(got - exact).max() / np.abs(exact).max()))
         assert error <= measure.tolerance("float32" if dtype == "float32" else "bfloat16"), error
         for rows in (slice(0, 3), slice(0, 1)):
-            decoding = ours.engine.decode([row[:131] for row in ids[rows]], samplings[rows])
-            drawn = np.array([decoding.next()[0] for _ in range(5)])
+            prompts = [row[:131] for row in ids[rows]]
+            decoding = start_all(ours.engine, prompts, samplings[rows], 5)
+            drawn = np.array([decoding.next().tokens for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
         if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):

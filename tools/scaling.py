@@ -159,7 +159,7 @@ class Measurement:
         options: dict[str, Any] = {}
         if args.what == "generate":
             options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8}
-            options |= {"seed": 0, "rows_at_once": 64}
+            options |= {"seed": 0}
         self._job = Job(
             args.what, "", model, args.device, args.dtype, args.tokenizer, options,
             shard_size=size, batch_tokens=args.batch_tokens,
@@ -196,7 +196,8 @@ class Measurement:
         command = [sys.executable, "-m", "gpt2block", "map", args.what, *files]
         command += ["--output", str(output), "--workers", str(workers), "--model", job.model]
         command += ["--dtype", job.dtype, "--shard-size", str(job.shard_size)]
-        command += ["--batch-tokens", str(job.batch_tokens)]
+        if args.what != "generate":
+            command += ["--batch-tokens", str(job.batch_tokens)]
         command += ["--device", job.device] if job.device else []
         command += ["--tokenizer", job.tokenizer] if job.tokenizer else []
         if args.what == "generate":

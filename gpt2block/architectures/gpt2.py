@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 1024  # rows of logits computed together
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
-# of its last token (B,); the token after each one (N,).
+# of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
@@ -152,7 +152,8 @@ class Prefill:
     products `linear`. rows: new tokens of all sequences; longest: an upper bound for one sequence.
     fresh, continued: whether some sequences are new, and whether some continue tokens in the
     kv_cache. cached: whether there is a kv_cache; with tensor cores, attention over the new tokens
-    only does not need one.
+    only does not need one. ends: the number of rows of the output "last"; None: one for each row of
+    the kv_cache.
     """
 
     tensor_cores: bool
@@ -162,6 +163,7 @@ class Prefill:
     cached: bool
     fresh: bool = True
     continued: bool = False
+    ends: int | None = None
 
     def plan(self, config: GPT2Config, want: Want | None) -> Plan:
         """The plan that computes `want`; None: the plan ends with the last layer's attention.
@@ -179,8 +181,8 @@ class Prefill:
         end = [step.name for step in fused].index(f"{h}attn") + 1
         steps += fused[:end]
         if want == "last":
-            steps += self._last_rows(h, x, fused[end:], fuse_norms(ten[-5:]))
-            steps.append(_lm_head(config, f"{h}output"))
+            steps += self._last_rows(h, x, fused[end:], _decoding(ten[-5:]))
+            steps += _lm_head(config, f"{h}output")
         elif want is not None:
             final = Step("ln_f", "layernorm", (f"{h}output", "gamma_f", "beta_f"))
             steps += [*fused[end:], self._norm(config, final)]
@@ -221,7 +223,7 @@ class Prefill:
         are faster than tensor cores for few rows.
         """
         if self.tensor_cores:
-            rest = [rest[0], *map(_matvec, decoding)]
+            rest = [rest[0], *decoding]
         names = {x: "last.x", f"{h}attn": "last.attn"}
         if self.batch > 1:
             taken = [Step(short, "take", (long, "last")) for long, short in names.items()]
@@ -257,11 +259,12 @@ def head_plan(config: GPT2Config, rows: int, first: int, tensor_cores: bool) -> 
     return Plan(tuple(steps), ("head", "head_bias"), input="ln_f")
 
 
-def decode_plan(config: GPT2Config) -> Plan:
+def decode_plan(config: GPT2Config, fused_norm: bool = True) -> Plan:
     """A token for each row of a kv_cache, five kernels a layer; logits at the end.
 
-    LayerNorm is fused into the products; the product of qkv also appends K and V to the cache, and
-    returns `q`. tokens, row and positions (M,) are in device memory, so all steps are one graph.
+    The product of qkv also appends K and V to the cache, and returns `q`. tokens, row and positions
+    (M,) are in device memory, so all steps are one graph. fused_norm: LayerNorm is part of the
+    products; else it has steps of its own, for many rows, with the same bits.
     """
     steps, x = _embedding()
     for h in _layers(config):
@@ -269,12 +272,14 @@ def decode_plan(config: GPT2Config) -> Plan:
         attention = Step(
             f"{h}attn", "attention_split", (f"{h}q", *cache), {"n_head": config.n_head}
         )
-        qkv, *rest = fuse_norms(block(config.eps, [attention], h, x))
-        steps.append(Step(f"{h}q", "linear_qkv", (*qkv.inputs[:5], *cache), qkv.attrs))
-        steps += map(_matvec, rest)
+        for step in _decoding(block(config.eps, [attention], h, x), fused_norm):
+            if step.name == f"{h}qkv":
+                inputs = (*step.inputs[:5], *cache)
+                steps.append(Step(f"{h}q", "linear_qkv", inputs, {"eps": config.eps}))
+            else:
+                steps.append(step)
         x = f"{h}output"
-    steps.append(_lm_head(config, x))
-    return _model(config, steps, overlapping=True)
+    return _model(config, [*steps, *_lm_head(config, x, fused_norm)], overlapping=True)
 
 
 def _embedding() -> tuple[Steps, str]:
@@ -297,10 +302,10 @@ def _cached_attention(config: GPT2Config, h: str, longest: int) -> Steps:
     ]
 
 
-def _lm_head(config: GPT2Config, x: str) -> Step:
-    """The final LayerNorm and the logits of few rows, in one kernel."""
-    inputs = (x, "lm_head", "", "gamma_f", "beta_f", "")
-    return Step("logits", "linear", inputs, {"eps": config.eps, "variant": "matvec"})
+def _lm_head(config: GPT2Config, x: str, fused_norm: bool = True) -> Steps:
+    """The final LayerNorm and the logits of few rows, in one kernel; or in two."""
+    norm = Step("ln_f", "layernorm", (x, "gamma_f", "beta_f"), {"eps": config.eps})
+    return _decoding([norm, Step("logits", "matmul_bias", ("ln_f", "lm_head"))], fused_norm)
 
 
 def _tiles(step: Step) -> Step:
@@ -308,11 +313,22 @@ def _tiles(step: Step) -> Step:
     return as_linear(step, variant="tiles") if step.op == "linear" else step
 
 
-def _matvec(step: Step) -> Step:
-    """A product of few rows; it already has the inputs of `linear`."""
+def _decoding(steps: Iterable[Step], fused_norm: bool = True) -> Steps:
+    """Steps with the order of additions of decoding, which is the same for any number of rows.
+
+    fused_norm: LayerNorm is part of the product after it.
+    """
+    fused = fuse_norms(steps) if fused_norm else fuse_epilogues(steps, "linear")
+    return [_decoding_step(step) for step in fused]
+
+
+def _decoding_step(step: Step) -> Step:
+    if step.op == "layernorm":
+        return replace(step, attrs={**step.attrs, "variant": "decode", "stats": False})
     if step.op != "linear":
         return step
-    return replace(step, attrs={**step.attrs, "variant": "matvec"})
+    linear = step if len(step.inputs) == 6 else as_linear(step)
+    return replace(linear, attrs={**linear.attrs, "decoding": True})
 
 
 def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:

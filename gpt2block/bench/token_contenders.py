@@ -13,7 +13,7 @@ from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, To
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.model import GPT2
-from gpt2block.run.model import Decoding, Floats, Ids, kv_cache_dtype
+from gpt2block.run.model import Decoding, Floats, Ids, Sampled, kv_cache_dtype, start_all
 from gpt2block.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -37,13 +37,14 @@ def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
 
 def started(model: GPT2, prompts: Sequence[Ids], sampling: Sampling) -> Decoding:
     """A decoding of these prompts, which a call of `next` continues by a token each."""
-    return model.engine.decode(prompts, [sampling] * len(prompts))
+    steps = model.config.n_ctx - max(map(len, prompts)) + 1
+    return start_all(model.engine, prompts, [sampling] * len(prompts), steps)
 
 
 def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Run:
     prompts = work.prompts()
     decoding = started(work.model.on(device), prompts, sampling)
-    steps: list[tuple[Ids, Floats]] = []
+    steps: list[Sampled] = []
 
     def replay() -> None:
         for _ in range(rounds):
@@ -51,9 +52,9 @@ def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Ru
         cupy.cuda.Device().synchronize()  # the next step is in flight and counts in this turn
 
     def written() -> Written:
-        tokens = np.stack([tokens for tokens, _ in steps], axis=1)
+        tokens = np.stack([step.tokens for step in steps], axis=1)
         sequences = [np.concatenate([prompts[row], tokens[row]]) for row in work.checked]
-        logprobs = [float(steps[-1][1][row]) for row in work.checked]
+        logprobs = [float(steps[-1].logprobs[row]) for row in work.checked]
         return Written(sequences, logprobs, sampling.temperature == 0)
 
     return Run(replay, (written,))

@@ -34,7 +34,7 @@ class Predictor:
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
     or "embed" (pooling, overflow). model, device, dtype, revision: as in `GPT2.from_pretrained`.
     tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
-    computed together.
+    scored or embedded together; `rows_at_once` is the number of rows generated together.
 
     The constructor loads the model. A pickled Predictor holds the arguments only; an unpickled one
     loads the model at its first call, so each process loads it once.
@@ -185,18 +185,18 @@ class Predictor:
         """Yield batches of records of similar length, the longest first, which need most memory.
 
         The engine computes groups of GROUP tokens, and a partly filled group takes as long as a
-        full one. A batch therefore starts another group only if batch_tokens allows a full one.
+        full one. A batch therefore starts another group only if the task allows a full one.
         """
         separate = isinstance(self.model.engine, NumpyModel)
-        at_once = 1 if separate else self._task.at_once
+        most = self._task.tokens_at_once
         part: list[int] = []
         tokens = group = 0
         for index in sorted(ids, key=lambda index: (-len(ids[index]), index)):
             length = len(ids[index])
             starts_group = group + length > GROUP
-            available = self.batch_tokens - tokens
+            available = most - tokens
             needed = max(GROUP, length) if starts_group else length
-            if part and (len(part) == at_once or needed > available):
+            if part and (separate or needed > available):
                 yield part
                 part, tokens, group = [], 0, 0
             elif starts_group:
@@ -210,7 +210,7 @@ class Predictor:
     def _run(
         self, part: Sequence[int], ids: Mapping[int, Ids], seeds: Mapping[int, int]
     ) -> list[Row | Problem]:
-        """Compute a batch; where it fails, compute its records one at a time."""
+        """Compute a batch; where it fails, compute its halves."""
         records, own = [ids[index] for index in part], [seeds[index] for index in part]
         try:
             return list(self._task.run(self.model.engine, records, own))
@@ -218,7 +218,9 @@ class Predictor:
             problem = problem_of(error)
             if len(part) == 1:
                 return [problem]
-        return [row for index in part for row in self._run([index], ids, seeds)]
+        middle = len(part) // 2
+        halves = part[:middle], part[middle:]
+        return [row for half in halves for row in self._run(half, ids, seeds)]
 
     def _own_seed(self, ids: Ids) -> int:
         """Return the seed of a record for which none was given."""

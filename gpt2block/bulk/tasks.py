@@ -36,8 +36,8 @@ class Task(Protocol):
         """The result columns and their kinds, in order."""
 
     @property
-    def at_once(self) -> int:
-        """The maximum number of records in a batch."""
+    def tokens_at_once(self) -> int:
+        """The maximum number of tokens in a batch of several records."""
 
     def problem(self, ids: Ids) -> str | None:
         """Return why this record cannot be computed; None where it can."""
@@ -52,8 +52,6 @@ class Scoring:
     stride: as in `scoring.score`. logprobs: also return the log-probability of every token.
     """
 
-    at_once = 2**31
-
     def __init__(
         self,
         config: GPT2Config,
@@ -62,7 +60,7 @@ class Scoring:
         stride: int | None = None,
         logprobs: bool = False,
     ) -> None:
-        self._n_ctx, self._at_once = config.n_ctx, batch_tokens
+        self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
         self._stride = max(1, config.n_ctx // 2) if stride is None else stride
         check_count("stride", self._stride)
         if self._stride >= config.n_ctx:
@@ -94,8 +92,8 @@ class Scoring:
 
     def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
         """Return the log-probabilities (nats) of a record that is longer than the context."""
-        parts = []
-        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, self._at_once):
+        parts, at_once = [], self.tokens_at_once
+        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, at_once):
             found = engine.log_likelihood([window.tokens for window in windows])
             parts += [nats[-window.scored :] for window, nats in zip(windows, found, strict=True)]
         return np.concatenate(parts)
@@ -117,8 +115,11 @@ class Generating:
     """A continuation of each record, or `samples` of them.
 
     options: those of `generation.generate`. logprobs: also return the tokens and their
-    log-probabilities.
+    log-probabilities. A batch has any number of records: the engine computes `rows_at_once` of them
+    together.
     """
+
+    tokens_at_once = 2**31
 
     def __init__(
         self,
@@ -132,14 +133,13 @@ class Generating:
     ) -> None:
         Sampling(seed=seed)
         self._encoding = encoding
-        self._options: dict[str, Any] = {"samples": samples, "rows_at_once": 64} | options
+        self._options: dict[str, Any] = {"samples": samples} | options
         self._config = config
         self._tokens = bool(logprobs) or encoding is None
         self._logprobs = bool(logprobs)
         # Run checks the options; it uses the engine only when the first token is computed.
         engine: Any = SimpleNamespace(config=config)
-        run = Run(engine, encoding, [[0]], **self._options)
-        self.at_once = max(1, run.rows_at_once // samples)
+        Run(engine, encoding, [[0]], **self._options)
         several = samples > 1
         self._single = not several
         self.columns: dict[str, Kind] = {
@@ -164,8 +164,7 @@ class Generating:
         run = Run(engine, self._encoding, list(records), **self._options)
         for index, one in enumerate(run.rows):
             one.sampling = replace(one.sampling, seed=seeds[index // samples])
-        for _ in run:
-            pass
+        run.finish()
         written = [one.result() for one in run.rows]
         rows = []
         for first in range(0, len(written), samples):
@@ -188,8 +187,6 @@ class Embedding:
     overflow: as in `scoring.embed`.
     """
 
-    at_once = 2**31
-
     def __init__(
         self,
         config: GPT2Config,
@@ -199,7 +196,7 @@ class Embedding:
         overflow: Overflow = "error",
     ) -> None:
         scoring.check_embed_options(pooling, overflow)
-        self._n_ctx, self._pooling, self._at_once = config.n_ctx, pooling, batch_tokens
+        self._n_ctx, self._pooling, self.tokens_at_once = config.n_ctx, pooling, batch_tokens
         self._overflow: Overflow = overflow
         self.columns: dict[str, Kind] = {"embedding": "vector", "n_tokens": "int"}
 
@@ -209,7 +206,7 @@ class Embedding:
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
         vectors = scoring.embed(
-            engine, None, list(records), self._pooling, self._at_once, self._overflow
+            engine, None, list(records), self._pooling, self.tokens_at_once, self._overflow
         )
         if not np.isfinite(vectors).all():
             raise InputError(NAN.replace("logits are", "vector holds"))

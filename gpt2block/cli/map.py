@@ -134,12 +134,14 @@ def generate(
     stop: Stop = None,
     samples: Annotated[int, typer.Option(help="Continuations per record.")] = 1,
     overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
-    rows_at_once: Annotated[int, typer.Option(help="Continuations computed together.")] = 64,
+    rows_at_once: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Continuations computed together; by default what memory allows."),
+    ] = None,
     logprobs: LogProbs = False,
     workers: Workers = None,
     scheduler: SchedulerAt = None,
     shard_size: ShardSize = 1000,
-    batch_tokens: BatchTokens = 16384,
     column: Column = "text",
     keep: Keep = None,
     form: Format = "jsonl",
@@ -215,7 +217,7 @@ def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
         keep=tuple(common.keep or ()),
         form=common.form,
         shard_size=common.shard_size,
-        batch_tokens=common.batch_tokens,
+        batch_tokens=getattr(common, "batch_tokens", Job.batch_tokens),
     )
     watcher = _Watcher()
     try:

@@ -206,7 +206,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    clock = Clock(begun, min(samples, run.rows_at_once))
+    clock = Clock(begun)
     prompt = " ".join(map(str, start.tolist())) if ids else text
     writer = None if as_json else _Writer(run.rows, prompt, ids)
     interrupted = _follow(run, clock, writer)
@@ -226,15 +226,17 @@ class Clock:
     """Times of the start of the command and of its first and last token; number of tokens."""
 
     begun: float
-    at_first: int  # tokens of the first step, one per row
+    at_first: int = 0  # tokens of the first step, one per row
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
 
-    def tick(self) -> None:
-        """Count a new token."""
+    def tick(self, row: Row) -> None:
+        """Count a new token of this row."""
         self.last = perf_counter()
         self.first = self.first or self.last
+        if self.at_first == self.tokens and len(row.tokens) == 1:
+            self.at_first += 1
         self.tokens += 1
 
     @property
@@ -330,7 +332,7 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
     """
     try:
         for row in run:
-            clock.tick()
+            clock.tick(row)
             if writer:
                 writer.show(row)
     except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 // immediately, if `run` requests it. Every other warp is delayed relative to the rest until a barrier. This reveals a
 // missing wait or barrier, and a stage that is overwritten too early. Used through `headers` of a Source.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 struct Copy16 {
     uint4* to;
@@ -72,19 +74,32 @@ void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, const
     m3 = matrix<TRANSPOSED>(3, row);
 }
 
+inline void unpack2_bf16(unsigned pair, float (&v)[2]) {
+    v[0] = __bfloat162float({(std::uint16_t)pair});
+    v[1] = __bfloat162float({(std::uint16_t)(pair >> 16)});
+}
+
+inline void unpack2_fp16(unsigned pair, float (&v)[2]) {
+    v[0] = __half2float({(std::uint16_t)pair});
+    v[1] = __half2float({(std::uint16_t)(pair >> 16)});
+}
+
 inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
 
-inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+typedef void Unpack(unsigned, float (&)[2]);
+
+template <Unpack UNPACK>
+void mma_of(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
     for (int l = 0; l < 4; ++l) {  // lanes with a part of K: one pair in a[0], a[1] and b[0], one in the others
         const uint2 columns[2] = {of_lane(uint2{b[0], b[1]}, 8 * t + l), of_lane(uint2{b[0], b[1]}, 8 * t + 4 + l)};
         for (int i = 0; i < 2; ++i) {
             const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
             float upper[2], lower[2], left[2], right[2];
-            unpack2(rows.x, upper);
-            unpack2(rows.y, lower);
-            unpack2(i ? columns[0].y : columns[0].x, left);
-            unpack2(i ? columns[1].y : columns[1].x, right);
+            UNPACK(rows.x, upper);
+            UNPACK(rows.y, lower);
+            UNPACK(i ? columns[0].y : columns[0].x, left);
+            UNPACK(i ? columns[1].y : columns[1].x, right);
             for (int e = 0; e < 2; ++e) {
                 c[0] += upper[e] * left[e];
                 c[1] += upper[e] * right[e];
@@ -93,6 +108,34 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
             }
         }
     }
+}
+
+inline void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_of<unpack2>(c, a, b); }
+inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_of<unpack2_bf16>(c, a, b); }
+inline void mma_fp16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_of<unpack2_fp16>(c, a, b); }
+
+inline float tf32(unsigned bits) { return __int_as_float((int)(bits & 0xffffe000u)); }
+
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    for (int i = 0; i < 2; ++i) {
+        for (int l = 0; l < 4; ++l) {  // lanes with a part of K
+            const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
+            const float left = tf32(of_lane(b[i], 8 * t + l)), right = tf32(of_lane(b[i], 8 * t + 4 + l));
+            c[0] += tf32(rows.x) * left;
+            c[1] += tf32(rows.x) * right;
+            c[2] += tf32(rows.y) * left;
+            c[3] += tf32(rows.y) * right;
+        }
+    }
+}
+
+inline unsigned pack2_bf16(float low, float high) {
+    return __float2bfloat16_rn(low).bits | (unsigned)__float2bfloat16_rn(high).bits << 16;
+}
+
+inline unsigned pack2_fp16(float low, float high) {
+    return __float2half_rn(low).bits | (unsigned)__float2half_rn(high).bits << 16;
 }
 
 inline unsigned pack2(float low, float high) {

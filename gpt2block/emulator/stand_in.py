@@ -333,6 +333,7 @@ class Device:
     id = -1 - MULTIPROCESSORS  # no index of a real device
     compute_capability = CAPABILITY
     attributes = ATTRIBUTES
+    mem_info = (1 << 32, 1 << 32)  # free and all bytes
 
     def __init__(self, index: int | None = None) -> None:
         pass
@@ -391,6 +392,11 @@ def _now_or_captured(call: Callable[[], None]) -> None:
 
 def _alloc_pinned_memory(size: int) -> Any:
     return empty(size, "uint8")
+
+
+def get_default_memory_pool() -> Any:
+    """A pool that holds no free memory."""
+    return SimpleNamespace(free_bytes=lambda: 0)
 
 
 class OutOfMemoryError(MemoryError):

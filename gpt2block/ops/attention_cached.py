@@ -1,7 +1,7 @@
 """Attention over a kv_cache, and the kernel that fills the cache.
 
 `tiles` (attention/cached.cu) takes several queries of each sequence, in packed rows. `split`
-(attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 128. `append`
+(attention/decode.cu) is for decoding: one query a sequence, the keys in splits of 32. `append`
 (attention/kv_cache.cu) writes new keys and values to the cache.
 """
 
@@ -23,6 +23,7 @@ from gpt2block.cuda.arrays import (
     check,
     check_address,
     check_apart,
+    compute_capability,
     contiguous,
     device_attribute,
     launch_at,
@@ -40,10 +41,12 @@ TILES = "attention/cached.cu"
 SPLIT = "attention/decode.cu"
 APPEND = "attention/kv_cache.cu"
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))  # warps, keys; the best first
-SPLIT_KEYS = 128  # of a block of `split`, and of each of its parts and statistics
-SPLIT_VECTORS = 8  # loads of K, and of V, that a thread has in flight
-SPLIT_MOST_THREADS = 512
-MOST_KEY_SPLITS = 2048  # of a head: its last block combines them
+SPLIT_KEYS = 32  # of a warp of `split`
+SPAN_SPLITS = 32  # splits that are combined at a time
+SPLIT_WARPS = 4  # of a block
+SPLIT_WARPS_OF_SM = {2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
+MOST_CLUSTER = 8  # blocks
+CLUSTERS_FROM = 90  # compute capability
 APPEND_MOST_THREADS = 256
 START = 512  # of the documented sizes
 
@@ -81,30 +84,33 @@ def tiles_geometry(
 
 
 @lru_cache(maxsize=1024)
-def split_geometry(M: int, n_ctx: int, NH: int, HS: int, itemsize: int) -> Geometry:
-    """For M queries. The order of additions follows from HS and itemsize alone."""
+def split_geometry(
+    M: int, n_ctx: int, NH: int, HS: int, itemsize: int, sms: int, clusters: bool
+) -> Geometry:
+    """For M queries, on a GPU with `sms` multiprocessors; clusters: whether it has them.
+
+    The order of additions follows from HS and itemsize alone.
+    """
     _check_head(HS)
-    S = ceil(n_ctx / SPLIT_KEYS)
-    if S > MOST_KEY_SPLITS:
-        most = MOST_KEY_SPLITS * SPLIT_KEYS
-        raise InputError(f"n_ctx {n_ctx:,}: decoding takes at most {most:,} keys")
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     width = gcd(16 // itemsize, HS)  # elements a load
-    vectors = HS // width
-    lanes = min(_power_of_two(vectors), 32)
-    pieces = _power_of_two(ceil(vectors / lanes))
-    threads = SPLIT_KEYS * lanes * pieces // SPLIT_VECTORS
-    threads = min(max(threads, 32), SPLIT_MOST_THREADS)
+    held = SPLIT_WARPS_OF_SM[itemsize]
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * NH))  # warps of a head
+    if clusters:
+        blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
+        warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two
+    else:
+        warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
     defines = (
         ("NH", NH),
         ("HS", HS),
-        ("AS_KEYS", SPLIT_KEYS),
         ("AS_WIDTH", width),
-        ("AS_THREADS", threads),
-        ("AS_VECTORS", SPLIT_VECTORS),
+        ("AS_WARPS", warps),
+        ("AS_CLUSTER", cluster),
+        ("AS_BLOCKS", max(held // warps, 1)),
     )
-    return Geometry("attention_split", (S, NH, M), (threads,), 8 * S, defines)
+    return Geometry("attention_split", (cluster, NH, M), (32 * warps,), defines=defines)
 
 
 def append_geometry(
@@ -211,19 +217,13 @@ def _launch_tiles(
 
 
 def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int) -> Bound:
-    """inputs (q (M, C), k, v (B, n_ctx, C), row, position (M,), arrived (M, NH)); out (M, C).
+    """inputs (q (M, C), k, v (B, n_ctx, C), row, position (M,)); out (M, C).
 
     Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
     already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
-    position below 0, nothing is written. arrived, int32, counts blocks: it is all 0 before and
-    after a run, and two runs at a time need one each; None makes one.
-
-    Extra: parts (M, S, NH, HS) and stats (M, S, NH, 2) of the S = ceil(n_ctx / 128) splits of the
-    keys, and `arrived` where it was made. parts holds sums of 2^(s - m) v; stats holds m, the
-    maximum of the split's scores s times log2(e), and the sum of 2^(s - m). Splits after the
-    position are not written.
+    position below 0, nothing is written.
     """
-    q, k, v, row, position, arrived = inputs
+    q, k, v, row, position = inputs
     dtype, B, n_ctx, C = _check_cache(k, v, n_head)
     check("q", q)
     if q.ndim != 2 or q.shape[1] != C:
@@ -231,22 +231,15 @@ def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head:
     M = len(q)
     check("row", row, (M,), "int32")
     check("position", position, (M,), "int32")
-    made = arrived is None
-    if made:
-        arrived = cupy.zeros((M, n_head), "int32")
-    check("arrived", arrived, (M, n_head), "int32")
-    apart = {"q": q, "k": k, "v": v, "row": row, "position": position, "arrived": arrived}
+    apart = {"q": q, "k": k, "v": v, "row": row, "position": position}
     out = output(out, (M, C), apart=apart)
-    HS, S = C // n_head, ceil(n_ctx / SPLIT_KEYS)
-    geometry = split_geometry(M, n_ctx, n_head, HS, k.itemsize)
+    sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
+    geometry = split_geometry(M, n_ctx, n_head, C // n_head, k.itemsize, sms, clusters)
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_address(name, array, min(16, width * array.itemsize))
-    parts = cupy.empty((M, S, n_head, HS), "float32")
-    stats = cupy.empty((M, S, n_head, 2), "float32")
-    args = (q, k, v, row, position, parts, stats, B, n_ctx, out, arrived)
-    extra = (parts, stats, *([arrived] if made else []))
-    return Bound(out, (launch_at(SPLIT, geometry, args, dtype),), extra)
+    args = (q, k, v, row, position, B, n_ctx, out)
+    return Bound(out, (launch_at(SPLIT, geometry, args, dtype),))
 
 
 def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bound:
@@ -310,8 +303,8 @@ OPERATION = Operation(
             "split",
             SPLIT,
             ("attention_split",),
-            "decoding: one block per 128 keys of a head, all loads in flight; the last block "
-            "combines the splits",
+            "decoding: one warp per 32 keys of a head, the next keys in flight; splits are "
+            "combined in shared memory, for few rows that of a cluster",
         ),
         Variant(
             "append",
@@ -359,12 +352,12 @@ def attention_packed(
 def attention_split(
     q: CudaArray, k: CudaArray, v: CudaArray, row: CudaArray, position: CudaArray, n_head: int
 ) -> CudaArray:
-    """Attention of single queries over a kv_cache, the keys in splits of 128.
+    """Attention of single queries over a kv_cache, the keys in splits of 32.
 
     q (M, C) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, C); see `bind_split`.
     Raises InputError. Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
-    return bind_split((*contiguous(q, k, v, row, position), None), n_head=n_head).run()
+    return bind_split(contiguous(q, k, v, row, position), n_head=n_head).run()
 
 
 def kv_append(

@@ -1,7 +1,8 @@
 """LayerNorm: (x - mean) · rstd · γ + β over each row.
 
 Kernels: layernorm/skeleton.cu (LeetGPU's GPT-2 block challenge: the default for float32);
-layernorm/ladder.cu and warp.cu (llm.c's kernels, 1 to 5); layernorm/rows.cu (6) and narrow.cu.
+layernorm/ladder.cu and warp.cu (llm.c's kernels, 1 to 5); layernorm/rows.cu (6), narrow.cu and
+decode.cu.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
+    check_address,
     check_apart,
     contiguous,
     device_attribute,
@@ -42,6 +44,8 @@ KEPT = 64  # bytes of a row that a thread of kernel 6 keeps in registers, at mos
 MAX_THREADS = 1024  # of a block
 KEPT_BY_MOST = 32  # the same with MAX_THREADS threads, which have 64 registers each
 NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
+DECODE = "decode"  # the variant with the bits of `linear`'s own LayerNorm
+MOST_DECODE_ROWS = 8  # of a block
 MANY = 2**31  # rows: the teams of `narrow` are sized for many rows, whatever the number
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
@@ -206,6 +210,18 @@ def _launch_narrow(job: Job) -> tuple[Launch, ...]:
     return (launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name),)
 
 
+def _launch_decode(job: Job) -> tuple[Launch, ...]:
+    """One warp per row, in as many blocks as possible. The loads are part of the order of sums."""
+    x, gamma, beta, out, _, _, eps, N, C, *_ = job
+    loaded = math.gcd(4, C)
+    for name in ("x", "gamma", "beta", "out"):
+        check_address(name, getattr(job, name), 4 * loaded)
+    rows = min(MOST_DECODE_ROWS, ceil(N / device_attribute("MultiProcessorCount")))
+    defines = (("LN_C", C), ("LN_X", loaded), ("LN_ROWS", rows))
+    geometry = Geometry("layernorm_decode", (ceil(N / rows),), (32 * rows,), defines=defines)
+    return (launch_at("layernorm/decode.cu", geometry, (x, gamma, beta, out, eps, N)),)
+
+
 def _width(C: int, *arrays: CudaArray) -> int:
     """Elements of a vector: 16 bytes of the last array, unless C or an address forbids it."""
     width = 16 // int(arrays[-1].itemsize)
@@ -226,6 +242,12 @@ def _ladder_problem(request: Request) -> str | None:
     if request.stored != "float32":
         return f"x: expected float32, got {request.stored}: use .astype('float32')"
     return _rows_problem(request)
+
+
+def _decode_problem(request: Request) -> str | None:
+    if request.options:
+        return "decode has no block, mean and rstd: use variant 6"
+    return _ladder_problem(request)
 
 
 def _narrow_problem(request: Request) -> str | None:
@@ -250,6 +272,8 @@ def bind(
     variant 1 to 6: the ladder. None is the kernel of the ten-step block, without `extra`, for
     float32, and "narrow" for 16 bits. Variant 6 takes float16 and bfloat16 too, and leaves mean and
     rstd out without `stats`.
+
+    "decode", for float32, has the bits of the LayerNorm in `linear`; it has no `extra` either.
 
     "narrow" has no `extra`; gamma and beta are float32, and x is float32 or has the dtype of out.
     Also where out is a TwoPartMatrix with one scale, and x float32; dtype "two_part" makes a new
@@ -282,7 +306,7 @@ def bind(
         narrowed = chosen.name == NARROW and stored == "float32" and out is not None
         out = output(out, x.shape, storage(out) if narrowed else stored, apart=given)
     extra: tuple[CudaArray, ...] = ()
-    if chosen.name not in (NARROW, SKELETON.name):
+    if chosen.name not in WITHOUT_STATS:
         if stats or chosen.launch is not _launch_rows:  # the ladder always writes them
             given["out"] = out
             mean = output(mean, x.shape[:-1], name="mean", apart=given)
@@ -337,6 +361,8 @@ SKELETON = Variant(
     launch=_launch_skeleton,
     problem=_skeleton_problem,
 )
+
+WITHOUT_STATS = (NARROW, DECODE, SKELETON.name)
 
 OPERATION = Operation(
     name="layernorm",
@@ -414,6 +440,17 @@ OPERATION = Operation(
             launch=_launch_narrow,
             problem=_narrow_problem,
         ),
+        Variant(
+            DECODE,
+            "layernorm/decode.cu",
+            ("layernorm_decode",),
+            "decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping "
+            "launches",
+            source="gpt2block",
+            dtypes=("float32",),
+            launch=_launch_decode,
+            problem=_decode_problem,
+        ),
     ),
     make=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
@@ -466,14 +503,15 @@ def layernorm(
     """`reference.layernorm` on CuPy arrays; raises InputError.
 
     variant: 1 to 5 are llm.c's kernels, float32; 6 is the fastest, float16 and bfloat16 too.
-    "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. None is the
+    "narrow" takes an x of 16 bits with gamma and beta of float32, C up to 16,384. "decode" has the
+    bits of `linear` with gamma and beta, float32. None is the
     ten-step block's kernel, or 6 or narrow for what that cannot do. dtype "two_part": narrow of a
     float32 x; the result is a TwoPartMatrix, which `gemm` takes. With `stats`: (out, mean, rstd),
     where mean and rstd are float32 of shape x.shape[:-1].
     """
     arrays = contiguous(x, gamma, beta)
-    if stats and variant == NARROW:
-        raise InputError("layernorm variant narrow: it gives no mean and rstd: use variant 6")
+    if stats and variant in (NARROW, DECODE):
+        raise InputError(f"layernorm variant {variant}: it gives no mean and rstd: use variant 6")
     half = storage(x) != "float32"
     wide = isinstance(gamma, cupy.ndarray) and gamma.dtype == cupy.float32
     if variant is None and (stats or (half and not wide)):

@@ -1,8 +1,9 @@
 """The linear layer, [residual +] [gelu]((LayerNorm(x) or x) w + bias), sums in float32.
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
-matmul/decode.cu for few rows, as in decoding, and matmul/tiles.cu for many. `gemm` is faster for
-many rows of 16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
+matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
+more of them, or matmul/decode.cu where these do not apply; matmul/tiles.cu for many rows. `gemm` is
+faster for many rows of 16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpt2block.cuda.arrays import (
     check,
     check_address,
     check_apart,
+    compute_capability,
     contiguous,
     device_attribute,
     launch_at,
@@ -30,15 +32,20 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_matvec as matvec
+from gpt2block.ops import _linear_mma as mma
+from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import check_weights, storage_of
+from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
-FEW_ROWS = 16  # up to here matvec is the default variant
+FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 CACHE_WITH_FP8 = "bfloat16"  # dtype of a KV cache where the weights are FP8
-MAX_OUTPUTS = 2**31 - 2**16  # N of matvec: what an int holds, and a block more
+DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
+MORE_ROWS = 16  # from here on mma_tiles is faster than mma
+MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
 
@@ -61,59 +68,127 @@ class Job(NamedTuple):
 
     @property
     def products(self) -> tuple[Any, ...]:
-        """The first arguments of both kernels of matmul/decode.cu."""
+        """The first arguments of all kernels of matmul/decode.cu and matmul/decode_mma.cu."""
         return self.x, self.gamma, self.beta, self.w.data, self.w.scale, self.bias
-
-
-def _matvec_geometry(job: Job, kernel: str = "linear_matvec") -> Geometry | None:
-    return matvec.geometry(
-        kernel,
-        job.M,
-        job.w.N,
-        job.w.K,
-        job.w.data.itemsize,
-        norm=job.gamma is not None,
-        sms=device_attribute("MultiProcessorCount"),
-        most_shared=_most_shared(),
-    )
 
 
 def _most_shared() -> int:
     return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
 
 
-def _matvec_problem(job: Job) -> str | None:
+def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
+    """module: matvec or mma."""
+    geometry: Geometry | None = module.geometry(
+        kernel,
+        job.M,
+        job.w.N,
+        job.w.K,
+        job.w.dtype if module is mma else job.w.data.itemsize,
+        norm=job.gamma is not None,
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=_most_shared(),
+    )
+    return geometry
+
+
+def _decoding_problem(module: Any, job: Job) -> str | None:
     if job.w.N > MAX_OUTPUTS:
         return f"w: expected at most {MAX_OUTPUTS:,} outputs, got {job.w.N:,}"
-    geometry = _matvec_geometry(job)
+    geometry = _geometry(module, job, "")
     if geometry is None:
         return (
             f"K {job.w.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
             "shared memory: variant tiles has no such limit"
         )
     if geometry.grid[1] > MAX_BLOCKS:
-        return f"{job.M:,} rows: too many for matvec: use variant tiles"
+        return f"{job.M:,} rows: too many for this variant: use variant tiles"
     return None
 
 
-def _launch_decode(
-    job: Job, kernel: str, args: tuple[Any, ...], with_fp8: str = "float32"
-) -> Launch:
-    """Launch a kernel of matmul/decode.cu; the alignment of its loads is checked."""
-    size, K = job.w.data.itemsize, job.w.K
-    check_address("w", job.w.data, matvec.order(job.w.N, K, size)[0] * size)
+def _matvec_problem(job: Job) -> str | None:
+    return _decoding_problem(matvec, job)
+
+
+def _mma_problem(job: Job) -> str | None:
+    return _order_problem(job) or _decoding_problem(mma, job)
+
+
+def _mma_tiles_problem(job: Job) -> str | None:
+    if job.gamma is not None:
+        return "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
+    if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
+        return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+    return _order_problem(job)
+
+
+def _order_problem(job: Job) -> str | None:
+    """Why a product cannot have the order of additions of decoding on tensor cores."""
+    if compute_capability() < MMA_CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
+    multiple = mma.LOADED // job.w.data.itemsize
+    if job.w.K % multiple:
+        expected = f"expected a multiple of {multiple} for {job.w.dtype}"
+        return f"K {job.w.K:,}: {expected}: use variant matvec"
+    return None
+
+
+def _decoding_variants(job: Job) -> tuple[str, ...]:
+    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
+    many = job.M > MORE_ROWS and job.gamma is None
+    return ("mma_tiles", *DECODING) if many else DECODING
+
+
+def _check_addresses(job: Job, of_w: int) -> None:
+    """The alignment of the loads of a kernel for decoding; of_w: bytes of one of w."""
+    check_address("w", job.w.data, of_w)
     for name in ("x", "gamma", "beta"):
         if getattr(job, name) is not None:
-            check_address(name, getattr(job, name), 4 * gcd(4, K))
-    geometry = _matvec_geometry(job, kernel)
+            check_address(name, getattr(job, name), 4 * gcd(4, job.w.K))
+
+
+def _launch_decoding(module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
+    """Launch a kernel of matmul/decode.cu or matmul/decode_mma.cu; T: its type with FP8 weights."""
+    size = job.w.data.itemsize
+    vector = mma.LOADED if module is mma else matvec.order(job.w.N, job.w.K, size)[0] * size
+    _check_addresses(job, vector)
+    geometry = _geometry(module, job, kernel)
     assert geometry is not None
-    return launch_at(matvec.FILE, geometry, args, *storage_of(job.w, with_fp8))
+    return launch_at(module.FILE, geometry, args, *storage_of(job.w, T))
+
+
+def _linear_args(job: Job) -> tuple[Any, ...]:
+    return (*job.products, job.residual, job.out, job.eps, job.M, job.w.N, int(job.gelu))
 
 
 def _launch_matvec(job: Job) -> Launch:
-    sizes = (job.M, job.w.N, int(job.gelu))
-    args = (*job.products, job.residual, job.out, job.eps, *sizes)
-    return _launch_decode(job, "linear_matvec", args)
+    return _launch_decoding(matvec, job, "linear_matvec", _linear_args(job), "float32")
+
+
+def _launch_mma(job: Job) -> Launch:
+    return _launch_decoding(mma, job, "linear_decode_mma", _linear_args(job), "float32")
+
+
+def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
+    """Launch a kernel of matmul/decode_tiles.cu; T: its type with FP8 weights."""
+    check_address("w", job.w.data)
+    check_address("x", job.x)
+    tile = mma_tiles.choose(
+        job.M,
+        job.w.N,
+        job.w.K,
+        job.w.dtype,
+        capability=compute_capability(),
+        sms=device_attribute("MultiProcessorCount"),
+        most_shared=_most_shared(),
+    )
+    geometry = mma_tiles.geometry(kernel, job.M, job.w.N, job.w.K, job.w.dtype, tile)
+    first = (job.x, job.w.data, job.w.scale, job.bias)
+    return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T))
+
+
+def _launch_mma_tiles(job: Job) -> Launch:
+    args = (job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
+    return _launch_decode_tiles(job, "linear_decode_tiles", args, "float32")
 
 
 def _tiles_problem(job: Job) -> str | None:
@@ -152,10 +227,12 @@ def bind(
     gelu: bool = False,
     eps: float = 1e-5,
     variant: str | None = None,
+    decoding: bool = False,
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N)), out (..., N).
 
-    w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out.
+    w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out. decoding:
+    choose a variant as for few rows, so that a row has the same bits in any number of rows.
     """
     x, w, bias, gamma, beta, residual = (*inputs, *(None,) * 4)[:6]
     gelu = check_flag("gelu", gelu)
@@ -165,8 +242,15 @@ def bind(
         check("residual", residual, shape)
     out = output(out, shape, apart=given, in_place={"residual": residual})
     job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps))
-    default = "matvec" if job.M <= FEW_ROWS or gamma is not None else "tiles"
-    return Bound(out, (OPERATION.choose(job, variant, (default,)).launch(job),))
+    few = decoding or job.M <= FEW_ROWS or gamma is not None
+    return Bound(
+        out,
+        (
+            OPERATION.choose(job, variant, _decoding_variants(job) if few else ("tiles",)).launch(
+                job
+            ),
+        ),
+    )
 
 
 def bind_qkv(
@@ -207,11 +291,15 @@ def bind_qkv(
     q = output(q, (M, C), name="q", apart=given)
     check_apart("k_cache", k_cache, {**given, "q": q})
     check_apart("v_cache", v_cache, {**given, "q": q, "k_cache": k_cache})
-    if problem := _matvec_problem(job):
-        raise InputError(problem)
-    sizes = (M, C, *k_cache.shape[:2])
-    args = (*job.products, row, position, q, k_cache, v_cache, float(eps), *sizes)
-    return Bound(q, (_launch_decode(job, "qkv_matvec", args, kept),))
+    arrays = (row, position, q, k_cache, v_cache)
+    sizes = (C, *k_cache.shape[:2])
+    variant = OPERATION.choose(job, None, _decoding_variants(job)).name
+    if variant == "mma_tiles":
+        args = (*arrays, M, w.K, *sizes)
+        return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, kept),))
+    args = (*job.products, *arrays, float(eps), M, *sizes)
+    module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
+    return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
 
 
 def _check(x: Any, w: Any, bias: Any, gamma: Any, beta: Any, eps: float) -> dict[str, Any]:
@@ -250,6 +338,22 @@ OPERATION = Operation(
             problem=_matvec_problem,
         ),
         Variant(
+            "mma",
+            mma.FILE,
+            ("linear_decode_mma",),
+            "few rows on tensor cores, x in two or three terms: the same bits in any batch",
+            launch=_launch_mma,
+            problem=_mma_problem,
+        ),
+        Variant(
+            "mma_tiles",
+            mma_tiles.FILE,
+            ("linear_decode_tiles",),
+            "more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
+            launch=_launch_mma_tiles,
+            problem=_mma_tiles_problem,
+        ),
+        Variant(
             "tiles",
             tiles.FILE,
             (tiles.KERNEL,),
@@ -260,6 +364,13 @@ OPERATION = Operation(
     ),
     auxiliary=(
         Variant("qkv", matvec.FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),
+        Variant("qkv_mma", mma.FILE, ("qkv_decode_mma",), "mma, with k and v into the KV cache"),
+        Variant(
+            "qkv_mma_tiles",
+            mma_tiles.FILE,
+            ("qkv_decode_tiles",),
+            "mma_tiles, with k and v into the KV cache",
+        ),
     ),
     make=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
@@ -286,8 +397,9 @@ def linear(
     """`reference.linear` on CuPy arrays; raises InputError.
 
     x (..., K), bias (N,), gamma and beta (K,), residual (..., N): float32. w: a `WeightMatrix` in
-    layout "NK", of any dtype. Without a variant: matvec up to 16 rows and with gamma, else tiles.
-    A row's result has the same bits alone and among others for the same variant.
+    layout "NK", of any dtype. Without a variant: up to 16 rows and with gamma, mma, or matvec on
+    GPUs before compute capability 8.0 and where rows of w do not have a multiple of 16 bytes; else
+    tiles. A row's result has the same bits alone and among others for the same variant.
     """
     inputs = (*contiguous(x), w, *contiguous(bias, gamma, beta, residual))
     return call(bind, inputs, gelu=gelu, eps=eps, variant=variant).out

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
@@ -19,6 +20,7 @@ from gpt2block.cuda.arrays import (
     check,
     check_matrix,
     contiguous,
+    device_attribute,
     launch_at,
     output,
 )
@@ -77,50 +79,93 @@ class SampleState(NamedTuple):
         for name, values in parameters(rows).items():
             getattr(self, name).set(values)
 
+    def begin(
+        self,
+        at: NDArray[np.int32],
+        rows: Sequence[Sampling],
+        position: NDArray[np.int32],
+        step: NDArray[np.int32],
+    ) -> None:
+        """Write parameters, position and step of the rows `at` of the state, all (N,)."""
+        chosen = cupy.asarray(at)
+        for name, values in {**parameters(rows), "position": position, "step": step}.items():
+            getattr(self, name)[chosen] = cupy.asarray(values)
+
+
+class Slots(NamedTuple):
+    """The rows of a state that M rows of logits belong to, and the inputs of their next step.
+
+    All int32 (M,).
+    """
+
+    row: CudaArray  # of the state; outside of it, nothing is sampled
+    token: CudaArray  # a copy of the sampled token
+    position: CudaArray  # and of its position
+    turn: CudaArray  # launches so far
+
 
 def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
     return (B, V) if name == "seen" else (B,)
 
 
-def choose_geometry(rows: int, threads: int = THREADS, defines: Defines = ()) -> Geometry:
-    """One block per row; tests pass other numbers of threads and constants."""
+def choose_geometry(
+    rows: int, sms: int, threads: int | None = None, defines: Defines = ()
+) -> Geometry:
+    """One block per row, two on a multiprocessor if there are more rows than those.
+
+    Tests pass other numbers of threads and constants.
+    """
+    if threads is None:
+        threads = THREADS if rows <= sms else THREADS // 2
     sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
     return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
 
 
 class Job(NamedTuple):
-    """A checked call: logits (B, V)."""
+    """A checked call: logits (M, V), the state of B rows."""
 
     logits: CudaArray
     state: SampleState
+    slots: Slots | None
     report: CudaArray | None
     n_ctx: int
 
 
 def _launch(job: Job) -> tuple[Launch, ...]:
-    B, V = job.logits.shape
-    args = (job.logits, *job.state, job.report, V, job.n_ctx)
-    return (launch_at(FILE, choose_geometry(B), args),)
+    M, V = job.logits.shape
+    slots = job.slots or (None,) * len(Slots._fields)
+    args = (job.logits, *job.state, *slots, job.report, len(job.state.token), V, job.n_ctx)
+    geometry = choose_geometry(M, device_attribute("MultiProcessorCount"))
+    return (launch_at(FILE, geometry, args),)
 
 
 def bind_state(
-    logits: Any, state: SampleState, n_ctx: int = ENDLESS, report: CudaArray | None = None
+    logits: Any,
+    state: SampleState,
+    n_ctx: int = ENDLESS,
+    report: CudaArray | None = None,
+    slots: Slots | None = None,
 ) -> Bound:
-    """Choose a token for each row of logits (B, V) by the parameters in `state`, and update it.
+    """Choose a token for each row of logits (M, V) by the parameters in `state`, and update it.
 
     A run writes token and logprob, marks the token in seen, and adds one to position and step;
-    position stays below n_ctx. out is `state.token`. report (2, 2, B) int32 gets a copy of token
-    and of the bits of logprob, in its first half for even steps; it may be host memory.
+    position stays below n_ctx. out is `state.token`. slots: the rows of the state, of which no two
+    may be the same; None: M rows in order. report (2, 2, M) int32 gets a copy of token and of the
+    bits of logprob, in its first half for even steps, or turns of `slots`; it may be host memory.
     """
-    B, V = check_matrix("logits", logits, "(B, V)")
+    M, V = check_matrix("logits", logits, "(M, V)")
     check_rows("logits", logits, MAX_V)
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
+    B = M if slots is None else len(state.token)
     for name, array in state._asdict().items():
         check(name, array, _shape(name, B, V), DTYPES[name])
+    for name, array in (slots._asdict() if slots else {}).items():
+        check(f"slots.{name}", array, (M,), "int32")
     if report is not None:
-        check("report", report, (2, 2, B), "int32")
-    return Bound(state.token, _launch(Job(logits, state, report, n_ctx)), state)
+        check("report", report, (2, 2, M), "int32")
+    launches = _launch(Job(logits, state, slots, report, n_ctx))
+    return Bound(state.token, launches, (*state, *(slots or ())))
 
 
 def bind(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, decode_plan, head_plan
-from gpt2block.array_checks import FLOATS
+from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, head_plan
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, pinned
+from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.ops.sample_token import SampleState, bind_state, mark_seen
+from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches
+from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.model import (
     CacheKind,
@@ -37,10 +37,7 @@ from gpt2block.run.model import (
     Tensors,
     Want,
     cache_kind,
-    cache_tensors,
-    check_room,
     check_stream,
-    describe_cache,
     in_groups,
     kv_cache_dtype,
     padded,
@@ -49,40 +46,11 @@ from gpt2block.run.model import (
     vector_magnitude,
 )
 from gpt2block.run.program import Program
-from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
-KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
 KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
-KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
-
-
-class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, C), with the programs bound to them."""
-
-    def __init__(
-        self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
-    ) -> None:
-        """layers: the number of layers to store; None for all."""
-        self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
-        self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
-        self.lengths = [0] * batch
-        shape = (batch, n_ctx, config.n_embd)
-        self.layers = [
-            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
-            for _ in range(config.n_layer if layers is None else layers)
-        ]
-        self.prefills: OrderedDict[Prefill, PrefillPrograms] = OrderedDict()
-        self.step: _Step | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(half.nbytes) for layer in self.layers for half in layer)
-
-    def __repr__(self) -> str:
-        return describe_cache(self)
 
 
 class CudaModel:
@@ -109,7 +77,7 @@ class CudaModel:
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._activations: list[CudaArray] | None = None
         self._logits_buffer: CudaArray | None = None
-        self._ended_caches: deque[CudaCache] = deque(maxlen=KEPT_CACHES)
+        self._caches = DecodingCaches(config, dtype)
         self._lock = threading.RLock()
         with cupy.cuda.Device(device):
             self.on_tensor_cores = (
@@ -188,7 +156,7 @@ class CudaModel:
 
     def new_cache(self, batch: int, n_ctx: int) -> CudaCache:
         with self.running():
-            return CudaCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))
+            return self._caches.new(batch, n_ctx)
 
     def forward(
         self, sequences: Sequence[Ids], want: Want, cache: CudaCache | None = None
@@ -208,15 +176,14 @@ class CudaModel:
             logits = [np.empty(0, np.float32)] * len(sequences)
             if any(map(len, several)):
                 logits = self._forward(several, want, cache)
-            if any(single):
-                tokens = [
-                    int(ids[0]) if one else 0 for ids, one in zip(sequences, single, strict=True)
-                ]
-                at = [n if one else -1 for n, one in zip(cache.lengths, single, strict=True)]
-                single_logits = self.step(cache).logits_of(tokens, at)
-                cache.lengths = [n + one for n, one in zip(cache.lengths, single, strict=True)]
-                for row in np.flatnonzero(single):
-                    logits[row] = single_logits[row] if want == "last" else single_logits[row, None]
+            rows = [row for row, one in enumerate(single) if one]
+            if rows:
+                tokens = np.array([sequences[row][0] for row in rows], np.int32)
+                at = np.array([cache.lengths[row] for row in rows], np.int32)
+                of_rows = self.steps(cache).logits_of(np.array(rows, np.int32), tokens, at)
+                for row, last in zip(rows, of_rows, strict=True):
+                    logits[row] = last if want == "last" else last[None]
+                    cache.lengths[row] += 1
             return logits
 
     def _scratch(self, sequences: Sequence[Ids], repeats: bool = False) -> CudaCache:
@@ -302,39 +269,20 @@ class CudaModel:
             return prefill.program("log_likelihood")
         cache = self.new_cache(1, len(ids))
         self.prefill([ids[:-1]], cache)
-        step = self.step(cache)
-        step.place([int(ids[-1])], [len(ids) - 1])
-        return step.program
+        at = np.array([len(ids) - 1], np.int32)
+        return self.steps(cache).next_token(np.zeros(1, np.int32), ids[-1:], at).program
 
-    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> CudaDecoding:
+    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> CudaDecoding:
         with self.running():
-            cache = self._kept_cache(len(prompts)) or self.new_cache(
-                len(prompts), self.config.n_ctx
-            )
-            cache.lengths = [0] * cache.batch
-            decoding = CudaDecoding(self, cache, prompts, sampling)
-            weakref.finalize(decoding, self._ended_caches.append, cache).atexit = False
+            cache = self._caches.take(slots, n_ctx, fewer)
+            decoding = CudaDecoding(self, cache, min(slots, cache.batch))
+            weakref.finalize(decoding, self._caches.give_back, cache).atexit = False
             return decoding
 
-    def _kept_cache(self, batch: int) -> CudaCache | None:
-        """The cache of an ended decoding with this batch size, or None.
-
-        Decodings may end, and append their caches, while this runs.
-        """
-        for _ in range(len(self._ended_caches)):
-            try:
-                cache = self._ended_caches.popleft()
-            except IndexError:
-                return None
-            if cache.batch == batch:
-                return cache
-            self._ended_caches.append(cache)
-        return None
-
-    def step(self, cache: CudaCache) -> _Step:
-        if cache.step is None:
-            cache.step = _Step(self, cache)
-        return cache.step
+    def steps(self, cache: CudaCache) -> DecodingSteps:
+        if cache.steps is None:
+            cache.steps = DecodingSteps(self, cache)
+        return cache.steps
 
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
@@ -347,13 +295,35 @@ class CudaModel:
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
             shape = replace(shape, longest=longest, fresh=0 in before, continued=any(before))
+        prefill = self._prefill_programs(cache, shape)
+        prefill.run(sequences, np.arange(cache.batch), np.array(cache.lengths), want)
+        cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
+        return prefill
+
+    def prefill_slots(self, sequences: Sequence[Ids], slots: Ids, cache: CudaCache) -> CudaArray:
+        """Compute sequences as the only tokens of these rows of the cache, in ascending order.
+
+        Returns their last logits (N or more, V) until the next prefill. Numbers are rounded up, so
+        that other sequences can use the same launches.
+        """
+        lengths = [len(ids) for ids in sequences]
+        rows, longest, ends = sum(lengths), max(lengths), None
+        if cache.batch > 1:
+            ends = rounded_up(len(slots), 2)
+            rows = max(rounded_up(rows, 4), ends)
+        longest = min(rounded_up(longest, 1), rows)
+        cached = bool(cache.layers)
+        shape = Prefill(self.on_tensor_cores, rows, cache.batch, longest, cached, ends=ends)
+        prefill = self._prefill_programs(cache, shape)
+        prefill.run(sequences, slots, np.zeros(cache.batch, np.int32), "last")
+        return prefill.out
+
+    def _prefill_programs(self, cache: CudaCache, shape: Prefill) -> PrefillPrograms:
         prefill = cache.prefills.get(shape)
         if prefill is None:
             prefill = cache.prefills[shape] = PrefillPrograms(self, cache, shape)
             self._forget_oldest(cache.prefills, cache.kept_shapes)
         cache.prefills.move_to_end(shape)
-        prefill.run(sequences, cache.lengths, want)
-        cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
     def given(self) -> dict[str, Any]:
@@ -392,132 +362,3 @@ class CudaModel:
             sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)
             self._activations = [cupy.empty((room, n * C), kind) for n, kind in sizes]
         return [array[:rows] for array in self._activations]
-
-
-class _Step:
-    """One decoding step of all rows of a cache: buffers, launches and their graph."""
-
-    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
-        c, B = model.config, cache.batch
-        C, V = c.n_embd, c.vocab_size
-        self._stream = model.stream
-        self.logits = cupy.empty((B, V), "float32")
-        self.state = SampleState.allocate(B, V)
-        self.sampled, report = _on_host((2, 2, B))  # token and logprob of even and odd steps
-        self._sample = bind_state(self.logits, self.state, cache.n_ctx, report)
-        given = {
-            "tokens": self.state.token,
-            "row": cupy.asarray(np.arange(B, dtype=np.int32)),
-            "positions": self.state.position,
-        }
-        storage = {
-            "embedding": cupy.zeros((B, C), "float32"),
-            "h.0.q": cupy.zeros((B, C), "float32"),
-            "h.0.attn": cupy.zeros((B, C), "float32"),
-            "logits": self.logits,
-        }
-        tensors = {**model.given(), **cache_tensors(cache.layers, c.n_layer), **given, **storage}
-        self.program = Program(decode_plan(c), tensors, after=(self._sample,))
-
-    def start(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> None:
-        """Begin decoding after these prompts, which are in the cache, with these parameters."""
-        state = self.state
-        state.set(sampling)
-        state.step.fill(0)
-        state.seen.fill(0)
-        lengths = np.array([len(ids) for ids in prompts], np.int32)
-        rows = np.repeat(np.arange(len(prompts), dtype=np.int32), lengths)
-        mark_seen(cupy.asarray(np.concatenate(prompts)), cupy.asarray(rows), state.seen)
-        state.position.set(lengths - 1)
-
-    def sample(self) -> None:
-        """Sample a token of each row from `logits`, and advance its position by one."""
-        self._sample.run()
-
-    def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Set the token of each row, and its position, for the next step."""
-        self.state.token.set(np.array(tokens, np.int32))
-        self.state.position.set(np.array(positions, np.int32))
-
-    def logits_of(self, tokens: list[int], positions: list[int]) -> Floats:
-        """The logits (B, V) after a given token for each row; rows at position -1 are skipped."""
-        self.place(tokens, positions)
-        self.program.run_steps()
-        logits: Floats = self.logits.get()
-        return logits
-
-    def run(self) -> None:
-        """Run a step and the sampler, from the second call on as a graph."""
-        self.program.repeat(self._stream)
-
-
-class CudaDecoding:
-    """Decoding on a GPU. The step after the requested one is already in flight."""
-
-    def __init__(
-        self,
-        model: CudaModel,
-        cache: CudaCache,
-        prompts: Sequence[Ids],
-        sampling: Sequence[Sampling],
-    ) -> None:
-        self._model, self._cache = model, cache
-        self._step = model.step(cache)
-        self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._launched = self._returned = 0  # steps; the first is the sampler alone
-        prefill = model.prefill(prompts, cache, "last")
-        self._lengths = list(cache.lengths)
-        self._step.start(prompts, sampling)
-        cupy.copyto(self._step.logits, prefill.out)
-
-    @property
-    def lengths(self) -> list[int]:
-        return list(self._lengths)
-
-    def next(self) -> tuple[Ids, Floats]:
-        full = self._cache.n_ctx
-        with self._model.running():
-            if self._returned:
-                check_room(self._lengths, full)
-            if self._launched == self._returned:
-                self._launch()
-            now = self._returned % 2
-            if self._returned:
-                self._lengths = [length + 1 for length in self._lengths]
-            self._returned += 1
-            if max(self._lengths) < full:
-                self._launch()  # it runs while the host reads the result
-            self._done[now].synchronize()
-            tokens, logprobs = self._step.sampled[now].copy()
-            return tokens, logprobs.view(np.float32)
-
-    def _launch(self) -> None:
-        if self._launched:
-            self._step.run()
-        else:
-            self._step.sample()
-        self._done[self._launched % 2].record(self._model.stream)
-        self._launched += 1
-
-    def restart(self, row: int, ids: Ids) -> None:
-        if self._launched > self._returned:
-            raise RuntimeError("restart: only between a full row and the next token")
-        with self._model.running():
-            cache = self._cache
-            cache.lengths = list(self._lengths)
-            cache.lengths[row] = 0
-            if len(ids) > 1:
-                nothing = np.empty(0, np.int32)
-                sequences = [ids[:-1] if b == row else nothing for b in range(cache.batch)]
-                self._model.prefill(sequences, cache)
-            self._lengths[row] = len(ids) - 1
-            self._step.state.token[row] = int(ids[-1])
-            self._step.state.position[row] = len(ids) - 1
-
-
-def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
-    """int32 zeros in pinned host memory that kernels can write, as a NumPy and a CuPy array."""
-    seen = pinned(shape)
-    seen[...] = 0
-    owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)
-    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))

@@ -136,13 +136,6 @@ def cache_kind(config: GPT2Config, dtype: str, device: str) -> CacheKind:
     return config.n_layer, config.n_embd, dtype, device
 
 
-def check_room(lengths: Sequence[int], n_ctx: int) -> None:
-    """Raise InputError when a row has no position left for its last sampled token."""
-    full = [row for row, length in enumerate(lengths) if length >= n_ctx]
-    if full:
-        raise InputError(f"row {full[0]} is full, it has {n_ctx} tokens: restart it, or stop")
-
-
 class KVCache(Protocol):
     """The keys and values of a batch of sequences of up to `n_ctx` tokens each."""
 
@@ -177,25 +170,46 @@ def describe_cache(cache: KVCache) -> str:
     )
 
 
+class Start(NamedTuple):
+    """A sequence that a slot of a Decoding starts with."""
+
+    slot: int
+    ids: Ids  # (T,) with T of at least 1
+    sampling: Sampling
+    steps: int  # the most tokens to sample, at least 1; T + steps - 1 is at most n_ctx
+    drawn: int = 0  # tokens that the sequence has drawn before
+    seen: Ids | None = None  # tokens for the repetition penalty; None: ids
+
+
+class Sampled(NamedTuple):
+    """The next tokens of some slots, (N,) each."""
+
+    slots: Ids
+    tokens: Ids  # -1: the logits were NaN
+    logprobs: Floats  # under the raw logits
+
+
 class Decoding(Protocol):
-    """Rows that grow by one token per step; their state stays on the device."""
+    """Slots for sequences that grow by one token per step; their state stays on the device.
 
-    def next(self) -> tuple[Ids, Floats]:
-        """The next token of every row and its log-probability under the raw logits, (B,) each.
+    A sequence leaves its slot when it has sampled its number of steps, or by `stop`. The slot can
+    then start with another one. The tokens of a sequence depend neither on its slot nor on others.
+    """
 
-        The first call samples the token after each prompt. Token -1: the logits were NaN. Raises
-        InputError when a row is full, so that its last token has no position: restart it first.
+    slots: int
+    n_ctx: int  # positions of each slot
+
+    def start(self, starts: Sequence[Start]) -> None:
+        """Start sequences in free slots; the next results include their first tokens."""
+
+    def next(self) -> Sampled:
+        """The next token of some of the sequences; each gets its tokens in order.
+
+        Raises RuntimeError when no slot holds a sequence.
         """
 
-    def restart(self, row: int, ids: Ids) -> None:
-        """Replace the tokens of `row` by `ids`, as if the last of them had just been sampled.
-
-        Tokens sampled so far still count for the repetition penalty and the random numbers.
-        """
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row in its cache, without the one sampled last."""
+    def stop(self, slots: Ids) -> None:
+        """Free these slots, (N,), before their sequences have sampled all their tokens."""
 
 
 class ModelEngine(Protocol):
@@ -233,8 +247,12 @@ class ModelEngine(Protocol):
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         """For each sequence (T - 1,): the log-probability of every token after the first."""
 
-    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> Decoding:
-        """Start decoding from these prompts, each of at least one token."""
+    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> Decoding:
+        """Free slots for sequences of up to n_ctx tokens.
+
+        fewer: return fewer slots than these where memory has no room for them, or where more would
+        not be faster. Raises MemoryError.
+        """
 
 
 class StepResult(NamedTuple):
@@ -261,3 +279,14 @@ class TracedEngine(ModelEngine, Protocol):
 
         exact: the tensors of the pass by name, and K and V of the sequence as "h.0.k" (1, T, C).
         """
+
+
+def start_all(
+    engine: ModelEngine, prompts: Sequence[Ids], sampling: Sequence[Sampling], steps: int
+) -> Decoding:
+    """A Decoding with a slot for each prompt, started, in which each samples `steps` tokens."""
+    n_ctx = max(map(len, prompts)) + steps - 1
+    decoding = engine.decode(len(prompts), n_ctx)
+    rows = zip(prompts, sampling, strict=True)
+    decoding.start([Start(slot, ids, options, steps) for slot, (ids, options) in enumerate(rows)])
+    return decoding

@@ -20,12 +20,13 @@ from gpt2block.run.model import (
     CacheKind,
     Floats,
     Ids,
+    Sampled,
+    Start,
     StepResult,
     Tensors,
     Want,
     cache_kind,
     cache_tensors,
-    check_room,
     check_stream,
     describe_cache,
     kv_cache_dtype,
@@ -37,6 +38,7 @@ from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.matrix import WeightMatrix
 
 ROWS_AT_ONCE = 1024  # of logits computed together for likelihoods
+SLOTS = 16  # of a decoding, unless more are requested
 
 
 class NumpyCache:
@@ -176,8 +178,8 @@ class NumpyModel:
             found.append(np.concatenate([*parts, np.empty(0, np.float32)]))
         return found
 
-    def decode(self, prompts: Sequence[Ids], sampling: Sequence[Sampling]) -> NumpyDecoding:
-        return NumpyDecoding(self, prompts, sampling)
+    def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> NumpyDecoding:
+        return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
     def _apply(self, step: Step, inputs: tuple[Any, ...]) -> Any:
         """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
@@ -198,40 +200,44 @@ class NumpyModel:
 
 
 class NumpyDecoding:
-    """Decoding on the CPU."""
+    """Decoding on the CPU: every result has a token of each sequence."""
 
-    def __init__(
-        self, model: NumpyModel, prompts: Sequence[Ids], sampling: Sequence[Sampling]
-    ) -> None:
+    def __init__(self, model: NumpyModel, slots: int, n_ctx: int) -> None:
+        self.slots, self.n_ctx = slots, n_ctx
         self._model = model
-        self._cache = model.new_cache(len(prompts), model.config.n_ctx)
-        self._sampling = list(sampling)
-        self._step = 0
-        self._seen = np.zeros((len(prompts), model.config.vocab_size), np.uint8)
-        for seen, ids in zip(self._seen, prompts, strict=True):
-            seen[ids] = 1
-        self._next: list[Ids] = list(prompts)  # tokens of each row to process before sampling
+        self._cache = model.new_cache(slots, n_ctx)
+        self._sampling = [Sampling()] * slots
+        self._left = np.zeros(slots, np.int32)  # tokens to sample
+        self._drawn = np.zeros(slots, np.int32)
+        self._seen = np.zeros((slots, model.config.vocab_size), np.uint8)
+        self._next = [np.empty(0, np.int32)] * slots  # tokens to process before sampling
 
-    @property
-    def lengths(self) -> list[int]:
-        return list(self._cache.lengths)
+    def start(self, starts: Sequence[Start]) -> None:
+        for slot, ids, sampling, steps, drawn, seen in starts:
+            self._cache.lengths[slot], self._next[slot] = 0, ids
+            self._sampling[slot] = sampling
+            self._left[slot], self._drawn[slot] = steps, drawn
+            self._seen[slot] = 0
+            self._seen[slot, ids if seen is None else seen] = 1
 
-    def next(self) -> tuple[Ids, Floats]:
-        check_room(
-            [n + len(ids) - 1 for n, ids in zip(self._cache.lengths, self._next, strict=True)],
-            self._cache.n_ctx,
-        )
-        logits = self._model.forward(self._next, "last", self._cache)
-        rows = zip(logits, self._sampling, self._seen, strict=True)
-        chosen = [choose(row, options, self._step, seen) for row, options, seen in rows]
-        self._step += 1
-        tokens = np.array([choice.token for choice in chosen], np.int32)
-        for seen, token in zip(self._seen, tokens, strict=True):
-            if token >= 0:
-                seen[token] = 1
-        self._next = list(tokens[:, None])
-        return tokens, np.array([choice.logprob for choice in chosen], np.float32)
+    def stop(self, slots: Ids) -> None:
+        self._left[slots] = 0
 
-    def restart(self, row: int, ids: Ids) -> None:
-        self._cache.lengths[row] = 0
-        self._next[row] = ids
+    def next(self) -> Sampled:
+        active = np.flatnonzero(self._left)
+        if not len(active):
+            raise RuntimeError("next: expected a sequence in at least one slot")
+        nothing = np.empty(0, np.int32)
+        new = [ids if left else nothing for ids, left in zip(self._next, self._left, strict=True)]
+        logits = self._model.forward(new, "last", self._cache)
+        tokens, logprobs = np.empty(len(active), np.int32), np.empty(len(active), np.float32)
+        for n, slot in enumerate(active):
+            seen = self._seen[slot]
+            options = self._sampling[slot]
+            token, logprobs[n] = choose(logits[slot], options, self._drawn[slot], seen)
+            tokens[n] = token
+            seen[max(token, 0)] |= token >= 0
+            self._next[slot] = tokens[n : n + 1]
+        self._drawn[active] += 1
+        self._left[active] -= 1
+        return Sampled(active.astype(np.int32), tokens, logprobs)

@@ -59,7 +59,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "kv_append": _append,
     "attention_packed": bind_attention_packed,
     "attention_varlen": _varlen,
-    "attention_split": lambda inputs, out, n_head: bind_split((*inputs, None), out, n_head=n_head),
+    "attention_split": bind_split,
     "linear_qkv": lambda inputs, out, eps: bind_qkv(*(*inputs, out, eps)),
 }
 

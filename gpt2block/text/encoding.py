@@ -153,16 +153,26 @@ def bytes_of_id(encoding: Encoding, token: int) -> bytes:
         return "\ufffd".encode()
 
 
+def bytes_of_ids(encoding: Encoding, tokens: Sequence[int]) -> bytes:
+    """The bytes of several tokens, as those of `bytes_of_id`."""
+    try:
+        return b"".join(map(encoding.decode_single_token_bytes, tokens))
+    except KeyError:
+        return b"".join(bytes_of_id(encoding, token) for token in tokens)
+
+
 def as_array(given: Any, name: str) -> NDArray[Any]:
     """Token ids as a NumPy array. Raises ValueError or TypeError for what cannot be an array.
 
     Raises InputError for masked arrays and booleans, which NumPy would convert without an error.
     """
     entries = given if isinstance(given, (list, tuple)) else ()
-    for index, entry in enumerate(entries):
-        if isinstance(entry, (bool, np.bool_)):
-            raise InputError(f"{name}: token {index} is {entry!r}: expected an integer")
-    if any(isinstance(part, np.ma.MaskedArray) for part in (given, *entries)):
+    types = {type(given), *map(type, entries)}  # few, where entries are many
+    if bool in types or np.bool_ in types:
+        for index, entry in enumerate(entries):
+            if isinstance(entry, (bool, np.bool_)):
+                raise InputError(f"{name}: token {index} is {entry!r}: expected an integer")
+    if any(issubclass(each, np.ma.MaskedArray) for each in types):
         raise InputError(f"{name}: expected token ids, got a masked array: use .compressed()")
     return as_numpy(name, given)
 

@@ -19,10 +19,11 @@ from gpt2block import notebook
 from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
 from gpt2block.errors import InputError, shown
-from gpt2block.run.model import Ids, ModelEngine
+from gpt2block.run.model import Floats, Ids, ModelEngine, Start
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text import tokenizer
-from gpt2block.text.encoding import Encoding, bytes_of_id
+from gpt2block.text.encoding import Encoding, bytes_of_ids
+from gpt2block.text.scheduling import RowScheduler
 
 FinishReason = Literal["length", "stop", "context"]
 Overflow = Literal["error", "truncate"]
@@ -85,7 +86,7 @@ def generate(
     stop_ids: Iterable[int] | None = None,
     samples: int = 1,
     overflow: Overflow = "error",
-    rows_at_once: int = 16,
+    rows_at_once: int | None = None,
 ) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
@@ -113,8 +114,7 @@ def generate(
         overflow=overflow,
         rows_at_once=rows_at_once,
     )  # fmt: skip
-    for _ in run:
-        pass
+    run.finish()
     written = [row.result() for row in run.rows]
     samples = len(run.rows) // len(run.prompts)  # `samples` as a Python integer
     if samples == 1:
@@ -197,11 +197,12 @@ class Run:
         stop_ids: Iterable[int] | None = None,
         samples: int = 1,
         overflow: Overflow = "error",
-        rows_at_once: int = 16,
+        rows_at_once: int | None = None,
     ) -> None:
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
         samples = check_count("samples", samples)
-        rows_at_once = check_count("rows_at_once", rows_at_once)
+        if rows_at_once is not None:
+            rows_at_once = check_count("rows_at_once", rows_at_once)
         check_choice("overflow", overflow, get_args(Overflow))
         strings = _stop_strings(stop, encoding)
         config, end = engine.config, tokenizer.end_of_text(encoding)
@@ -215,7 +216,8 @@ class Run:
             sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
-        self._engine, self.rows_at_once = engine, rows_at_once
+        self._engine, self._encoding, self._ends = engine, encoding, ends
+        self._rows_at_once = rows_at_once
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
@@ -231,24 +233,106 @@ class Run:
             return Row(start, options, encoding, ends)
 
         self.rows = Rows(len(starts) * samples, row)
+        self._longest = max(map(len, starts))  # prompt
 
     def __iter__(self) -> Iterator[Row]:
-        for first in range(0, len(self.rows), self.rows_at_once):
-            yield from self._together(self.rows[first : first + self.rows_at_once])
+        return self._generate(each_token=True)
 
-    def _together(self, rows: list[Row]) -> Iterator[Row]:
-        """Generate these rows in one batch until the last one has ended."""
-        decoding = self._engine.decode([row.prompt for row in rows], [row.sampling for row in rows])
-        while not all(row.finish_reason for row in rows):
-            for index, row in enumerate(rows):
-                if row.overflows:
-                    decoding.restart(index, row.shorten())
-            tokens, logprobs = decoding.next()
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                unfinished = row.finish_reason is None
-                row.add(token, logprob)
-                if unfinished:
-                    yield row
+    def finish(self) -> None:
+        """Generate all tokens; faster than iterating, as rows take many tokens at a time."""
+        for _ in self._generate(each_token=False):
+            pass
+
+    def _generate(self, each_token: bool) -> Iterator[Row]:
+        """Generate all tokens, and yield rows after they took new tokens: one each, or several."""
+        at_once = self._rows_at_once
+        slots = len(self.rows) if at_once is None else min(at_once, len(self.rows))
+        n_ctx = min(self._ends.n_ctx, self._longest + self._ends.max_new_tokens - 1)
+        decoding = self._engine.decode(slots, n_ctx, fewer=at_once is None)
+        scheduler = RowScheduler(len(self.rows), decoding.slots)
+        endings = _Endings(self._ends, self._encoding, self._engine.config.vocab_size)
+        new = _NewTokens(decoding.slots, n_ctx, endings)
+        while scheduler.busy:
+            starts = [self.rows[row].start(slot) for slot, row in scheduler.place()]
+            if starts:
+                new.begin(starts)
+                decoding.start(starts)
+            slots_now, tokens, logprobs = decoding.next()
+            new.add(slots_now, tokens, logprobs)
+            stopped = []
+            for slot in new.slots(each_token).tolist():
+                row = self.rows[scheduler.row_of(slot)]
+                row.add(*new.take(slot))
+                yield row
+                if row.finish_reason:
+                    if new.left[slot]:
+                        stopped.append(slot)
+                    scheduler.release(slot)
+                elif not new.left[slot]:
+                    scheduler.release(slot, again=True)
+            if stopped:
+                decoding.stop(np.array(stopped, np.int32))
+
+
+class _Endings:
+    """Tokens that may end a row: stop ids, and those with the last byte of a stop string.
+
+    The bytes of a token are looked up when it is sampled for the first time.
+    """
+
+    def __init__(self, ends: _Ends, encoding: Encoding | None, vocab_size: int) -> None:
+        self._encoding = encoding
+        self._bytes = {string.encode()[-1] for string in ends.stop}
+        if any(string[-1] == "\ufffd" for string in ends.stop):  # the end of any invalid bytes
+            self._bytes = set(range(256))
+        self._may_end = np.zeros(vocab_size, bool)
+        self._known = np.full(vocab_size, not ends.stop)
+        stop_ids = list(ends.stop_ids)
+        self._may_end[stop_ids] = self._known[stop_ids] = True
+
+    def of(self, tokens: Ids) -> NDArray[np.bool_]:
+        """Whether each of these tokens may end its row."""
+        for token in set(tokens[~self._known[tokens]].tolist()) - {-1}:
+            data = bytes_of_ids(self._encoding, [token]) if self._encoding is not None else b""
+            self._may_end[token] = not self._bytes.isdisjoint(data)
+            self._known[token] = True
+        return self._may_end[tokens]
+
+
+class _NewTokens:
+    """The tokens of the slots that rows have not taken yet, in arrays."""
+
+    def __init__(self, slots: int, n_ctx: int, endings: _Endings) -> None:
+        self.left = np.zeros(slots, np.int64)  # tokens that each slot may still sample
+        self._endings = endings
+        self._count = np.zeros(slots, np.int64)  # tokens in the arrays
+        self._tokens = np.empty((slots, n_ctx), np.int32)
+        self._logprobs = np.empty((slots, n_ctx), np.float32)
+        self._latest, self._ending = np.empty(0, np.int32), np.empty(0, bool)
+
+    def begin(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            self.left[start.slot] = start.steps
+
+    def add(self, slots: Ids, tokens: Ids, logprobs: Floats) -> None:
+        """Store a token of each of these slots."""
+        at = self._count[slots]
+        self._tokens[slots, at] = tokens
+        self._logprobs[slots, at] = logprobs
+        self._count[slots] = at + 1
+        self.left[slots] -= 1
+        wrong = (tokens < 0) | np.isnan(logprobs)
+        self._latest = slots
+        self._ending = (self.left[slots] == 0) | wrong | self._endings.of(tokens)
+
+    def slots(self, each_token: bool) -> Ids:
+        """The slots whose tokens are to be taken: of the latest ones those that may end, or all."""
+        return self._latest if each_token else self._latest[self._ending]
+
+    def take(self, slot: int) -> tuple[list[int], list[float]]:
+        """Remove and return the tokens of a slot and their log-probabilities."""
+        count, self._count[slot] = self._count[slot], 0
+        return self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
 
 
 @dataclass(frozen=True)
@@ -276,48 +360,41 @@ class Row:
         self._text = Text(ends.stop)
         self._pieces: list[str] = []
         self._taken = 0
-        self._context = len(prompt)  # tokens in the context, including the last sampled one
 
-    @property
-    def overflows(self) -> bool:
-        """Whether the context has no position left for the token sampled last."""
-        return self._context > self._ends.n_ctx
+    def start(self, slot: int) -> Start:
+        """The row's beginning in a slot, or, if its context is full, its newer half."""
+        ids, drawn, seen = self.prompt, len(self.tokens), None
+        if drawn:
+            seen = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+            ids = seen[-max(1, self._ends.n_ctx // 2) :]
+        steps = min(self._ends.max_new_tokens - drawn, self._ends.n_ctx - len(ids) + 1)
+        return Start(slot, ids, self.sampling, steps, drawn, seen)
 
-    def shorten(self) -> Ids:
-        """Drop the older half of a full context, and return the tokens that remain.
-
-        One token remains of a row that has ended and only keeps its place in the batch.
-        """
-        self._context = size = 1 if self.finish_reason else max(1, self._ends.n_ctx // 2)
-        newest = [*self.prompt[-size:].tolist(), *self.tokens[-size:]]
-        return np.array(newest[-size:], np.int32)
-
-    def add(self, token: int, logprob: float) -> None:
-        """Add a token, which may end the row; tokens after the end are dropped."""
-        self._context += 1
-        if self.finish_reason:
-            return
-        if token < 0 or math.isnan(logprob):
-            wrong = "NaN" if token < 0 else "infinite"
-            raise InputError(
-                f"the logits are {wrong} after {len(self.tokens)} new tokens: {BAD_WEIGHTS}"
-            )
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens, the last of which may end the row."""
+        if tokens[-1] < 0 or math.isnan(logprobs[-1]):
+            wrong = "NaN" if tokens[-1] < 0 else "infinite"
+            count = len(self.tokens) + len(tokens) - 1
+            raise InputError(f"the logits are {wrong} after {count} new tokens: {BAD_WEIGHTS}")
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stopped = tokens[-1] in self._ends.stop_ids
+        self._pieces.append(self._text.add(self._bytes(tokens[:-1] if stopped else tokens)))
         reason: FinishReason | None = None
-        if token in self._ends.stop_ids:
+        if stopped or self._text.stopped:
             reason = "stop"
-        else:
-            self._pieces.append(self._text.add(self._bytes(token)))
-            if self._text.stopped:
-                reason = "stop"
-            elif len(self.tokens) == self._ends.max_new_tokens:
-                reason = "length"
-            elif self.overflows and not self._ends.truncate:
-                reason = "context"
+        elif len(self.tokens) == self._ends.max_new_tokens:
+            reason = "length"
+        elif self._full and not self._ends.truncate:
+            reason = "context"
         if reason:
             self.close()
             self.finish_reason = "stop" if self._text.stopped else reason
+
+    @property
+    def _full(self) -> bool:
+        """Whether the first context has no position left for the token sampled last."""
+        return len(self.prompt) + len(self.tokens) > self._ends.n_ctx
 
     def close(self) -> None:
         """End the row: characters that were held back become text."""
@@ -336,7 +413,7 @@ class Row:
 
     def token_texts(self) -> list[str]:
         """The text of each token alone, with U+FFFD for incomplete characters."""
-        return [self._bytes(token).decode(errors="replace") for token in self.tokens]
+        return [self._bytes([token]).decode(errors="replace") for token in self.tokens]
 
     def result(self) -> Generation:
         """The Generation of an ended row."""
@@ -344,8 +421,8 @@ class Row:
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
         return Generation(self.text, tokens, logprobs, self.finish_reason, self.sampling.seed)
 
-    def _bytes(self, token: int) -> bytes:
-        return b"" if self._encoding is None else bytes_of_id(self._encoding, token)
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"" if self._encoding is None else bytes_of_ids(self._encoding, tokens)
 
 
 class Rows(Sequence[Row]):

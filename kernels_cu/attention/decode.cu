@@ -1,37 +1,34 @@
-// Attention of one query per sequence, as in decoding, over a kv_cache that already contains the query's own key.
+// Attention of one query per row of a batch, as in decoding, over a kv_cache that already contains the query's own key.
 //
 //   q, out (M, C), C = NH HS     k, v (B, n_ctx, C) of T     row, position (M): query m belongs to sequence row[m] of
 //   the cache, and sees its keys 0..position[m]
 //
-// The keys are split: a block takes AS_KEYS neighbouring keys of a head of a sequence and computes
+// The keys are split: a warp takes 32 neighbouring keys of a head and computes
 //
 //   m = max s_j        s_j = q k_j log2(e) / sqrt(HS)
 //   l = sum 2^(s_j - m),   part = sum 2^(s_j - m) v_j
 //
-// With M the largest m of a head, its output is sum w part over the splits, w = 2^(m - M) * (1 / sum 2^(m - M) l). The
-// last block of a head to finish combines the splits: each block increments `arrived` once its part is visible, and the
-// block that completes the count resets it to 0, reads the parts of the others and writes the head to `out`. (Leaving
-// this to the kernel that multiplies by w_attn, where every block would do it for all rows, took 13 us per layer with 8
-// rows.) The splits are added in order, whichever block is last. Without a sequence (row outside
-// 0..B - 1) or a key (position below 0), nothing is written.
+// The splits of a span, 1,024 keys, are combined in shared memory, one lane per split: with M the largest m, the span
+// has w = 2^(m - M), L = sum w l and sum w part. A later span is added to the earlier ones in the same way. The output
+// is the sum of the parts over L. Without a sequence (row outside 0..B - 1) or a key (position below 0), nothing is
+// written.
 //
-//   a key's row of the head   [ lane 0 | lane 1 | ... ]   LANES neighbouring lanes, 16 bytes each, PIECES times
-//   a warp's keys             32 / LANES at a time, neighbours in memory
-//   a thread                  every GROUPS-th key of the split
+//   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the head
+//   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
 //
-// The kernel is latency-bound: there is little data, and nothing to do until it arrives. Therefore all loads of a
-// thread, of K and V, are in flight before the first value is used (AS_VECTORS of each; a split that does not fit takes
-// several rounds), and only one barrier separates the warps' sums from the result. The grid is the same for all
-// positions, so that it can be captured in a CUDA graph.
+// The warps of a head are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
+// of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
+// block has enough neighbours. The order of additions depends only on HS and T, and not on this choice.
 //
-// Before the previous kernel has ended, the value of position is only a hint. It selects the rows that are prefetched
-// into the L2 cache meanwhile, and the rows loaded first after the wait. If the final position differs from the hint,
-// the loads are repeated.
+// A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
+// loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
+// ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
+// repeated. The grid is the same for all positions, so that it can be captured in a CUDA graph.
 //
-// The order of additions depends only on HS and T. Grid (S, NH, M), block (AS_THREADS). A position beyond the cache
-// counts as its last row.
+// Grid (AS_CLUSTER, NH / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). A position beyond the cache counts as its last.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
+#include "lib/cluster.cuh"
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -42,14 +39,20 @@
 #ifndef HS
 #define HS 64
 #endif
-#ifndef AS_KEYS  // keys per block
-#define AS_KEYS 128
-#endif
 #ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
 #define AS_WIDTH 4
 #endif
-#ifndef AS_THREADS
-#define AS_THREADS 256
+#ifndef AS_HEADS  // of a block
+#define AS_HEADS 1
+#endif
+#ifndef AS_WARPS  // of a head in a block
+#define AS_WARPS 4
+#endif
+#ifndef AS_CLUSTER  // blocks that share the keys of a head
+#define AS_CLUSTER 1
+#endif
+#ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
+#define AS_BLOCKS 1
 #endif
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
@@ -58,43 +61,29 @@ __device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power(
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 constexpr int ROW = NH * HS;
+constexpr int KEYS = 32, SPAN = 32;                           // keys of a split, splits of a span
 constexpr int VECTORS = HS / AS_WIDTH;                        // of a key
 constexpr int LANES = least(next_power(VECTORS), 32);         // of a warp that share a key
 constexpr int PIECES = (VECTORS + LANES - 1) / LANES;         // vectors of a lane
-constexpr int GROUPS = AS_THREADS / LANES;                    // keys at a time
-constexpr int WARPS = AS_THREADS / 32;
-constexpr int SHARE = AS_KEYS / GROUPS;                       // keys of a thread
+constexpr int GROUPS = 32 / LANES;                            // keys at a time
+constexpr int SHARE = KEYS / GROUPS;                          // keys of a thread, of a split
 constexpr int HELD = least(SHARE, AS_VECTORS < PIECES ? 1 : AS_VECTORS / next_power(PIECES));  // of these at a time
 constexpr int ROUNDS = SHARE / HELD;
-constexpr int AT_ONCE = 8;                                    // splits whose parts a thread loads together
+constexpr int ROUND = HELD * GROUPS;                          // keys of a warp, of a round
+constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
+constexpr int CHUNKS = (HS + 31) / 32;                        // of 32 channels, of a head
+constexpr int ITEMS = (AS_HEADS * CHUNKS + WARPS - 1) / WARPS;  // chunks that a warp combines
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
-static_assert(AS_THREADS % 32 == 0 && AS_THREADS <= 1024, "a block is whole warps");
-static_assert(SHARE * GROUPS == AS_KEYS && HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
-static_assert(HS <= AS_THREADS, "a thread puts together no more than one channel");
+static_assert(NH % AS_HEADS == 0, "a block takes whole heads");
+static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
 typedef Vec<T, AS_WIDTH> Vector;
 
-__device__ __forceinline__ void fetch(const T* from) {  // prefetches into the L2 cache
-#if defined(__CUDA_ARCH__)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
-#endif
-}
-
-// Forces the value to be computed here. Otherwise the compiler recomputes it at every use, always after the wait.
-template <typename Pointer>
-__device__ __forceinline__ void keep(Pointer& value) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+l"(value));
-#endif
-}
-
-// Forces a load to be issued here, and not where its value is used, which would add a memory latency.
-__device__ __forceinline__ void keep_loaded(float& value) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+f"(value));
-#endif
-}
+struct Shared {
+    alignas(16) float parts[AS_HEADS][SPAN][HS];
+    float m[AS_HEADS][SPAN], l[AS_HEADS][SPAN];
+};
 
 template <typename Op>
 __device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different values
@@ -105,201 +94,95 @@ __device__ __forceinline__ float across_groups(float value) {  // of a warp; a g
     return value;
 }
 
-// Calls use(i, p, n, offset) for a thread's vectors of a round: piece p of the key that is n keys after the thread's
-// first one and `offset` elements further.
+// Calls use(i, p) for a thread's vectors of a round: piece p of its key i.
 template <typename Use>
-__device__ __forceinline__ void each(int round, int vector, Use use) {
+__device__ __forceinline__ void each(Use use) {
+    const int vector = threadIdx.x % LANES;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        const int n = (round * HELD + i) * GROUPS;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             if (VECTORS % LANES && vector + p * LANES >= VECTORS) continue;
-            use(i, p, n, (long long)n * ROW + p * LANES * AS_WIDTH);
+            use(i, p);
         }
     }
 }
 
-// Whether this block is the last of a head's `count` blocks to arrive. If so, all writes of the others are visible.
-__device__ __forceinline__ bool last_to_arrive(int* arrived, int count) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(arrived, 1) == count - 1;
-        if (last) *arrived = 0;
-    }
-    __syncthreads();
-    return last;
-}
+// What a thread holds of K or V in a round.
+struct Held {
+    Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
 
-// Calls put(s, w) with the weight of each of the first `count` splits of at most `most`; stat(s) returns {m, l}. If
-// UNROLL is as large as `most`, the values that stat and put access can stay in registers.
-template <int UNROLL, typename Stat, typename Put>
-__device__ __forceinline__ void weigh(int count, int most, Stat stat, Put put) {
-    float largest = -INFINITY, total = 0.0f;
-#pragma unroll UNROLL
-    for (int s = 0; s < most; ++s) {
-        if (s < count) largest = fmaxf(largest, stat(s).x);
+    // Loads those keys of the round from key `first` on that are in from..to. own: this thread's vector of key 0.
+    __device__ __forceinline__ void add(const T* own, int first, int from, int to) {
+        const int group = threadIdx.x % 32 / LANES;
+        const T* const here = own + (long long)first * ROW;
+        each([&](int i, int p) {
+            const int key = first + i * GROUPS + group;
+            if (from <= key && key <= to) vectors[i][p] = of(here, i, p);
+        });
     }
-#pragma unroll UNROLL
-    for (int s = 0; s < most; ++s) {
-        if (s < count) total = fmaf(exp2f(stat(s).x - largest), stat(s).y, total);
-    }
-    const float whole = 1.0f / total;  // computed once: a division takes dozens of instructions
-#pragma unroll UNROLL
-    for (int s = 0; s < most; ++s) {
-        if (s < count) put(s, exp2f(stat(s).x - largest) * whole);
-    }
-}
 
-// Computes channel threadIdx.x of a head from its first `count` splits. Consecutive parts are ROW floats apart,
-// consecutive stats NH. Loads bypass the L1 cache, which may be stale. shared: one element per split.
-__device__ __forceinline__ float put_together(const float* part, const float2* stat, int count, float2* shared) {
-    const int channel = min((int)threadIdx.x, HS - 1);
-    float o[AT_ONCE], sum = 0.0f;
-    const auto ask = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) o[i] = __ldcg(part + (long long)min(first + i, count - 1) * ROW + channel);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) keep_loaded(o[i]);
-    };
-    if (count <= AT_ONCE) {  // one memory latency, no barrier
-        float2 found[AT_ONCE];
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; ++s) found[s] = __ldcg(stat + (long long)min(s, count - 1) * NH);
-        ask(0);
-        weigh<AT_ONCE>(
-            count, AT_ONCE, [&](int s) { return found[s]; },
-            [&](int s, float weight) { sum = fmaf(weight, o[s], sum); });
-        return sum;
-    }
-    ask(0);
-#pragma unroll 1
-    for (int s = threadIdx.x; s < count; s += AS_THREADS) shared[s] = __ldcg(stat + (long long)s * NH);
-    __syncthreads();
-    if (threadIdx.x == 0) {  // no other thread needs m now
-        weigh<AT_ONCE>(
-            count, count, [&](int s) { return shared[s]; }, [&](int s, float weight) { shared[s].x = weight; });
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int first = 0; first < count; first += AT_ONCE) {
-        if (first > 0) ask(first);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i < count) sum = fmaf(shared[first + i].x, o[i], sum);
+    // Loads the keys of the round up to `last`, and zeros after it.
+    __device__ __forceinline__ void load(const T* own, int first, int last) {
+        if (first + ROUND - 1 <= last) {
+            const T* const here = own + (long long)first * ROW;
+            each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
+        } else {
+            each([&](int i, int p) { vectors[i][p] = {}; });
+            if (first <= last) add(own, first, 0, last);
         }
     }
-    return sum;
+
+    static __device__ __forceinline__ Vector of(const T* here, int i, int p) {
+        return load_fresh<T, AS_WIDTH>(here + i * GROUPS * ROW + p * LANES * AS_WIDTH);
+    }
+};
+
+// A lane's share of the products of x and its keys.
+__device__ __forceinline__ void multiply(const float (&x)[PIECES][AS_WIDTH], const Held& keys, float (&s)[HELD]) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        s[i] = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            float key[AS_WIDTH];
+            keys.vectors[i][p].unpack(key);
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; ++e) s[i] = fmaf(x[p][e], key[e], s[i]);
+        }
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
-    const float* q,       // (M, C)
-    const T* k,           // (B, n_ctx, C)
-    const T* v,           // (B, n_ctx, C)
-    const int* row,       // (M): no kernel that can overlap with this one writes it
-    const int* position,  // (M)
-    float* parts,         // (M, S, NH, HS)
-    float* stats,         // (M, S, NH, 2)
-    int B, int n_ctx,
-    float* out,      // (M, C)
-    int* arrived) {  // (M, NH): zeros, before and after
-    __shared__ float sums[WARPS][HS], maxima[WARPS], totals[WARPS];
-    const int split = blockIdx.x, h = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long query = blockIdx.z, b = __ldcg(row + query);
-    const int group = threadIdx.x / LANES, vector = threadIdx.x % LANES;
-    const int channel = vector * AS_WIDTH, own = split * AS_KEYS + group;  // the thread's first channel and key
-    const long long from = (b * n_ctx + own) * ROW + h * HS + channel;
-    const T *own_k = k + from, *own_v = v + from;
-    const float* own_q = q + query * ROW + h * HS + channel;
-    const int* own_position = position + query;
-    keep(own_k), keep(own_v), keep(own_q), keep(own_position);
-
-    Vector held_k[HELD][PIECES] = {}, held_v[HELD][PIECES] = {};  // zeros where nothing is loaded
-    const auto load_keys = [&](int round, int last) {
-        each(round, vector, [&](int i, int p, int n, long long offset) {
-            if (own + n <= last) held_k[i][p] = load_fresh<T, AS_WIDTH>(own_k + offset);
-        });
-        each(round, vector, [&](int i, int p, int n, long long offset) {
-            if (own + n <= last) held_v[i][p] = load_fresh<T, AS_WIDTH>(own_v + offset);
-        });
-    };
-    const auto clear = [&]() {
-        each(0, vector, [&](int i, int p, int, long long) { held_k[i][p] = held_v[i][p] = {}; });
-    };
-
-    const bool cached = b >= 0 && b < B;
-    const int hint = cached ? min(*(const volatile int*)own_position, n_ctx - 1) : -1;
-    for (int round = 0; round < ROUNDS; ++round) {
-        each(round, vector, [&](int, int, int n, long long offset) {
-            if (own + n < hint) fetch(own_k + offset), fetch(own_v + offset);
-        });
-    }
-    let_next_start();
-    wait_for_previous();
-    const int now = cached ? min(__ldcg(own_position), n_ctx - 1) : -1;
-    float x[PIECES][AS_WIDTH] = {};
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        if (VECTORS % LANES && vector + p * LANES >= VECTORS) continue;
-        load_fresh_floats<AS_WIDTH>(own_q + p * LANES * AS_WIDTH, x[p]);
-    }
-    float s[HELD];
-    const auto multiply = [&]() {  // q times the keys held: a lane's share of each product
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            s[i] = 0.0f;
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-                float row[AS_WIDTH];
-                held_k[i][p].unpack(row);
-#pragma unroll
-                for (int e = 0; e < AS_WIDTH; ++e) s[i] += x[p][e] * row[e];
-            }
-        }
-    };
-    int last = hint;
-    for (;;) {
-        load_keys(0, last);
-        multiply();
-        if (last == now) break;
-        last = now;  // the hint was wrong: repeat the loads
-        clear();
-    }
-    if (split * AS_KEYS > last) return;
-
+// The scores of a round from key `first` on, in all lanes of a key, from these shares: -inf after key `last`.
+__device__ __forceinline__ void score(int first, int last, float (&s)[HELD]) {
     const float unit = 1.4426950408889634f / sqrtf((float)HS);  // a constant
-    float m = -INFINITY, l = 0.0f, o[PIECES][AS_WIDTH];         // m: of the warp; l, o: of the thread's keys
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-        for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = 0.0f;
+    for (int i = 0; i < HELD; ++i) {
+        const bool seen = first + i * GROUPS + (int)threadIdx.x % 32 / LANES <= last;
+        s[i] = __fmul_rn(lanes_sum<LANES>(s[i]), unit);
+        if (!seen) s[i] = -INFINITY;
     }
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
-        if (round > 0) {
-            clear();
-            load_keys(round, last);
-            multiply();
-        }
-        float max = -INFINITY;
+}
+
+// The softmax of a warp over a split, or over the rounds of it so far.
+struct Softmax {
+    float m = -INFINITY, l = 0.0f;  // m: of the warp; l, o: of the thread's keys
+    float o[PIECES][AS_WIDTH] = {};
+
+    // Adds keys with the scores s.
+    __device__ __forceinline__ void add(float (&s)[HELD], const Held& v) {
+        float max = s[0];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const bool seen = own + (round * HELD + i) * GROUPS <= last;
-            s[i] = lanes_sum<LANES>(s[i]) * unit;
-            if (!seen) s[i] = -INFINITY;
-            max = fmaxf(max, s[i]);
-        }
+        for (int i = 1; i < HELD; ++i) max = fmaxf(max, s[i]);
         max = fmaxf(m, across_groups<Max>(max));
         const float point = max == -INFINITY ? 0.0f : max;  // exp2(-inf - 0) is 0, exp2(-inf + inf) is NaN
         if (ROUNDS > 1) {
             const float scale = exp2f(m - point);
-            l *= scale;
+            l = __fmul_rn(l, scale);  // stated, so that no variant of the kernel rounds differently
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
 #pragma unroll
-                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] *= scale;
+                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = __fmul_rn(o[p][e], scale);
             }
         }
         m = max;
@@ -309,47 +192,154 @@ extern "C" __global__ void __launch_bounds__(AS_THREADS) attention_split(
             l += weight;
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
-                float row[AS_WIDTH];
-                held_v[i][p].unpack(row);
+                float values[AS_WIDTH];
+                v.vectors[i][p].unpack(values);
 #pragma unroll
-                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] += weight * row[e];
+                for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = fmaf(weight, values[e], o[p][e]);
             }
         }
     }
 
-    l = across_groups<Sum>(l);
+    // Writes the split's results, to the first block of a cluster.
+    __device__ __forceinline__ void store(Shared& shared, int head, int place) {
+        const int lane = threadIdx.x % 32;
+        Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
+        l = across_groups<Sum>(l);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            const int vector = lane % LANES + p * LANES;
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<Sum>(o[p][e]);
+            if (lane >= LANES || vector >= VECTORS) continue;
+            float* const here = to.parts[head][place] + vector * AS_WIDTH;
+            constexpr int STORE = least(AS_WIDTH, 4);
+#pragma unroll
+            for (int e = 0; e < AS_WIDTH; e += STORE) {
+                Vec<float, STORE>::store(here + e, *reinterpret_cast<const float(*)[STORE]>(o[p] + e));
+            }
+        }
+        if (lane == 0) to.m[head][place] = m, to.l[head][place] = l;
+    }
+};
+
+// Of the spans so far: 32 channels of a head, one per lane. m and l are the same in all lanes.
+struct Whole {
+    float m, l, o;
+
+    // Adds the first `count` splits of a span.
+    __device__ __forceinline__ void add(const Shared& shared, int head, int channel, int count, bool later) {
+        const int lane = threadIdx.x % 32;
+        const float own = lane < count ? shared.m[head][lane] : -INFINITY;
+        const float max = lanes_max<32>(own), point = max == -INFINITY ? 0.0f : max;
+        const float weight = exp2f(own - point);
+        const float total = lanes_sum<32>(lane < count ? __fmul_rn(weight, shared.l[head][lane]) : 0.0f);
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < count; ++s) {
+            sum = fmaf(__shfl_sync(0xffffffffu, weight, s), shared.parts[head][s][min(channel, HS - 1)], sum);
+        }
+        if (later) {
+            const float both = fmaxf(m, max), from = both == -INFINITY ? 0.0f : both;
+            const float before = exp2f(m - from), now = exp2f(max - from);
+            m = both;
+            l = fmaf(now, total, before * l);
+            o = fmaf(now, sum, before * o);
+        } else {
+            m = max, l = total, o = sum;
+        }
+    }
+};
+
+// A barrier of all warps of a head. Writes to shared memory before it are visible after it.
+__device__ __forceinline__ void sync_head() {
+    if (AS_CLUSTER > 1) {
+        release_to_cluster();
+        acquire_from_cluster();
+    } else {
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
+    const float* q,       // (M, C)
+    const T* k,           // (B, n_ctx, C)
+    const T* v,           // (B, n_ctx, C)
+    const int* row,       // (M): no kernel that can overlap with this one writes it
+    const int* position,  // (M)
+    int B, int n_ctx,
+    float* out) {  // (M, C)
+    __shared__ Shared shared;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
+    const long long query = blockIdx.z;
+    const int maybe = load_racing(position + query), b = __ldcg(row + query);
+    const int head = warp / AS_WARPS, worker = warp % AS_WARPS * AS_CLUSTER + rank;
+    const int column = (blockIdx.y * AS_HEADS + head) * HS + lane % LANES * AS_WIDTH;
+    const bool cached = b >= 0 && b < B;
+    const int hint = cached ? min(maybe, n_ctx - 1) : -1;
+    if (AS_CLUSTER > 1) arrive_in_cluster();
+
+    const long long from = ((long long)b * n_ctx + lane / LANES) * ROW + column;
+    const T *const own_k = k + from, *const own_v = v + from;
+    int first = worker * KEYS;  // key of the round
+    Held keys, values;
+    keys.load(own_k, first, hint - 1);
+    values.load(own_v, first, hint - 1);
+    let_next_start();
+    wait_for_previous();
+    if (!cached) return;
+
+    float x[PIECES][AS_WIDTH] = {};
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-        for (int e = 0; e < AS_WIDTH; ++e) {
-            const float sum = across_groups<Sum>(o[p][e]);
-            if (lane < LANES && vector + p * LANES < VECTORS) sums[warp][channel + p * LANES * AS_WIDTH + e] = sum;
-        }
+        if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
+        load_fresh_floats<AS_WIDTH>(q + query * ROW + column + p * LANES * AS_WIDTH, x[p]);
     }
-    if (lane == 0) maxima[warp] = m, totals[warp] = l;
-    __syncthreads();
-    float all = maxima[0];
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) all = fmaxf(all, maxima[w]);
-    const float point = all == -INFINITY ? 0.0f : all;
-    const long long place = (query * gridDim.x + split) * NH + h;
-#pragma unroll 1
-    for (int c = threadIdx.x; c < HS; c += AS_THREADS) {
-        float sum = 0.0f, total = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float scale = exp2f(maxima[w] - point);
-            sum += scale * sums[w][c];
-            total += scale * totals[w];
-        }
-        parts[place * HS + c] = sum;
-        if (c == 0) stats[2 * place] = all, stats[2 * place + 1] = total;
+    if (first <= hint && hint < first + ROUND) {
+        keys.add(own_k, first, hint, hint);
+        values.add(own_v, first, hint, hint);
     }
+    const int last = min(__ldcg(position + query), n_ctx - 1);
+    if (last < 0) return;
+    if (last != hint) {  // the hint was wrong: repeat the loads
+        keys.load(own_k, first, last);
+        values.load(own_v, first, last);
+    }
+    if (AS_CLUSTER > 1) wait_for_cluster();  // the first block runs, so that its shared memory can be written
 
-    extern __shared__ float2 of_splits[];
-    const int count = last / AS_KEYS + 1;
-    const long long head = query * gridDim.x * NH + h;  // its first split
-    if (!last_to_arrive(arrived + query * NH + h, count)) return;
-    const float sum = put_together(parts + head * HS, reinterpret_cast<const float2*>(stats) + head, count, of_splits);
-    if (threadIdx.x < HS) out[query * ROW + h * HS + threadIdx.x] = sum;
+    const int splits = last / KEYS + 1;
+    int split = worker;
+    Whole whole[ITEMS];
+    for (int begin = 0;; begin += SPAN) {
+        const int count = min(splits - begin, SPAN);
+#pragma unroll 1
+        for (; split < begin + count; split += WORKERS) {
+            Softmax softmax;
+#pragma unroll 1
+            for (int round = 0; round < ROUNDS; ++round) {
+                const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
+                float s[HELD];
+                multiply(x, keys, s);
+                if (next <= last) keys.load(own_k, next, last);
+                score(first, last, s);
+                softmax.add(s, values);
+                if (next <= last) values.load(own_v, next, last);
+                first = next;
+            }
+            softmax.store(shared, head, split % SPAN);
+        }
+        const bool more = begin + SPAN < splits;
+        if (rank > 0 && !more) return release_to_cluster();  // arrives and does not wait
+        sync_head();
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
+            if (rank > 0 || item >= AS_HEADS * CHUNKS) continue;
+            whole[i].add(shared, item / CHUNKS, channel, count, begin > 0);
+            if (more || channel >= HS) continue;
+            const int of = blockIdx.y * AS_HEADS + item / CHUNKS;
+            out[query * ROW + of * HS + channel] = whole[i].o / whole[i].l;
+        }
+        if (!more) return;
+        sync_head();  // before the next span overwrites the splits
+    }
 }

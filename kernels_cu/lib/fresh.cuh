@@ -20,3 +20,14 @@ __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
         for (int e = 0; e < LOAD; ++e) v[first + e] = reinterpret_cast<const float*>(&raw)[e];
     }
 }
+
+// Loads a value that another kernel may be writing at the same time: the old value or the new one.
+__device__ __forceinline__ int load_racing(const int* from) {
+#if defined(__CUDA_ARCH__)
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(from)) : "memory");
+    return value;
+#else
+    return *from;
+#endif
+}

@@ -62,28 +62,66 @@ __device__ __forceinline__ void load_matrices(unsigned& m0, unsigned& m1, unsign
     }
 }
 
-// c += a b
+// c += a b, of 16-bit values in the type of the name; mma has the type of activations.
+#define DEFINE_MMA(NAME, TYPES)                                                                                \
+    __device__ __forceinline__ void NAME(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
+        asm("mma.sync.aligned.m16n8k16.row.col." TYPES                                                        \
+            " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
+    }
+DEFINE_MMA(mma_bf16, "f32.bf16.bf16.f32")
+DEFINE_MMA(mma_fp16, "f32.f16.f16.f32")
+#undef DEFINE_MMA
+
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if defined(STORAGE_BF16)
-#define MMA_TYPES "f32.bf16.bf16.f32"
+    mma_bf16(c, a, b);
 #else
-#define MMA_TYPES "f32.f16.f16.f32"
+    mma_fp16(c, a, b);
 #endif
-    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES
+}
+
+// c += a b for A (16, 8) and B (8, 8) of tf32: floats whose low 13 bits are ignored. Lane 4 g + t holds
+//
+//   a[0] = A[g][t]   a[1] = A[g + 8][t]   a[2] = A[g][t + 4]   a[3] = A[g + 8][t + 4]
+//   b[0] = B[t][g]   b[1] = B[t + 4][g]
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Rounds two floats to 16 bits in one instruction.
-__device__ __forceinline__ unsigned pack2(float low, float high) {
+// Rounds two floats to 16 bits in one instruction; pack2 to the type of activations.
+__device__ __forceinline__ unsigned pack2_bf16(float low, float high) {
     unsigned pair;
-#if defined(STORAGE_BF16)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
     return pair;
+}
+
+__device__ __forceinline__ unsigned pack2_fp16(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned pack2(float low, float high) {
+#if defined(STORAGE_BF16)
+    return pack2_bf16(low, high);
+#else
+    return pack2_fp16(low, high);
+#endif
+}
+
+__device__ __forceinline__ void unpack2_bf16(unsigned pair, float (&v)[2]) {
+    v[0] = __int_as_float((int)(pair << 16)), v[1] = __int_as_float((int)(pair & 0xffff0000u));
+}
+
+__device__ __forceinline__ void unpack2_fp16(unsigned pair, float (&v)[2]) {
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(v[0]), "=f"(v[1])
+        : "r"(pair));
 }
 
 // Arithmetic on pairs of 16-bit values, rounded once. bf16 uses fma: it has product and sum only from sm_90 on.

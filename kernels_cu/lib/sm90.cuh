@@ -5,9 +5,10 @@
 //   TMA        the copy engine: one thread requests the copy of a box of a tensor between global and shared memory.
 //              A tensor map (gpt2block/cuda/tensor_maps.py) holds shape and layout. Elements outside the tensor are
 //              read as zeros and are not written
-//   cluster    blocks on neighbouring SMs, which can write to each other's shared memory
+//   cluster    blocks on neighbouring SMs, which can write to each other's shared memory (lib/cluster.cuh)
 #pragma once
 
+#include "lib/cluster.cuh"
 #include "lib/overlap.cuh"
 
 struct alignas(64) TensorMap {  // CUtensorMap
@@ -189,20 +190,6 @@ template <int REGISTERS>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
-
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// A barrier of all threads of the cluster that have not exited, in two steps. It does not make memory writes visible to
-// other threads, except for initialised barriers after fence_inits(). All threads of a warp call each step together.
-__device__ __forceinline__ void arrive_in_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // Stores four floats in the shared memory of another block of the cluster, at the address that `here` has in this
 // block. They arrive at that block's barrier as 16 bytes.

@@ -7,6 +7,7 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/storage.cuh"
+#include "matmul/decode_norm.cuh"
 
 #ifndef LM_K
 #define LM_K 768
@@ -117,43 +118,6 @@ __device__ __forceinline__ void zeros_behind(float* row) {  // by any number of 
     }
 }
 
-// Calls use(k) for a lane's share of a row.
-template <typename Use>
-__device__ __forceinline__ void each_of_lane(Use use) {
-#pragma unroll 6
-    for (int i = 0; i < (LM_K + 32 * LM_X - 1) / (32 * LM_X); ++i) {
-        const int k = (i * 32 + threadIdx.x % 32) * LM_X;
-        if (LM_K % (32 * LM_X) && k >= LM_K) break;
-        use(k);
-    }
-}
-
-struct Statistics {  // of a row
-    float mean, rstd;
-
-    // Computed by a warp from shared memory: every warp gets the same bits.
-    __device__ __forceinline__ Statistics(const float* row, float eps) {
-        const auto average = [&](float around, bool squares) {
-            float sum[LM_X] = {};
-            each_of_lane([&](int k) {
-                float v[LM_X];
-                read(v, row + place(k));
-#pragma unroll
-                for (int e = 0; e < LM_X; ++e) sum[e] += squares ? (v[e] - around) * (v[e] - around) : v[e];
-            });
-#pragma unroll
-            for (int e = 1; e < LM_X; ++e) sum[0] += sum[e];
-            return lanes_sum<32>(sum[0]) / LM_K;
-        };
-        mean = average(0.0f, false);
-        rstd = rsqrtf(average(mean, true) + eps);
-    }
-
-    __device__ __forceinline__ float of(float x, float gamma, float beta) const {
-        return fmaf((x - mean) * rstd, gamma, beta);
-    }
-};
-
 // A block's rows of x (M, K), or with LM_NORM their LayerNorm.
 struct Rows {
     static constexpr bool HELD = FITS && !LM_NORM;
@@ -258,7 +222,7 @@ struct Rows {
             const float* from = row(r);
             float* to = x_s + r * PADDED;
             if (r < LM_ROWS) {
-                each_of_lane([&](int k) {
+                each_of_lane<LM_K, LM_X>([&](int, int k) {
                     float v[LM_X];
                     load_fresh<float, LM_X>(from + k).unpack(v);
                     write(v, to + place(k));
@@ -269,8 +233,8 @@ struct Rows {
                 __syncthreads();
             }
             if (r >= LM_ROWS) break;
-            const Statistics of(to, eps);
-            each_of_lane([&](int k) {
+            const Statistics<LM_K, LM_X> of(eps, [&](int, int k, float (&v)[LM_X]) { read(v, to + place(k)); });
+            each_of_lane<LM_K, LM_X>([&](int, int k) {
                 float v[LM_X], g[LM_X], b[LM_X];
                 read(v, to + place(k)), read(g, gamma_s + place(k)), read(b, beta_s + place(k));
 #pragma unroll

@@ -22,6 +22,8 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = SAMPLE_THREADS, WARPS = THREADS / 32;
+constexpr int PASS = 1024;            // threads of the largest block: the first pass adds up as they do
+constexpr int TURNS = PASS / THREADS;  // that a smaller one takes for it
 constexpr int FIRST = SAMPLE_LOADS, LATER = SAMPLE_LATER, LIST = SAMPLE_LIST;
 constexpr int BINS = 2048;            // of a histogram: 11 bits
 constexpr int OWN = BINS / THREADS;   // bins of a thread
@@ -36,7 +38,7 @@ struct Shared {
     float list[LIST];
     float l[WARPS];
     int id[WARPS];
-    Online online[WARPS];
+    Online online[32];  // of each warp of a pass
     int count, digit, token, bad;
     float raw;
     u64 random;

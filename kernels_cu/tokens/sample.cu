@@ -1,7 +1,8 @@
 // Chooses the next token of each row from its logits, on the device.
 //
-//   logits (B, V); per row: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
-//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B)
+//   logits (M, V); per sequence: temperature, top_p, min_p, repetition_penalty, top_k, seed, sample (B);
+//   seen (B, V): 1 for tokens that have occurred; step (B): tokens drawn so far; position, token, logprob (B);
+//   row (M): the sequence of each row of logits. Without it, row m is that of sequence m
 //
 //   l     = logit; for a seen token, multiplied by 1 / penalty if it is positive, else by the penalty
 //   mass  = floor(2^40 exp((l - max l) / temperature)), an integer
@@ -53,35 +54,52 @@ struct Best {
     float l;
     int id;  // the lowest id with this l
 
+    __device__ __forceinline__ void add(const Best& other) {
+        const bool better = other.l > l || (other.l == l && other.id < id);
+        *this = {better ? other.l : l, better ? other.id : id};
+    }
+
     __device__ __forceinline__ Best of_warp() const {  // combined with the other lanes
         Best all = *this;
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
-            const float l = __shfl_xor_sync(0xffffffffu, all.l, distance);
-            const int id = __shfl_xor_sync(0xffffffffu, all.id, distance);
-            const bool better = l > all.l || (l == all.l && id < all.id);
-            all = {better ? l : all.l, better ? id : all.id};
+            const float other = __shfl_xor_sync(0xffffffffu, all.l, distance);
+            all.add({other, __shfl_xor_sync(0xffffffffu, all.id, distance)});
         }
         return all;
     }
 };
 
-// Combines the results of all threads of the block.
-__device__ void combine(Shared& s, Best& best, Online& online) {
+// Finds the maximum of a row, and the maximum and sum of its logits. The order of additions depends only on V.
+__device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    best = best.of_warp();
-    online = online.of_warp();
-    if (lane == 0) s.l[warp] = best.l, s.id[warp] = best.id, s.online[warp] = online;
-    __syncthreads();
-    if (warp == 0) {
-        const bool there = lane < WARPS;
-        best = Best{there ? s.l[lane] : -INFINITY, there ? s.id[lane] : 0x7fffffff}.of_warp();
-        online = (there ? s.online[lane] : Online{-INFINITY, 0.0f}).of_warp();
-        if (lane == 0) s.l[0] = best.l, s.id[0] = best.id, s.online[0] = online;
+    best = {-INFINITY, 0x7fffffff};
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn) {
+        Best own = {-INFINITY, 0x7fffffff};
+        Online online = {-INFINITY, 0.0f};
+        const auto take = [&](int first, const float(&raw)[FIRST], const float* l) {
+            online.take(raw);
+#pragma unroll
+            for (int i = 0; i < FIRST; ++i) {
+                if (l[i] > own.l) own = {l[i], first + i * PASS};
+            }
+        };
+        visit<FIRST>(row, turn * THREADS + threadIdx.x, row.V, PASS, take);
+        best.add(own);
+        online = online.of_warp();
+        if (lane == 0) s.online[turn * WARPS + warp] = online;
     }
+    const Best of_lanes = best.of_warp();
+    if (lane == 0) s.l[warp] = of_lanes.l, s.id[warp] = of_lanes.id;
     __syncthreads();
-    best = {s.l[0], s.id[0]};
-    online = s.online[0];
+    all = s.online[lane].of_warp();
+}
+
+// The best of the warps' results.
+__device__ Best best_of_warps(const Shared& s) {
+    const int lane = threadIdx.x % 32;
+    return Best{lane < WARPS ? s.l[lane] : -INFINITY, lane < WARPS ? s.id[lane] : 0x7fffffff}.of_warp();
 }
 
 // Whether the row has no valid token. +inf makes the sum NaN as well; only then the row is searched for NaN itself.
@@ -170,9 +188,9 @@ __device__ void draw(const Row& row, Shared& s, float cut, u64 least) {
     __syncthreads();
 }
 
-// grid (B), block (SAMPLE_THREADS)
+// grid (M), block (SAMPLE_THREADS)
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
-    const float* logits,              // (B, V)
+    const float* logits,              // (M, V)
     const float* temperature,         // (B)
     const float* top_p,               // (B)
     const float* min_p,               // (B)
@@ -185,55 +203,62 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     int* step,                        // (B): incremented
     int* token,                       // (B)
     float* logprob,                   // (B)
-    int* report,                      // (2, 2, B) or null: token and bits of logprob, of even steps and of odd steps
-    int V, int n_ctx) {
+    const int* row,                   // (M) or null: outside 0 ... B - 1, nothing is sampled
+    int* next_token,                  // (M) or null, as are the next two: a copy of token
+    int* next_position,               // (M): a copy of position
+    int* turn,                        // (M): incremented, also where nothing is sampled
+    int* report,                      // (2, 2, M) or null: token and bits of logprob, of even and odd turns (or steps)
+    int B, int V, int n_ctx) {
     __shared__ Shared s;
-    const int b = blockIdx.x, thread = threadIdx.x;
+    const int m = blockIdx.x, thread = threadIdx.x;
+    const auto sequence = [&] { return row ? row[m] : m; };
+    int b = sequence();
     let_next_start();
+    if (b < 0 || b >= B) {
+        if (turn && thread == 0) ++turn[m];
+        return;
+    }
     const float heat = temperature[b], p = top_p[b], part = min_p[b];
     const int k = top_k[b];
-    Row row = {logits + (long long)b * V, seen + (long long)b * V, V, repetition_penalty[b]};
-    row.less = 1.0f / row.penalty;
-    if (row.penalty == 1.0f) row.seen = nullptr;
+    Row values = {logits + (long long)m * V, seen + (long long)b * V, V, repetition_penalty[b]};
+    values.less = 1.0f / values.penalty;
+    if (values.penalty == 1.0f) values.seen = nullptr;
     for (int bin = thread; bin < BINS; bin += THREADS) s.low[bin] = s.high[bin] = 0;
     wait_for_previous();
     if (heat != 0.0f && thread == THREADS - 1) s.random = philox(step[b], sample[b], seed[b]);
 
-    Best best = {-INFINITY, 0x7fffffff};
-    Online online = {-INFINITY, 0.0f};
-    visit<FIRST>(row, thread, V, THREADS, [&](int first, const float (&raw)[FIRST], const float* l) {
-        online.take(raw);
-#pragma unroll
-        for (int i = 0; i < FIRST; ++i) {
-            if (l[i] > best.l) best = {l[i], first + i * THREADS};
-        }
-    });
-    const float largest = best.l;
-    combine(s, best, online);
-    row.max = best.l;
+    Best best;
+    Online online;
+    first_pass(values, s, best, online);
+    const float largest = best.l;  // of this thread
+    best = best_of_warps(s);
+    values.max = best.l;
 
-    const bool none = hopeless(row, s, online);
+    const bool none = hopeless(values, s, online);
     int id = best.id;
     float raw = best.l;
     if (heat == 0.0f) {
-        if (row.seen && !none) raw = row.x[id];
+        if (values.seen && !none) raw = values.x[id];
     } else if (!none) {
-        row.inverse = 1.0f / heat;
-        row.scale = fminf(row.inverse * (BINS / REACH), 1e38f);
-        const float cut = filter(row, s, k, p, largest);
-        draw(row, s, cut, (u64)(part * UNIT));
+        values.inverse = 1.0f / heat;
+        values.scale = fminf(values.inverse * (BINS / REACH), 1e38f);
+        const float cut = filter(values, s, k, p, largest);
+        draw(values, s, cut, (u64)(part * UNIT));
         id = s.token;
         raw = s.raw;
     }
     if (thread > 0) return;
+    b = sequence();  // again, as a register for it would spill
     const int now = step[b], chosen = none ? -1 : id;
     const float likely = none ? __int_as_float(0x7fffffff) : raw - online.max - logf(online.sum);
-    position[b] = min(position[b] + 1, n_ctx - 1);
+    const int at = min(position[b] + 1, n_ctx - 1), half = (turn ? turn[m] : now) % 2;
+    position[b] = at;
     step[b] = now + 1;
     token[b] = chosen;
     logprob[b] = likely;
+    if (row) next_token[m] = chosen, next_position[m] = at, turn[m] += 1;
     if (report) {  // in host memory, so that the host needs no copy
-        int* to = report + now % 2 * 2 * gridDim.x + b;
+        int* to = report + half * 2 * gridDim.x + m;
         to[0] = chosen;
         to[gridDim.x] = __float_as_int(likely);
     }

@@ -254,7 +254,7 @@ def _check_rows(
         got = rows[index]["log_likelihood"]
         if not math.isclose(got, truth.log_likelihood, rel_tol=1e-4):
             raise Difference(f"record {index}: {got}, not {truth.log_likelihood}")
-        check_equal("n_tokens", rows[index]["n_tokens"], truth.tokens)
+        check_equal("n_tokens", rows[index]["n_tokens"], truth.n_tokens)
 
 
 # --- Parquet

@@ -1,0 +1,131 @@
+"""The linear layer for few rows on tensor cores, matmul/decode_mma.cu: its geometry."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from gpt2block.cuda.kernels import Geometry
+
+FILE = "matmul/decode_mma.cu"
+WARP = 32
+UNIT = 128  # of K: splits have whole units
+MOST_SPLITS = 8
+OCTET = 8  # columns
+LOADED = 16  # bytes of a row of W that a lane loads at once
+MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
+MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
+FEW_ROWS = 4  # up to here the terms of a row share an mma
+COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
+MOST_FLOAT_COLUMNS = 16  # more do not fit in the registers
+FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; where a split has several units
+BLOCK_BYTES = 100_000  # of weights in a block: more take long on one multiprocessor
+LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
+MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
+REGISTERS = 96  # of weights in flight
+FLOAT = 4  # bytes
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
+TERMS = {"bfloat16": 3}  # of x, of 16 bits; with the other dtypes 2
+
+
+class Layout(NamedTuple):
+    """The partition of a product; results do not depend on it."""
+
+    columns: int  # of a block, or of a warp if `loop`
+    flight: int  # units of K in flight
+    loop: bool  # warps process several groups of columns
+    warps: int  # of a block
+    blocks: int  # that an SM should have room for
+    rows: int  # of a block
+
+
+def splits(K: int) -> tuple[int, int]:
+    """The splits of K, and the units of each, which determine the order of additions."""
+    units = ceil(K / UNIT)
+    each = ceil(units / MOST_SPLITS)
+    return ceil(units / each), each
+
+
+def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
+    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights.
+
+    Two blocks of 4 rows are faster than one of 8, and two of 8 than one of 16, although they read
+    the weights twice: loading x and its LayerNorm takes longer than the second read, from L2.
+    """
+    weight = BYTES.get(dtype, 1)
+    narrow = weight < FLOAT
+    loop = N >= MANY_COLUMNS
+    most = MOST_ROWS[loop]
+    if not loop and narrow and most >= M:
+        most = FEW_ROWS
+    rows = min(most, 1 << (M - 1).bit_length())
+    parts, each = splits(K)
+    if loop:
+        units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
+        registers = REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
+        flight = _flight(units, LOOP_COLUMNS, weight, registers)
+        return Layout(LOOP_COLUMNS, flight, True, LOOP_WARPS, 1, rows)
+    fewest = sms / FEWEST_BLOCKS[each > 1]
+    widest = COLUMNS[0] if narrow else MOST_FLOAT_COLUMNS
+    fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= BLOCK_BYTES]
+    columns = next((c for c in fitting if ceil(N / c) >= fewest), OCTET)
+    units = list(range(1, min(each, MOST_FLIGHT) + 1))
+    flight = _flight(units, columns, weight, REGISTERS if narrow or rows <= FEW_ROWS else 32)
+    short = each == 1 or (columns == OCTET and each <= MOST_FLIGHT)
+    room = not narrow and rows <= FEW_ROWS and short
+    return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
+
+
+def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
+    """The most units in flight that fit in so many registers of a lane, at least one."""
+    unit = columns * UNIT * weight // (WARP * 4)
+    return max(n for n in units if n == 1 or n * unit <= registers)
+
+
+@lru_cache(maxsize=1024)
+def geometry(
+    kernel: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    *,
+    norm: bool = False,
+    sms: int = 132,
+    most_shared: int = 232_448,
+    cut: Layout | None = None,
+) -> Geometry | None:
+    """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
+
+    dtype: of the weights. cut: a layout instead of the one that `layout` chooses.
+    """
+    cut = cut or layout(M, N, K, dtype, sms)
+    while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
+        if cut.rows == 1:
+            return None
+        cut = cut._replace(rows=cut.rows // 2)
+    defines = (
+        ("LM_K", K),
+        ("LM_NORM", int(norm)),
+        ("LM_ROWS", cut.rows),
+        ("LM_COLUMNS", cut.columns),
+        ("LM_FLIGHT", cut.flight),
+        ("LM_LOOP", int(cut.loop)),
+        ("LM_WARPS", cut.warps),
+        ("LM_BLOCKS", cut.blocks),
+    )
+    blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
+    grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
+    return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
+
+
+def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
+    """Bytes of shared memory of matmul/decode_mma.cu: rows of x, their statistics, splits' sums."""
+    parts, each = splits(K)
+    padding = 64 if dtype in BYTES else 16
+    term = 2 * each * UNIT + padding
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS.get(dtype, 2) * term
+    row = ceil(parts * split / 128) * 128 + padding
+    sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
+    return cut.rows * (row + 8 * norm) + sums

@@ -1,0 +1,139 @@
+"""The kv_caches of a model on a GPU, and the number of slots that device memory has room for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpt2block.architectures.gpt2 import Prefill
+from gpt2block.array_checks import FLOATS
+from gpt2block.config import GPT2Config
+from gpt2block.cuda import cupy
+from gpt2block.ops.attention_cached import SPLIT_KEYS
+from gpt2block.run.model import cache_kind, describe_cache, kv_cache_dtype, rounded_up
+
+if TYPE_CHECKING:
+    from gpt2block.run.cuda_decoding import DecodingSteps
+    from gpt2block.run.cuda_prefill import PrefillPrograms
+
+KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
+KEPT_STARTS = 32  # prefill shapes kept for a decoding
+KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
+MOST_SLOTS = 512  # of a decoding, unless more are requested
+LEAST_CONTEXT = 64  # positions of a decoding's cache
+PROGRAMS = 4  # the rows of all steps of a cache, as a multiple of its slots
+
+
+class CudaCache:
+    """Keys and values of each layer, (batch, n_ctx, C), with the programs bound to them."""
+
+    def __init__(
+        self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
+    ) -> None:
+        """layers: the number of layers to store; None for all."""
+        self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
+        self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
+        self.lengths = [0] * batch
+        shape = (batch, n_ctx, config.n_embd)
+        self.layers = [
+            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
+            for _ in range(config.n_layer if layers is None else layers)
+        ]
+        self.prefills: OrderedDict[Prefill, PrefillPrograms] = OrderedDict()
+        self.steps: DecodingSteps | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(half.nbytes) for layer in self.layers for half in layer)
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+class DecodingCaches:
+    """The caches of a model's decodings; those of ended ones are kept for the next."""
+
+    def __init__(self, config: GPT2Config, dtype: str) -> None:
+        self._config, self._dtype = config, kv_cache_dtype(dtype)
+        self._itemsize = np.dtype(FLOATS[self._dtype]).itemsize
+        self._ended: deque[CudaCache] = deque()
+
+    def give_back(self, cache: CudaCache) -> None:
+        """Keep the cache of an ended decoding. Any thread may call this at any time."""
+        self._ended.append(cache)
+
+    def take(self, slots: int, n_ctx: int, fewer: bool) -> CudaCache:
+        """A cache of at least this size; fewer: of at most MOST_SLOTS, and as memory allows."""
+        n_ctx = min(max(LEAST_CONTEXT, rounded_up(n_ctx, 4)), self._config.n_ctx)
+        slots = rounded_up(slots, 2)
+        if fewer:
+            room = self._free() // 2 // self._row_bytes(n_ctx)
+            slots = max(1, min(slots, MOST_SLOTS, room))
+        self._forget(KEPT_CACHES)
+        kept = self._kept(slots, n_ctx)
+        while kept is None:
+            try:
+                kept = self.new(slots, n_ctx)
+            except MemoryError:
+                if not fewer or slots == 1:
+                    raise
+                slots //= 2
+        kept.kept_shapes = KEPT_STARTS
+        return kept
+
+    def new(self, batch: int, n_ctx: int) -> CudaCache:
+        """A new cache; those of ended decodings make room for it. Raises MemoryError."""
+        try:
+            try:
+                return CudaCache(self._config, batch, n_ctx, self._dtype)
+            except cupy.cuda.memory.OutOfMemoryError:
+                if not self._ended:
+                    raise
+                self._forget(0)
+            return CudaCache(self._config, batch, n_ctx, self._dtype)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            c = self._config
+            size = 2 * c.n_layer * batch * n_ctx * c.n_embd * self._itemsize
+            raise MemoryError(
+                f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
+                f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
+                "fewer rows, or fewer tokens a row"
+            ) from error
+
+    def _kept(self, slots: int, n_ctx: int) -> CudaCache | None:
+        """The cache of an ended decoding with this size, or None.
+
+        Decodings may end, and give back their caches, while this runs.
+        """
+        for _ in range(len(self._ended)):
+            try:
+                cache = self._ended.popleft()
+            except IndexError:
+                return None
+            if (cache.batch, cache.n_ctx) == (slots, n_ctx):
+                return cache
+            self._ended.append(cache)
+        return None
+
+    def _forget(self, kept: int) -> None:
+        """Free the oldest caches of ended decodings, except for this number."""
+        if len(self._ended) > kept:
+            cupy.cuda.get_current_stream().synchronize()  # they may still be in use
+        while len(self._ended) > kept:
+            self._ended.popleft()
+
+    def _free(self) -> int:
+        """Bytes of device memory that are free, or that kept caches or CuPy's pool can give."""
+        free = int(cupy.cuda.Device().mem_info[0])
+        pool = int(cupy.get_default_memory_pool().free_bytes())
+        return free + pool + sum(cache.nbytes for cache in tuple(self._ended))
+
+    def _row_bytes(self, n_ctx: int) -> int:
+        """Bytes of a slot: keys and values, logits, seen tokens, and parts of attention."""
+        c = self._config
+        keys = 2 * n_ctx * c.n_embd * self._itemsize
+        parts = PROGRAMS * ceil(n_ctx / SPLIT_KEYS) * (c.n_embd + 2 * c.n_head) * 4
+        return int(c.n_layer * (keys + parts) + 5 * c.vocab_size)

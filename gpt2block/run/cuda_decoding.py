@@ -1,0 +1,247 @@
+"""Decoding on a GPU: steps of the sequences in the slots of a kv_cache, sampled on the device.
+
+A step computes the rows of a few numbers, such as 48 or 64, each with a CUDA graph of its own; a
+device array maps them to slots, so that empty slots cost nothing. A step reads its tokens and
+positions from device memory, where the sampler has written them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpt2block.architectures.gpt2 import decode_plan
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, pinned
+from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops.sample_token import SampleState, Slots, bind_state, mark_seen
+from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, rounded_up
+from gpt2block.run.program import Program
+
+if TYPE_CHECKING:
+    from gpt2block.run.cuda_caches import CudaCache
+    from gpt2block.run.cuda_model import CudaModel
+
+PREFILL_TOKENS = 8192  # of prompts that start together
+IN_FLIGHT = 2  # results that are computed ahead of the host
+
+
+class DecodingSteps:
+    """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
+
+    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
+        B, (C, V) = cache.batch, (model.config.n_embd, model.config.vocab_size)
+        self.model: CudaModel = weakref.proxy(model)  # the owner of the cache
+        self.n_ctx, self.batch = cache.n_ctx, B
+        self.state = SampleState.allocate(B, V)
+        self.logits = cupy.empty((B, V), "float32")
+        self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
+        self.storage = {
+            name: cupy.zeros((B, C), "float32") for name in ("embedding", "h.0.q", "h.0.attn")
+        }
+        self.cache_tensors = cache_tensors(cache.layers, model.config.n_layer)
+        self._steps: dict[int, Step] = {}
+        self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
+
+    def of(self, rows: int) -> Step:
+        """The step of this number of rows, or of a few more."""
+        rows = min(rounded_up(rows, 2), self.batch)
+        if rows not in self._steps:
+            self._steps[rows] = Step(self, rows)
+        return self._steps[rows]
+
+    def place(self, slots: Ids, rows: int) -> None:
+        """Let the first of `rows` rows be those of these slots, and the others of none."""
+        if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
+            return
+        self._set_rows(slots, rows)
+        row = self.row[:rows]
+        for of_slots, of_rows in (
+            (self.state.token, self.tokens),
+            (self.state.position, self.positions),
+        ):
+            cupy.take(of_slots, row, axis=0, out=of_rows[:rows])
+        self._placed = rows, slots
+
+    def _set_rows(self, slots: Ids, rows: int) -> None:
+        row = np.full(rows, -1, np.int32)
+        row[: len(slots)] = slots
+        self.row[:rows].set(row)
+        self._placed = None
+
+    def next_token(self, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+        """A step that computes a given token of each of these slots at this position."""
+        step = self.of(len(slots))
+        self._set_rows(slots, step.rows)
+        self.tokens[: len(slots)].set(tokens)
+        self.positions[: len(slots)].set(positions)
+        return step
+
+    def logits_of(self, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+        """The logits (N, V) after a token for each of these slots."""
+        self.next_token(slots, tokens, positions).program.run_steps()
+        logits: Floats = self.logits[: len(slots)].get()
+        return logits
+
+    def begin(self, starts: Sequence[Start], slots: Ids, logits: CudaArray) -> Step:
+        """Place sequences with these logits after their last token; the step then samples."""
+        ids = [start.ids if start.seen is None else start.seen for start in starts]
+        positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
+        drawn = np.array([start.drawn for start in starts], np.int32)
+        self.state.begin(slots, [start.sampling for start in starts], positions, drawn)
+        if any(start.sampling.repetition_penalty != 1 for start in starts):
+            self.state.seen[cupy.asarray(slots)] = 0
+            of_token = np.repeat(slots, [len(each) for each in ids])
+            mark_seen(np.concatenate(ids), of_token, self.state.seen)
+        step = self.of(len(slots))
+        cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
+        self.place(slots, step.rows)
+        return step
+
+
+class Step:
+    """A decoding step of a number of rows: launches, their graph, and the results on the host."""
+
+    def __init__(self, of: DecodingSteps, rows: int) -> None:
+        model = of.model
+        self.rows, self._stream = rows, model.stream
+        self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
+        self._results: list[_Result | None] = [None, None]  # that may not have been read yet
+        self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._launched = 0
+        row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
+        slots = Slots(row, tokens, positions, cupy.zeros(rows, "int32"))
+        logits = of.logits[:rows]
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
+        given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
+        storage = {name: array[:rows] for name, array in of.storage.items()}
+        tensors = {**model.given(), **of.cache_tensors, **given, **storage}
+        plan = decode_plan(model.config, fused_norm=rows <= MORE_ROWS)
+        self.program = Program(plan, tensors, after=(self._sample,))
+
+    def run(self, slots: Ids) -> _Result:
+        """Compute the placed rows, of these slots, and sample; a graph from the second run on."""
+        half = self._free_half()
+        self.program.repeat(self._stream)
+        return self._result(half, slots)
+
+    def sample(self, slots: Ids) -> _Result:
+        """Sample from `logits` alone."""
+        half = self._free_half()
+        self._sample.run()
+        return self._result(half, slots)
+
+    def _free_half(self) -> int:
+        """The half of the results' memory that the next launch writes, once it has been read."""
+        half = self._launched % 2
+        earlier = self._results[half]
+        if earlier:
+            earlier.read()
+        return half
+
+    def _result(self, half: int, slots: Ids) -> _Result:
+        self._done[half].record(self._stream)
+        self._launched += 1
+        result = _Result(slots, self._done[half], self._sampled[half])
+        self._results[half] = result
+        return result
+
+
+class _Result:
+    """The tokens of a launch, read when they are needed or their memory is."""
+
+    def __init__(self, slots: Ids, done: Any, sampled: Ids) -> None:
+        self._slots, self._done, self._sampled = slots, done, sampled
+        self._stopped: list[Ids] = []
+        self._read = False
+
+    def read(self) -> None:
+        if not self._read:
+            self._done.synchronize()
+            self._sampled = self._sampled[:, : len(self._slots)].copy()
+            self._read = True
+
+    def leave_out(self, slots: Ids) -> None:
+        self._stopped.append(slots)
+
+    def get(self) -> Sampled:
+        """The result, without slots that were stopped."""
+        self.read()
+        slots, (tokens, logprobs) = self._slots, self._sampled
+        if self._stopped:
+            kept = ~np.isin(slots, np.concatenate(self._stopped))
+            slots, tokens, logprobs = slots[kept], tokens[kept], logprobs[kept]
+        return Sampled(slots, tokens, logprobs.view(np.float32))
+
+
+class CudaDecoding:
+    """Decoding on a GPU, one step ahead of the host.
+
+    A sequence that is stopped is computed for at most one step more.
+    """
+
+    def __init__(self, model: CudaModel, cache: CudaCache, slots: int) -> None:
+        self.slots, self.n_ctx = slots, cache.n_ctx
+        self._model, self._cache = model, cache
+        self._steps = model.steps(cache)
+        self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
+        self._in_flight: deque[_Result] = deque()
+
+    def start(self, starts: Sequence[Start]) -> None:
+        with self._model.running():
+            for group in _groups(sorted(starts)):
+                slots = np.array([start.slot for start in group], np.int32)
+                logits = self._model.prefill_slots([s.ids for s in group], slots, self._cache)
+                step = self._steps.begin(group, slots, logits)
+                self._in_flight.append(step.sample(slots))
+                self._left[slots] = [start.steps - 1 for start in group]
+
+    def stop(self, slots: Ids) -> None:
+        self._left[slots] = 0
+        for result in self._in_flight:
+            result.leave_out(slots)
+
+    def next(self) -> Sampled:
+        with self._model.running():
+            while len(self._in_flight) < IN_FLIGHT and self._launch():
+                pass
+            if not self._in_flight:
+                raise RuntimeError("next: expected a sequence in at least one slot")
+            return self._in_flight.popleft().get()
+
+    def _launch(self) -> bool:
+        """Launch a step of the slots that have tokens left to sample; False if none has."""
+        slots = np.flatnonzero(self._left).astype(np.int32)
+        if not len(slots):
+            return False
+        step = self._steps.of(len(slots))
+        self._steps.place(slots, step.rows)
+        self._in_flight.append(step.run(slots))
+        self._left[slots] -= 1
+        return True
+
+
+def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
+    """Split the starts into groups of at most PREFILL_TOKENS tokens, or of one sequence."""
+    group: list[Start] = []
+    tokens = 0
+    for start in starts:
+        tokens += len(start.ids)
+        if group and tokens > PREFILL_TOKENS:
+            yield group
+            group, tokens = [], len(start.ids)
+        group.append(start)
+    if group:
+        yield group
+
+
+def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:
+    """int32 zeros in pinned host memory that kernels can write, as a NumPy and a CuPy array."""
+    seen = pinned(shape)
+    seen[...] = 0
+    owner = cupy.cuda.UnownedMemory(seen.ctypes.data, seen.nbytes, seen, cupy.cuda.Device().id)
+    return seen, cupy.ndarray(shape, "int32", cupy.cuda.MemoryPointer(owner, 0))

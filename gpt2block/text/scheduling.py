@@ -1,0 +1,64 @@
+"""Which rows of a generation are computed in which slots of a decoding, and when they start."""
+
+from __future__ import annotations
+
+from collections import deque
+
+START_COST = 2  # starting rows takes about 1 / START_COST of the time of a step of all slots
+
+
+class RowScheduler:
+    """Assigns rows 0, 1, 2 … to slots; a slot takes another row when its row has left it.
+
+    Starting rows stops the others for a while, however few start. Rows therefore wait in free slots
+    until the steps that they have missed together cost as much as that: with one running row they
+    start at once, with many they start together. A row waits for at most as many steps as rows run.
+    """
+
+    def __init__(self, rows: int, slots: int) -> None:
+        self._new = iter(range(rows))
+        self._waiting = rows
+        self._again: deque[int] = deque()
+        self._free = list(range(slots))
+        self._row_of: list[int | None] = [None] * slots
+        self._running = 0
+        self._missed = 0  # steps by waiting rows since the last start
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row runs or waits."""
+        return self._running + self._waiting > 0
+
+    def place(self) -> list[tuple[int, int]]:
+        """The slots and rows that start now, before the next step."""
+        count = min(len(self._free), self._waiting)
+        self._missed += count
+        if not count or START_COST * self._missed < self._running:
+            return []
+        self._missed = 0
+        self._free.sort()
+        slots, self._free = self._free[:count], self._free[count:]
+        placed = [(slot, self._take()) for slot in slots]
+        for slot, row in placed:
+            self._row_of[slot] = row
+        self._running += count
+        return placed
+
+    def _take(self) -> int:
+        self._waiting -= 1
+        return self._again.popleft() if self._again else next(self._new)
+
+    def row_of(self, slot: int) -> int:
+        """The row that runs in this slot."""
+        row = self._row_of[slot]
+        assert row is not None
+        return row
+
+    def release(self, slot: int, again: bool = False) -> None:
+        """Free a slot. again: its row has not ended and starts another time, before new rows."""
+        if again:
+            self._again.append(self.row_of(slot))
+            self._waiting += 1
+        self._row_of[slot] = None
+        self._free.append(slot)
+        self._running -= 1

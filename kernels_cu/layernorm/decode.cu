@@ -1,0 +1,80 @@
+// LayerNorm of the rows of decoding: one warp per row, with the bits of the LayerNorm in the products for few rows.
+//
+//   out = (x - mean) * rstd * gamma + beta,   rstd = 1 / sqrt(var + eps)   over each row of LN_C channels
+//
+// matmul/decode_norm.cuh has the arithmetic. Few rows: what counts is the time of one of them. A lane has all its loads
+// in flight at once, and keeps its part of the row in registers, up to LN_HELD loads; gamma and beta are loaded before
+// the previous kernel has ended (lib/overlap.cuh). Longer rows are read again from the L2 cache in each pass.
+//
+// All arrays are float. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "matmul/decode_norm.cuh"
+
+#ifndef LN_C
+#define LN_C 768
+#endif
+#ifndef LN_X  // values of a load: gcd(4, LN_C)
+#define LN_X 4
+#endif
+#ifndef LN_ROWS  // of a block
+#define LN_ROWS 1
+#endif
+#ifndef LN_HELD  // loads of a row that a lane keeps
+#define LN_HELD 6
+#endif
+
+constexpr int LOADS = (LN_C + 32 * LN_X - 1) / (32 * LN_X);
+constexpr bool HELD = LOADS <= LN_HELD;
+typedef Vec<float, LN_X> Values;
+
+// Loads constants. Inline assembly, because the compiler would move the loads after the wait for the previous kernel.
+__device__ __forceinline__ Values parameters(const float* from) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (LN_X == 4) {
+        Values four;
+        float* v = reinterpret_cast<float*>(&four.raw);
+        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "l"(from));
+        return four;
+    }
+#endif
+    return Values::load(from);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
+    const float* x,                   // (N, C)
+    const float* __restrict__ gamma,  // (C)
+    const float* __restrict__ beta,   // (C)
+    float* out,                       // (N, C)
+    float eps, int N) {
+    const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
+    Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];
+    if constexpr (HELD) {
+        each_of_lane<LN_C, LN_X>([&](int i, int k) {
+            gammas[i] = parameters(gamma + k), betas[i] = parameters(beta + k);
+        });
+    }
+    let_next_start();
+    wait_for_previous();
+    if (row >= N) return;
+    const float* from = x + (long long)row * LN_C;
+    float* to = out + (long long)row * LN_C;
+    if constexpr (HELD) {
+        each_of_lane<LN_C, LN_X>([&](int i, int k) { held[i] = load_fresh<float, LN_X>(from + k); });
+    }
+    const auto read = [&](int i, int k, float (&v)[LN_X]) {
+        (HELD ? held[HELD ? i : 0] : load_fresh<float, LN_X>(from + k)).unpack(v);
+    };
+    const Statistics<LN_C, LN_X> of(eps, read);
+    each_of_lane<LN_C, LN_X>([&](int i, int k) {
+        float v[LN_X], g[LN_X], b[LN_X];
+        read(i, k, v);
+        (HELD ? gammas[HELD ? i : 0] : Values::load(gamma + k)).unpack(g);
+        (HELD ? betas[HELD ? i : 0] : Values::load(beta + k)).unpack(b);
+#pragma unroll
+        for (int e = 0; e < LN_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
+        Values::store(to + k, v);
+    });
+}

@@ -1,0 +1,59 @@
+// Clusters: up to 8 blocks on neighbouring multiprocessors, which can access each other's shared memory. From sm_90 on.
+// Elsewhere a kernel runs with clusters of one block, and must not call these functions.
+#pragma once
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#endif
+
+__device__ __forceinline__ int rank_in_cluster() {
+    int rank = 0;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+// The address that `here`, in shared memory, has in the first block of the cluster.
+template <typename E>
+__device__ __forceinline__ E* in_first_block(E* here) {
+    E* there = here;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mapa.u64 %0, %1, 0;" : "=l"(there) : "l"(here));
+#endif
+    return there;
+}
+
+// A barrier of all threads of the cluster that have not exited, in one step or in two. It does not make memory writes
+// visible to other threads, except for initialised barriers after fence_inits(). All threads of a warp call each step
+// together.
+__device__ __forceinline__ void arrive_in_cluster() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    arrive_in_cluster();
+    wait_for_cluster();
+}
+
+// The same in two steps, with all writes before the first visible after the second.
+__device__ __forceinline__ void release_to_cluster() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void acquire_from_cluster() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}

@@ -1,0 +1,54 @@
+// The epilogues of the products of decoding. late(m, n) loads what an output needs before its sum is complete; the call
+// operator then receives the sum, scaled and with its bias.
+#pragma once
+#include "lib/gelu.cuh"
+#include "lib/storage.cuh"
+
+// Loads a constant. Inline assembly, because the compiler would move the load after the wait for the previous kernel.
+__device__ __forceinline__ float constant(const float* from) {
+#if defined(__CUDA_ARCH__)
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from));
+    return v;
+#else
+    return *from;
+#endif
+}
+
+struct Add {
+    typedef float Late;
+    const float* residual;  // (M, N) or null; may be out
+    float* out;             // (M, N)
+    int N, with_gelu;
+
+    __device__ Late late(int m, int n) const { return residual ? __ldcg(residual + (long long)m * N + n) : 0.0f; }
+
+    __device__ void operator()(int m, int n, float v, Late before) const {
+        if (with_gelu) v = gelu(v);
+        out[(long long)m * N + n] = residual ? before + v : v;
+    }
+};
+
+struct Append {
+    typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
+    float* q;    // (M, C)
+    T* k_cache;  // (B, n_ctx, C)
+    T* v_cache;
+    const int* row;       // (M)
+    const int* position;  // (M)
+    int C, B, n_ctx;
+
+    __device__ Late late(int m, int) const {
+        const int b = __ldcg(row + m), at = __ldcg(position + m);
+        return b >= 0 && b < B && at >= 0 && at < n_ctx ? (long long)b * n_ctx + at : -1;
+    }
+
+    __device__ void operator()(int m, int n, float v, Late at) const {
+        if (n < C) {
+            q[(long long)m * C + n] = v;
+        } else if (at >= 0) {
+            T* cache = n < 2 * C ? k_cache : v_cache;
+            cache[at * C + n % C] = narrow(v);
+        }
+    }
+};

@@ -1,0 +1,261 @@
+// The products of a GPT-2 layer, and lm_head, for few rows of decoding on tensor cores (sm_80 and newer).
+//
+//   linear_decode_mma   out = [residual +] [gelu] (x W^T * scale + bias), with x or, with LM_NORM, its LayerNorm
+//   qkv_decode_mma      the same product without residual and GELU: q goes to an array, k and v to the KV cache
+//
+// matmul/decode_order.cuh has the order of the additions. W is (N, K). As in matmul/decode.cu, all loads of weights are
+// issued before the wait for the previous kernel, and little work is left for the time after it:
+//
+//   all warps   [ load weights | wait for x | x, its LayerNorm, as two terms | mma | sums of splits, epilogue ]
+//
+//   block   LM_COLUMNS neighbouring outputs of LM_ROWS rows
+//   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
+//   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
+//
+// A tile of an mma is 16 columns by 8 rows; up to 4 rows have their terms in one mma. Any number of columns is possible:
+// a last eight columns without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an mma of
+// fewer takes as long.
+//
+// With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
+// until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
+// this loop.
+//
+// grid (ceil(N / LM_COLUMNS), or any with LM_LOOP, ceil(M / LM_ROWS)), block (32 * WARPS). `geometry` of the Python
+// module `_linear_mma` computes the dynamic shared memory. Any M and N; rows of W have a multiple of 16 bytes.
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "matmul/decode_mma.cuh"
+#include "matmul/decode_ends.cuh"
+#include "lib/overlap.cuh"
+#include "lib/stream.cuh"
+
+template <bool>
+struct Tiles {
+    typedef order::Rows8 Rows;
+};
+template <>
+struct Tiles<true> {
+    typedef order::PackedRows Rows;
+};
+typedef Tiles<PACKED>::Rows RowsOfTile;
+
+struct Sums {  // of a lane
+    static constexpr int EACH = PACKED ? 2 : 4;  // of a tile
+    float of[TILES][ROW_TILES][EACH];
+
+    __device__ __forceinline__ void add(const Sums& sums) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) of[tile][r][i] += sums.of[tile][r][i];
+            }
+        }
+    }
+
+    // Calls use(column, row, sum) for each; the columns are those of the warp.
+    template <typename Use>
+    __device__ __forceinline__ void each(Use use) const {
+        constexpr int ROWS = EACH / 2;  // of a lane and tile
+        const int g = threadIdx.x % 32 / 4, first = PACKED ? order::packed_row() : threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int e = 0; e < ROWS; ++e) {
+                    const int column = 8 * octet + g, row = TILE_ROWS * r + first + e;
+                    const float sum = of[octet / 2][r][octet % 2 * ROWS + e];
+                    if (first < TILE_ROWS && column < LM_COLUMNS && row < LM_ROWS) use(column, row, sum);
+                }
+            }
+        }
+    }
+};
+
+// The weights of a lane: LM_FLIGHT units of its columns.
+struct Weights {
+    uint4 raw[LM_FLIGHT][UNIT_CHUNKS][2 * TILES];
+    const W* w;
+    const int N;
+
+    __device__ __forceinline__ Weights(const W* w, int N) : w(w), N(N) {}
+
+    // Loads a unit of the columns from n on; beyond the columns of a warp, and beyond K, weights are zero.
+    __device__ __forceinline__ void fetch(int slot, int unit, int n) {
+        const int g = threadIdx.x % 32 / 4, k = unit * order::UNIT + threadIdx.x % 4 * order::WIDTH;
+#pragma unroll
+        for (int octet = 0; octet < 2 * TILES; ++octet) {
+            const W* from = w + (long long)min(n + 8 * octet + g, N - 1) * LM_K + k;
+#pragma unroll
+            for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+                raw[slot][chunk][octet] = {};
+                if (octet >= OCTETS) continue;
+                if (8 * octet + 7 >= LM_COLUMNS && 8 * octet + g >= LM_COLUMNS) continue;
+                if (LM_K % order::UNIT && k + chunk * order::CHUNK >= LM_K) continue;
+                if (SPLITS * LENGTH > LM_K && unit * order::UNIT >= LM_K) continue;
+                typedef Vec<W, order::WIDTH> Vector;
+                raw[slot][chunk][octet] = stream_in<Vector>(from + chunk * order::CHUNK).raw;
+            }
+        }
+    }
+
+    // Adds the parts of a unit to the sums of its split.
+    __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
+#pragma unroll
+        for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
+            RowsOfTile x[ROW_TILES];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const order::Columns columns(raw[slot][chunk][2 * tile], raw[slot][chunk][2 * tile + 1]);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) order::add_part(sums.of[tile][r], columns, x[r]);
+            }
+        }
+    }
+};
+
+// A block of which each warp has a split. totals: shared memory for (SPLITS, LM_ROWS, LM_COLUMNS) floats.
+template <typename End>
+__device__ __forceinline__ void multiply(const W* w, const float* scale, const float* bias, Input& input,
+                                         const End& end, float* totals, int N) {
+    constexpr int OUTPUTS = LM_ROWS * LM_COLUMNS, ENDS = (OUTPUTS + THREADS - 1) / THREADS;
+    const int split = threadIdx.x / 32, start = blockIdx.x * LM_COLUMNS;
+    Weights weights(w, N);
+#pragma unroll
+    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, split * UNITS + i, start);
+
+    struct {
+        int m, n;
+        bool there;
+        float scale, bias;
+        typename End::Late late;
+    } last[ENDS];
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) {
+        const int flat = i * THREADS + threadIdx.x, m = input.first + flat / LM_COLUMNS, n = start + flat % LM_COLUMNS;
+        last[i].there = flat < OUTPUTS && m < input.M && n < N;
+        last[i].m = min(m, input.M - 1), last[i].n = min(n, N - 1);
+        last[i].scale = scale ? constant(scale + last[i].n) : 1.0f;
+        last[i].bias = bias ? constant(bias + last[i].n) : 0.0f;
+    }
+    input.prefetch();
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) last[i].late = end.late(last[i].m, last[i].n);
+
+    Sums sums = {};
+#pragma unroll 1
+    for (int first = 0; first < UNITS; first += LM_FLIGHT) {
+#pragma unroll
+        for (int i = 0; i < LM_FLIGHT; ++i) {
+            const int unit = first + i;
+            if (UNITS % LM_FLIGHT && unit >= UNITS) break;
+            weights.use(i, split * UNITS + unit, input, sums);
+            if (unit + LM_FLIGHT < UNITS) weights.fetch(i, split * UNITS + unit + LM_FLIGHT, start);
+        }
+    }
+    sums.each([&](int column, int row, float sum) {
+        totals[split * OUTPUTS + row * LM_COLUMNS + column] = sum;
+    });
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ENDS; ++i) {
+        if (!last[i].there) continue;
+        float total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + i * THREADS + threadIdx.x];
+        end(last[i].m, last[i].n, fmaf(total, last[i].scale, last[i].bias), last[i].late);
+    }
+}
+
+// Warps that take LM_COLUMNS columns after the other, with all splits.
+template <typename End>
+__device__ __forceinline__ void multiply_all(const W* w, const float* scale, const float* bias, Input& input,
+                                             const End& end, int N) {
+    constexpr int ALL = order::units(LM_K);
+    static_assert(!LM_LOOP || ALL % LM_FLIGHT == 0, "the units in flight are the next ones, also of the next columns");
+    int start = ((int)blockIdx.x * WARPS + (int)threadIdx.x / 32) * LM_COLUMNS;
+    Weights weights(w, N);
+#pragma unroll
+    for (int i = 0; i < LM_FLIGHT; ++i) weights.fetch(i, i, start);
+    let_next_start();
+    wait_for_previous();
+    input.bring();
+    __syncthreads();
+
+    while (start < N) {
+        const int next = start + (int)gridDim.x * WARPS * LM_COLUMNS;
+        Sums total = {}, sums = {};
+#pragma unroll 1
+        for (int first = 0; first < ALL; first += LM_FLIGHT) {
+#pragma unroll
+            for (int i = 0; i < LM_FLIGHT; ++i) {
+                const int unit = first + i, later = unit + LM_FLIGHT;
+                weights.use(i, unit, input, sums);
+                if (later < ALL) weights.fetch(i, later, start);
+                else if (next < N) weights.fetch(i, later - ALL, next);
+                if (UNITS == 1 || unit + 1 == ALL || (unit + 1) % UNITS == 0) {
+                    total.add(sums);
+                    sums = {};
+                }
+            }
+        }
+        total.each([&](int column, int row, float sum) {
+            const int n = start + column, m = input.first + row;
+            if (n >= N || m >= input.M) return;
+            const float v = fmaf(sum, scale ? scale[n] : 1.0f, bias ? bias[n] : 0.0f);
+            end(m, n, v, end.late(m, n));
+        });
+        start = next;
+    }
+}
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const float* gamma, const float* beta, float eps, int M, const W* w,
+                                    const float* scale, const float* bias, const End& end, int N) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    extern __shared__ float4 shared[];
+    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, reinterpret_cast<char*>(shared), {}};
+    float* totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
+    if constexpr (LM_LOOP) multiply_all(w, scale, bias, input, end, N);
+    else multiply(w, scale, bias, input, end, totals, N);
+#else
+    asm("trap;");
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) linear_decode_mma(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (N, K)
+    const float* __restrict__ scale,  // (N) or null
+    const float* __restrict__ bias,   // (N) or null
+    const float* residual,            // (M, N) or null; may be out
+    float* out,                       // (M, N)
+    float eps, int M, int N, int gelu) {
+    run(x, gamma, beta, eps, M, w, scale, bias, Add{residual, out, N, gelu}, N);
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
+    const float* x,                   // (M, K)
+    const float* __restrict__ gamma,  // (K), with LM_NORM
+    const float* __restrict__ beta,   // (K), with LM_NORM
+    const W* __restrict__ w,          // (3C, K)
+    const float* __restrict__ scale,  // (3C) or null
+    const float* __restrict__ bias,   // (3C) or null
+    const int* row,                   // (M)
+    const int* position,              // (M)
+    float* q,                         // (M, C)
+    T* k_cache,                       // (B, n_ctx, C)
+    T* v_cache,                       // (B, n_ctx, C)
+    float eps, int M, int C, int B, int n_ctx) {
+    run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C);
+}

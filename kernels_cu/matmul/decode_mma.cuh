@@ -1,0 +1,203 @@
+// The rows of matmul/decode_mma.cu in shared memory, as two terms, and its constants.
+#pragma once
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "matmul/decode_norm.cuh"
+#include "matmul/decode_order.cuh"
+
+#ifndef LM_K
+#define LM_K 768
+#endif
+#ifndef LM_NORM
+#define LM_NORM 1
+#endif
+#ifndef LM_ROWS  // a power of two, up to 16
+#define LM_ROWS 1
+#endif
+#ifndef LM_COLUMNS  // of a block; with LM_LOOP of a warp
+#define LM_COLUMNS 18
+#endif
+#ifndef LM_FLIGHT  // units of K in flight
+#define LM_FLIGHT 1
+#endif
+#ifndef LM_LOOP
+#define LM_LOOP 0
+#endif
+#ifndef LM_WARPS  // of a block, with LM_LOOP; else one for each split
+#define LM_WARPS 8
+#endif
+#ifndef LM_BLOCKS  // that an SM has room for
+#define LM_BLOCKS 1
+#endif
+
+constexpr int SPLITS = order::splits(LM_K), UNITS = order::split_units(LM_K);  // UNITS: of a split
+constexpr int LENGTH = order::split_length(LM_K);                              // of a split
+constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
+constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
+constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + 1) / 2;  // of columns
+constexpr bool PACKED = LM_ROWS <= 4;  // the terms of a row are columns of one mma
+constexpr int TILE_ROWS = PACKED ? order::PACKED_ROWS : 8, ROW_TILES = (LM_ROWS + TILE_ROWS - 1) / TILE_ROWS;
+// Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
+// different banks, of which a lane reads 16 bytes, or 32 with FP8.
+constexpr int PADDING = sizeof(W) == 1 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
+constexpr int SPLIT_BYTES = order::FLOATS ? 4 * LENGTH : order::TERMS * TERM;
+constexpr int PITCH = (SPLITS * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
+constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
+constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
+// Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? (order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3) : 1;
+constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
+constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
+constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
+typedef Vec<float, 4> Four;
+static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
+
+// A block's rows of x (M, K), or with LM_NORM their LayerNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for each
+// split: with LM_NORM first the values as floats; then in their place all lowest terms, followed by the next ones (with
+// float weights the values themselves).
+struct Input {
+    const float* x;
+    const float* gamma;
+    const float* beta;
+    float eps;
+    int M, first;
+    char* shared;  // LM_ROWS rows, then their statistics
+    Four early[2][EARLY ? UNITS : 1];
+
+    static constexpr int BYTES = LM_ROWS * PITCH + (LM_NORM ? 8 * LM_ROWS : 0);
+
+    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * LM_K; }
+    __device__ __forceinline__ char* values(int r, int split) const { return shared + r * PITCH + split * SPLIT_BYTES; }
+    __device__ __forceinline__ float4* floats(int r, int k) const {
+        return reinterpret_cast<float4*>(values(r, k / LENGTH)) + k % LENGTH / 4;
+    }
+    __device__ __forceinline__ float2* statistics(int r) const {
+        return reinterpret_cast<float2*>(shared + LM_ROWS * PITCH) + r;
+    }
+
+    // The position of lane's value of a unit of a split.
+    __device__ __forceinline__ static int at(int split, int unit) {
+        return split * LENGTH + unit * order::UNIT + threadIdx.x % 32 * 4;
+    }
+
+    // Loads gamma and beta, which no kernel writes.
+    __device__ __forceinline__ void prefetch() {
+        if constexpr (LM_NORM && EARLY) {
+#pragma unroll
+            for (int unit = 0; unit < UNITS; ++unit) {
+                const int k = min(at(threadIdx.x / 32, unit), LM_K - 4);
+                early[0][unit] = Four::load(gamma + k), early[1][unit] = Four::load(beta + k);
+            }
+        }
+    }
+
+    // Each warp brings the splits that it multiplies; with LM_LOOP these are all, and a barrier must follow.
+    __device__ __forceinline__ void bring() {
+        const int warp = threadIdx.x / 32;
+        if constexpr (LM_NORM) {
+#pragma unroll 1
+            for (int r = warp; r < LM_ROWS; r += WARPS * MEASURED) measure(r);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int split = warp; split < SPLITS; split += WARPS) {
+#pragma unroll BROUGHT
+            for (int r = 0; r < LM_ROWS; ++r) put(r, split);
+        }
+        __syncwarp();
+    }
+
+    // Loads row `first` and every WARPS-th after it, MEASURED at a time, into shared memory, and computes their
+    // statistics.
+    __device__ __forceinline__ void measure(int first) const {
+        float v[MEASURED][IN_REGISTERS ? LOADS : 1][4];
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const float* from = row(first + i * WARPS);
+            each_of_lane<LM_K, 4>([&](int load, int k) {
+                float (&to)[4] = v[i][IN_REGISTERS ? load : 0];
+                load_fresh<float, 4>(from + k).unpack(to);
+                if (!IN_REGISTERS) *floats(first, k) = {to[0], to[1], to[2], to[3]};
+            });
+        }
+#pragma unroll
+        for (int i = 0; i < MEASURED; ++i) {
+            const int r = first + i * WARPS;
+            if (r >= LM_ROWS) break;
+            const Statistics<LM_K, 4> of(eps, [&](int load, int k, float (&to)[4]) {
+                const float4 kept = IN_REGISTERS ? float4{} : *floats(r, k);
+                to[0] = IN_REGISTERS ? v[i][load][0] : kept.x, to[1] = IN_REGISTERS ? v[i][load][1] : kept.y;
+                to[2] = IN_REGISTERS ? v[i][load][2] : kept.z, to[3] = IN_REGISTERS ? v[i][load][3] : kept.w;
+            });
+            if (threadIdx.x % 32 == 0) *statistics(r) = {of.mean, of.rstd};
+            if (IN_REGISTERS) {
+                each_of_lane<LM_K, 4>([&](int load, int k) {
+                    const float (&from)[4] = v[i][load];
+                    *floats(r, k) = {from[0], from[1], from[2], from[3]};
+                });
+            }
+        }
+    }
+
+    // Writes the terms of a split of a row.
+    __device__ __forceinline__ void put(int r, int split) const {
+        float v[UNITS][4];
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int k = at(split, unit);
+            float (&to)[4] = v[unit];
+            to[0] = to[1] = to[2] = to[3] = 0.0f;
+            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
+            if constexpr (LM_NORM) {
+                const float4 kept = *floats(r, k);
+                to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;
+            } else {
+                load_fresh<float, 4>(row(r) + k).unpack(to);
+            }
+        }
+        if constexpr (LM_NORM) {
+            normalise(v, r, split);
+            __syncwarp();  // all lanes have read the values
+        }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const float (&from)[4] = v[unit];
+            if constexpr (order::FLOATS) {
+                *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
+            } else {
+                unsigned first[order::TERMS], second[order::TERMS];
+                order::split_pair(from[0], from[1], first);
+                order::split_pair(from[2], from[3], second);
+                char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
+#pragma unroll
+                for (int i = 0; i < order::TERMS; ++i) {
+                    *reinterpret_cast<uint2*>(to + i * TERM) = {first[i], second[i]};
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void normalise(float (&v)[UNITS][4], int r, int split) const {
+        const Statistics<LM_K, 4> of(statistics(r)->x, statistics(r)->y);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int k = at(split, unit);
+            if (SPLITS * LENGTH > LM_K && k >= LM_K) continue;
+            float g[4], b[4];
+            (EARLY ? early[0][EARLY ? unit : 0] : Four::load(gamma + k)).unpack(g);
+            (EARLY ? early[1][EARLY ? unit : 0] : Four::load(beta + k)).unpack(b);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[unit][e] = of.of(v[unit][e], g[e], b[e]);
+        }
+    }
+
+    // A lane's part of a chunk of tile i of rows; rows after the last are copies. unit: of all of K.
+    template <typename RowsOfTile>
+    __device__ __forceinline__ void get(RowsOfTile& to, int i, int unit, int chunk) const {
+        const int g = threadIdx.x % 32 / 4, r = (TILE_ROWS * i + (PACKED ? g / order::PLACES : g)) % LM_ROWS;
+        const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
+        const char* from = values(r, unit / UNITS);
+        if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);
+        else to.load(from + 2 * k, TERM);
+    }
+};

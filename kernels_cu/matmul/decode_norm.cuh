@@ -1,0 +1,47 @@
+// The LayerNorm of a row by one warp, with the same bits in every kernel of decoding: the mean, then the variance around
+// it, each summed per position in a load, then over the positions, then over the lanes.
+//
+// Lane l has the values k = (32 i + l) X, ... + X - 1 of the row for i = 0, 1, ..., in loads of X = gcd(4, K) values.
+#pragma once
+#include "lib/common.cuh"
+
+// Calls use(i, k) for each load i of this lane, of the values from k on.
+template <int K, int X, typename Use>
+__device__ __forceinline__ void each_of_lane(Use use) {
+#pragma unroll 6
+    for (int i = 0; i < (K + 32 * X - 1) / (32 * X); ++i) {
+        const int k = (i * 32 + threadIdx.x % 32) * X;
+        if (K % (32 * X) && k >= K) break;
+        use(i, k);
+    }
+}
+
+template <int K, int X>
+struct Statistics {  // of a row: the same bits in every lane
+    float mean, rstd;
+
+    __device__ __forceinline__ Statistics(float mean, float rstd) : mean(mean), rstd(rstd) {}
+
+    // read(i, k, v) gives the X values v of load i. It is called twice for each load.
+    template <typename Read>
+    __device__ __forceinline__ Statistics(float eps, Read read) {
+        const auto average = [&](float around, bool squares) {
+            float sum[X] = {};
+            each_of_lane<K, X>([&](int i, int k) {
+                float v[X];
+                read(i, k, v);
+#pragma unroll
+                for (int e = 0; e < X; ++e) sum[e] += squares ? (v[e] - around) * (v[e] - around) : v[e];
+            });
+#pragma unroll
+            for (int e = 1; e < X; ++e) sum[0] += sum[e];
+            return lanes_sum<32>(sum[0]) / K;
+        };
+        mean = average(0.0f, false);
+        rstd = rsqrtf(average(mean, true) + eps);
+    }
+
+    __device__ __forceinline__ float of(float x, float gamma, float beta) const {
+        return fmaf((x - mean) * rstd, gamma, beta);
+    }
+};
