@@ -1,4 +1,4 @@
-"""gpt2block: a standalone GPT-2 runtime of readable CUDA kernels, each with a NumPy reference.
+"""gpt2block: GPT-2 and Llama on readable CUDA kernels, each with a NumPy reference.
 
 `import gpt2block` imports no other module: each name is imported when it is first used. Only
 `gpt2block.ops` needs CuPy and a GPU.
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from gpt2block import ops as ops
     from gpt2block import reference
     from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
+    from gpt2block.architectures.llama_weights import LlamaBlockWeights, LlamaWeights
     from gpt2block.block import Block, Comparison, solve
     from gpt2block.config import SIZES, GPT2Config
+    from gpt2block.config_llama import LlamaConfig, RopeScaling
     from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
-    from gpt2block.model import GPT2
+    from gpt2block.llama_block import LlamaBlock
+    from gpt2block.model import GPT2, Llama, from_pretrained
     from gpt2block.sampling import Sampling
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import TwoPartMatrix
@@ -38,9 +41,16 @@ __all__ = [
     "GPT2Weights",
     "InputError",
     "KernelError",
+    "Llama",
+    "LlamaBlock",
+    "LlamaBlockWeights",
+    "LlamaConfig",
+    "LlamaWeights",
+    "RopeScaling",
     "Sampling",
     "TwoPartMatrix",
     "WeightMatrix",
+    "from_pretrained",
     "random_input",
     "reference",
     "solve",
@@ -58,9 +68,16 @@ _MODULE_OF = {
     "GPT2Weights": "architectures.gpt2_weights",
     "InputError": "errors",
     "KernelError": "errors",
+    "Llama": "model",
+    "LlamaBlock": "llama_block",
+    "LlamaBlockWeights": "architectures.llama_weights",
+    "LlamaConfig": "config_llama",
+    "LlamaWeights": "architectures.llama_weights",
+    "RopeScaling": "config_llama",
     "Sampling": "sampling",
     "TwoPartMatrix": "weights.two_part",
     "WeightMatrix": "weights.matrix",
+    "from_pretrained": "model",
     "random_input": "architectures.gpt2_weights",
     "solve": "block",
 }

@@ -43,6 +43,7 @@ def _position(name: str, value: Any) -> int:
 # Scalar arguments by name, with the same meaning in every function.
 _SCALARS: Mapping[str, Callable[[str, Any], object]] = {
     "n_head": check_count,
+    "n_kv_head": check_count,
     "head_dim": check_count,
     "start": _position,
     "step": _position,
@@ -118,7 +119,7 @@ def takes(**arrays: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         parameters = inspect.signature(function).parameters
         names = tuple(parameters)
         specs = {name: _Spec.parse(text) for name, text in arrays.items()}
-        scalars = {name: _SCALARS[name] for name in names if name in _SCALARS}
+        scalars = {name: _SCALARS[name] for name in names if name in _SCALARS and name not in specs}
         optional = {name for name, one in parameters.items() if one.default is None}
 
         def fitting(name: str, value: Any, sizes: Sizes) -> Any:

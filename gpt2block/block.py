@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gpt2block import doctor, notebook
 from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
+from gpt2block.architectures.weights import BlockArrays
 from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.checks import check_flag, named_options
 from gpt2block.config import block_shapes, check_count
@@ -94,13 +95,7 @@ class Block:
                 "BlockWeights.from_packed, .random and .from_pretrained"
             )
         causal, graph = check_flag("causal", causal), check_flag("graph", graph)
-        if not isinstance(dtype, str) or dtype not in FLOATS:
-            known = ", ".join(map(repr, FLOATS))
-            raise InputError(f"dtype: expected one of {known}, got {shown(dtype)}")
-        if not isinstance(kernels, str) or kernels not in KERNELS:
-            raise InputError(
-                f"kernels: expected one of {', '.join(map(repr, KERNELS))}, got {kernels!r}"
-            )
+        check_options(dtype, kernels)
         index = resolve_device(device)
         self.dtype = dtype
         self.causal = causal
@@ -160,35 +155,49 @@ class Block:
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
-        exact = NumpyEngine(
-            self.plan, self.weights.astype(np.float64).tensors(), self.weights.n_embd
-        )
-        host = host_array(x)
-        if host is None:
-            raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
-        traced = self._engine.trace(host)
-        truth = {"x": host.astype(np.float64)}
-        rows = Comparisons()
-        for step in self.plan.steps:
-            truth[step.name] = exact.apply(step, truth)
-            rounded = {
-                name: truth[name].astype(FLOATS[self.dtype])
-                for name in step.inputs
-                if name in truth
-            }
-            own = self._engine.step(step, rounded)
-            expected = exact.apply(step, {n: a.astype(np.float64) for n, a in rounded.items()})
-            rows.append(
-                Comparison(
-                    step.name,
-                    own.kernel,
-                    own.out.shape,
-                    own.ms,
-                    *errors(own.out, expected),
-                    *errors(traced[step.name], truth[step.name]),
-                )
+        weights = self.weights.astype(np.float64)
+        exact = NumpyEngine(self.plan, weights.tensors(), weights.n_embd)
+        return compare_steps(self._engine, exact, x, self.dtype)
+
+
+def compare_steps(engine: Engine, exact: NumpyEngine, x: Any, dtype: str) -> Comparisons:
+    """Compare every step of an engine's plan with `exact`, the same plan in float64.
+
+    x: a NumPy array of `dtype`, the block's. Raises InputError for another one.
+    """
+    host = host_array(x)
+    if host is None:
+        raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
+    traced = engine.trace(host)
+    truth = {"x": host.astype(np.float64)}
+    rows = Comparisons()
+    for step in engine.plan.steps:
+        truth[step.name] = exact.apply(step, truth)
+        rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
+        own = engine.step(step, rounded)
+        expected = exact.apply(step, {n: a.astype(np.float64) for n, a in rounded.items()})
+        rows.append(
+            Comparison(
+                step.name,
+                own.kernel,
+                own.out.shape,
+                own.ms,
+                *errors(own.out, expected),
+                *errors(traced[step.name], truth[step.name]),
             )
-        return rows
+        )
+    return rows
+
+
+def check_options(dtype: Any, kernels: Any) -> None:
+    """Raise InputError for values that a block's options do not accept."""
+    if not isinstance(dtype, str) or dtype not in FLOATS:
+        known = ", ".join(map(repr, FLOATS))
+        raise InputError(f"dtype: expected one of {known}, got {shown(dtype)}")
+    if not isinstance(kernels, str) or kernels not in KERNELS:
+        raise InputError(
+            f"kernels: expected one of {', '.join(map(repr, KERNELS))}, got {kernels!r}"
+        )
 
 
 def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
@@ -218,7 +227,10 @@ def resolve_device(device: str | None) -> int | None:
     return int(index or cupy.cuda.Device().id)
 
 
-def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
+Weights = TypeVar("Weights", bound=BlockArrays)
+
+
+def rounded(weights: Weights, dtype: str) -> Weights:
     """The weights as float32 arrays, with matrices rounded to `dtype`.
 
     For 16 bits, raises InputError for infinity, NaN and numbers beyond the range of the dtype.
@@ -231,7 +243,7 @@ def rounded(weights: BlockWeights, dtype: str) -> BlockWeights:
         for name, array in weights.tensors().items()
         if array.ndim == 2
     }
-    return replace(weights, **matrices)
+    return replace(weights, **matrices)  # type: ignore[type-var]  # a dataclass
 
 
 def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None) -> str:

@@ -112,7 +112,7 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in kwargs.items():
                 if name not in known:
-                    raise _unknown(function, name, known, rejected, value)
+                    raise _unknown(_name_of(function, args), name, known, rejected, value)
             if kwargs.get("sampling") is not None:
                 both = [name for name in SAMPLING_OPTIONS if name in kwargs]
                 if both:
@@ -127,10 +127,17 @@ def named_options(**rejected: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
+def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """The name of a function as its caller knows it: a method has the class of the object."""
+    owner, dot, name = function.__qualname__.rpartition(".")
+    if dot and args:
+        owner = (args[0] if isinstance(args[0], type) else type(args[0])).__name__
+    return f"{owner}{dot}{name}".removesuffix(".__init__")
+
+
 def _unknown(
-    function: Callable[..., Any], name: str, known: list[str], rejected: dict[str, str], value: Any
+    callee: str, name: str, known: list[str], rejected: dict[str, str], value: Any
 ) -> UnknownOption:
-    callee = function.__qualname__.removesuffix(".__init__")
     if name in rejected:
         return UnknownOption(f"{callee}: {rejected[name].format(shown(value))}")
     from difflib import get_close_matches  # noqa: PLC0415

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, model_plan
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.gpt2 import ROWS_AT_ONCE
 from gpt2block.block import Comparison, Comparisons, errors
+from gpt2block.config import ModelConfig
 from gpt2block.run.model import Ids, TracedEngine
 from gpt2block.run.numpy_walk import walk
 
@@ -17,11 +19,12 @@ Exact = NDArray[np.float64]
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     """The tensors of a forward pass of ids (T,) in float64, with the weights as they are stored.
 
-    Keys: the names of `architectures.gpt2.model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
+    Keys: the names of the architecture's `model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
     "h.0.v" for K and V of a layer; "scores" (T,) for the log-likelihoods of the next tokens, where
     the last is that of the first token.
     """
     config = engine.config
+    architecture = architecture_of(config)
     weights = {
         name: np.asarray(array.T if layout == "NK" else array, np.float64)
         for name, array, layout in engine.tensors()
@@ -30,12 +33,13 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     weights["wte"] = weights["wte"].T
     T = len(ids)
     caches = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
-    kept = {name: np.zeros((1, T, config.n_embd)) for name in caches}
+    kept = {name: np.zeros((1, T, config.kv_width)) for name in caches}
     rows = np.arange(T)
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
-    plan = model_plan(config, "logits", T)
-    found: dict[str, Exact] = walk(plan, {**weights, **kept, **batch}, plan.names)
+    plan = architecture.model_plan(config, "logits", T)
+    given = {**weights, **architecture.constants(config), **kept, **batch}
+    found: dict[str, Exact] = walk(plan, given, plan.names)
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)
     return {**found, **kept, "scores": scores}
 
@@ -45,7 +49,7 @@ def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
 
     The errors of a row are as in `Block.compare`; `ms` is NaN, as steps are not timed here.
     """
-    exact = _by_engine_names(exact_tensors(engine, ids), engine.config.n_embd, len(ids), cached)
+    exact = _by_engine_names(exact_tensors(engine, ids), engine.config, len(ids), cached)
     traced = engine.trace(ids, cached)
     compared = Comparisons()
     for name, kernel, out in engine.run_alone(ids, cached, exact):
@@ -58,12 +62,14 @@ def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
     return compared
 
 
-def _by_engine_names(exact: dict[str, Exact], C: int, T: int, cached: bool) -> dict[str, Exact]:
+def _by_engine_names(
+    exact: dict[str, Exact], config: ModelConfig, T: int, cached: bool
+) -> dict[str, Exact]:
     """Add the names that GPU plans use: q in decoding, logits and scores in groups of rows."""
-    found = dict(exact)
+    found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
-        if name.endswith(".qkv"):
-            found[name.removesuffix("kv")] = tensor[:, :C]
+        if name.endswith(f".{qkv}"):
+            found[f"{name.removesuffix(qkv)}q"] = tensor[:, : config.q_width]
         elif name in ("logits", "scores"):
             spans = range(0, T, ROWS_AT_ONCE)
             found |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}

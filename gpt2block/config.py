@@ -1,16 +1,16 @@
-"""The sizes of a GPT-2 model and the shapes of its tensors."""
+"""The sizes of a model and the shapes of its tensors: what all architectures share, and GPT-2."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpt2block.checks import check_integer, check_number
 from gpt2block.errors import CheckpointError, InputError, shown
 
-# Far above the sizes of every GPT-2: they limit the memory that a small, damaged file can request.
+# Far above the sizes of every model: they limit the memory that a small, damaged file can request.
 LIMITS: Mapping[str, int] = {
     "n_layer": 10_000,
     "n_head": 2**16,
@@ -19,6 +19,7 @@ LIMITS: Mapping[str, int] = {
     "vocab_size": 2**24,
 }
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
+Shapes = Mapping[str, tuple[int, ...]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 # The names of the same settings in other architectures of `transformers`
@@ -37,13 +38,72 @@ def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
 
 
 def check_eps(value: Any) -> float:
-    """The value as a float; InputError unless it is a valid LayerNorm epsilon in float32."""
+    """The value as a float; InputError unless it is a valid epsilon of a norm in float32."""
     expected = "a finite number of at least 0 that fits float32"
     return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
 
+def check_true_or_false(name: str, value: Any) -> None:
+    """Raise InputError unless a setting of a config is a bool."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}: expected true or false, got {shown(value)}")
+
+
 @dataclass(frozen=True)
-class GPT2Config:
+class ModelConfig:
+    """The sizes that every architecture has. A subclass for each adds its own.
+
+    Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
+    """
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_ctx: int
+    vocab_size: int
+    eps: float
+    tie_word_embeddings: bool
+
+    def __post_init__(self) -> None:
+        for name, limit in LIMITS.items():
+            # Convert NumPy integers, which json cannot write.
+            object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
+        object.__setattr__(self, "eps", check_eps(self.eps))
+        check_true_or_false("tie_word_embeddings", self.tie_word_embeddings)
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        raise NotImplementedError
+
+    @property
+    def q_width(self) -> int:
+        """Channels of all queries of a token."""
+        return self.n_head * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys of a token, and of all values."""
+        return self.q_width
+
+    def block_shapes(self) -> Shapes:
+        """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
+        raise NotImplementedError
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a `config.json` with which `transformers` loads this model."""
+        raise NotImplementedError
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """Name → shape of the tensors before the blocks and of those after them, without lm_head.
+
+        The embedding of tokens is wte, (vocab_size, C).
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GPT2Config(ModelConfig):
     """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
 
     Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
@@ -60,21 +120,23 @@ class GPT2Config:
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            # Convert NumPy integers, which json cannot write.
-            object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
-        object.__setattr__(self, "eps", check_eps(self.eps))
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise InputError(
-                "tie_word_embeddings: expected true or false, got "
-                f"{shown(self.tie_word_embeddings)}"
-            )
+        super().__post_init__()
         if self.n_embd % self.n_head:
             raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
 
     @property
     def head_size(self) -> int:
         return self.n_embd // self.n_head
+
+    def block_shapes(self) -> Shapes:
+        """As in ModelConfig: twelve tensors."""
+        return block_shapes(self.n_embd)
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """As in ModelConfig."""
+        C = self.n_embd
+        first = {"wte": (self.vocab_size, C), "wpe": (self.n_ctx, C)}
+        return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
     def from_hugging_face(cls, config: Any) -> GPT2Config:
@@ -144,18 +206,36 @@ def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
     """CheckpointError for settings that change what the model computes."""
-    for name, supported, why in (
+    check_settings(
+        config,
         (
-            "activation_function",
-            ("gelu_new", "gelu_pytorch_tanh"),
-            "the kernels compute GELU in its tanh approximation only",
+            (
+                "activation_function",
+                ("gelu_new", "gelu_pytorch_tanh"),
+                "the kernels compute GELU in its tanh approximation only",
+            ),
+            ("n_inner", (None, 4 * n_embd), "the kernels have a hidden width of 4 n_embd only"),
+            (
+                "scale_attn_weights",
+                (True,),
+                "the kernels divide by the square root of the head size",
+            ),
+            ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
+            ("add_cross_attention", (False,), "there is no encoder to attend to"),
+            ("quantization_config", (None,), "quantized weights are not supported"),
         ),
-        ("n_inner", (None, 4 * n_embd), "the kernels have a hidden width of 4 n_embd only"),
-        ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
-        ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
-        ("add_cross_attention", (False,), "there is no encoder to attend to"),
-        ("quantization_config", (None,), "quantized weights are not supported"),
-    ):
+    )
+
+
+def check_settings(
+    config: Mapping[str, Any], settings: Iterable[tuple[str, tuple[Any, ...], str]]
+) -> None:
+    """Raise CheckpointError for a setting of a config.json with a value that is not supported.
+
+    settings: the name of each setting, the supported values, the first of which is the default, and
+    why there are no others.
+    """
+    for name, supported, why in settings:
         value = config.get(name, supported[0])
         scalar = value is None or isinstance(value, (str, int, float))
         if not scalar or value not in supported:
@@ -214,16 +294,16 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def model_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of all tensors of a model, in the order used throughout the package.
 
-    wte, wpe, those of the blocks as `h.N.` and a name of `block_shapes`, gamma_f, beta_f, and
-    lm_head unless it is tied to wte. Matrices of blocks are (in, out); wte and lm_head are
-    (vocab_size, C).
+    Those before the blocks, those of the blocks as `h.N.` and a name of `config.block_shapes()`,
+    those after the blocks, and lm_head unless it is tied to wte. Matrices of blocks are (in, out);
+    wte and lm_head are (vocab_size, C).
     """
-    C = config.n_embd
-    shapes: dict[str, tuple[int, ...]] = {"wte": (config.vocab_size, C), "wpe": (config.n_ctx, C)}
-    for layer in range(config.n_layer):
-        shapes |= {f"h.{layer}.{name}": shape for name, shape in block_shapes(C).items()}
-    shapes |= {"gamma_f": (C,), "beta_f": (C,)}
-    return shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, C)}
+    first, last = config.outer_shapes()
+    block = config.block_shapes()
+    layers = range(config.n_layer)
+    blocks = {f"h.{layer}.{name}": shape for layer in layers for name, shape in block.items()}
+    head = {} if config.tie_word_embeddings else {"lm_head": (config.vocab_size, config.n_embd)}
+    return {**first, **blocks, **last, **head}

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
+from gpt2block.architectures import architecture_of
 from gpt2block.run.model import Floats, Ids, TracedEngine
+from gpt2block.run.numpy_walk import apply
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,28 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
     float32; weights[l, h, i, j] is that of token j for token i, 0 for j > i. A row's sum is 1.
     """
     config, T = engine.config, len(ids)
+    qkv, Q, D = architecture_of(config).QKV, config.q_width, config.head_size
+    n_kv_head = config.kv_width // D
+    shared = np.arange(config.n_head) * n_kv_head // config.n_head  # the head of keys of each head
     traced = engine.trace(ids, cached=False)
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
-        qkv = traced[f"h.{layer}.qkv"].astype(np.float32).reshape(T, 3, config.n_head, -1)
-        q, k = qkv[:, :2].transpose(1, 2, 0, 3)
-        scores = q @ k.swapaxes(-1, -2) / np.float32(math.sqrt(config.head_size))
+        rows = traced[f"h.{layer}.{qkv}"].astype(np.float32).reshape(T, -1)
+        q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
+        k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
+        scores = q @ k[shared].swapaxes(-1, -2) / np.float32(math.sqrt(D))
         weights[layer] = reference.softmax(scores, causal=True)
     return weights
 
 
 def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
-    """The `top` most likely tokens by the final LayerNorm and lm_head, applied after each block.
+    """The `top` most likely tokens by the final norm and lm_head, applied after each block.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
-    needed = {"gamma_f", "beta_f", "wte", "lm_head"}
+    norm, _ = architecture_of(engine.config).model_plan(engine.config, "logits", 1).steps[-2:]
+    parameters = norm.inputs[1:]
+    needed = {*parameters, "wte", "lm_head"}
     weights = {
         name: np.asarray(array.T if layout == "NK" else array, np.float32)
         for name, array, layout in engine.tensors()
@@ -56,7 +64,7 @@ def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
     shape = (len(states), len(ids), top)
     found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
-        normed = reference.layernorm(x, weights["gamma_f"], weights["beta_f"], engine.config.eps)
+        normed = apply(norm, (x, *(weights[name] for name in parameters)))
         probabilities = reference.softmax(reference.matmul_bias(normed, head))
         order = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
         found.ids[layer] = order

@@ -1,22 +1,25 @@
-"""Whole GPT-2: `GPT2.from_pretrained("gpt2").generate("…")`."""
+"""Whole models: `from_pretrained("gpt2").generate("…")`. The class follows the architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
 from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block.architectures.llama_weights import LlamaWeights
+from gpt2block.architectures.weights import ModelArrays
 from gpt2block.block import Comparisons, resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import compare
-from gpt2block.config import GPT2Config, check_count
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.config import GPT2Config, ModelConfig, check_count
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.inspection import LogitLens
 from gpt2block.run.model import (
     Floats,
@@ -33,49 +36,46 @@ if TYPE_CHECKING:
     from gpt2block.text.generation import Generation, Overflow
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
+Weights = TypeVar("Weights", bound=ModelArrays[Any])
+Loaded = TypeVar("Loaded", bound="Model[Any]")
 
 
-class GPT2:
-    """A GPT-2 on a GPU, or with NumPy where there is none.
-
-    weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
-    or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
-    "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
-    tensor cores have 16 bits (docs/dtypes.md). allow_nonfinite: accept weights that are infinite or
-    NaN, or so large that LayerNorm may overflow float32 and return wrong numbers; by default they
-    raise InputError. FP8 cannot hold infinity or NaN. `generate` and `score` still refuse logits
-    that are NaN.
+class Model(Generic[Weights]):
+    """Base of the models: GPT2 and Llama. `from_pretrained` loads the class of a checkpoint.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
+    CONFIG: ClassVar[type[ModelConfig]]
+    WEIGHTS: ClassVar[type[ModelArrays[Any]]]
+
     @named_options()
     def __init__(
         self,
-        weights: GPT2Weights,
+        weights: Weights,
         device: str | None = None,
         dtype: str = "float32",
         allow_nonfinite: bool = False,
     ) -> None:
-        if not isinstance(weights, GPT2Weights):
+        if not isinstance(weights, self.WEIGHTS):
             raise InputError(
-                f"weights: expected a GPT2Weights, got {type(weights).__name__}: see "
-                "GPT2.from_pretrained"
+                f"weights: expected a {self.WEIGHTS.__name__}, got {type(weights).__name__}: see "
+                f"{type(self).__name__}.from_pretrained"
             )
         self._set_up(weights.config, weights.tensors(), device, dtype, allow_nonfinite)
 
     @classmethod
     @named_options()
     def from_pretrained(
-        cls,
+        cls: type[Loaded],
         name: str | Path | Checkpoint = BUNDLED,
         device: str | None = None,
         dtype: str = "float32",
         progress: Progress = iter,
         allow_nonfinite: bool = False,
         revision: str | None = None,
-    ) -> GPT2:
+    ) -> Loaded:
         """Load a checkpoint, one tensor at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
@@ -87,7 +87,14 @@ class GPT2:
         check_dtype(dtype)
         check_callable("progress", progress)
         checkpoint = Checkpoint.open(name, revision)
-        model = cls.__new__(cls)
+        kinds: tuple[type[Model[Any]], ...] = (GPT2, Llama)
+        kind = next(kind for kind in kinds if isinstance(checkpoint.config, kind.CONFIG))
+        if not issubclass(kind, cls):
+            raise CheckpointError(
+                f"{checkpoint.name}: expected a {cls.__name__}, got a {kind.__name__}: use "
+                f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for either"
+            )
+        model: Loaded = kind.__new__(kind)
         model._checkpoint = checkpoint
         tensors = progress(checkpoint.tensors())
         model._set_up(checkpoint.config, tensors, device, dtype, allow_nonfinite)
@@ -97,7 +104,7 @@ class GPT2:
 
     def _set_up(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         tensors: Tensors,
         device: str | None,
         dtype: str,
@@ -112,8 +119,8 @@ class GPT2:
         c = self.config
         sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
         return (
-            f"GPT2({self.name!r}, {sizes}, vocab_size={c.vocab_size}, {self.dtype}, {self.device}, "
-            f"{self.nbytes:,} bytes)"
+            f"{type(self).__name__}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
+            f"{self.dtype}, {self.device}, {self.nbytes:,} bytes)"
         )
 
     @property
@@ -177,7 +184,7 @@ class GPT2:
         return np.stack(logits).reshape(*(shape[:-1] if last else shape), -1)
 
     def hidden_states(self, ids: Any) -> Any:
-        """The residual stream, float32: after the embedding and after each block, and after ln_f.
+        """The residual stream, float32: after the embedding and each block, and the final norm's.
 
         (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
         """
@@ -420,6 +427,57 @@ class GPT2:
         return sequences, shape
 
 
+class GPT2(Model[GPT2Weights]):
+    """A GPT-2 on a GPU, or with NumPy where there is none.
+
+    weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
+    or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
+    "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
+    tensor cores have 16 bits (docs/dtypes.md). allow_nonfinite: accept weights that are infinite or
+    NaN, or so large that LayerNorm may overflow float32 and return wrong numbers; by default they
+    raise InputError. FP8 cannot hold infinity or NaN. `generate` and `score` still refuse logits
+    that are NaN.
+
+    Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
+    Raises InputError for wrong arguments, DeviceError when the device cannot be used.
+    """
+
+    CONFIG = GPT2Config
+    WEIGHTS = GPT2Weights
+    config: GPT2Config
+
+
+class Llama(Model[LlamaWeights]):
+    """A Llama with NumPy.
+
+    weights: a LlamaWeights; see `from_pretrained` for checkpoints. device: "cpu" or None. dtype,
+    allow_nonfinite, token ids: as in GPT2. Raises InputError for wrong arguments.
+    """
+
+    CONFIG = LlamaConfig
+    WEIGHTS = LlamaWeights
+    config: LlamaConfig
+
+
+@named_options()
+def from_pretrained(
+    name: str | Path | Checkpoint = BUNDLED,
+    device: str | None = None,
+    dtype: str = "float32",
+    progress: Progress = iter,
+    allow_nonfinite: bool = False,
+    revision: str | None = None,
+) -> Model[Any]:
+    """Load a checkpoint as the class of its architecture, GPT2 or Llama.
+
+    The arguments are those of `GPT2.from_pretrained`. Raises as it does.
+    """
+    model: Model[Any] = Model.from_pretrained(
+        name, device, dtype, progress, allow_nonfinite, revision
+    )
+    return model
+
+
 def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] | None]:
     """Token ids as a list of int32 arrays, and their shape, or None if their lengths differ.
 
@@ -454,13 +512,17 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
 
 
 def _engine(
-    config: GPT2Config, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
+    config: ModelConfig, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
 ) -> TracedEngine:
+    if not isinstance(config, GPT2Config):
+        if device not in (None, "cpu"):
+            raise InputError(f"device: expected 'cpu' or None for a Llama, got {shown(device)}")
+        device = "cpu"
     index = resolve_device(device)
-    if index is None:
-        from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
+    if isinstance(config, GPT2Config) and index is not None:
+        from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
-        return NumpyModel(config, tensors, dtype, allow_nonfinite)
-    from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
+        return CudaModel(config, tensors, dtype, index, allow_nonfinite)
+    from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
-    return CudaModel(config, tensors, dtype, index, allow_nonfinite)
+    return NumpyModel(config, tensors, dtype, allow_nonfinite)

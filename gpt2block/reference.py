@@ -23,6 +23,7 @@ from gpt2block.sampling import Sampling, choose, rows_of
 
 if TYPE_CHECKING:
     from gpt2block.architectures.gpt2_weights import BlockWeights
+    from gpt2block.architectures.llama_weights import LlamaBlockWeights
     from gpt2block.weights.matrix import WeightMatrix
 
 Array = NDArray[np.floating[Any]]
@@ -49,16 +50,19 @@ def encoder_rows(
     ids: NDArray[np.integer[Any]],
     positions: NDArray[np.integer[Any]],
     wte: Array | WeightMatrix,
-    wpe: Array,
+    wpe: Array | None = None,
 ) -> Array:
-    """`encoder` with a separate position for each token.
+    """`encoder` with a separate position for each token; without wpe, the rows of wte alone.
 
     ids (N,), positions (N,), wte (V, C) or a WeightMatrix, wpe (n_ctx, C) → (N, C).
     """
     table: Array = wte if isinstance(wte, np.ndarray) else wte.dequantized().T
     _check_places("ids", ids, len(table))
+    if wpe is None:
+        embedded: Array = table[ids]
+        return embedded
     _check_places("positions", positions, len(wpe))
-    embedded: Array = table[ids].astype(wpe.dtype, copy=False) + wpe[positions]
+    embedded = table[ids].astype(wpe.dtype, copy=False) + wpe[positions]
     return embedded
 
 
@@ -93,39 +97,49 @@ def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
 
 
 @takes(qkv="... T W")
-def attention(qkv: Array, n_head: int, causal: bool = False) -> Array:
+def attention(qkv: Array, n_head: int, causal: bool = False, n_kv_head: int | None = None) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
     qkv (..., T, 3C): a row is [Q | K | V], each with its heads packed next to each other.
     → (..., T, C). With `causal`, row i sees keys 0…i; later keys have no effect, even if NaN.
-    Source: Vaswani et al., "Attention Is All You Need" (2017).
+    With n_kv_head below n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head heads, and
+    each head of K and V serves n_head / n_kv_head neighbouring heads of Q.
+    Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """
-    *batch, T, three_c = qkv.shape
-    if three_c % (3 * n_head):
-        raise InputError(
-            f"qkv: expected rows of 3C, C a multiple of n_head {n_head}, got {three_c}"
-        )
-    heads = qkv.reshape(*batch, T, 3, n_head, three_c // 3 // n_head)
-    out = np.empty_like(heads[..., 0, :, :])  # (..., T, NH, HS)
+    *batch, T, width = qkv.shape
+    shared = n_head if n_kv_head is None else n_kv_head
+    if n_head % shared or width % (n_head + 2 * shared):
+        rows = f"3C, C a multiple of n_head {n_head}"
+        if n_kv_head is not None:
+            rows = (
+                f"{n_head} + 2 · {shared} heads, where the first number is a multiple of the other"
+            )
+        raise InputError(f"qkv: expected rows of {rows}, got {width}")
+    heads = qkv.reshape(*batch, T, n_head + 2 * shared, -1)
+    out = np.empty_like(heads[..., :n_head, :])  # (..., T, NH, HS)
     for h in range(n_head):
-        q, k, v = (heads[..., i, h, :] for i in range(3))  # (..., T, HS)
+        at = n_head + h * shared // n_head  # the head of K
+        q, k, v = (heads[..., i, :] for i in (h, at, at + shared))  # (..., T, HS)
         scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])  # (..., T, T)
         out[..., h, :] = _weighted_sum(softmax(scores, causal), v, causal)
-    return out.reshape(*batch, T, three_c // 3)
+    return out.reshape(*batch, T, -1)
 
 
-@takes(q="T C", k="S C", v="S C")
+@takes(q="T C", k="S KV", v="S KV")
 def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
     q (T, C), queries at positions start … start + T - 1; k, v (start + T, C), further rows are
-    ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p.
+    ignored → (T, C), in the dtype of q. The query at position p sees keys 0…p. k and v may have
+    fewer heads, each of which serves as many neighbouring heads of q.
     """
     T, C = q.shape
-    if C % n_head or start + T > len(k):
+    HS, n_kv_head = C // n_head, k.shape[1] * n_head // C
+    wrong = C % n_head or n_kv_head * HS != k.shape[1] or n_head % max(1, n_kv_head)
+    if wrong or start + T > len(k):
         raise InputError(
-            f"expected C a multiple of n_head {n_head} and keys of start + T = {start + T} "
-            f"tokens, got q {q.shape}, k {k.shape}"
+            f"expected C a multiple of n_head {n_head}, heads of q a multiple of those of k, and "
+            f"keys of start + T = {start + T} tokens, got q {q.shape}, k {k.shape}"
         )
     k, v = (a[: start + T].astype(q.dtype, copy=False) for a in (k, v))
     if T > QUERIES:
@@ -133,15 +147,18 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
         parts = [attention_cached(q[t : t + QUERIES], k, v, start + t, n_head) for t in firsts]
         return np.concatenate(parts)
     seen = np.tri(T, start + T, start, dtype=bool)
-    k, v = (a.reshape(-1, n_head, C // n_head).swapaxes(0, 1) for a in (k, v))  # (NH, …, HS)
-    scores = q.reshape(T, n_head, -1).swapaxes(0, 1) @ k.swapaxes(1, 2) / math.sqrt(C // n_head)
-    p = softmax(np.where(seen, scores, -np.inf))  # (NH, T, start + T)
+    # G heads of q share one of k: (KV heads, G, T, HS), (KV heads, 1, start + T, HS)
+    q = q.reshape(T, n_kv_head, -1, HS).transpose(1, 2, 0, 3)
+    k, v = (a.reshape(-1, n_kv_head, 1, HS).transpose(1, 2, 0, 3) for a in (k, v))
+    scores = q @ k.swapaxes(2, 3) / math.sqrt(HS)
+    p = softmax(np.where(seen, scores, -np.inf))  # (KV heads, G, T, start + T)
     if np.isfinite(v).all():
-        out: Array = (p @ v).swapaxes(0, 1)  # (T, NH, HS)
+        out: Array = p @ v
     else:  # 0 · NaN would be NaN
         ends = range(start + 1, start + T + 1)
-        out = np.stack([(p[:, t, None, :n] @ v[:, :n])[:, 0] for t, n in enumerate(ends)])
-    return np.ascontiguousarray(out).reshape(T, C)
+        parts = [p[:, :, t, None, :n] @ v[:, :, :n] for t, n in enumerate(ends)]
+        out = np.concatenate(parts, axis=2)
+    return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(T, C)
 
 
 @takes(qkv="N W", k="B P C", v="B P C", row="int N", position="int N")
@@ -154,14 +171,17 @@ def kv_append(
 ) -> Array:
     """K and V of packed rows into a kv_cache, which is changed in place; returns k.
 
-    qkv (N, 3C); k, v (B, n_ctx, C); row n belongs to sequence row[n], at position[n].
+    qkv (N, Q + 2C), rows [Q | K | V] with Q at least C; k, v (B, n_ctx, C); row n belongs to
+    sequence row[n], at position[n].
     """
     C = k.shape[-1]
-    if qkv.shape[1] != 3 * C:
-        raise InputError(f"qkv: expected (N, {3 * C}), as k has {C} channels, got {qkv.shape}")
+    if qkv.shape[1] < 3 * C or qkv.shape[1] % C:
+        raise InputError(
+            f"qkv: expected (N, {3 * C}), or more queries of k's {C} channels, got {qkv.shape}"
+        )
     _check_places("row", row, len(k))
     _check_places("position", position, k.shape[1])
-    new = qkv[:, C:].astype(k.dtype, copy=False)
+    new = qkv[:, -2 * C :].astype(k.dtype, copy=False)
     k[row, position], v[row, position] = new[:, :C], new[:, C:]
     return k
 
@@ -178,24 +198,26 @@ def attention_packed(
 ) -> Array:
     """`attention_cached` of several sequences, whose rows of qkv follow each other.
 
-    qkv (N, 3C); k, v (B, n_ctx, C), which hold the new keys and values already; rows cu_seqlens[b]
-    to cu_seqlens[b + 1] - 1 are sequence b's, at positions from start[b] on → (N, C). `longest` is
-    the number of rows of the longest sequence, which only a GPU needs to know.
+    qkv (N, Q + 2C), rows [Q | K | V]; k, v (B, n_ctx, C), which hold the new keys and values
+    already; rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 are sequence b's, at positions from
+    start[b] on → (N, Q). `longest` is the number of rows of the longest sequence, which only a GPU
+    needs to know.
     """
     C = k.shape[-1]
-    if qkv.shape[1] != 3 * C or len(cu_seqlens) != len(k) + 1:
+    Q = qkv.shape[1] - 2 * C
+    if Q < C or Q % C or len(cu_seqlens) != len(k) + 1:
         raise InputError(
-            f"expected qkv (N, {3 * C}) and cu_seqlens ({len(k) + 1},), as k is {k.shape}, got "
-            f"{qkv.shape} and {cu_seqlens.shape}"
+            f"expected qkv (N, {3 * C}), or more queries, and cu_seqlens ({len(k) + 1},), as k is "
+            f"{k.shape}, got {qkv.shape} and {cu_seqlens.shape}"
         )
-    out = np.zeros((len(qkv), C), qkv.dtype)
+    out = np.zeros((len(qkv), Q), qkv.dtype)
     for b, (first, end) in enumerate(_spans(cu_seqlens, len(qkv))):
         at = int(start[b])
         keys = at + end - first
         if not 0 <= at <= keys <= k.shape[1]:
             raise InputError(f"start: expected 0 to {k.shape[1] - end + first}, got {at}")
         if end > first:
-            q = qkv[first:end, :C]
+            q = qkv[first:end, :Q]
             out[first:end] = attention_cached(q, k[b, :keys], v[b, :keys], at, n_head)
     return out
 
@@ -218,7 +240,7 @@ def attention_varlen(
     return out
 
 
-@takes(q="M C", k="B P C", v="B P C", row="int M", position="int M")
+@takes(q="M C", k="B P KV", v="B P KV", row="int M", position="int M")
 def attention_split(
     q: Array,
     k: Array,
@@ -229,8 +251,8 @@ def attention_split(
 ) -> Array:
     """Attention of single queries over a kv_cache: query m sees keys 0 to position[m] of row[m].
 
-    q (M, C); k, v (B, n_ctx, C); row, position (M,) → (M, C). A query with a row or a position
-    below 0 is zero here.
+    q (M, C); k, v (B, n_ctx, C), or with fewer heads as in `attention_cached`; row, position (M,)
+    → (M, C). A query with a row or a position below 0 is zero here.
     """
     for name, values, end in (("position", position, k.shape[1]), ("row", row, len(k))):
         if int(values.max()) >= end:
@@ -466,7 +488,38 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
     if D % 2:
         raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
     position, k = np.arange(start, start + T)[:, None, None], np.arange(D // 2)
-    angle = position / float(theta) ** (2 * k / D)  # (T, 1, D / 2), in float64
+    return _turned(x, position / float(theta) ** (2 * k / D), half_split)
+
+
+@takes(qkv="... T W", positions="int T", frequencies="P")
+def rope_qkv(
+    qkv: Array,
+    positions: NDArray[np.integer[Any]],
+    frequencies: Array,
+    n_head: int,
+    n_kv_head: int,
+    half_split: bool = False,
+) -> Array:
+    """`rope` of the queries and keys of rows [Q | K | V], with a position for each row.
+
+    qkv (..., T, (n_head + 2 n_kv_head) D), positions (T,) → the same shape; V is copied.
+    frequencies (D / 2,): pair k of a head turns by position · frequencies[k]. float64 keeps angles
+    exact at large positions.
+    """
+    D, turning = 2 * len(frequencies), n_head + n_kv_head
+    if qkv.shape[-1] != (turning + n_kv_head) * D:
+        raise InputError(
+            f"qkv: expected {turning + n_kv_head} heads of {D} channels, got {qkv.shape[-1]}"
+        )
+    heads = qkv.reshape(*qkv.shape[:-1], -1, D)
+    angle = positions[:, None, None] * frequencies
+    turned = _turned(heads[..., :turning, :], angle, half_split)
+    return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
+
+
+def _turned(x: Array, angle: Array, half_split: bool) -> Array:
+    """Turn the pairs of channels of x (..., T, H, D) by angle (T, 1, D / 2)."""
+    D = x.shape[-1]
     cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
     r, i = x[..., first], x[..., second]
@@ -519,9 +572,16 @@ def rmsnorm_ffn(
     """
     h = x if residual is None else x + residual
     n = rmsnorm(h, gamma, eps)
-    a, b = n @ _matrix(w1, x), n @ _matrix(w3, x)
-    out: Array = a / (1 + np.exp(-a)) * b
+    out = silu_mul(n @ _matrix(w1, x), n @ _matrix(w3, x))
     return out if residual is None else (out, h)
+
+
+@takes(gate="...", up="...")
+def silu_mul(gate: Array, up: Array) -> Array:
+    """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), for arrays of the same shape."""
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives -0
+        gated: Array = gate / (1 + np.exp(-gate)) * up
+    return gated
 
 
 def _spans(cu_seqlens: NDArray[np.integer[Any]], N: int) -> list[tuple[int, int]]:
@@ -686,3 +746,26 @@ def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     ff1 = matmul_bias(ln2, w.w_fc, w.b_fc)
     ff2 = matmul_bias(gelu(ff1), w.w_proj, w.b_proj)
     return add(x1, ff2)
+
+
+@takes(x="... T C", positions="int T")
+def llama_block_forward(
+    x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer[Any]], causal: bool = True
+) -> Array:
+    """A Llama block. x (T, C) or (B, T, C), positions (T,) → shape and dtype of x."""
+    if not hasattr(w, "w_gate") or w.n_embd != x.shape[-1]:
+        raise InputError(
+            f"w: expected LlamaBlockWeights as wide as x, {x.shape[-1]}, got {type(w).__name__}, "
+            f"{getattr(w, 'n_embd', None)}"
+        )
+    w = w.astype(x.dtype)
+    rms1 = rmsnorm(x, w.gamma1, w.eps)
+    qkv = matmul_bias(rms1, w.w_qkv, w.b_qkv)
+    rope = rope_qkv(qkv, positions, w.frequencies, w.n_head, w.n_kv_head, w.half_split)
+    attn = attention(rope, w.n_head, causal, w.n_kv_head)
+    x1 = add(x, matmul_bias(attn, w.w_o, w.b_o))
+    rms2 = rmsnorm(x1, w.gamma2, w.eps)
+    gate = matmul_bias(rms2, w.w_gate, w.b_gate)
+    up = matmul_bias(rms2, w.w_up, w.b_up)
+    ff = silu_mul(gate, up)
+    return add(x1, matmul_bias(ff, w.w_down, w.b_down))

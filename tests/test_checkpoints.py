@@ -480,7 +480,7 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "expected model_type 'gpt2', got 'llama'"),
+        ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
         (
             {"activation_function": "gelu"},
             "activation_function: expected 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu': the "
@@ -505,7 +505,7 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
         ({"layer_norm_epsilon": 10**400}, "eps: expected a finite number"),
         ({"layer_norm_epsilon": 1e39}, "that fits float32, got 1e+39"),
-        ({"model_type": nested(900)}, "expected model_type 'gpt2', got [[["),
+        ({"model_type": nested(900)}, "expected model_type 'gpt2' or 'llama', got [[["),
         ({"num_attention_heads": 12}, "n_head 3 contradicts num_attention_heads 12"),
         ({"num_hidden_layers": 3}, "n_layer 2 contradicts num_hidden_layers 3"),
         ({"hidden_size": 768}, "n_embd 48 contradicts hidden_size 768"),

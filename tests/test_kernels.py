@@ -46,7 +46,7 @@ ODD_CONSTANTS = {
     "matmul/decode_tiles.cu": (
         ("STORAGE_BF16", 1),
         ("DT_ROWS", 48),
-        ("DT_COLUMNS", 128),
+        ("DT_COLUMNS", 64),
         ("DT_WARPS_M", 1),
         ("DT_WARPS_N", 4),
         ("DT_CHUNKS", 2),

@@ -578,7 +578,7 @@ def test_a_model_and_a_cache_in_a_line(device: str) -> None:
     assert repr(m).endswith(f", {m.nbytes:,} bytes)")
     kv_cache = m.new_cache(6, 5)
     m([[1, 2]] * 6, cache=kv_cache)
-    assert "n_layer=2, n_embd=24, batch=6, n_ctx=5, lengths [2, 2, 2, 2, …], float32, " in repr(
+    assert "n_layer=2, width=24, batch=6, n_ctx=5, lengths [2, 2, 2, 2, …], float32, " in repr(
         kv_cache
     )
     found = m.generate([1, 2], max_new_tokens=3, seed=5)

@@ -16,11 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, emulator, reference
+from gpt2block.architectures.gpt2 import operand_bounds
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
 from gpt2block.config import block_shapes
 from gpt2block.emulator import loader, stand_in
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import operand_bounds
 from tests.test_prefill import SMALL, TINY, Found, assert_close, computed, random_ids, weights
 
 Array = NDArray[Any]

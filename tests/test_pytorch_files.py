@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights
 from gpt2block.checkpoints import Checkpoint, pytorch, save_pretrained
-from gpt2block.checkpoints.hugging_face import layout_of
+from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.config import model_shapes
 from tests.refusals import refused
 
@@ -35,7 +35,7 @@ CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_ctx=4, vocab_size=5)
 def logical(checkpoint: Checkpoint) -> dict[str, NDArray[Any]]:
     """Return all tensors; matrices of blocks are (inputs, outputs)."""
     return {
-        name: array if layout == layout_of(name) else array.T
+        name: array if layout == GPT2_NAMING.layout_of(name) else array.T
         for name, array, layout in checkpoint.tensors()
     }
 

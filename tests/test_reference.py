@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block import BlockWeights, GPT2Config, reference
+from gpt2block import BlockWeights, GPT2Config, InputError, reference
 
 rng = np.random.default_rng(0)
 
@@ -112,3 +112,38 @@ def test_block_forward_is_the_ten_steps() -> None:
     ff1 = reference.layernorm(x1, w.gamma2, w.beta2) @ w.w_fc + w.b_fc
     expected = x1 + reference.gelu(ff1) @ w.w_proj + w.b_proj
     np.testing.assert_allclose(reference.block_forward(x, w, True), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 6])
+def test_grouped_queries_are_attention_with_repeated_keys_and_values(n_kv_head: int) -> None:
+    n_head, D, T = 6, 4, 21
+    q, k, v = (rng.standard_normal((2, T, n, D)) for n in (n_head, n_kv_head, n_kv_head))
+    v[1, -1] = np.nan  # of the last key of the second sequence
+    repeated = [np.repeat(a, n_head // n_kv_head, axis=2) for a in (k, v)]
+
+    def row(*parts: Any) -> Any:
+        return np.concatenate([a.reshape(2, T, -1) for a in parts], axis=-1)
+
+    few, many = row(q, k, v), row(q, *repeated)
+    expected = reference.attention(many, n_head, causal=True)
+    found = reference.attention(few, n_head, causal=True, n_kv_head=n_kv_head)
+    np.testing.assert_array_equal(found, expected)
+    keys, values = (np.zeros((2, T, n_kv_head * D)) for _ in "kv")
+    rows, positions = np.repeat([0, 1], T), np.tile(np.arange(T), 2)
+    packed = few.reshape(2 * T, -1)
+    reference.kv_append(packed, keys, values, rows, positions)
+    ends, start = np.array([0, T, 2 * T]), np.array([0, 0])
+    attended = reference.attention_packed(packed, keys, values, ends, start, n_head)
+    np.testing.assert_allclose(attended.reshape(expected.shape), expected, rtol=1e-12, atol=1e-14)
+    queries = packed[:, : n_head * D]
+    single = reference.attention_split(queries, keys, values, rows, positions, n_head)
+    np.testing.assert_allclose(single, attended, rtol=1e-12, atol=1e-14)
+
+
+def test_heads_that_do_not_fit_each_other_are_refused() -> None:
+    with pytest.raises(InputError, match=r"qkv: expected rows of 6 \+ 2 · 4 heads"):
+        reference.attention(np.ones((3, 14)), 6, n_kv_head=4)
+    with pytest.raises(InputError, match="heads of q a multiple of those of k"):
+        reference.attention_cached(np.ones((1, 12)), np.ones((3, 8)), np.ones((3, 8)), 0, 3)
+    with pytest.raises(InputError, match="qkv: expected 4 heads of 6 channels, got 20"):
+        reference.rope_qkv(np.ones((2, 20)), np.arange(2), np.ones(3), 2, 1)

@@ -387,15 +387,102 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert message in str(error.value)
 
 
-def test_a_post_processor_that_adds_tokens_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    start = {"SpecialToken": {"id": "ab", "type_id": 0}}
-    parts = [start, {"Sequence": {"id": "A", "type_id": 0}}]
+def adding(*parts: str) -> dict[str, Any]:
+    """A post_processor that adds the token ab; A: the text."""
+    single = [
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if part == "A"
+        else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in parts
+    ]
     special = {"ab": {"id": "ab", "ids": [256], "tokens": ["ab"]}}
-    processor = {"type": "TemplateProcessing", "single": parts, "pair": parts,
-                 "special_tokens": special}  # fmt: skip
-    path = small_json(tmp_path, post_processor=processor, ignore_merges=True)
-    with pytest.raises(CheckpointError, match="post_processor TemplateProcessing adds tokens"):
+    return {"type": "TemplateProcessing", "single": single, "pair": single,
+            "special_tokens": special}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [("A", "ab"), ("ab", "A", "ab")])
+def test_a_post_processor_that_adds_tokens_after_a_text_is_refused(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    pytest.importorskip("tokenizers")
+    path = small_json(tmp_path, post_processor=adding(*parts), ignore_merges=True)
+    with pytest.raises(CheckpointError, match="TemplateProcessing adds tokens after every text"):
+        tokenizer.from_path(path, 1000)
+
+
+def test_a_token_before_every_text(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokens = [added_token("ab", 256, True), added_token("</s>", 258, True)]
+    path = small_json(tmp_path, post_processor=adding("ab", "A"), added_tokens=tokens)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"add_bos_token": True, "eos_token": {"content": "</s>"}}))
+    encoding = tokenizer.load(tmp_path, 1000)
+    assert tokenizer.prefix_of(encoding) == [256]
+    assert encoding.encode_ordinary("c") == [99]
+    assert tokenizer.encode(encoding, "c") == [256, 99]
+    assert tokenizer.token_ids(encoding, "", 1000, "text").tolist() == [256]
+    assert tokenizer.encode(encoding, "abc", special=True) == [256, 99]
+    assert tokenizer.encode(encoding, "c</s>", special=True) == [256, 99, 258]
+    assert tokenizer.end_of_text(encoding) == 258
+    settings.write_text(json.dumps({"add_bos_token": False}))
+    with pytest.raises(CheckpointError, match="add_bos_token to False, the post_processor adds a"):
+        tokenizer.from_path(path, 1000)
+    small_json(tmp_path)
+    settings.write_text(json.dumps({"add_bos_token": True}))
+    with pytest.raises(CheckpointError, match="add_bos_token to True, the post_processor adds non"):
+        tokenizer.from_path(path, 1000)
+
+
+def sentence_piece(folder: Path, **changed: Any) -> Path:
+    """A tokenizer.json as that of Llama 2: byte_fallback, ▁ for a space, and <s> before a text."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += ["▁", "a", "b", "ab", "▁a", "▁ab"]
+    merges = [["a", "b"], ["▁", "a"], ["▁", "ab"]]
+    vocab = {name: index for index, name in enumerate(names)}
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "unk_token": "<unk>",
+             "fuse_unk": True, "byte_fallback": True}  # fmt: skip
+    prepend = [{"type": "Prepend", "prepend": "▁"},
+               {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]  # fmt: skip
+    decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]  # fmt: skip
+    processor = adding("<s>", "A")
+    processor["special_tokens"] = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    spec = {
+        "added_tokens": [added_token(name, index, True) for index, name in enumerate(names[:3])],
+        "normalizer": {"type": "Sequence", "normalizers": prepend},
+        "pre_tokenizer": None,
+        "post_processor": processor,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(spec | changed), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("text", ["ab", " ab", "a  b", "ab é\n", "日本 ab", "</s>", "x"])
+def test_a_tokenizer_with_byte_fallback(tmp_path: Path, text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = sentence_piece(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "eos_token": "</s>"}')
+    encoding = tokenizer.from_path(path, 1000)
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    theirs.encode_special_tokens = True
+    ids = tokenizer.encode(encoding, text)
+    assert ids == theirs.encode(text).ids
+    assert encoding.decode(ids[1:]) == theirs.decode(ids) == text
+    pieces = b"".join(encoding.decode_single_token_bytes(token) for token in ids[1:])
+    assert pieces == f" {text}".encode()
+    assert tokenizer.end_of_text(encoding) == 2
+
+
+def test_byte_fallback_with_another_decoder_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = sentence_piece(tmp_path, decoder={"type": "ByteFallback"}, normalizer=None)
+    assert tokenizer.from_path(path, 1000).n_vocab == 265
+    sentence_piece(tmp_path, decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})
+    with pytest.raises(CheckpointError, match="expected a ByteLevel pre_tokenizer"):
         tokenizer.from_path(path, 1000)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpt2block import GPT2, SIZES, BlockWeights, GPT2Config
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.checkpoints.hugging_face import NAMES
+from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.config import block_shapes
 
 
@@ -36,7 +36,10 @@ def as_weights(model: Any, config: GPT2Config) -> GPT2Weights:
     state = {name: t.cpu().numpy() for name, t in model.transformer.state_dict().items()}
     blocks = tuple(
         BlockWeights(
-            **{ours: state[f"h.{i}.{NAMES[ours]}"] for ours in block_shapes(config.n_embd)},
+            **{
+                ours: state[GPT2_NAMING.in_file(f"h.{i}.{ours}")[0]]
+                for ours in block_shapes(config.n_embd)
+            },
             n_head=config.n_head,
         )
         for i in range(config.n_layer)

@@ -16,7 +16,8 @@ Learners" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -28,6 +29,8 @@ Steps = list[Step]
 Want = Literal["last", "logits", "hidden", "log_likelihood"]
 Products = Literal["float32", "16_bits", "fp8", "two_part"]
 ROWS_AT_ONCE = 1024  # rows of logits computed together
+NORM = "LayerNorm"
+QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
@@ -378,3 +381,51 @@ def _model(config: GPT2Config, steps: Steps, apart: str = "", overlapping: bool 
             newest[kind] = step.name
     names = tuple(dict.fromkeys(given))
     return Plan(tuple(steps), names, in_place, "tokens", overlapping)
+
+
+def constants(config: GPT2Config) -> dict[str, Any]:
+    """Inputs of the plans that the config determines, by name: none."""
+    return {}
+
+
+def operand_bounds(config: GPT2Config, largest: Mapping[str, float]) -> dict[str, float]:
+    """The largest magnitude that the operands of each layer's products can have, by name.
+
+    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
+    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
+    the sum of their magnitudes at most C. GELU increases no magnitude.
+    """
+    C = config.n_embd
+    bounds = {}
+    for n in range(config.n_layer):
+        h = f"h.{n}."
+        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
+            gamma, beta = largest[f"{h}gamma{norm}"], largest[f"{h}beta{norm}"]
+            bounds[f"{h}ln{norm}"] = math.sqrt(C) * gamma + beta
+            product = C * largest[f"{h}w_{name}"] * (gamma + beta)
+            bounds[h + result] = product + largest[f"{h}b_{name}"]
+    return bounds
+
+
+def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+
+    largest: the largest magnitude of every tensor. A LayerNorm's C values of variance 1 are at most
+    sqrt(C), attention computes weighted means of rows of v, GELU increases no magnitude, and a
+    product of K inputs is at most K times the largest input times the largest weight. The bundled
+    model's bound is 6e6, where the limit is 6e17.
+    """
+    C = config.n_embd
+
+    def product(a: float, K: int, layer: str, name: str) -> float:
+        return a * K * largest[f"{layer}w_{name}"] + largest[f"{layer}b_{name}"]
+
+    stream = largest["wte"] + largest["wpe"]
+    yield stream
+    for layer in _layers(config):
+        norm1, norm2 = (
+            math.sqrt(C) * largest[f"{layer}gamma{n}"] + largest[f"{layer}beta{n}"] for n in "12"
+        )
+        v, ff = product(norm1, C, layer, "qkv"), product(norm2, C, layer, "fc")
+        stream += product(v, C, layer, "attn") + product(ff, 4 * C, layer, "proj")
+        yield stream

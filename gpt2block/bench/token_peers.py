@@ -20,7 +20,7 @@ from gpt2block.bench.contenders import Contender, Run
 from gpt2block.bench.token_contenders import continued
 from gpt2block.bench.token_works import DecodeWork, GenerateWork, RandomModel, TokenWork, Written
 from gpt2block.bench.torch_peers import TorchPeers, captured
-from gpt2block.checkpoints.hugging_face import PREFIX, name_of
+from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.run.model import kv_cache_dtype
@@ -239,7 +239,9 @@ def transformers_model(model: RandomModel, device: str) -> Any:
     with torch.device(device):
         theirs = GPT2LMHeadModel(GPT2Config(**settings))
     state = {
-        PREFIX + name_of(name): torch.from_numpy(np.ascontiguousarray(array))
+        GPT2_NAMING.with_prefix(GPT2_NAMING.in_file(name)[0]): torch.from_numpy(
+            np.ascontiguousarray(array)
+        )
         for name, array, _ in model.weights.tensors()
     }
     theirs.load_state_dict(state, strict=False)  # lm_head is wte

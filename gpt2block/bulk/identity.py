@@ -17,7 +17,8 @@ from gpt2block.text.encoding import Encoding, rules, tokens_of
 def of_model(name: str, revision: str | None = None) -> str:
     """Return the SHA-256 of the checkpoint's config and weights files. Raises CheckpointError."""
     checkpoint = Checkpoint.open(name, revision)
-    files = sorted({tensor.file for tensor in checkpoint.stored.values()})
+    stored = checkpoint.stored.values()
+    files = sorted({piece.file for tensor in stored for piece in tensor.pieces})
     return paths.sha256(files, repr(checkpoint.config).encode()).hex()
 
 

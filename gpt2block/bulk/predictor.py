@@ -17,7 +17,7 @@ from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.tasks import Kind, Row, Task, TaskName
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.errors import CheckpointError, InputError
-from gpt2block.model import GPT2
+from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids
 from gpt2block.run.numpy_model import NumpyModel
 from gpt2block.text import tokenizer as tokenizers
@@ -67,9 +67,9 @@ class Predictor:
         return {name: value for name, value in vars(self).items() if name not in _LOADED}
 
     @cached_property
-    def model(self) -> GPT2:
+    def model(self) -> Model[Any]:
         """The loaded model."""
-        return GPT2.from_pretrained(self.name, self.device, self.dtype, revision=self.revision)
+        return from_pretrained(self.name, self.device, self.dtype, revision=self.revision)
 
     @property
     def encoding(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import GPT2Config, check_count
+from gpt2block.config import ModelConfig, check_count
 from gpt2block.errors import InputError
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
@@ -54,7 +54,7 @@ class Scoring:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         stride: int | None = None,
@@ -123,7 +123,7 @@ class Generating:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         logprobs: bool = False,
@@ -189,7 +189,7 @@ class Embedding:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         encoding: Encoding | None,
         batch_tokens: int,
         pooling: scoring.Pooling = "mean",
@@ -225,7 +225,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
 
 def make(
     name: str,
-    config: GPT2Config,
+    config: ModelConfig,
     encoding: Encoding | None,
     batch_tokens: int,
     options: Mapping[str, Any],

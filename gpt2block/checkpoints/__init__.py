@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints of Hugging Face, PyTorch, nanoGPT and llm.c.
+"""Checkpoints of GPT-2 (Hugging Face, PyTorch, nanoGPT, llm.c) and of Llama (Hugging Face).
 
 `Checkpoint.open` opens a checkpoint; `save_pretrained` writes one that `transformers` loads.
 """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpt2block.checkpoints import hub, hugging_face, llm_c, tokenizer_files
 from gpt2block.checkpoints.locating import BUNDLED, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
-from gpt2block.config import GPT2Config, block_shapes
+from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
 __all__ = ["BUNDLED", "Checkpoint"]
@@ -28,7 +28,7 @@ class Checkpoint:
 
     name: str  # as the user gave it
     file: Path  # the weights, or the index of several files: safetensors, PyTorch's or llm.c's
-    config: GPT2Config
+    config: ModelConfig
     stored: Mapping[str, Stored]  # by gpt2block's names, in the order of `config.model_shapes`
     repo: str | None = None  # the hub repository of the files
 
@@ -102,8 +102,9 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors' names in the file, without the prefix `transformer.`."""
-        return frozenset(tensor.label for tensor in self.stored.values())
+        """The tensors' names in the file, without a prefix such as `transformer.`."""
+        stored = self.stored.values()
+        return frozenset(piece.label for tensor in stored for piece in tensor.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -114,8 +115,9 @@ class Checkpoint:
         """Yield name, array and layout of every tensor, in the order of `config.model_shapes`.
 
         name: gpt2block's. array: a new array in the stored dtype (float64 becomes float32). layout:
-        "KN" for a matrix (inputs, outputs), such as the blocks' in Hugging Face's layout; "NK" for
-        a matrix (outputs, inputs), such as wte, lm_head and all of llm.c's; else None. A tied
+        "KN" for a matrix (inputs, outputs), such as those of blocks in Hugging Face's GPT-2; "NK"
+        for a matrix (outputs, inputs), such as wte, lm_head, and all of llm.c's and Llama's; else
+        None. A tied
         lm_head is not repeated.
 
         Each tensor is read when the iterator advances and is not kept, so a caller that drops each
@@ -136,21 +138,16 @@ class Checkpoint:
             )
 
     def read_block(self, layer: int) -> dict[str, Array]:
-        """Return the twelve float32 tensors of block `layer` by name; matrices (inputs, outputs).
+        """Return the float32 tensors of block `layer` by name; matrices (inputs, outputs).
 
         Raises CheckpointError unless 0 ≤ layer < n_layer.
         """
         self.check_layer(layer)
-        return {name: self._read(f"h.{layer}.{name}") for name in block_shapes(self.config.n_embd)}
+        return {name: self._read(f"h.{layer}.{name}") for name in self.config.block_shapes()}
 
-    def read_ends(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Return wte, wpe, the final LayerNorm's γ and β, and lm_head, as float32.
-
-        A tied lm_head is the same object as wte.
-        """
-        wte, wpe, gamma_f, beta_f = map(self._read, ("wte", "wpe", "gamma_f", "beta_f"))
-        tied = self.config.tie_word_embeddings
-        return wte, wpe, gamma_f, beta_f, wte if tied else self._read("lm_head")
+    def read_outer(self) -> dict[str, Array]:
+        """Return the tensors outside the blocks by name, as float32; a tied lm_head is absent."""
+        return {name: self._read(name) for name in self.stored if not name.startswith("h.")}
 
     def _read(self, name: str) -> Array:
         tensor = self.stored[name]

@@ -63,8 +63,8 @@ def fetch(repo: str, revision: str | None = None) -> Path:
         raise
     except _MissingError as missing:
         raise CheckpointError(
-            f"{at}: the repository on the hub does not have {missing}: expected a GPT-2 in Hugging "
-            "Face's format"
+            f"{at}: the repository on the hub does not have {missing}: expected a GPT-2 or a Llama "
+            "in Hugging Face's format"
         ) from None
     except Exception as error:  # any error of the HTTP library, and of the cache's file system
         raise CheckpointError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from gpt2block.checkpoints import nanogpt, pytorch
+from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.checkpoints.stored import (
     DTYPES,
     Entry,
+    Joined,
     Stored,
     check_start,
     file_size,
@@ -29,102 +30,105 @@ from gpt2block.checkpoints.stored import (
     read_start,
     reading,
 )
-from gpt2block.config import SIZES, GPT2Config, model_shapes
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.config import SIZES, GPT2Config, ModelConfig, model_shapes
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.errors import CheckpointError, InputError, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PYTORCH_WEIGHTS = "pytorch_model.bin"
 PYTORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
+Entries = Mapping[str, Entry]
 _LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
-PREFIX = "transformer."  # `transformers` writes it before every name except lm_head's
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# gpt2block's names → Hugging Face's; those of a block follow `h.N.`
-NAMES = {
-    "wte": "wte.weight", "wpe": "wpe.weight",
-    "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
-    "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias", "lm_head": "lm_head.weight",
-}  # fmt: skip
-# Prefixes of a name: those of torch's DistributedDataParallel and compile, and `transformer.`
-_PREFIXES = re.compile(rf"((module|_orig_mod)\.){{0,4}}({re.escape(PREFIX)})?")
-_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers in older files
 
-
-def name_of(ours: str) -> str:
-    """Return Hugging Face's name of a tensor, without `transformer.`, by gpt2block's name."""
-    block, dot, kind = ours.rpartition(".")
-    return block + dot + NAMES[kind]
-
-
-def layout_of(ours: str) -> str | None:
-    """Return a tensor's layout: "KN" for a block's matrix, "NK" for wte and lm_head, else None."""
-    kind = ours.rpartition(".")[2]
-    return "NK" if kind in ("wte", "lm_head") else "KN" if kind.startswith("w_") else None
-
-
-def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
+def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     """Return the config and the stored tensors by gpt2block's names.
 
     file: .safetensors, a file written by `torch.save`, or an index of several. Raises
     CheckpointError, which lists missing, unexpected and misshapen tensors.
     """
-    found: dict[str, Entry] = {}
-    model_args = None
-    repeated = []
-    for shard in _files(file):
-        entries, model_args = _read_entries(shard)
-        for label, entry in entries.items():
-            name = _PREFIXES.sub("", label, count=1)
-            repeated += [name] if name in found else []
-            found[name] = entry
-    if repeated:
-        raise CheckpointError(
-            f"{file}: {len(repeated)} tensors are stored twice: {first_names(repeated)}"
-        )
+    entries, model_args = _read_entries(file)
     if model_args is None:
-        source, config = CONFIG, _read_config(file, found)
+        source, (config, found) = CONFIG, _read_config(file, entries)
     else:
         source = "model_args"
         try:
-            config, found = nanogpt.as_hugging_face(model_args, found)
+            config, found = nanogpt.as_hugging_face(model_args, _bare(file, entries, GPT2_NAMING))
         except ValueError as error:
             raise CheckpointError(f"{file}: model_args: {error}") from error
-    present = _layers(found)
+    naming = naming_of(config)
+    present = naming.layers(found)
     if present != config.n_layer:  # checked before anything of the config's size is allocated
         raise CheckpointError(
             f"{file}: {source} has n_layer {config.n_layer}, the file has {present} blocks"
         )
-    _check(file, config, found)
-    return config, {ours: _stored(ours, found[name_of(ours)]) for ours in model_shapes(config)}
+    parts = {
+        ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
+    }
+    _check(file, naming, parts, found)
+    return config, {
+        ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
+        for ours, names in parts.items()
+    }
 
 
-def _read_entries(file: Path) -> tuple[Mapping[str, Entry], dict[str, Any] | None]:
-    """Return the tensors by the names in the file, and nanoGPT's model_args where present."""
-    return pytorch.read(file) if pytorch.is_pickle(file) else (_read_header(file), None)
+def _read_entries(file: Path) -> tuple[list[tuple[str, Entry]], dict[str, Any] | None]:
+    """Return the tensors by the names in the files, and nanoGPT's model_args where present."""
+    found: list[tuple[str, Entry]] = []
+    model_args = None
+    for shard in _files(file):
+        if pytorch.is_pickle(shard):
+            entries, model_args = pytorch.read(shard)
+            found += entries.items()
+        else:
+            found += _read_header(shard).items()
+    return found, model_args
 
 
-def _stored(ours: str, entry: Entry) -> Stored:
-    shape, layout = entry.shape, layout_of(ours)
-    if entry.order == "F":
-        shape, layout = shape[::-1], "NK"
-    return Stored(name_of(ours), entry.file, entry.offset, shape, entry.dtype, layout)
+def _bare(file: Path, entries: Iterable[tuple[str, Entry]], naming: Naming) -> dict[str, Entry]:
+    """Return the tensors by their names without prefixes, each of which must be there once."""
+    found: dict[str, Entry] = {}
+    repeated = []
+    for label, entry in entries:
+        name = naming.bare(label)
+        repeated += [name] if name in found else []
+        found[name] = entry
+    if repeated:
+        raise CheckpointError(
+            f"{file}: {len(repeated)} tensors are stored twice: {first_names(repeated)}"
+        )
+    return found
 
 
-def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
+def _stored(file: Path, layout: str | None, entries: Entries) -> Stored:
+    """The tensor of these entries, whose rows follow each other."""
+    parts = []
+    for name, entry in entries.items():
+        shape, kept = entry.shape, layout
+        if entry.order == "F":
+            shape, kept = shape[::-1], "NK"
+        parts.append(Stored(name, entry.file, entry.offset, shape, entry.dtype, kept))
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.dtype for part in parts}) > 1:
+        described = ", ".join(f"{part.label} {part.dtype}" for part in parts)
+        raise CheckpointError(f"{file}: expected one dtype for Q, K and V, got {described}")
+    return Joined.of(parts)
+
+
+def _check(
+    file: Path, naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], found: Entries
+) -> None:
     """Raise CheckpointError unless the tensors found are exactly those of the model."""
-    expected = {name_of(ours): shape for ours, shape in model_shapes(config).items()}
+    expected = {name: shape for names in parts.values() for name, shape in names.items()}
     missing = [name for name in expected if name not in found]
     unexpected = [
         name
         for name in found
-        if name not in expected and name != "lm_head.weight" and not _MASK.fullmatch(name)
+        if name not in expected and name != "lm_head.weight" and not naming.ignored.fullmatch(name)
     ]
     wrong = [
         f"{name}: expected shape {shape}, got {found[name].shape}"
@@ -137,10 +141,11 @@ def _check(file: Path, config: GPT2Config, found: Mapping[str, Entry]) -> None:
         if name in found and found[name].dtype not in DTYPES
     ]
     scattered = [
-        name_of(ours)
-        for ours in model_shapes(config)
-        if (entry := found.get(name_of(ours))) is not None
-        and entry.order not in (("C", "F") if layout_of(ours) == "KN" else ("C",))
+        name
+        for ours, names in parts.items()
+        for name in names
+        if (entry := found.get(name)) is not None
+        and entry.order not in (("C", "F") if naming.layout_of(ours) == "KN" else ("C",))
     ]
     problems = [
         f"{len(names)} tensors {problem}: {first_names(names)}"
@@ -238,16 +243,39 @@ def _entries(
         yield name, Entry(file, data + begin, shape, dtype or spec["dtype"], "C")
 
 
-def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
-    """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width."""
+def _read_config(
+    file: Path, entries: Iterable[tuple[str, Entry]]
+) -> tuple[ModelConfig, dict[str, Entry]]:
+    """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width.
+
+    Returns the config, and the tensors by their names without prefixes.
+    """
     path = file.parent / CONFIG
-    if is_file(path):
-        config = read_json(path)
-        try:
-            return GPT2Config.from_hugging_face(config)
-        except (CheckpointError, InputError) as error:
-            message = str(error).removeprefix(f"{CONFIG}: ")
-            raise CheckpointError(f"{path}: {message}") from error
+    if not is_file(path):
+        found = _bare(file, entries, GPT2_NAMING)
+        return _gpt2_config(file, found), found
+    content = read_json(path)
+    try:
+        config = parse_config(content)
+    except (CheckpointError, InputError) as error:
+        message = str(error).removeprefix(f"{CONFIG}: ")
+        raise CheckpointError(f"{path}: {message}") from error
+    return config, _bare(file, entries, naming_of(config))
+
+
+def parse_config(config: Any) -> ModelConfig:
+    """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG}: expected an object, got {shown(config)}")
+    kind = config.get("model_type", "gpt2")
+    if kind == "gpt2":
+        return GPT2Config.from_hugging_face(config)
+    if kind == "llama":
+        return LlamaConfig.from_hugging_face(config)
+    raise CheckpointError(f"{CONFIG}: expected model_type 'gpt2' or 'llama', got {shown(kind)}")
+
+
+def _gpt2_config(file: Path, found: Entries) -> GPT2Config:
     n_embd, vocab_size, n_ctx = (
         (*(found[name].shape if name in found else ()), 0)[0]
         for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
@@ -257,7 +285,7 @@ def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
             try:
                 return replace(
                     config,
-                    n_layer=_layers(found) or config.n_layer,
+                    n_layer=GPT2_NAMING.layers(found) or config.n_layer,
                     vocab_size=vocab_size or config.vocab_size,
                     n_ctx=n_ctx or config.n_ctx,
                     tie_word_embeddings=found.get("lm_head.weight")
@@ -269,8 +297,3 @@ def _read_config(file: Path, found: Mapping[str, Entry]) -> GPT2Config:
         f"{file}: expected config.json next to it: the tensors do not show the number of heads, "
         f"and width {n_embd} is not that of a GPT-2 size"
     )
-
-
-def _layers(names: Iterable[str]) -> int:
-    """Return the number of blocks that have tensors."""
-    return len({found[1] for name in names if (found := re.match(r"h\.(\d+)\.", name))})

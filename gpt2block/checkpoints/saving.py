@@ -20,16 +20,14 @@ from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     DTYPE_NAMES,
     INDEX,
-    PREFIX,
     PYTORCH_INDEX,
     PYTORCH_WEIGHTS,
     WEIGHTS,
-    layout_of,
-    name_of,
     shards_of,
 )
+from gpt2block.checkpoints.naming import Naming, naming_of
 from gpt2block.checkpoints.stored import DTYPES, first_names, itemsize, reading
-from gpt2block.config import GPT2Config, model_shapes
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
@@ -40,7 +38,7 @@ class TensorSource(Protocol):
     """A config and its tensors, such as GPT2Weights and Checkpoint."""
 
     @property
-    def config(self) -> GPT2Config: ...
+    def config(self) -> ModelConfig: ...
 
     def tensors(self) -> Iterable[tuple[str, NDArray[Any], str | None]]:
         """Yield name, array and layout of every tensor, like `Checkpoint.tensors`."""
@@ -73,9 +71,10 @@ def save_pretrained(
         raise InputError(
             f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {shown(dtype)}"
         )
-    if not isinstance(getattr(weights, "config", None), GPT2Config):
+    if not isinstance(getattr(weights, "config", None), ModelConfig):
         raise InputError(
-            f"weights: expected GPT2Weights, a Checkpoint or a TensorSource, got {shown(weights)}"
+            "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
+            f"{shown(weights)}"
         )
     tokens = _tokenizer_of(weights, tokenizer)
     old = _model_files(directory, bool(tokens))
@@ -181,8 +180,10 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
     The header precedes the tensors in the file and contains their dtypes, which are only known
     after the last tensor. Space for the longest possible header is reserved and padded with blanks.
     """
-    shapes = model_shapes(weights.config)
-    room = len(_header(shapes, dict.fromkeys(shapes, "float32"))) + len(shapes)  # "BF16" for "F32"
+    shapes, naming = model_shapes(weights.config), naming_of(weights.config)
+    parts = {ours: naming.parts(weights.config, ours, shape) for ours, shape in shapes.items()}
+    room = len(_header(naming, parts, dict.fromkeys(shapes, "float32")))
+    room += sum(map(len, parts.values()))  # "BF16" is longer than "F32"
     room += -(8 + room) % 8
     dtypes: dict[str, str] = {}
     with file.open("wb") as stream:
@@ -192,26 +193,27 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
             awaited = next(expected, "no more tensors")
             if name != awaited:
                 raise InputError(f"weights: expected {awaited} at this position, got {name}")
-            converted = _converted(name, array, layout, shapes[name], dtype)
+            if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
+                array = array.T  # noqa: PLW2901
+            shape = naming.shape_of(name, shapes[name])
+            converted = _converted(name, array, shape, dtype)
             dtypes[name] = converted.dtype.name
             stream.write(converted.reshape(-1).view(np.uint8).data)
         missing = list(expected)
         if missing:
             raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
         stream.seek(0)
-        stream.write(room.to_bytes(8, "little") + _header(shapes, dtypes).ljust(room))
+        stream.write(room.to_bytes(8, "little") + _header(naming, parts, dtypes).ljust(room))
     return dtypes["wte"]
 
 
 def _converted(
-    name: str, array: NDArray[Any], layout: str | None, shape: tuple[int, ...], dtype: str | None
+    name: str, array: NDArray[Any], shape: tuple[int, ...], dtype: str | None
 ) -> NDArray[Any]:
-    """Return the tensor in Hugging Face's layout and in `dtype`, C-contiguous."""
+    """Return the tensor in `dtype`, C-contiguous."""
     if not isinstance(array, np.ndarray) or array.dtype.name not in DTYPES:
         got = getattr(array, "dtype", type(array).__name__)
         raise InputError(f"{name}: expected a NumPy array of {' or '.join(DTYPES)}, got {got}")
-    if layout != layout_of(name):
-        array = array.T
     if array.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if dtype is None:
@@ -227,13 +229,19 @@ def _converted(
     return converted
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> bytes:
-    """Return JSON with name, dtype, shape and offsets of the tensors, which are stored in order."""
+def _header(
+    naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], dtypes: Mapping[str, str]
+) -> bytes:
+    """Return JSON with name, dtype, shape and offsets of the tensors, which are stored in order.
+
+    parts: gpt2block's names → names and shapes in the file.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` requires it
     end = 0
-    for ours, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * itemsize(dtypes[ours])
-        name = name_of(ours) if ours == "lm_head" else PREFIX + name_of(ours)
+    for ours, names in parts.items():
         dtype = _SAFETENSORS_NAMES[dtypes[ours]]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        for name, shape in names.items():
+            begin, end = end, end + math.prod(shape) * itemsize(dtypes[ours])
+            stored = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            header[naming.with_prefix(name)] = stored
     return json.dumps(header, separators=(",", ":")).encode()

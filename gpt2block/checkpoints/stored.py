@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,28 +64,56 @@ class Stored:
         """The size in bytes in the file; for a tensor of zeros that is not stored, the same."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
+    @property
+    def pieces(self) -> tuple[Stored, ...]:
+        """The tensors in files that it consists of: itself, unless it is Joined."""
+        return (self,)
+
     def read(self) -> NDArray[Any]:
         """Return a new array in the stored dtype; float64 becomes float32.
 
         Raises CheckpointError.
         """
-        if self.offset is None:
-            array = np.zeros(self.shape, DTYPES[self.dtype])
-        else:
-            array = self._read_at(self.offset)
+        array = np.empty(self.shape, DTYPES[self.dtype])
+        row = 0
+        for piece in self.pieces:
+            rows = piece.shape[0]
+            piece.read_into(array[row : row + rows])
+            row += rows
         return array.astype(np.float32) if self.dtype == "float64" else array
 
-    def _read_at(self, offset: int) -> NDArray[Any]:
-        array = np.empty(self.shape, DTYPES[self.dtype])
+    def read_into(self, array: NDArray[Any]) -> None:
+        """Read into a C-contiguous array of this shape and dtype. Raises CheckpointError."""
+        if self.offset is None:
+            array[...] = 0
+            return
         with reading(self.file), self.file.open("rb") as stream:
-            stream.seek(offset)
+            stream.seek(self.offset)
             got = stream.readinto(array.reshape(-1).view(np.uint8).data)
         if got != self.nbytes:
             raise CheckpointError(
-                f"{self.file}: {self.label}: expected {self.nbytes:,} bytes at {offset:,}, "
+                f"{self.file}: {self.label}: expected {self.nbytes:,} bytes at {self.offset:,}, "
                 f"got {got:,}: the file has become shorter since it was opened"
             )
-        return array
+
+
+@dataclass(frozen=True)
+class Joined(Stored):
+    """Several tensors in files, of one dtype, whose rows follow each other in one."""
+
+    parts: tuple[Stored, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[Stored]) -> Joined:
+        """Join tensors (rows, …) of the same dtype and layout."""
+        first = parts[0]
+        shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+        label = f"{first.label} … {parts[-1].label}"
+        return cls(label, first.file, None, shape, first.dtype, first.layout, tuple(parts))
+
+    @property
+    def pieces(self) -> tuple[Stored, ...]:
+        return self.parts
 
 
 _KINDS = (

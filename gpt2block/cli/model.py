@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
 from stat import S_ISREG
@@ -41,7 +41,7 @@ from gpt2block.sampling import DEFAULT_TEMPERATURE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gpt2block.model import GPT2
+    from gpt2block.model import Model as LoadedModel
     from gpt2block.text.encoding import Encoding
     from gpt2block.text.generation import Row, Run
     from gpt2block.text.scoring import Score
@@ -62,7 +62,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
-        "or .safetensors file, an llm.c .bin; by default the small bundled model."
+        "(GPT-2 or Llama) or .safetensors file, an llm.c .bin; by default the bundled model."
     ),
 ]
 Revision = Annotated[
@@ -353,7 +353,7 @@ def _follow(run: Run, clock: Clock, writer: _Writer | None) -> bool:
     return False
 
 
-def _summary(loaded: GPT2, seed: int, run: Run, clock: Clock) -> str:
+def _summary(loaded: LoadedModel[Any], seed: int, run: Run, clock: Clock) -> str:
     """One line: model, device, number of tokens, speed, seed and why the rows ended."""
     rate = f", {clock.rate:,.1f} tokens/s" if clock.rate else ""
     first = f", first after {clock.to_first:.2f} s" if clock.to_first else ""
@@ -367,7 +367,12 @@ def _summary(loaded: GPT2, seed: int, run: Run, clock: Clock) -> str:
 
 
 def _report(
-    loaded: GPT2, prompt: str | list[int], has_text: bool, seed: int, run: Run, clock: Clock
+    loaded: LoadedModel[Any],
+    prompt: str | list[int],
+    has_text: bool,
+    seed: int,
+    run: Run,
+    clock: Clock,
 ) -> dict[str, Any]:
     """The object that --json prints.
 
@@ -490,16 +495,25 @@ def score(
 
 
 def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
-    """Prepend <|endoftext|> to the ids; InputError if the tokenizer does not have it."""
-    from gpt2block.text.tokenizer import end_of_text  # noqa: PLC0415
+    """Prepend the token that begins a text to the ids, unless the tokenizer has added it.
 
+    <|endoftext|> for GPT-2. InputError if the tokenizer does not have it.
+    """
+    from gpt2block.text.tokenizer import end_of_text, prefix_of  # noqa: PLC0415
+
+    prefix = prefix_of(encoding) if encoding is not None else []
+    if prefix:
+        present = np.array_equal(ids[: len(prefix)], prefix)
+        return ids if present else np.concatenate([np.array(prefix, np.int32), ids])
     end = end_of_text(encoding)
     if end is None:
         raise InputError("--bos: this model has no tokenizer with <|endoftext|>")
     return np.concatenate([np.array([end], np.int32), ids])
 
 
-def _score_json(file: str, loaded: GPT2, found: Score, seconds: float) -> dict[str, Any]:
+def _score_json(
+    file: str, loaded: LoadedModel[Any], found: Score, seconds: float
+) -> dict[str, Any]:
     numbers = {
         "log_likelihood": found.log_likelihood,
         "nats_per_token": found.nats_per_token,
@@ -548,7 +562,7 @@ def color_of(bits: float) -> str:
     return next((style for most, style in SURPRISALS if bits <= most), HIGHEST)
 
 
-def _print_score(file: str, loaded: GPT2, found: Score, seconds: float) -> None:
+def _print_score(file: str, loaded: LoadedModel[Any], found: Score, seconds: float) -> None:
     size = "" if found.bytes is None else f", {found.bytes:,} bytes"
     rows = {
         "text": f"{file}: {found.n_tokens:,} tokens predicted{size}",
@@ -575,7 +589,7 @@ def info(
 
     checkpoint = Checkpoint.open(model, revision)
     c = checkpoint.config
-    per_token = 2 * c.n_layer * c.n_embd
+    per_token = 2 * c.n_layer * c.kv_width
     memory = {
         dtype: {
             "weights": memory_of(checkpoint, dtype),
@@ -587,7 +601,7 @@ def info(
     facts = {
         "name": checkpoint.name,
         "file": str(checkpoint.file),
-        "config": vars(c),
+        "config": asdict(c),
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
         "dtypes": sorted({tensor.dtype for tensor in checkpoint.stored.values()}),
         "nbytes": checkpoint.nbytes,
@@ -623,12 +637,14 @@ def memory_of(checkpoint: Checkpoint, dtype: str) -> int:
 def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     c = checkpoint.config
     tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
+    n_kv_head = c.kv_width // c.head_size
+    grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
     print_facts(
         {
             "model": checkpoint.name,
             "file": str(checkpoint.file),
-            "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}, "
-            f"context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+            "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
+            f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
         }
@@ -671,13 +687,13 @@ def load_model(
     tokenizer: Path | None,
     hint: str | None,
     revision: str | None = None,
-) -> tuple[GPT2, Encoding | None]:
+) -> tuple[LoadedModel[Any], Encoding | None]:
     """Read a model, with a progress bar on stderr, and before it its tokenizer.
 
     tokenizer: the path of another tokenizer. hint: added to the error if the model has no
     tokenizer; with None, the tokenizer is then None.
     """
-    from gpt2block.model import GPT2  # noqa: PLC0415
+    from gpt2block.model import from_pretrained  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(name, revision)
     try:
@@ -694,7 +710,7 @@ def load_model(
         with progress_bar("loading", hidden=name == BUNDLED) as bar:  # which loads at once
             yield from bar.track(tensors, total)
 
-    loaded = GPT2.from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)
+    loaded = from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)
     return loaded, encoding
 
 

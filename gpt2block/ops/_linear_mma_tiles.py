@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 # Warps of 16x32 need at most 128 registers a thread, so that an SM has room for 16 of them: with 8,
 # which larger tiles have, tensor cores wait for instructions. Where there are tiles enough, 64x96
-# reads x and w less often from the L2 cache.
+# reads x and w less often from the L2 cache; with float weights it needs too many registers.
 FEW = Tile(32, 64, (2, 2), 4, blocks=2)  # up to 32 rows
 WIDE = Tile(32, 128, (2, 4), 4, blocks=2)  # for lm_head
 MANY = Tile(64, 64, (4, 2), 4, blocks=2)
@@ -67,7 +67,7 @@ def choose(
     full = FILLED * sms
     if FEW.rows >= M:
         tile = WIDE if count_tiles(WIDE, M, N) >= full else FEW
-    elif count_tiles(LARGE, M, N) >= full:
+    elif dtype != "float32" and count_tiles(LARGE, M, N) >= full:
         tile = LARGE
     else:
         tile = MANY if clusters or count_tiles(MANY, M, N) >= sms else FEW
@@ -75,11 +75,12 @@ def choose(
     fitting = [n for n in range(1, parts + 1) if parts % n == 0] if clusters else [1]
     tiles = count_tiles(tile, M, N)
     cluster = next((n for n in fitting if tiles * n >= full), fitting[-1])
-    together = room(most_shared, 2 if tiles * cluster > sms else 1)
-    for bytes_each in (together, most_shared):
+    half = room(most_shared, 2)
+    for most in (half if tiles * cluster > sms else most_shared, most_shared):
         for one in _pipelines(tile._replace(cluster=cluster), dtype):
-            if shared_bytes(one, K, dtype) <= bytes_each:
-                return one
+            size = shared_bytes(one, K, dtype)
+            if size <= most:
+                return one if size <= half else one._replace(blocks=1)
     return tile._replace(stages=FEWEST_STAGES)
 
 

@@ -109,7 +109,7 @@ def _matvec_problem(job: Job) -> str | None:
 
 
 def _mma_problem(job: Job) -> str | None:
-    return _order_problem(job) or _decoding_problem(mma, job)
+    return _order_problem(job.w) or _decoding_problem(mma, job)
 
 
 def _mma_tiles_problem(job: Job) -> str | None:
@@ -117,17 +117,17 @@ def _mma_tiles_problem(job: Job) -> str | None:
         return "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
     if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
         return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-    return _order_problem(job)
+    return _order_problem(job.w)
 
 
-def _order_problem(job: Job) -> str | None:
+def _order_problem(w: WeightMatrix) -> str | None:
     """Why a product cannot have the order of additions of decoding on tensor cores."""
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
-    multiple = mma.LOADED // job.w.data.itemsize
-    if job.w.K % multiple:
-        expected = f"expected a multiple of {multiple} for {job.w.dtype}"
-        return f"K {job.w.K:,}: {expected}: use variant matvec"
+    multiple = mma.LOADED // w.data.itemsize
+    if w.K % multiple:
+        expected = f"expected a multiple of {multiple} for {w.dtype}"
+        return f"K {w.K:,}: {expected}: use variant matvec"
     return None
 
 

@@ -25,6 +25,7 @@ from gpt2block.architectures.gpt2 import (
     Prefill,
     Products,
     head_plan,
+    operand_bounds,
     parts_of,
 )
 from gpt2block.config import GPT2Config
@@ -47,7 +48,6 @@ from gpt2block.run.model import (
     check_stream,
     in_groups,
     kv_cache_dtype,
-    operand_bounds,
     padded,
     rounded_up,
     stored_tensors,

@@ -1,4 +1,4 @@
-"""The interface of a GPT-2 backend: logits, hidden states, likelihoods and decoding."""
+"""The interface of a model on a backend: logits, hidden states, likelihoods and decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import GPT2Config, block_shapes, model_shapes
+from gpt2block.architectures import architecture_of
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling
@@ -29,7 +30,7 @@ def kv_cache_dtype(dtype: str) -> str:
 
 
 def stored_tensors(
-    config: GPT2Config, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
+    config: ModelConfig, vectors: Mapping[str, Any], matrices: Mapping[str, WeightMatrix]
 ) -> Tensors:
     """The tensors of a model in the order of `model_shapes`, on the host, one at a time."""
     for name in model_shapes(config):
@@ -51,61 +52,28 @@ def vector_magnitude(name: str, array: NDArray[Any], allow_nonfinite: bool) -> f
     return float(np.abs(array.astype(np.float32, copy=False)).max())
 
 
-def operand_bounds(config: GPT2Config, largest: Mapping[str, float]) -> dict[str, float]:
-    """The largest magnitude that the operands of each layer's products can have, by name.
+def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
+    """Raise InputError if the sum of squares in a norm could overflow float32.
 
-    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
-    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
-    the sum of their magnitudes at most C. GELU increases no magnitude.
+    The variance would be infinite, the normalized row constant, and the logits finite but wrong.
+    Any other overflow produces an infinity or a NaN that reaches the logits.
+
+    largest: the largest magnitude of every tensor. The architecture's `stream_bounds` hold for all
+    inputs. Deviations from the mean are at most twice the bound on the residual stream, and C of
+    their squares are summed.
     """
-    C = config.n_embd
-    bounds = {}
-    for n in range(config.n_layer):
-        h = f"h.{n}."
-        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
-            gamma, beta = largest[f"{h}gamma{norm}"], largest[f"{h}beta{norm}"]
-            bounds[f"{h}ln{norm}"] = math.sqrt(C) * gamma + beta
-            product = C * largest[f"{h}w_{name}"] * (gamma + beta)
-            bounds[h + result] = product + largest[f"{h}b_{name}"]
-    return bounds
-
-
-def check_stream(config: GPT2Config, largest: Mapping[str, float]) -> None:
-    """Raise InputError if the sum of squares in a LayerNorm could overflow float32.
-
-    The variance would be infinite, the normalized row would equal β, and the logits would be finite
-    but wrong. Any other overflow produces an infinity or a NaN that reaches the logits.
-
-    largest: the largest magnitude of every tensor. The bounds derived from it hold for all inputs:
-    a LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
-    rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest
-    input times the largest weight. Deviations from the mean are at most twice the bound on the
-    residual stream, and C of their squares are summed. The bundled model's stream is bounded by
-    6e6, where the limit is 6e17.
-    """
-    C = config.n_embd
-    limit = math.sqrt(float(np.finfo(np.float32).max) / C) / 2
-    seen = ["wte", "wpe"]
-    stream = largest["wte"] + largest["wpe"]
-
-    def product(a: float, K: int, layer: str, name: str) -> float:
-        return a * K * largest[f"{layer}w_{name}"] + largest[f"{layer}b_{name}"]
-
-    for layer in ("", *(f"h.{n}." for n in range(config.n_layer))):
-        if layer:
-            seen += [layer + name for name in block_shapes(C)]
-            norm1, norm2 = (
-                math.sqrt(C) * largest[f"{layer}gamma{n}"] + largest[f"{layer}beta{n}"]
-                for n in "12"
-            )
-            v, ff = product(norm1, C, layer, "qkv"), product(norm2, C, layer, "fc")
-            stream += product(v, C, layer, "attn") + product(ff, 4 * C, layer, "proj")
+    architecture = architecture_of(config)
+    first, _ = config.outer_shapes()
+    limit = math.sqrt(float(np.finfo(np.float32).max) / config.n_embd) / 2
+    seen: list[str] = []
+    for layer, stream in enumerate(architecture.stream_bounds(config, largest), -1):
+        seen += first if layer < 0 else [f"h.{layer}.{name}" for name in config.block_shapes()]
         if stream > limit:
             worst = max(seen, key=lambda name: largest[name])
             raise InputError(
                 f"{worst}: its largest magnitude is {largest[worst]:.1e}: the residual stream can "
-                f"reach {stream:.1e}, and from {limit:.1e} on LayerNorm's squares overflow "
-                "float32: expected smaller weights (allow_nonfinite=True permits these)"
+                f"reach {stream:.1e}, and from {limit:.1e} on {architecture.NORM}'s squares "
+                "overflow float32: expected smaller weights (allow_nonfinite=True permits these)"
             )
 
 
@@ -146,12 +114,12 @@ def check_dtype(dtype: str) -> None:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
-CacheKind = tuple[int, int, str, str]  # n_layer, n_embd, dtype, device
+CacheKind = tuple[int, int, str, str]  # n_layer, channels of keys, dtype, device
 
 
-def cache_kind(config: GPT2Config, dtype: str, device: str) -> CacheKind:
+def cache_kind(config: ModelConfig, dtype: str, device: str) -> CacheKind:
     """The properties that a cache and its model must share."""
-    return config.n_layer, config.n_embd, dtype, device
+    return config.n_layer, config.kv_width, dtype, device
 
 
 class KVCache(Protocol):
@@ -180,10 +148,10 @@ def cache_tensors(layers: Any, n_layer: int) -> dict[str, Any]:
 
 def describe_cache(cache: KVCache) -> str:
     """One line for a cache's `repr`."""
-    n_layer, n_embd, dtype, device = cache.kind
+    n_layer, width, dtype, device = cache.kind
     filled = ", ".join(map(str, cache.lengths[:4])) + (", …" if cache.batch > 4 else "")
     return (
-        f"{type(cache).__name__}(n_layer={n_layer}, n_embd={n_embd}, batch={cache.batch}, "
+        f"{type(cache).__name__}(n_layer={n_layer}, width={width}, batch={cache.batch}, "
         f"n_ctx={cache.n_ctx}, lengths [{filled}], {dtype}, {device}, {cache.nbytes:,} bytes)"
     )
 
@@ -231,10 +199,13 @@ class Decoding(Protocol):
 
 
 class ModelEngine(Protocol):
-    """A GPT-2 on one backend. The caller checks sequences: ids in range, not too long."""
+    """A model on one backend. The caller checks sequences: ids in range, not too long."""
 
-    config: GPT2Config
     dtype: str
+
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes of the model."""
 
     @property
     def nbytes(self) -> int:
@@ -257,7 +228,7 @@ class ModelEngine(Protocol):
         """The requested output of each sequence.
 
         want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the
-        final LayerNorm; "states" (n_layer + 2, T, C), the residual stream before, between and after
+        final norm; "states" (n_layer + 2, T, C), the residual stream before, between and after
         the blocks, then hidden. With a cache, sequence b continues row b of the cache; an empty
         sequence leaves its row unchanged.
         """
@@ -282,7 +253,7 @@ class StepResult(NamedTuple):
 
 
 class TracedEngine(ModelEngine, Protocol):
-    """A GPT-2 that exposes the steps of a forward pass of one sequence of ids (T,).
+    """A model that exposes the steps of a forward pass of one sequence of ids (T,).
 
     cached: the pass computes the last token only, with the others in a kv_cache.
     """

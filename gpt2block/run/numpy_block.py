@@ -68,11 +68,19 @@ class NumpyEngine:
     def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         """The step's reference function on its inputs, from `tensors` and the weights."""
         known = {**self._weights, **tensors}
-        return self._apply(step, tuple(known[name] for name in step.inputs))
+        return self._apply(step, tuple(known[name] if name else None for name in step.inputs))
 
-    def _apply(self, step: Step, inputs: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-        """Compute in the dtype of the weights, then round to that of the block."""
-        wide = tuple(array.astype(self._computed, copy=False) for array in inputs)
+    def _apply(self, step: Step, inputs: tuple[NDArray[Any] | None, ...]) -> NDArray[Any]:
+        """Compute in the dtype of the weights, then round to that of the block.
+
+        Inputs of other dtypes, such as positions, stay as they are.
+        """
+        wide = tuple(
+            array.astype(self._computed)
+            if array is not None and array.dtype == self._stored != self._computed
+            else array
+            for array in inputs
+        )
         result: NDArray[Any] = apply(step, wide).astype(self._stored, copy=False)
         return result
 

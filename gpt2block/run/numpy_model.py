@@ -1,4 +1,4 @@
-"""GPT-2 with NumPy: the steps of a plan are functions of `gpt2block.reference`."""
+"""A model with NumPy: the steps of a plan are functions of `gpt2block.reference`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures.gpt2 import model_plan
+from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
-from gpt2block.config import GPT2Config
+from gpt2block.config import ModelConfig
 from gpt2block.plan import Plan, Step
 from gpt2block.run.model import (
     CacheKind,
@@ -42,13 +42,13 @@ SLOTS = 16  # of a decoding, unless more are requested
 
 
 class NumpyCache:
-    """Keys and values, (n_layer, 2, batch, n_ctx, C): rounded to `dtype`, stored as float32."""
+    """Keys and values, (n_layer, 2, batch, n_ctx, KV): rounded to `dtype`, stored as float32."""
 
-    def __init__(self, config: GPT2Config, batch: int, n_ctx: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, batch: int, n_ctx: int, dtype: str) -> None:
         self.batch, self.n_ctx = batch, n_ctx
         self.kind = cache_kind(config, dtype, "cpu")
         self.lengths = [0] * batch
-        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.n_embd), np.float32)
+        self.data = np.zeros((config.n_layer, 2, batch, n_ctx, config.kv_width), np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +59,14 @@ class NumpyCache:
 
 
 class NumpyModel:
-    """A GPT-2 in host memory. Arithmetic is float32.
+    """A model in host memory. Arithmetic is float32.
 
     Matrices are rounded to `dtype` and stored as float32: NumPy multiplies in no narrower type, and
     converting a matrix for every product takes many times as long as the product.
     """
 
     def __init__(
-        self, config: GPT2Config, tensors: Tensors, dtype: str, allow_nonfinite: bool = False
+        self, config: ModelConfig, tensors: Tensors, dtype: str, allow_nonfinite: bool = False
     ) -> None:
         self.config, self.dtype = config, dtype
         self._kv_dtype = FLOATS[kv_cache_dtype(dtype)]
@@ -116,7 +116,7 @@ class NumpyModel:
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
-        plan = model_plan(self.config, "hidden" if want == "states" else want, max(lengths))
+        plan = self._plan("hidden" if want == "states" else want, max(lengths))
         tensors = walk(plan, self._tensors(sequences, cache), keep, self._apply)
         ends = np.cumsum(lengths)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
@@ -153,7 +153,7 @@ class NumpyModel:
         plan, given = self._pass(ids, cached)
         known = given | {name: tensor.astype(np.float32) for name, tensor in exact.items()}
         for step in plan.steps:
-            out = self._apply(step, tuple(known[name] for name in step.inputs))
+            out = self._apply(step, tuple(known[name] if name else None for name in step.inputs))
             if step.op != "kv_append":
                 yield StepResult(step.name, f"reference.{step.op}", out)
 
@@ -163,7 +163,10 @@ class NumpyModel:
         if cached:
             self.forward([ids[:-1]], "last", cache)
             ids = ids[-1:]
-        return model_plan(self.config, "logits", len(ids)), self._tensors([ids], cache)
+        return self._plan("logits", len(ids)), self._tensors([ids], cache)
+
+    def _plan(self, want: Want, longest: int) -> Plan:
+        return architecture_of(self.config).model_plan(self.config, want, longest)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []
@@ -190,9 +193,10 @@ class NumpyModel:
 
     @cached_property
     def _given(self) -> dict[str, NDArray[Any]]:
-        """Weights by their names in a plan, matrices (K, N)."""
+        """Weights and constants by their names in a plan, matrices (K, N)."""
         matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
-        return {**self._vectors, **matrices, "wte": self._matrices["wte"].data}
+        constants = architecture_of(self.config).constants(self.config)
+        return {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
 
     def _logits(self, hidden: Floats) -> Floats:
         logits: Floats = hidden @ self._matrices["lm_head"].dequantized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
@@ -17,6 +18,9 @@ from gpt2block.errors import InputError
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Encoding(Protocol):
@@ -48,14 +52,22 @@ class Encoding(Protocol):
 class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
 
-    definition: the text of a tokenizer.json with a byte-level vocabulary. Ids are those of
+    definition: the text of a tokenizer.json with a byte-level vocabulary, or with `byte_fallback`,
+    as SentencePiece's, in which ▁ stands for a space and <0x0A> for a byte. Ids are those of
     `Tokenizer.encode(text, add_special_tokens=False)`, without truncation and padding, which is
     also the default of transformers.
+
+    prefix: ids that the tokenizer adds before every text, such as that of <s>; `tokenizer.encode`
+    adds them. end_token: the name of the special token that ends a text, if it is known.
     """
 
-    def __init__(self, name: str, definition: str) -> None:
+    prefix: tuple[int, ...] = ()
+    end_token: str | None = None
+
+    def __init__(self, name: str, definition: str, byte_fallback: bool = False) -> None:
         self.name = name
         self._definition = definition
+        self._byte_fallback = byte_fallback
         self._tokenizer = self._load(special=False)
         self._special = {
             token.content: token_id
@@ -63,7 +75,9 @@ class TokenizersEncoding:
             if token.special
         }
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._bytes = {token_id: bytes_of(token) for token, token_id in vocab.items()}
+        to_bytes = fallback_bytes_of if byte_fallback else bytes_of
+        self._bytes = {token_id: to_bytes(token) for token, token_id in vocab.items()}
+        self._bytes.update((id_, name.encode()) for name, id_ in self._special.items())
         self.max_token_value: int = max(self._bytes)
 
     def _load(self, special: bool) -> tokenizers.Tokenizer:
@@ -89,9 +103,13 @@ class TokenizersEncoding:
         """The id of any token by its content in the file."""
         return self._tokenizer.token_to_id(token)
 
-    def adds_tokens(self) -> bool:
-        """Whether the file's post-processor adds special tokens to a text."""
-        return bool(self._tokenizer.num_special_tokens_to_add(is_pair=False))
+    def added_before(self) -> tuple[int, ...] | None:
+        """Ids that the file's post-processor adds before a text; None if it adds others."""
+        count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
+        )
+        return tuple(whole[:count]) if whole[count:] == plain else None
 
     def encode_ordinary(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -104,7 +122,8 @@ class TokenizersEncoding:
 
     def decode(self, tokens: Sequence[int]) -> str:
         data = b"".join(self.decode_single_token_bytes(int(token)) for token in tokens)
-        return data.decode("utf-8", errors="replace")
+        text = data.decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._byte_fallback else text
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         return self._bytes[token]
@@ -124,7 +143,7 @@ class TokenizersEncoding:
 def rules(encoding: Encoding) -> str:
     """A text that, with the tokens, determines the ids of any text; for fingerprints."""
     if isinstance(encoding, TokenizersEncoding):
-        return encoding.rules
+        return f"{encoding.rules} {encoding.prefix}" if encoding.prefix else encoding.rules
     return str(getattr(encoding, "_pat_str", ""))
 
 
@@ -226,3 +245,9 @@ def bytes_of(token: str) -> bytes:
         return token.translate(_to_latin1()).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode("utf-8", errors="surrogatepass")
+
+
+def fallback_bytes_of(token: str) -> bytes:
+    """The bytes of a token of a vocabulary with byte_fallback."""
+    byte = _BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

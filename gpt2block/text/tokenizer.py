@@ -123,13 +123,16 @@ def _in_directory(directory: Path) -> Encoding | None:
     return None
 
 
-def _settings(directory: Path) -> Mapping[str, Any]:
-    """tokenizer_config.json, or {} without it; CheckpointError if it adds tokens to every text."""
+def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
+    """tokenizer_config.json, or {} without it; CheckpointError if it adds tokens to every text.
+
+    with_bos: whether it may add one before every text.
+    """
     path = directory / SETTINGS
     settings = _parse(path) if os.path.lexists(path) else {}
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
-    for name in ("add_bos_token", "add_eos_token"):
+    for name in ("add_eos_token",) if with_bos else ("add_bos_token", "add_eos_token"):
         if settings.get(name):
             raise CheckpointError(
                 f"{path}: {name} adds a token to every text: set it to false, and put the token "
@@ -278,7 +281,7 @@ def from_tokenizer_json(path: Path) -> Encoding:
     CheckpointError for a damaged file, for settings that are not supported, and for a
     tokenizer_config.json that contradicts it.
     """
-    spec, settings = _parse(path), _settings(path.parent)
+    spec, settings = _parse(path), _settings(path.parent, with_bos=True)
     try:
         added = spec.get("added_tokens") or []
         known = {token["content"] for token in added}
@@ -291,13 +294,38 @@ def from_tokenizer_json(path: Path) -> Encoding:
                 f"{SETTINGS} sets add_prefix_space to {prefix!r}, {path.name} does not: change "
                 "one of them"
             )
+        _check_bos(settings.get("add_bos_token"), encoding)
+        if isinstance(encoding, TokenizersEncoding):
+            encoding.end_token = _name_of(settings.get("eos_token"))
         return encoding
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
 
 
+def _check_bos(setting: Any, encoding: Encoding) -> None:
+    """ValueError if add_bos_token of the settings contradicts the post-processor."""
+    adds = bool(prefix_of(encoding))
+    if setting is not None and bool(setting) != adds:
+        verb = "adds a token" if adds else "adds none"
+        raise ValueError(
+            f"{SETTINGS} sets add_bos_token to {setting!r}, the post_processor {verb} before every "
+            "text: change one of them"
+        )
+
+
+def _name_of(token: Any) -> str | None:
+    """The name of a special token in the settings, a text or an object with `content`."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def prefix_of(encoding: Encoding) -> list[int]:
+    """Ids that the tokenizer adds before every text, such as that of <s>; [] for GPT-2's."""
+    return list(encoding.prefix) if isinstance(encoding, TokenizersEncoding) else []
+
+
 def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
-    """Token ids of a non-empty text.
+    """Token ids of a non-empty text, after those that the tokenizer adds before every text.
 
     special: encode the names of special tokens, such as <|endoftext|>, as their ids; by default
     they are ordinary text. Raises InputError for an empty text, for a lone surrogate, which UTF-8
@@ -309,7 +337,13 @@ def encode(encoding: Encoding, text: str, special: bool = False) -> list[int]:
 
 
 def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Token ids of any text, empty ones included."""
+    """Token ids of any text, empty ones included; a prefix in the text is not repeated."""
+    prefix, ids = prefix_of(encoding), _encode_text(encoding, text, special, name)
+    return ids if special and ids[: len(prefix)] == prefix else prefix + ids
+
+
+def _encode_text(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
+    """Token ids of the text alone."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -423,7 +457,13 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
 
 
 def end_of_text(encoding: Encoding | None) -> int | None:
-    """The id of <|endoftext|>, which begins and ends GPT-2's texts; None without that token."""
-    if encoding is None or END_OF_TEXT not in encoding.special_tokens_set:
+    """The id of the token that ends a text: eos_token of the settings, or <|endoftext|>.
+
+    None without either. <|endoftext|> also begins GPT-2's texts.
+    """
+    name = END_OF_TEXT
+    if isinstance(encoding, TokenizersEncoding) and encoding.end_token is not None:
+        name = encoding.end_token
+    if encoding is None or name not in encoding.special_tokens_set:
         return None
-    return encoding.encode_single_token(END_OF_TEXT)
+    return encoding.encode_single_token(name)

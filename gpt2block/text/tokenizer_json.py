@@ -54,9 +54,13 @@ def read(name: str, spec: Any) -> Encoding:
     model = spec["model"]
     vocab: dict[str, int] = model["vocab"]
     added = [_added(token) for token in spec.get("added_tokens") or []]
-    _check_pipeline(spec)
-    _check_model(model)
+    fallback = bool(model.get("byte_fallback")) and _is_sentence_piece(spec)
+    if not fallback:
+        _check_pipeline(spec)
+    _check_model(model, fallback)
     _check_ids(vocab, added)
+    if fallback:
+        return _by_tokenizers(name, spec, added, "model.byte_fallback", True)
     parts = _parts(model["merges"])
     problem = (
         _pipeline_problem(spec)
@@ -140,8 +144,25 @@ def _check_pipeline(spec: Any) -> None:
         raise ValueError(f"decoder: expected ByteLevel, got {', '.join(map(str, decoders))}")
 
 
-def _check_model(model: Any) -> None:
-    """ValueError unless it is a byte-level BPE with supported settings."""
+def _is_sentence_piece(spec: Any) -> bool:
+    """Whether a tokenizer with byte_fallback has SentencePiece's decoder and no other steps.
+
+    Its tokens can be decoded individually: ▁ becomes a space, and only the first space of a text is
+    removed.
+    """
+    before = [
+        step["type"] for part in ("normalizer", "pre_tokenizer") for step in _steps(spec, part)
+    ]
+    decoders = [step["type"] for step in _steps(spec, "decoder")]
+    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    return "ByteFallback" in decoders and set(decoders) <= known and "ByteLevel" not in before
+
+
+def _check_model(model: Any, fallback: bool) -> None:
+    """ValueError unless it is a BPE with supported settings.
+
+    fallback: whether <0x00> … <0xFF> stand for bytes; else the vocabulary is byte-level.
+    """
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
         raise ValueError(f"expected a BPE model, got {kind!r}")
@@ -151,12 +172,13 @@ def _check_model(model: Any) -> None:
             "null"
         )
     for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(setting):
+        if model.get(setting) and not (fallback and setting == "byte_fallback"):
             raise ValueError(
                 f"model.{setting} is {model[setting]!r}: not supported in a byte-level vocabulary"
             )
     vocab = model["vocab"]
-    absent = [byte for byte, char in byte_characters().items() if char not in vocab]
+    names = {byte: f"<0x{byte:02X}>" for byte in range(256)} if fallback else byte_characters()
+    absent = [byte for byte, char in names.items() if char not in vocab]
     if absent and vocab.get(model.get("unk_token")) is None:
         raise ValueError(
             f"expected a token for each of the 256 bytes, or unk_token: none for byte {absent[0]}"
@@ -294,7 +316,7 @@ def _unreachable(left: NDArray[np.int64], right: NDArray[np.int64], first: int) 
 
 
 def _by_tokenizers(
-    name: str, spec: Any, added: Iterable[_Added], problem: str
+    name: str, spec: Any, added: Iterable[_Added], problem: str, fallback: bool = False
 ) -> TokenizersEncoding:
     """A tokenizer run by the package tokenizers; ValueError if that is missing or fails."""
     try:
@@ -306,16 +328,18 @@ def _by_tokenizers(
         ) from error
     definition = json.dumps(spec | {"truncation": None, "padding": None}, ensure_ascii=False)
     try:
-        encoding = TokenizersEncoding(name, definition)
+        encoding = TokenizersEncoding(name, definition, fallback)
+        before = encoding.added_before()
     except BaseException as error:
         if not is_rust_failure(error):
             raise
         raise ValueError(f"the package tokenizers rejects it: {error}") from error
-    if encoding.adds_tokens():
+    if before is None:
         raise ValueError(
-            f"post_processor {spec['post_processor']['type']} adds tokens to every text: set it to "
-            "null, and put these tokens into the text or its ids where the model needs them"
+            f"post_processor {spec['post_processor']['type']} adds tokens after every text: set it "
+            "to null, and put these tokens into the text or its ids where the model needs them"
         )
+    encoding.prefix = before
     for token in added:
         found = encoding.token_to_id(token.content)
         if found != token.token_id:

@@ -18,7 +18,7 @@
 //       computes the terms in registers
 //   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
-// At the end of each split its sums go to shared memory in the order of rows; the epilogue stores whole rows from there:
+// At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
 //
 //   DT_CLUSTER 1   added to the sums of the splits before
 //   otherwise      row r to the block r % DT_CLUSTER of the cluster, which waits for the sums of all splits and adds
@@ -129,7 +129,7 @@ struct CopiesOfX {
     const float* from;  // of the next slice
     int k, K, row, left;      // left: rows of x from `row` on
     int at, third;            // bytes in a stage
-    long long step, below;    // to the rows of the next pass, and to the second one of a pair
+    int stride;               // of the rows
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
         const int pair = threadIdx.x / X_UNITS, unit = threadIdx.x % X_UNITS;
@@ -137,7 +137,7 @@ struct CopiesOfX {
         k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
         at = row * X_PITCH + x_unit(row, unit), third = THIRD + pair * X_PITCH + x_unit(row, unit);
         from = x + (long long)(share.row + row) * K_ + k;
-        step = (long long)STEP * K_, below = 8ll * K_;
+        stride = K_;
     }
 
     __device__ __forceinline__ bool has(int pass) const { return DT_ROWS % STEP == 0 || row + pass * STEP < DT_ROWS; }
@@ -150,9 +150,9 @@ struct CopiesOfX {
             if (has(pass)) {
                 char* to = stage + at + pass * STEP * X_PITCH;
                 copy16(to, x, pass * STEP < rows);
-                copy16(to + HALF, x + below, pass * STEP + 8 < rows);
+                copy16(to + HALF, x + 8ll * stride, pass * STEP + 8 < rows);
             }
-            x += step;
+            x += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
     }
@@ -188,8 +188,7 @@ struct CopiesOfX {
 struct CopiesOfW {
     static constexpr int STEP = THREADS / W_UNITS, PASSES = (DT_COLUMNS + STEP - 1) / STEP, WIDE = 16 / sizeof(W);
     const W* from;  // of the next slice
-    int k, K, row, left, at;
-    long long step;
+    int k, K, row, left, at, stride;
 
     __device__ __forceinline__ CopiesOfW(const W* w, const Share& share, int N, int K_) {
         const int unit = threadIdx.x % W_UNITS;
@@ -198,7 +197,7 @@ struct CopiesOfW {
         k = share.k + WIDE * unit, K = share.K, left = N - n;
         at = X_BYTES + row * W_PITCH + w_unit(row, unit);
         from = w + (long long)n * K_ + k;
-        step = (long long)STEP * K_;
+        stride = K_;
     }
 
     __device__ __forceinline__ void next(char* stage) {
@@ -209,7 +208,7 @@ struct CopiesOfW {
             if (DT_COLUMNS % STEP == 0 || row + pass * STEP < DT_COLUMNS) {
                 copy16(stage + at + pass * STEP * W_PITCH, w, pass * STEP < rows);
             }
-            w += step;
+            w += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
     }

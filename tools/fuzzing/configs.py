@@ -17,7 +17,7 @@ from fuzzing import gpt2 as plain
 from fuzzing.values import odd_value, pick
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.config import GPT2Config
+from gpt2block.config import GPT2Config, ModelConfig
 
 NAMES = {
     "n_layer": ("n_layer", "num_hidden_layers"),
@@ -82,7 +82,7 @@ def rules(config: Any) -> Rules:
     return Rules(wrong, wrong or doubtful, fields)
 
 
-def check_config(found: GPT2Config, expected: Rules) -> None:
+def check_config(found: ModelConfig, expected: Rules) -> None:
     """Raise Difference unless an accepted config agrees with the rules."""
     if expected.must_refuse:
         raise Difference(f"accepted as {found}"[:200])

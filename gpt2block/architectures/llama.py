@@ -1,0 +1,160 @@
+"""Llama as plans. All forward passes share one definition of the block, `block`.
+
+    block_plan, fused_plan   one block: a step per operation, and fewer steps with the same results
+    model_plan               tokens → logits, a step per operation: the NumPy model
+
+The fused plan is derived from the unfused one; a tensor has one name in all plans. Names of layers
+begin with "h.0.", "h.1." and so on, like their weights. Q, K and V of a token are one row
+[Q | K | V], with fewer heads of K and V than of Q where queries are grouped.
+
+Rows of several sequences are packed into one matrix (N, C), as for GPT-2. "frequencies": the
+radians per position by which RoPE turns each pair of channels, `LlamaConfig.frequencies`.
+Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from gpt2block.architectures.gpt2 import BATCH, Steps, Want, fuse_epilogues
+from gpt2block.config import model_shapes
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.plan import Plan, Step
+
+NORM = "RMSNorm"
+QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
+
+
+def block(
+    config: LlamaConfig,
+    attention: Sequence[Step],
+    half_split: bool = True,
+    h: str = "",
+    x: str = "x",
+) -> Steps:
+    """The steps of a block; attention: the steps from `rope` to `attn`.
+
+    half_split: which channels RoPE pairs. h: the prefix of the names of its weights and tensors; x:
+    the name of its input.
+    """
+    norm = {"eps": config.eps}
+    attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
+
+    def product(name: str, a: str, w: str, bias: bool) -> Step:
+        inputs = (f"{h}{a}", f"{h}w_{w}", f"{h}b_{w}" if bias else "")
+        return Step(f"{h}{name}", "matmul_bias", inputs)
+
+    turn = {"n_head": config.n_head, "n_kv_head": config.n_kv_head, "half_split": half_split}
+    return [
+        Step(f"{h}rms1", "rmsnorm", (x, f"{h}gamma1"), norm),
+        product("qkv", "rms1", "qkv", attention_bias),
+        Step(f"{h}rope", "rope_qkv", (f"{h}qkv", "positions", "frequencies"), turn),
+        *attention,
+        product("proj", "attn", "o", attention_bias),
+        Step(f"{h}x1", "add", (x, f"{h}proj")),
+        Step(f"{h}rms2", "rmsnorm", (f"{h}x1", f"{h}gamma2"), norm),
+        product("gate", "rms2", "gate", mlp_bias),
+        product("up", "rms2", "up", mlp_bias),
+        Step(f"{h}ff", "silu_mul", (f"{h}gate", f"{h}up")),
+        product("down", "ff", "down", mlp_bias),
+        Step(f"{h}output", "add", (f"{h}x1", f"{h}down")),
+    ]
+
+
+def fuse(steps: Iterable[Step]) -> Steps:
+    """Fuse residuals into the products before them, and norms into the products after them.
+
+    A fused step has the name of the last of its steps: rms2, gate, up and ff become ff. A product
+    with a bias keeps its norm as a step of its own.
+    """
+    before = {step.name: step for step in fuse_epilogues(steps, "gemm")}
+
+    def fused(step: Step) -> Step:
+        gated = step.op == "silu_mul"
+        products = [before[name] for name in step.inputs] if gated else [step]
+        norm = before.get(products[0].inputs[0])
+        alone = all(p.op == "gemm" and p.inputs[2:] == ("",) for p in products)
+        if norm is None or norm.op != "rmsnorm" or not alone:
+            return step
+        op = "rmsnorm_ffn" if gated else "rmsnorm_matmul"
+        matrices = (product.inputs[1] for product in products)
+        return Step(step.name, op, (*norm.inputs, *matrices), norm.attrs)
+
+    made = list(map(fused, before.values()))
+    while unread := {s.name for s in made[:-1]}.difference(*(s.inputs for s in made)):
+        made = [step for step in made if step.name not in unread]
+    return made
+
+
+def block_plan(config: LlamaConfig, causal: bool = True, half_split: bool = True) -> Plan:
+    """A block as twelve steps. Its inputs are x, positions (T,), frequencies and the weights."""
+    heads = {"n_head": config.n_head, "causal": causal, "n_kv_head": config.n_kv_head}
+    attention = Step("attn", "attention", ("rope",), heads)
+    given = (*config.block_shapes(), "positions", "frequencies")
+    return Plan(tuple(block(config, [attention], half_split)), given)
+
+
+def fused_plan(config: LlamaConfig, causal: bool = True, half_split: bool = True) -> Plan:
+    """The same block in six steps: qkv, rope, attn, x1, ff and output; more if there are biases."""
+    plan = block_plan(config, causal, half_split)
+    return replace(plan, steps=tuple(fuse(plan.steps)))
+
+
+@lru_cache(maxsize=64)
+def model_plan(config: LlamaConfig, want: Want | None, longest: int) -> Plan:
+    """Tokens to logits or hidden states, a step per operation.
+
+    longest: the number of tokens of the longest sequence. K and V of a layer: "h.0.k", "h.0.v".
+    """
+    embedding = Step("embedding", "encoder_rows", ("tokens", "positions", "wte", ""))
+    steps, x = [embedding], "embedding"
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        cache, qkv = (f"{h}k", f"{h}v"), f"{h}{QKV}"
+        heads = {"n_head": config.n_head, "longest": longest}
+        attention = [
+            Step(f"{h}kv", "kv_append", (qkv, *cache, "row", "positions")),
+            Step(f"{h}attn", "attention_packed", (qkv, *cache, "cu_seqlens", "start"), heads),
+        ]
+        steps += block(config, attention, True, h, x)
+        x = f"{h}output"
+    if want == "last":
+        steps.append(Step("last.x", "take", (x, "last")))
+        x = "last.x"
+    if want is not None:
+        steps.append(Step("rms_f", "rmsnorm", (x, "gamma_f"), {"eps": config.eps}))
+    if want in ("last", "logits"):
+        steps.append(Step("logits", "matmul_bias", ("rms_f", "lm_head")))
+    caches = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
+    given = (*model_shapes(config), "lm_head", "frequencies", *BATCH[1:], *caches)
+    return Plan(tuple(steps), tuple(dict.fromkeys(given)), input="tokens")
+
+
+def constants(config: LlamaConfig) -> dict[str, Any]:
+    """Inputs of the plans that the config determines, by name."""
+    return {"frequencies": config.frequencies()}
+
+
+def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
+    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+
+    largest: the largest magnitude of every tensor. A row of an RMSNorm has a Euclidean norm of at
+    most sqrt(C) times the largest weight, so its product with K = C weights is at most C times that
+    times the largest weight of the matrix. Attention computes weighted means of rows of v, RoPE
+    turns pairs of q and k only, and SiLU increases no magnitude.
+    """
+    C = config.n_embd
+
+    def normed(h: str, n: int, name: str) -> float:
+        product = C * largest[f"{h}gamma{n}"] * largest[f"{h}w_{name}"]
+        return product + largest.get(f"{h}b_{name}", 0.0)
+
+    stream = largest["wte"]
+    yield stream
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+        v, ff = normed(h, 1, "qkv"), normed(h, 2, "gate") * normed(h, 2, "up")
+        stream += v * config.q_width * largest[f"{h}w_o"] + largest.get(f"{h}b_o", 0.0)
+        stream += ff * config.n_ff * largest[f"{h}w_down"] + largest.get(f"{h}b_down", 0.0)
+        yield stream

@@ -1,0 +1,303 @@
+"""What the weights of all architectures share: checks, dtypes, checkpoints and random values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.checks import check_integer, is_plain, plain_array, several
+from gpt2block.config import ModelConfig, Shapes, check_count, check_eps, model_shapes
+from gpt2block.errors import CheckpointError, InputError, shown
+
+Array = NDArray[np.floating[Any]]
+Block = TypeVar("Block", bound="BlockArrays")
+Model = TypeVar("Model", bound="ModelArrays[Any]")
+MOST_NUMBERS = 2**40  # limit of random numbers in one call: 4 TiB of float32
+
+
+class BlockArrays:
+    """Base of the frozen dataclasses that hold the tensors of one block, in one float dtype.
+
+    CONFIG: the config of its models; SETTINGS: the fields with the same names in it. Raises
+    InputError for a wrong shape, and for a dtype other than float32 and float64.
+    """
+
+    CONFIG: ClassVar[type[ModelConfig]]
+    SETTINGS: ClassVar[tuple[str, ...]]
+    gamma1: Array
+    n_head: int
+    eps: float
+
+    @property
+    def shapes(self) -> Shapes:
+        """Name → shape of the tensors, in packed order."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        gamma1: Any = self.gamma1
+        if not is_plain(gamma1) or gamma1.ndim != 1 or not gamma1.size:
+            got = getattr(gamma1, "shape", type(gamma1).__name__)
+            raise InputError(f"gamma1: expected shape (C,), a NumPy array, got {got}")
+        object.__setattr__(self, "n_head", check_count("n_head", self.n_head))
+        object.__setattr__(self, "eps", check_eps(self.eps))
+        self._check_settings()
+        for name, shape in self.shapes.items():
+            array = checked(name, getattr(self, name), shape)
+            if array.dtype not in (np.float32, np.float64) or array.dtype != self.gamma1.dtype:
+                raise InputError(
+                    f"{name}: expected float32 or float64, the same for all tensors, got "
+                    f"{array.dtype}"
+                )
+
+    def _check_settings(self) -> None:
+        """Raise InputError for settings that do not fit each other or the width."""
+
+    @property
+    def n_embd(self) -> int:
+        return len(self.gamma1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(array.nbytes for array in self.tensors().values())
+
+    def tensors(self) -> dict[str, Array]:
+        """Return name → array of the tensors, in packed order."""
+        return {name: getattr(self, name) for name in self.shapes}
+
+    def settings(self) -> dict[str, Any]:
+        """Name → value of the settings and sizes that the block shares with a config."""
+        return {name: getattr(self, name) for name in ("n_embd", *self.SETTINGS)}
+
+    def astype(self: Block, dtype: DTypeLike) -> Block:
+        """Return the weights in another float dtype, or self if it is the same.
+
+        Raises InputError.
+        """
+        try:
+            known = np.dtype(dtype) in (np.float32, np.float64)
+        except (TypeError, ValueError):
+            known = False
+        if not known or dtype is None:
+            raise InputError(f"dtype: expected float32 or float64, got {shown(dtype)}")
+        if self.gamma1.dtype == dtype:
+            return self
+        tensors: dict[str, Any] = {name: a.astype(dtype) for name, a in self.tensors().items()}
+        return replace(self, **tensors)  # type: ignore[type-var]  # subclasses are dataclasses
+
+    @classmethod
+    def of(cls: type[Block], config: ModelConfig, tensors: Mapping[str, Any]) -> Block:
+        """The block of a model with this config; tensors by name."""
+        return cls(**tensors, **{name: getattr(config, name) for name in cls.SETTINGS})
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Block],
+        checkpoint: str | Path | Checkpoint,
+        layer: int = 0,
+        revision: str | None = None,
+    ) -> Block:
+        """Return block `layer` of a checkpoint as float32; only that block's tensors are read.
+
+        checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
+        directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
+        "shakespeare", the bundled model. revision: of a hub id. Raises CheckpointError.
+        """
+        opened = Checkpoint.open(checkpoint, revision)
+        check_architecture(opened, cls.CONFIG)
+        return cls.of(opened.config, opened.read_block(layer))
+
+
+class ModelArrays(Generic[Block]):
+    """Base of the frozen dataclasses that hold all tensors of a model.
+
+    Fields: config, the tensors of `config.outer_shapes`, blocks, and lm_head, (vocab_size, C),
+    which is the same object as wte when tied. Raises InputError where they do not fit the config.
+    """
+
+    CONFIG: ClassVar[type[ModelConfig]]
+    BLOCK: ClassVar[type[Any]]
+    config: Any
+    blocks: tuple[Block, ...]
+    wte: Array
+    lm_head: Array
+
+    def __post_init__(self) -> None:
+        c = self.config
+        if not isinstance(c, self.CONFIG):
+            raise InputError(f"config: expected a {self.CONFIG.__name__}, got {type(c).__name__}")
+        first, last = c.outer_shapes()
+        for name, shape in {**first, **last, "lm_head": first["wte"]}.items():
+            array = checked(name, getattr(self, name), shape)
+            if array.dtype not in (np.float32, np.float64):
+                raise InputError(f"{name}: expected float32 or float64, got {array.dtype}")
+        if c.tie_word_embeddings and self.lm_head is not self.wte:
+            raise InputError("lm_head: expected the same object as wte, as the config ties them")
+        if not isinstance(self.blocks, tuple):
+            raise InputError(f"blocks: expected a tuple, got {type(self.blocks).__name__}")
+        for layer, block in enumerate(self.blocks):
+            if not isinstance(block, self.BLOCK):
+                raise InputError(
+                    f"block {layer}: expected {self.BLOCK.__name__}, got {type(block).__name__}"
+                )
+            got = block.settings()
+            expected = {name: getattr(c, name) for name in got}
+            if got != expected or block.shapes != c.block_shapes():
+                wanted = ", ".join(f"{name} {value}" for name, value in expected.items())
+                raise InputError(
+                    f"block {layer}: expected {wanted}, got {', '.join(map(str, got.values()))}"
+                )
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        checkpoint: str | Path | Checkpoint,
+        layers: Iterable[int] | None = None,
+        revision: str | None = None,
+    ) -> Model:
+        """Return a checkpoint's weights as float32.
+
+        checkpoint, revision: as in `BlockWeights.from_pretrained`. layers: the blocks to read; None
+        for all. Raises CheckpointError.
+        """
+        opened = Checkpoint.open(checkpoint, revision)
+        check_architecture(opened, cls.CONFIG)
+        wanted = range(opened.config.n_layer) if layers is None else several(layers)
+        for layer in wanted:  # checked before the large tensors are read
+            opened.check_layer(layer)
+        return cls._of(
+            opened.config,
+            opened.read_outer(),
+            (opened.read_block(layer) for layer in wanted),
+        )
+
+    @classmethod
+    def _random(cls: type[Model], seed: int, config: ModelConfig) -> Model:
+        shapes = model_shapes(config)
+        tensors = random_tensors(seed, shapes)
+        names = config.block_shapes()
+        blocks = (
+            {name: tensors.pop(f"h.{layer}.{name}") for name in names}
+            for layer in range(config.n_layer)
+        )
+        return cls._of(config, tensors, blocks)
+
+    @classmethod
+    def _of(
+        cls: type[Model],
+        config: ModelConfig,
+        outer: Mapping[str, Any],
+        blocks: Iterable[Mapping[str, Any]],
+    ) -> Model:
+        """outer: the tensors outside the blocks, with lm_head unless it is tied."""
+        made = tuple(cls.BLOCK.of(config, block) for block in blocks)
+        fields: dict[str, Any] = {"lm_head": outer["wte"], **outer}
+        return cls(**fields, config=config, blocks=made)  # type: ignore[call-arg]  # a dataclass
+
+    def tensors(self) -> Iterator[tuple[str, Array, str | None]]:
+        """Yield name, array and layout of every tensor, like `Checkpoint.tensors`, without copies.
+
+        Raises InputError unless all blocks are present.
+        """
+        c = self.config
+        if len(self.blocks) != c.n_layer:
+            raise InputError(
+                f"blocks: expected all {c.n_layer} of the model, got {len(self.blocks)}"
+            )
+        first, last = c.outer_shapes()
+        for name in first:
+            yield name, getattr(self, name), "NK" if name == "wte" else None
+        for layer, block in enumerate(self.blocks):
+            for name, array in block.tensors().items():
+                yield f"h.{layer}.{name}", array, "KN" if array.ndim == 2 else None
+        for name in last:
+            yield name, getattr(self, name), None
+        if not c.tie_word_embeddings:
+            yield "lm_head", self.lm_head, "NK"
+
+
+def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
+    """Raise CheckpointError unless the checkpoint's config is of this class."""
+    if not isinstance(checkpoint.config, expected):
+        raise CheckpointError(
+            f"{checkpoint.name}: expected a checkpoint with a {expected.__name__}, got a "
+            f"{type(checkpoint.config).__name__}: gpt2block.from_pretrained loads either"
+        )
+
+
+def offsets(shapes: Shapes) -> dict[str, int]:
+    """Return name → offset of tensors that follow each other in one buffer, and "end"."""
+    found, end = {}, 0
+    for name, shape in shapes.items():
+        found[name] = end
+        end += math.prod(shape)
+    return {**found, "end": end}
+
+
+def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
+    """Return views of the tensors in a packed 1-D buffer of NumPy or CuPy.
+
+    what: their sizes, for the message. Raises InputError unless the length is exactly theirs.
+    """
+    at = offsets(shapes)
+    shape = getattr(packed, "shape", None)
+    if shape != (at["end"],):
+        got = type(packed).__name__ if shape is None else f"shape {shape}"
+        raise InputError(
+            f"packed weights: expected a 1-D array of {at['end']:,} floats ({what}), got {got}"
+        )
+    return {
+        name: packed[at[name] : at[name] + math.prod(shape)].reshape(shape)
+        for name, shape in shapes.items()
+    }
+
+
+def packed_array(packed: Any) -> Array:
+    """Packed weights as a NumPy array. Raises InputError."""
+    try:
+        return plain_array("packed weights", packed)
+    except InputError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"packed weights: expected a 1-D array of floats: {error}") from error
+
+
+def checked(name: str, array: Any, shape: tuple[int, ...]) -> Array:
+    """Return the array. Raises InputError unless it is an unmasked NumPy array of this shape."""
+    if not is_plain(array):
+        raise InputError(f"{name}: expected a NumPy array, got {type(array).__name__}")
+    if array.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
+    found: Array = array
+    return found
+
+
+def generator(seed: Any, numbers: int) -> np.random.Generator:
+    """Return a generator. Raises InputError for a wrong seed, or for more than MOST_NUMBERS."""
+    seed = check_integer("seed", seed, 0, math.inf, "an integer of at least 0")
+    if numbers > MOST_NUMBERS:
+        raise InputError(f"expected sizes of at most {MOST_NUMBERS:,} numbers, got {numbers:,}")
+    return np.random.default_rng(seed)
+
+
+def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
+    """Draw the tensors in this order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
+    rng = generator(seed, sum(map(math.prod, shapes.values())))
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for name, shape in shapes.items():
+        kind = name.rpartition(".")[2]
+        if kind.startswith("gamma"):
+            tensors[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
+        elif kind.startswith("beta"):
+            tensors[name] = rng.uniform(-0.1, 0.1, shape).astype(np.float32)
+        else:
+            tensors[name] = rng.standard_normal(shape, dtype=np.float32)
+            tensors[name] *= np.float32(0.02)
+    return tensors

@@ -1,0 +1,282 @@
+"""The sizes and settings of a Llama model, as `config.json` of Hugging Face names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checks import check_integer, check_number, several
+from gpt2block.config import (
+    LARGEST_COUNT,
+    LIMITS,
+    ModelConfig,
+    Shapes,
+    check_count,
+    check_settings,
+    check_true_or_false,
+)
+from gpt2block.errors import CheckpointError, InputError, shown
+
+MOST_FF = 2**20  # channels of the feed-forward
+MOST_HEAD = 2**16
+_RopeKind = Literal["linear", "llama3"]
+
+# Our name of a size → that of config.json, and whether it must be there
+_SIZES: Mapping[str, tuple[str, bool]] = {
+    "n_layer": ("num_hidden_layers", True),
+    "n_head": ("num_attention_heads", True),
+    "n_kv_head": ("num_key_value_heads", False),
+    "n_embd": ("hidden_size", True),
+    "n_ff": ("intermediate_size", True),
+    "head_size": ("head_dim", False),
+    "n_ctx": ("max_position_embeddings", False),
+    "vocab_size": ("vocab_size", True),
+}
+_THEIR_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": LIMITS["n_head"], "n_ff": MOST_FF,
+                                    "head_size": MOST_HEAD}  # fmt: skip
+# Settings that change the result: name, supported values with the default first, the reason
+_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
+    ("sliding_window", (None,), "attention sees all earlier tokens"),
+    ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
+    ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
+    ("quantization_config", (None,), "quantized weights are not supported"),
+)
+_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of RoPE are changed for a longer context than that of the training.
+
+    kind "linear": all are divided by `factor`. "llama3": those with a wavelength above
+    original_context / low_freq_factor are divided by `factor`, those with one below
+    original_context / high_freq_factor stay, and those between are interpolated.
+
+    Raises InputError. Source: the configuration of Llama 3.1 in Hugging Face `transformers`.
+    """
+
+    kind: _RopeKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in _SCALING_FIELDS:
+            known = " or ".join(map(repr, _SCALING_FIELDS))
+            raise InputError(f"rope_scaling: expected kind {known}, got {shown(self.kind)}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            expected = "a number from 2^-20 to 2^20"
+            number = check_number(f"rope_scaling: {name}", getattr(self, name), 2.0**-20, 2.0**20,
+                                  expected)  # fmt: skip
+            object.__setattr__(self, name, number)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise InputError(
+                f"rope_scaling: expected low_freq_factor below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        context = check_count("rope_scaling: original_max_position_embeddings",
+                              self.original_context, LIMITS["n_ctx"])  # fmt: skip
+        object.__setattr__(self, "original_context", context)
+
+    def scaled(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The frequencies to use instead of these, in radians per position."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)  # 0: divided by factor; 1: kept
+        scaled: NDArray[np.float64] = frequencies * (kept + (1 - kept) / self.factor)
+        return scaled
+
+
+@dataclass(frozen=True)
+class LlamaConfig(ModelConfig):
+    """Sizes of a Llama model; the defaults are those of Llama 2 7B.
+
+    n_kv_head heads of keys and values are shared by n_head heads of queries, in groups of
+    n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
+    RoPE. attention_bias: whether the products of attention have biases; mlp_bias: those of the
+    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id,
+    eos_token_ids: the tokens that begin and end a text, which `save_pretrained` writes.
+
+    Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
+    (2023).
+    """
+
+    n_layer: int = 32
+    n_head: int = 32
+    n_embd: int = 4096
+    n_ctx: int = 4096
+    vocab_size: int = 32000
+    eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    n_kv_head: int = 0
+    n_ff: int = 11008
+    head_size: int = 0
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.n_kv_head, int) and not self.n_kv_head:
+            object.__setattr__(self, "n_kv_head", self.n_head)
+        if isinstance(self.head_size, int) and not self.head_size:
+            if self.n_embd % self.n_head:
+                raise InputError(
+                    f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "
+                    "give head_size"
+                )
+            object.__setattr__(self, "head_size", self.n_embd // self.n_head)
+        for name in ("n_kv_head", "n_ff", "head_size"):
+            number = check_count(name, getattr(self, name), _THEIR_LIMITS[name])
+            object.__setattr__(self, name, number)
+        if self.n_head % self.n_kv_head:
+            raise InputError(
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}"
+            )
+        if self.head_size % 2:
+            raise InputError(f"head_size: expected an even number, as RoPE turns pairs of "
+                             f"channels, got {self.head_size}")  # fmt: skip
+        theta = check_number("theta", self.theta, 1, 2.0**100, "a number from 1 to 2^100")
+        object.__setattr__(self, "theta", theta)
+        if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
+            raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
+        check_true_or_false("attention_bias", self.attention_bias)
+        check_true_or_false("mlp_bias", self.mlp_bias)
+        if self.bos_token_id is not None:
+            object.__setattr__(self, "bos_token_id", _token("bos_token_id", self.bos_token_id))
+        ends = tuple(_token("eos_token_ids", token) for token in several(self.eos_token_ids))
+        object.__setattr__(self, "eos_token_ids", ends)
+
+    @property
+    def kv_width(self) -> int:
+        return self.n_kv_head * self.head_size
+
+    def frequencies(self) -> NDArray[np.float64]:
+        """Radians per position by which RoPE turns each pair of channels: (head_size / 2,)."""
+        k = np.arange(self.head_size // 2)
+        frequencies: NDArray[np.float64] = self.theta ** (-2 * k / self.head_size)
+        return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
+
+    def block_shapes(self) -> Shapes:
+        """As in ModelConfig: seven tensors, of which w_qkv is [Wq | Wk | Wv], then the biases."""
+        C, Q, KV, FF = self.n_embd, self.q_width, self.kv_width, self.n_ff
+        shapes: dict[str, tuple[int, ...]] = {
+            "gamma1": (C,),
+            "w_qkv": (C, Q + 2 * KV),
+            "w_o": (Q, C),
+            "gamma2": (C,),
+            "w_gate": (C, FF),
+            "w_up": (C, FF),
+            "w_down": (FF, C),
+        }
+        with_bias = ("w_qkv", "w_o") * self.attention_bias
+        with_bias += ("w_gate", "w_up", "w_down") * self.mlp_bias
+        return shapes | {f"b{name[1:]}": shapes[name][1:] for name in with_bias}
+
+    def outer_shapes(self) -> tuple[Shapes, Shapes]:
+        """As in ModelConfig."""
+        return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
+
+    @classmethod
+    def from_hugging_face(cls, config: Any) -> LlamaConfig:
+        """Read the fields of a Hugging Face `config.json` of model_type "llama".
+
+        Keys that do not change the result of the model are ignored. Raises CheckpointError for
+        settings that change it in a way that is not supported, with their names.
+        """
+        if not isinstance(config, dict):
+            raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
+        if config.get("model_type") != "llama":
+            got = shown(config.get("model_type"))
+            raise CheckpointError(f"config.json: expected model_type 'llama', got {got}")
+        missing = [theirs for theirs, needed in _SIZES.values() if needed and theirs not in config]
+        if missing:
+            raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
+        fields: dict[str, Any] = {"n_ctx": 2048, "eps": config.get("rms_norm_eps", 1e-6)}
+        for ours, (theirs, needed) in _SIZES.items():
+            if needed or config.get(theirs) is not None:
+                fields[ours] = check_count(theirs, config[theirs], _THEIR_LIMITS[ours])
+        check_settings(config, _SETTINGS)
+        fields["theta"], fields["scaling"] = _rope_of(config)
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            fields[name] = config.get(name, False)
+        ends = config.get("eos_token_id")
+        fields["bos_token_id"] = config.get("bos_token_id")
+        return cls(**fields, eos_token_ids=() if ends is None else ends)
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a `config.json` with which `transformers` loads this model."""
+        sizes = {theirs: getattr(self, ours) for ours, (theirs, _) in _SIZES.items()}
+        ends = list(self.eos_token_ids)
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.scaling is None else _scaling_fields(self.scaling),
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_ids[0] if len(ends) == 1 else ends or None,
+        }
+
+
+def _token(name: str, value: Any) -> int:
+    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
+
+
+def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both."""
+    parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, dict):
+            raise CheckpointError(f"config.json: {name}: expected an object, got {shown(value)}")
+    theta = config.get("rope_theta")
+    for fields in (parameters, scaling):
+        theta = theta if fields is None or theta is not None else fields.get("rope_theta")
+    return 10000.0 if theta is None else theta, _scaling(scaling or parameters)
+
+
+def _scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
+    kind = None if fields is None else fields.get("rope_type", fields.get("type"))
+    if fields is None or kind in (None, "default"):
+        return None
+    if not isinstance(kind, str) or kind not in _SCALING_FIELDS:
+        known = ", ".join(map(repr, ("default", *_SCALING_FIELDS)))
+        raise CheckpointError(f"config.json: rope_type: expected one of {known}, got {shown(kind)}")
+    needed = _SCALING_FIELDS[kind]
+    missing = [name for name in needed if name not in fields]
+    if missing:
+        raise CheckpointError(f"config.json: rope_scaling: expected {', '.join(missing)}: missing")
+    values = [fields[name] for name in needed]
+    return RopeScaling(kind, *values)  # type: ignore[arg-type]  # one of _SCALING_FIELDS
+
+
+def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    values = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
+    names = _SCALING_FIELDS[scaling.kind]
+    fields = zip(names, (*values, scaling.original_context), strict=False)
+    return {"rope_type": scaling.kind, **dict(fields)}

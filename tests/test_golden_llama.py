@@ -1,0 +1,280 @@
+"""Tiny Llamas against what `transformers` computed with them once (tools/make_golden_llama.py).
+
+What it computed, in float64, is stored as float32: NumPy in float64 may differ by that rounding,
+half a unit in the last place of the largest value, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+import gpt2block
+from gpt2block import GPT2, CheckpointError, Llama, LlamaConfig, LlamaWeights, RopeScaling
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.compare import exact_tensors
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("plain", "grouped", "scaled", "tied", "shards")
+SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+Array = NDArray[np.floating[Any]]
+everyone = pytest.mark.parametrize("name", NAMES)
+
+
+def load(name: str, **options: Any) -> Llama:
+    return Llama.from_pretrained(GOLDEN / f"llama-{name}", device="cpu", **options)
+
+
+def expected_of(name: str) -> dict[str, Array]:
+    return load_file(GOLDEN / f"llama-{name}" / "expected.safetensors")
+
+
+def error(found: Any, expected: Array) -> float:
+    """The largest difference, relative to the largest value."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def test_the_configs() -> None:
+    plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
+    found = {name: load(name).config for name in NAMES}
+    assert found["plain"] == plain
+    assert found["scaled"].theta == 500
+    assert found["scaled"].scaling == found["shards"].scaling == SCALING
+    assert found["shards"].theta == 10000
+    assert found["tied"].scaling == RopeScaling("linear", 4.0)
+    grouped = found["grouped"]
+    assert (grouped.n_kv_head, grouped.head_size, grouped.kv_width) == (2, 10, 20)
+    assert grouped.attention_bias
+    assert grouped.mlp_bias
+    assert [config.tie_word_embeddings for config in found.values()] == [*3 * [False], True, False]
+
+
+@everyone
+def test_float64_is_what_transformers_computes(name: str) -> None:
+    expected, engine = expected_of(name), load(name).engine
+    half = 2.0**-24
+    for row, ids in enumerate(expected["ids"]):
+        exact = exact_tensors(engine, ids)
+        assert error(exact["logits"], expected["logits"][row]) <= 2 * half
+        assert error(exact["rms_f"], expected["hidden"][row]) <= 2 * half
+        for layer, name_of in enumerate(("embedding", "h.0.output", "h.1.output")):
+            assert error(exact[name_of], expected["stream"][layer, row]) <= 2 * half
+
+
+@everyone
+def test_float32_and_every_position_from_a_cache(name: str) -> None:
+    expected, model = expected_of(name), load(name)
+    ids = expected["ids"]
+    assert error(model(ids), expected["logits"]) <= 2e-6
+    states = model.hidden_states(ids)
+    assert error(states[:-1], expected["stream"]) <= 2e-6
+    assert error(states[-1], expected["hidden"]) <= 2e-6
+    cache = model.new_cache(2)
+    steps = [model(ids[:, t : t + 1], cache=cache, last=True) for t in range(ids.shape[1])]
+    assert error(np.stack(steps, 1), expected["logits"]) <= 2e-6
+    cache = model.new_cache(2)
+    assert cache.nbytes == 2 * 2 * 2 * 256 * model.config.kv_width * 4
+    parts = [model(ids[:, :9], cache=cache), model(ids[:, 9:], cache=cache)]
+    assert error(np.concatenate(parts, 1), expected["logits"]) <= 2e-6
+
+
+@everyone
+def test_greedy_texts_are_equal(name: str) -> None:
+    expected, model = expected_of(name), load(name)
+    prompt = expected["ids"][0, :8]
+    found = model.generate(prompt, temperature=0, max_new_tokens=200)
+    assert list(found.tokens) == expected["greedy"].tolist()
+
+
+def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
+    model, ids = load("grouped"), expected_of("grouped")["ids"]
+    rows = [ids[0, :3], ids[1], ids[0, 5:6]]
+    for row, together in zip(rows, model(rows), strict=True):
+        np.testing.assert_allclose(together, model(row), rtol=0, atol=1e-5)
+    both = model.generate([r.tolist() for r in rows], seed=3, max_new_tokens=20, top_k=40)
+    alone = [model.generate(row, seed=3, max_new_tokens=20, top_k=40) for row in rows]
+    assert [g.tokens for g in both] == [g.tokens for g in alone]
+    score = model.score(ids[0], stride=128)
+    logits = expected_of("grouped")["logits"][0].astype(np.float64)
+    shifted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = shifted[np.arange(22), ids[0, 1:]].sum()
+    assert score.log_likelihood == pytest.approx(nats, rel=1e-5)
+    mean = expected_of("grouped")["hidden"].mean(axis=1)
+    assert error(model.embed(ids.tolist()), mean) <= 2e-6
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "kv_unit"),
+    [("float32", 0), ("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float8_e4m3fn", 2.0**-8)],
+)
+def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -> None:
+    """Only attention errs by more than float32's rounding, by that of the kv_cache."""
+    model, ids = load("grouped", dtype=dtype), expected_of("grouped")["ids"]
+    rows = model.compare(ids[0], cached)
+    steps = [row.name for row in rows]
+    assert steps[0] == "embedding"
+    assert steps[-2:] == ["rms_f", "logits"]
+    assert {name.rpartition(".")[2] for name in steps} >= {"rope", "ff", "down", "attn"}
+    for row in rows:
+        assert row.max_rel <= 16 * 2.0**-24 + kv_unit * row.name.endswith("attn"), row
+    assert set(model.trace(ids[0], cached)) == set(steps)
+
+
+@everyone
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) -> None:
+    source = Checkpoint.open(GOLDEN / f"llama-{name}")
+    gpt2block.checkpoints.save_pretrained(tmp_path / "again", source, dtype)
+    again = Checkpoint.open(tmp_path / "again")
+    assert again.config == source.config
+    assert again.names == source.names
+    for (ours, array, layout), (theirs, kept, its) in zip(
+        again.tensors(), source.tensors(), strict=True
+    ):
+        assert (ours, layout) == (theirs, its)
+        assert array.dtype == (np.float32 if dtype else np.float16)
+        np.testing.assert_array_equal(array, kept)
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(written)
+
+
+def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> None:
+    weights = LlamaWeights.from_pretrained(GOLDEN / "llama-grouped")
+    model = Llama(weights, device="cpu")
+    model.save_pretrained(tmp_path / "again", dtype="float16")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    source = load_file(GOLDEN / "llama-grouped" / "model.safetensors")
+    assert set(found) == set(source)
+    for name, array in source.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_the_class_follows_the_architecture() -> None:
+    path = GOLDEN / "llama-plain"
+    model = gpt2block.from_pretrained(path)
+    assert type(model) is Llama
+    assert repr(model).startswith("Llama('")
+    assert type(gpt2block.from_pretrained(GOLDEN / "tiny", device="cpu")) is GPT2
+    with pytest.raises(CheckpointError, match="expected a GPT2, got a Llama"):
+        GPT2.from_pretrained(path)
+    with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
+        Llama.from_pretrained(GOLDEN / "tiny")
+    with pytest.raises(CheckpointError, match="a GPT2Config, got a LlamaConfig"):
+        gpt2block.GPT2Weights.from_pretrained(path)
+    with pytest.raises(gpt2block.InputError, match="device: expected 'cpu' or None for a Llama"):
+        gpt2block.from_pretrained(path, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sliding_window": 128}, "sliding_window: expected null, got 128: attention sees all"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
+        ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected one of 'default'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
+        ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
+        ({"rope_theta": "big"}, "theta: expected a number from 1"),
+        ({"num_attention_heads": 5}, "n_embd 36 is not a multiple of n_head 5"),
+        ({"num_key_value_heads": 2}, "n_head 3 is not a multiple of n_kv_head 2"),
+        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: expected shape (12, 36), got"),
+        ({"head_dim": 11}, "head_size: expected an even number"),
+        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
+        ({"intermediate_size": 2**21}, "intermediate_size: expected at most 1,048,576"),
+        ({"attention_bias": True}, "8 tensors missing: layers.0.self_attn.q_proj.bias"),
+        ({"mlp_bias": "no"}, "mlp_bias: expected true or false, got 'no'"),
+        ({"num_hidden_layers": 3}, "config.json has n_layer 3, the file has 2 blocks"),
+        ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
+    ],
+)
+def test_a_config_that_is_not_honoured(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(GOLDEN / "llama-plain", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) -> None:
+    """The keys' matrices are in another file than those of queries and values."""
+    shutil.copy(GOLDEN / "llama-grouped" / "config.json", tmp_path)
+    tensors = load_file(GOLDEN / "llama-grouped" / "model.safetensors")
+    files: dict[str, dict[str, Array]] = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, array in tensors.items():
+        files["b.safetensors" if "k_proj" in name else "a.safetensors"][name] = array
+    weight_map: dict[str, str] = {}
+    for file, some in files.items():
+        save_file(some, tmp_path / file)
+        weight_map |= dict.fromkeys(some, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found, whole = Checkpoint.open(tmp_path), Checkpoint.open(GOLDEN / "llama-grouped")
+    assert len({piece.file for piece in found.stored["h.0.w_qkv"].pieces}) == 2
+    for (_, array, _), (_, expected, _) in zip(found.tensors(), whole.tensors(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    files["b.safetensors"] = {k: v.astype(np.float32) for k, v in files["b.safetensors"].items()}
+    save_file(files["b.safetensors"], tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected one dtype for Q, K and V, got .* float32"):
+        Checkpoint.open(tmp_path)
+
+
+@everyone
+def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    load(name).save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").float()
+    expected = expected_of(name)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(expected["ids"].astype(np.int64))).logits.numpy()
+    assert error(logits, expected["logits"]) <= 1e-5
+
+
+@pytest.mark.parametrize("ends", [None, 2, [2, 7]])
+def test_tokens_that_begin_and_end_a_text_are_kept(ends: Any) -> None:
+    content = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    content |= {"bos_token_id": 1, "eos_token_id": ends}
+    config = LlamaConfig.from_hugging_face(content)
+    assert list(config.eos_token_ids) == (ends if isinstance(ends, list) else [ends] * bool(ends))
+    written = config.to_hugging_face()
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, ends)
+    assert LlamaConfig.from_hugging_face(written) == config
+
+
+def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:
+    weights = LlamaWeights.random(0, LlamaConfig(1, 2, 8, 4, 5, n_ff=6))
+    weights.blocks[0].w_down[0, 0] = 1e30
+    with pytest.raises(gpt2block.InputError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
+        Llama(weights)
+    Llama(weights, allow_nonfinite=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped"])
+def test_what_a_model_attends_to_and_predicts(name: str) -> None:
+    """The rows of V, weighted, are the result of attention; the last lens is the prediction."""
+    model, ids = load(name), expected_of(name)["ids"][0]
+    c, traced = model.config, model.trace(ids)
+    weights = model.attention(ids)
+    v = traced["h.1.rope"][:, -c.kv_width :].reshape(len(ids), c.n_kv_head, c.head_size)
+    v = v.repeat(c.n_head // c.n_kv_head, axis=1)
+    expected = np.einsum("htu,uhd->thd", weights[1], v).reshape(len(ids), -1)
+    assert error(traced["h.1.attn"], expected) <= 2e-6
+    lens = model.logit_lens(ids, top=2)
+    np.testing.assert_array_equal(lens.ids[-1, :, 0], model(ids).argmax(-1))

@@ -1,0 +1,89 @@
+"""Texts with a Llama that has a tokenizer: generation, streaming, scores and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import Llama, LlamaConfig, LlamaWeights, from_pretrained
+from gpt2block.checkpoints import save_pretrained
+from gpt2block.cli import main
+from tests.test_tokenizer import sentence_piece
+
+pytest.importorskip("tokenizers")
+CONFIG = LlamaConfig(
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=24, n_ctx=64, vocab_size=265, n_ff=40,
+    tie_word_embeddings=True,
+)  # fmt: skip
+TEXT = "ab a\nb ab"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint whose logits prefer the tokens of letters."""
+    weights = LlamaWeights.random(1, CONFIG)
+    weights.wte[259:] *= 10
+    (tmp_path / "tokens").mkdir()
+    sentence_piece(tmp_path / "tokens")
+    return save_pretrained(tmp_path / "model", weights, tokenizer=tmp_path / "tokens")
+
+
+@pytest.fixture
+def llama(folder: Path) -> Llama:
+    model = from_pretrained(folder, device="cpu")
+    assert isinstance(model, Llama)
+    return model
+
+
+def test_a_text_begins_with_its_token_and_pieces_are_the_text(llama: Llama) -> None:
+    found = llama.generate(TEXT, max_new_tokens=20, seed=1)
+    ids = [1, *llama.tokenizer.encode_ordinary(TEXT)]
+    assert llama.generate(ids, max_new_tokens=20, seed=1) == found
+    assert "".join(llama.stream(TEXT, max_new_tokens=20, seed=1)) == found.text
+    assert set(found.text) & set(" ab")
+    assert llama.generate("", max_new_tokens=5, seed=1).tokens  # begins with <s>
+
+
+def test_every_token_of_a_text_is_scored(llama: Llama) -> None:
+    ids = np.array([1, *llama.tokenizer.encode_ordinary(TEXT)])
+    score = llama.score(TEXT)
+    assert score.n_tokens == len(ids) - 1
+    assert score.bytes == len(f" {TEXT}".encode())
+    logits = llama(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = logprobs[np.arange(len(ids) - 1), ids[1:]].sum()
+    assert score.log_likelihood == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_end_token_ends_a_text(llama: Llama, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    model = from_pretrained(folder, device="cpu")
+    found = model.generate(TEXT, samples=20, max_new_tokens=40, seed=0, temperature=2.0)
+    ended = [one for one in found if one.finish_reason == "stop"]
+    assert ended
+    assert all(one.tokens[-1] == 2 and "</s>" not in one.text for one in ended)
+
+
+def test_commands(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    def run(*args: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as end:
+            main([*args, "--json"])
+        assert end.value.code == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    model = ["--model", str(folder)]
+    written = run("generate", TEXT, *model, "--max-new-tokens", "9", "--seed", "3")
+    assert len(written["samples"][0]["tokens"]) == 9
+    (tmp_path / "text.txt").write_text(TEXT)
+    plain = run("score", str(tmp_path / "text.txt"), *model)
+    assert run("score", str(tmp_path / "text.txt"), *model, "--bos")["tokens"] == plain["tokens"]
+    info = run("info", str(folder))
+    assert info["config"]["n_kv_head"] == 2
+    assert info["memory"]["bfloat16"]["kv_cache_per_row"] == 2 * 2 * 12 * 64 * 2
+    compared = run("compare", TEXT, *model)
+    assert {step["name"] for step in compared["steps"]} > {"h.1.rope", "h.1.ff", "rms_f"}
