@@ -247,7 +247,7 @@ def test_the_steps_of_a_large_block(device: Any, dtype: str, rows: int) -> None:
 def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
     model, ids = model_and_ids()
     with model.running():
-        assert_steps_wait(model._pass(ids, cached), {*model.given(), "row"})
+        assert_steps_wait(model._pass(ids, cached), {*model.prompt_weights(head=True), "row"})
 
 
 @one_order
@@ -260,7 +260,7 @@ def test_a_prompt_that_is_continued(device: Any) -> None:
         prefill = model.prefill([ids[11:]], cache, "last")
         program = prefill.program("last")
         assert {"kv_append", "attention_packed"} < {step.op for step in program.plan.steps}
-        assert_steps_wait(program, {*model.given(), "row"})
+        assert_steps_wait(program, {*model.prompt_weights(head=False), "row"})
 
 
 @one_order
