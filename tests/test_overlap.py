@@ -39,7 +39,7 @@ LATE_NS = 200_000  # long enough for the host to launch a step's kernels
 # sampler, which no kernel of a chain writes, and a position from which only prefetches follow.
 READ_EARLY: Mapping[str, tuple[str, ...]] = {
     "sample_token": ("temperature", "top_p", "min_p", "top_k", "repetition_penalty"),
-    "attention_split": ("position",),
+    "attention_split": ("position", "row"),
 }
 
 PROBES = r"""
