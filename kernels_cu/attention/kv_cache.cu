@@ -6,6 +6,8 @@
 //   kv_append_narrow   qkv of T, as tensor-core products produce it
 //
 // For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
 #include "attention/kv_cache.cuh"
 
 extern "C" __global__ void kv_append(

@@ -3,8 +3,6 @@
 //
 // One thread per vector of KV_WIDTH channels. Rows and positions outside the cache are skipped. Grid (N), block (any).
 #pragma once
-#include "lib/fresh.cuh"
-#include "lib/overlap.cuh"
 
 #ifndef KV_WIDTH  // a power of two that divides C, at most 16 bytes of k; all arrays are aligned to a vector
 #define KV_WIDTH 4

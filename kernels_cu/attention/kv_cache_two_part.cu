@@ -5,6 +5,8 @@
 #ifndef STORAGE_FP16
 #define STORAGE_FP16
 #endif
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
 #include "attention/kv_cache.cuh"
 #include "lib/two_part.cuh"
 

@@ -152,7 +152,7 @@ __device__ __forceinline__ void produce(char* ring, Barriers& barriers, const Te
         arrive_and_expect(barriers.full[stage], STAGE_BYTES - GEMM_PARTS * (GEMM_M - GEMM_A_ROWS) * ROW_BYTES);
         load_w(slice, column, ring + stage * STAGE_BYTES + GEMM_PARTS * A_BYTES, barriers.full[stage]);
     };
-    if (!GEMM_EARLY) wait_for_previous();
+    if (!GEMM_EARLY) wait_before_copies();
     int stage = 0;  // weights do not depend on the previous kernel, so load_slice() is called before the wait
     for (Work at = work; at.left() && stage < GEMM_STAGES; at.next()) {
         const int column = at.column();
