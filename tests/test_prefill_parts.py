@@ -27,6 +27,7 @@ Array = NDArray[Any]
 DTYPES = ("float32", "float8_e4m3fn", "float8_e5m2")
 PRODUCTS = {"float32": "two_part", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+one_fp8 = pytest.mark.parametrize("dtype", DTYPES[:2])
 
 
 def stored(model: Any) -> GPT2Weights:
@@ -108,15 +109,14 @@ def test_every_output_of_a_sequence(ran: list[str], dtype: str) -> None:
     (states,) = model.forward([truth.ids], "states")
     assert_close(states[:-1], truth.exact.stream, truth.own.stream)
     (nats,) = model.log_likelihood([truth.ids])
-    at = np.arange(32), truth.ids[1:]
     exact, own = (
-        np.log(reference.softmax(logits[:-1].astype(np.float64)))[at][:, None]
+        reference.log_likelihood(logits[:-1], truth.ids[1:])
         for logits in (truth.exact.logits, truth.own.logits)
     )
-    assert_close(nats[:, None], exact, own)
+    assert_close(nats, exact, own)
 
 
-@every_dtype
+@one_fp8
 def test_rows_that_begin_and_rows_that_continue(ran: list[str], dtype: str) -> None:
     """In one call, with rows of one token and none; each has the bits that it has alone."""
     model = on(TINY, dtype)
@@ -147,7 +147,7 @@ def test_rows_that_begin_and_rows_that_continue(ran: list[str], dtype: str) -> N
         np.testing.assert_array_equal(logits, found[b])
 
 
-@every_dtype
+@one_fp8
 def test_a_batch_has_the_bits_of_each_sequence(ran: list[str], dtype: str) -> None:
     model = on(TINY, dtype)
     rows = [random_ids(TINY, n, n) for n in (1, 20, 9)]
@@ -157,7 +157,7 @@ def test_a_batch_has_the_bits_of_each_sequence(ran: list[str], dtype: str) -> No
             np.testing.assert_array_equal(model.forward([ids], want)[0], got)
 
 
-@every_dtype
+@one_fp8
 def test_steps_alone_and_traced(ran: list[str], dtype: str) -> None:
     """As `compare` runs them: two-part tensors are filled from exact ones."""
     model = on(TINY, dtype)
