@@ -17,23 +17,22 @@
 //             argument of exp2
 //   weights   P[i, j] scale[j] / top[i], which is at most P, is converted to two parts for the second product. top[i]
 //             is the largest scale so far, and O is in its units. The denominator sums P alone
-//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same with fewer registers, so that with
-//             a causal mask a multiprocessor holds two blocks
+//   one scale with ATT_ONE_SCALE, all rows have the same scale. The bits are the same with fewer registers, so that
+//             with a causal mask a multiprocessor holds two blocks
 //   sums      tensor cores truncate their sums: the product of each tile is added to O by a float32 addition
 //
 // If hi is not finite, lo is 0. Such a value makes every result that it reaches not finite, but not always the same as
 // in float32: infinity can become NaN.
 //
-// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the queries
-// in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; the second parts are then aligned too, as C is a multiple of
-// 64.
+// Block (THREADS), grid ceil(seq_len / QUERIES) n_head B, dynamic shared memory: ATT_STAGES STAGE bytes, then the
+// queries in 2 QUERIES PITCH bytes. Arrays are aligned to 16 bytes; as C is a multiple of 64, so are the second parts.
 #if !defined(STORAGE_FP16)
 #define STORAGE_FP16
 #endif
 #include "lib/common.cuh"
 #include "lib/fast.cuh"
 #include "lib/overlap.cuh"
-#include "lib/storage.cuh"
+#include "lib/two_part.cuh"
 #include "attention/mma_job.cuh"
 #include "lib/sm80.cuh"
 
@@ -57,7 +56,7 @@ constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARP
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 4 * TILE;  // K hi, K lo, V hi, V lo
 constexpr int OWN = KEYS / 2;    // keys of a tile that a warp takes
-static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
+static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * 38 * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
 // Two floats, each as hi + lo / 2048.
@@ -96,10 +95,6 @@ struct Queries {
             sum[r] = top[r] = 0.0f;
             reference[r] = -INFINITY;
         }
-    }
-
-    static __device__ __forceinline__ float inverse(float power) {  // of a power of two
-        return __int_as_float(0x7f000000 - __float_as_int(power));
     }
 
     template <bool MASKED>
@@ -148,7 +143,7 @@ struct Queries {
             moves |= passes;
             if (ATT_ONE_SCALE) continue;
             const float higher = lanes_max<4>(highest[r]);
-            down[r] = inverse(higher);
+            down[r] = inverse_of(higher);
             factor[r] *= top[r] * down[r];  // times 1 in most cases
             moves |= higher > top[r];
             top[r] = higher;
@@ -283,7 +278,7 @@ struct Queries {
             others[r] = exp2_fast(other - point);
             sum[r] = fmaf(sum[r], own[r], from[(32 + r) * HALF] * others[r]);
             if (ATT_ONE_SCALE) continue;
-            const float their_top = from[(36 + r) * HALF], higher = fmaxf(top[r], their_top), down = inverse(higher);
+            const float their_top = from[(36 + r) * HALF], higher = fmaxf(top[r], their_top), down = inverse_of(higher);
             own[r] *= top[r] * down;
             others[r] *= their_top * down;
             top[r] = higher;
@@ -295,8 +290,8 @@ struct Queries {
         }
     }
 
-    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null; with
-    // ATT_ONE_SCALE they are `one`.
+    // Stores the warp's rows below `left` at `to`; lo is `part` elements further. `scale`: for the scales, or null;
+    // with ATT_ONE_SCALE they are `one`.
     __device__ __forceinline__ void store(T* to, float* scale, float one, long long part, long long stride,
                                           int left) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

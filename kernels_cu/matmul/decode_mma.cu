@@ -12,9 +12,9 @@
 //   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
 //   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
 //
-// A tile of an mma is 16 columns by 8 rows; up to 4 rows have their terms in one mma. Any number of columns is possible:
-// a last eight columns without a partner, and lanes without a column, multiply zeros. Whole eights are faster: an mma of
-// fewer takes as long.
+// A tile of an mma is 16 columns by 8 rows; up to 4 rows have their terms in one mma. Any number of columns is
+// possible: a last eight columns without a partner, and lanes without a column, multiply zeros. Whole eights are
+// faster: an mma of fewer takes as long.
 //
 // With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
 // until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in

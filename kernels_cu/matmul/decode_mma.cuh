@@ -45,16 +45,17 @@ constexpr int PITCH = (SPLITS * SPLIT_BYTES + 127) / 128 * 128 + PADDING;
 constexpr int LOADS = (LM_K + 127) / 128;       // of 4 values, by each lane of a warp that has a row
 constexpr bool IN_REGISTERS = LM_K <= 2048;     // the row of such a warp
 // Rows that a warp loads at a time, for their statistics and for their terms: their latency is that of one.
-constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? (order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3) : 1;
+constexpr int MOST_MEASURED = order::FLOATS || LM_ROWS <= 2 * WARPS ? 2 : 3;
+constexpr int MEASURED = IN_REGISTERS && LOADS <= 8 && LM_ROWS > WARPS ? MOST_MEASURED : 1;
 constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 
-// A block's rows of x (M, K), or with LM_NORM their LayerNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for each
-// split: with LM_NORM first the values as floats; then in their place all lowest terms, followed by the next ones (with
-// float weights the values themselves).
+// A block's rows of x (M, K), or with LM_NORM their LayerNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
+// each split: with LM_NORM first the values as floats; then in their place all lowest terms, followed by the next ones
+// (with float weights the values themselves).
 struct Input {
     const float* x;
     const float* gamma;

@@ -1,5 +1,5 @@
-// The LayerNorm of a row by one warp, with the same bits in every kernel of decoding: the mean, then the variance around
-// it, each summed per position in a load, then over the positions, then over the lanes.
+// The LayerNorm of a row by one warp, with the same bits in every kernel of decoding: the mean, then the variance
+// around it, each summed per position in a load, then over the positions, then over the lanes.
 //
 // Lane l has the values k = (32 i + l) X, ... + X - 1 of the row for i = 0, 1, ..., in loads of X = gcd(4, K) values.
 #pragma once

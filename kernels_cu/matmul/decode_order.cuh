@@ -13,19 +13,19 @@
 //   split   `split_units(K)` units of 128 of K. Its parts are added in order: ((0 + part 0) + part 1) + ...
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
-// Terms: x is the sum of numbers of the mma's type, each the nearest to what is left: three of bfloat16 have the 24 bits
-// of a float, two of float16 have 22, down to 2^-24. Float weights and x have two terms of tf32, 22 bits or more; the
-// product of both low ones is left out. FP8 weights are converted to float16, which represents all of them. With float16
-// x may have magnitudes up to 65504. Infinity in x gives NaN. Zeros after K do not change a sum.
+// Terms: x is the sum of numbers of the mma's type, each the nearest to what is left: three of bfloat16 have the 24
+// bits of a float, two of float16 have 22, down to 2^-24. Float weights and x have two terms of tf32, 22 bits or more;
+// the product of both low ones is left out. FP8 weights are converted to float16, which represents all of them. With
+// float16 x may have magnitudes up to 65504. Infinity in x gives NaN. Zeros after K do not change a sum.
 //
-// A tile is 16 columns of w, the rows of A of an mma, by 8 rows of x, the columns of B. Which row or column of a tile an
-// output is in does not change its bits. Lane 4 g + t has the values at t of columns g and g + 8 of w and of row g of x,
-// and the sums
+// A tile is 16 columns of w, the rows of A of an mma, by 8 rows of x, the columns of B. Which row or column of a tile
+// an output is in does not change its bits. Lane 4 g + t has the values at t of columns g and g + 8 of w and of row g
+// of x, and the sums
 //
 //   c[0], c[1] = rows 2t, 2t + 1 of column g        c[2], c[3] = rows 2t, 2t + 1 of column g + 8
 //
-// A chunk is the 64 bytes of each column. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step are
-// neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
+// A chunk is the 64 bytes of each column. A lane loads 16 of them, at 16 t, and x at the same k. The values of a step
+// are neighbours in these vectors: along K an mma may take values in any order, provided that A and B use the same one.
 // Neither operand needs ldmatrix.
 //
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.

@@ -2,10 +2,11 @@
 //
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
-// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED. matmul/hopper.cuh describes
-// the organisation of a block. The products along K are added in the same order for every tile, so a row has the same
-// bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the blocks of a cluster share a
-// tile's K, exchange their sums through shared memory, and each block finishes a part of the columns.
+// a and w are __half or __nv_bfloat16, sums are float, out has the type of a or is float. w_scale: with GEMM_SCALED.
+// matmul/hopper.cuh describes the organisation of a block. The products along K are added in the same order for every
+// tile, so a row has the same bits in any batch. The exception is GEMM_SPLITS > 1, for few rows and a long K: the
+// blocks of a cluster share a tile's K, exchange their sums through shared memory, and each block finishes a part of
+// the columns.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072, in microseconds (cuBLAS in those runs: 60.7):
 //

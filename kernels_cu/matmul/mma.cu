@@ -3,9 +3,9 @@
 //   out = [residual +] [gelu](a w^T w_scale + bias)     a (M, K), w (N, K), out and residual (M, N), w_scale, bias (N)
 //
 // a and w are __half or __nv_bfloat16, sums are float, out and residual have the type of a or are float. w_scale: with
-// GEMM_SCALED 1. matmul/mma.cuh has the tiles and their loop over K. A tile's sums go from registers directly to memory: a lane has 16 contiguous
-// bytes of a row and four lanes have 64, so neither shared memory nor a barrier is needed, and a warp that is done
-// continues with the next tile.
+// GEMM_SCALED 1. matmul/mma.cuh has the tiles and their loop over K. A tile's sums go from registers directly to
+// memory: a lane has 16 contiguous bytes of a row and four lanes have 64, so neither shared memory nor a barrier is
+// needed, and a warp that is done continues with the next tile.
 //
 // On an NVIDIA H200, bfloat16, M = 8192, K = 768, N = 3072: 103 us (matmul/hopper.cu: 51.7).
 //
