@@ -21,7 +21,7 @@
 //
 // Values written by an earlier kernel must not be loaded through the read-only cache, which is not invalidated between
 // the kernels. Load them with __ldcg, or plainly through a pointer that is not const __restrict__. The copy engine also
-// needs a fence (wait_before_copies() in lib/sm90.cuh). In a normal launch, and on older GPUs, nothing overlaps and both
+// needs a fence: wait_before_copies() in lib/sm90.cuh. In a normal launch, and on older GPUs, nothing overlaps and both
 // functions do nothing.
 #pragma once
 

@@ -359,7 +359,7 @@ struct Total {
         store_at(row % DT_CLUSTER, planes + split * PLANE + row / DT_CLUSTER * PITCH + column, arrived, a, b, c, d);
     }
 
-    __device__ __forceinline__ void close() const { wait(arrived, 0, "sums"); }
+    __device__ __forceinline__ void close() const { wait<true>(arrived, 0, "sums"); }
 
     __device__ __forceinline__ float get(int at, int splits) const {
         float total = planes[at];

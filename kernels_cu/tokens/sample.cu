@@ -215,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS) sample_token(
     int b = sequence();
     let_next_start();
     if (b < 0 || b >= B) {
+        wait_for_previous();
         if (turn && thread == 0) ++turn[m];
         return;
     }
