@@ -34,6 +34,8 @@ from gpt2block.bench.token_works import RandomModel, Written
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
+from gpt2block.emulator import loader
+from gpt2block.run import cuda_decoding
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
@@ -228,6 +230,21 @@ def test_all_is_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rates[0] == pytest.approx(4e6 / report.rows[0].us)
     assert rates[2] is None
     assert rates[3] == pytest.approx(4e6 / report.rows[3].us)
+
+
+def test_prompts_that_start_in_several_groups(
+    monkeypatch: pytest.MonkeyPatch, work: DecodeWork
+) -> None:
+    """The first tokens of each group are a result of their own."""
+    if problem := loader.missing():
+        pytest.skip(problem)
+    monkeypatch.setattr(cuda_decoding, "PREFILL_TOKENS", work.start)
+    with emulator.emulated():
+        ours = next(iter(token_contenders.contenders(replace(work, rows=3), 0)))
+        run = ours.capture(work.rounds)
+        assert work.check(run.replay, run.outs)[1] < 1e-5
+        (written,) = run.outs
+        assert {len(ids) for ids in written().sequences} == {work.start + 1 + work.rounds}
 
 
 @pytest.fixture

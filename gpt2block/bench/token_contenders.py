@@ -45,6 +45,10 @@ def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Ru
     prompts = work.prompts()
     decoding = started(work.model.on(device), prompts, sampling)
     steps: list[Sampled] = []
+    waiting = set(range(work.rows))
+    while waiting:  # prompts that start in several groups have separate first steps
+        steps.append(decoding.next())
+        waiting -= set(steps[-1].slots.tolist())
 
     def replay() -> None:
         for _ in range(rounds):
@@ -52,10 +56,15 @@ def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Ru
         cupy.cuda.Device().synchronize()  # the next step is in flight and counts in this turn
 
     def written() -> Written:
-        tokens = np.stack([step.tokens for step in steps], axis=1)
-        sequences = [np.concatenate([prompts[row], tokens[row]]) for row in work.checked]
-        logprobs = [float(steps[-1].logprobs[row]) for row in work.checked]
-        return Written(sequences, logprobs, sampling.temperature == 0)
+        new: list[list[int]] = [[] for _ in prompts]
+        logprobs = np.empty(len(prompts))
+        for step in steps:
+            for slot, token in zip(step.slots.tolist(), step.tokens.tolist(), strict=True):
+                new[slot].append(token)
+            logprobs[step.slots] = step.logprobs
+        sequences = [np.array([*prompts[row], *new[row]], np.int32) for row in work.checked]
+        last = [float(logprobs[row]) for row in work.checked]
+        return Written(sequences, last, sampling.temperature == 0)
 
     return Run(replay, (written,))
 
