@@ -60,7 +60,7 @@ def assert_clean(jobs: Sequence[Job], only: Sequence[str] = ()) -> None:
         expected = list(kernels.signatures(job[0]))
         assert there == expected
         spills = [line for line in log.splitlines() if "spill" in line]
-        assert len(spills) == len(expected)
+        assert len(spills) >= len(expected)  # functions that are not inlined have lines, too
         if kernel:
             own = log.split(f"Function properties for {kernel}\n")[1]
             spills = own.splitlines()[:1]
