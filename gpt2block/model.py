@@ -135,7 +135,7 @@ class Model(Generic[Weights]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights on the device."""
+        """Bytes of the weights as stored; docs/dtypes.md has what prompts need in addition."""
         return self.engine.nbytes
 
     @cached_property

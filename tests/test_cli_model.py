@@ -435,7 +435,7 @@ def test_info() -> None:
     assert found["nbytes"] == 2 * 4_870_144
     assert found["memory"]["float32"]["weights"] == 4 * 4_870_144
     assert found["memory"]["float32"]["kv_cache_per_row"] == 6 * 2 * 256 * 256 * 4
-    assert found["memory"]["float8_e5m2"]["kv_cache_dtype"] == "bfloat16"
+    assert found["memory"]["float8_e5m2"]["kv_cache_dtype"] == "float16"
     assert len(found["tensors"]) == 4 + 6 * 12
     assert found["tensors"][4] == {
         "name": "h.0.w_qkv", "in_file": "h.0.attn.c_attn.weight", "shape": [256, 768],

@@ -268,7 +268,7 @@ def bind_qkv(
     """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
 
     x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, or in
-    bfloat16 with FP8 weights, row and position int32 (M,), no two of them alike. k and v of a token
+    float16 with FP8 weights, row and position int32 (M,), no two of them alike. k and v of a token
     outside the cache are dropped. Without gamma and beta, x is not normalized. `out` is q. Raises
     InputError.
     """

@@ -176,8 +176,7 @@ class CudaModel:
     @property
     def nbytes(self) -> int:
         matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
-        others = [*self._parts.values(), *self._vectors.values()]
-        return sum(matrices.values()) + sum(int(each.nbytes) for each in others)
+        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
