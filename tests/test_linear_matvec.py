@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8
 from gpt2block.emulator import ORDERS
 from gpt2block.ops import _linear_matvec
 from gpt2block.ops._linear_matvec import Layout, geometry, layout, order
@@ -248,7 +248,7 @@ def assert_qkv(
     M, C = len(given.x), given.w.N // 3
     rows = np.arange(M, 0, -1, dtype=np.int32)
     rows[2:3] = M + 1  # nowhere
-    cache = DTYPES["bfloat16" if given.w.dtype in FP8 else given.w.dtype]
+    cache = DTYPES[CACHE_WITH_FP8 if given.w.dtype in FP8 else given.w.dtype]
     results = []
     with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=how))
@@ -394,7 +394,7 @@ def test_wrong_caches_are_refused(device: Any) -> None:
         qkv(x, matrix(47), *norm, cache, cache.copy(), at, at)
     with pytest.raises(InputError, match=r"k_cache: expected \(B, n_ctx, 17\), got \(2, 5, 16\)"):
         qkv(x, matrix(51), *norm, cache, cache.copy(), at, at)
-    with pytest.raises(InputError, match="k_cache: expected bfloat16, got float32"):
+    with pytest.raises(InputError, match="k_cache: expected float16, got float32"):
         qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at, at)
     with pytest.raises(InputError, match="v_cache: overlaps k_cache: expected another array"):
         qkv(x, matrix(48), *norm, cache, cache, at, at)
@@ -406,4 +406,4 @@ def test_the_registry_names_the_kernels() -> None:
     assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
     assert OPERATION.variant("mma").kernels == ("linear_decode_mma",)
     auxiliary = [kernel for v in OPERATION.auxiliary for kernel in v.kernels]
-    assert auxiliary == ["qkv_matvec", "qkv_decode_mma"]
+    assert auxiliary == ["qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles"]

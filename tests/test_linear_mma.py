@@ -11,7 +11,7 @@ import pytest
 
 from gpt2block import InputError
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8
 from gpt2block.ops import _linear_mma
 from gpt2block.ops._linear_mma import Layout, geometry, layout, splits
 from gpt2block.ops.linear import bind as bind_linear
@@ -182,7 +182,7 @@ def assert_qkv(where: str, given: Arrays, n_ctx: int, position: Array) -> None:
     M, C = len(given.x), given.w.N // 3
     rows = np.arange(M, 0, -1, dtype=np.int32)
     rows[2:3] = M + 1  # nowhere
-    cache = DTYPES["bfloat16" if given.w.dtype in FP8 else given.w.dtype]
+    cache = DTYPES[CACHE_WITH_FP8 if given.w.dtype in FP8 else given.w.dtype]
     expected = run_linear(where, given, Case(M, given.w.K, 3 * C, given.w.dtype))
     with running_on(where, H200):
         k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
@@ -226,7 +226,7 @@ def test_what_decides_between_the_variants(where: str, monkeypatch: pytest.Monke
         assert kernel(M, 60, "float16") == "linear_matvec"
         assert kernel(M, 60, "float32") == "linear_decode_mma"
     assert kernel(17, 64, "float16") == "linear_tiles"
-    assert kernel(17, 64, "float16", decoding=True) == "linear_decode_mma"
+    assert kernel(17, 64, "float16", decoding=True) == "linear_decode_tiles"
     assert kernel(17, 60, "float16", decoding=True) == "linear_matvec"
     module = importlib.import_module("gpt2block.ops.linear")
     monkeypatch.setattr(module, "compute_capability", lambda: 75)

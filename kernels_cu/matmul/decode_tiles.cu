@@ -31,6 +31,21 @@
 //
 // grid (DT_CLUSTER * ceil(M / DT_ROWS) * ceil(N / DT_COLUMNS)), block (32 * DT_WARPS_M * DT_WARPS_N). `shared_bytes` of
 // gpt2block/ops/_linear_mma_tiles.py computes the dynamic shared memory.
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef DT_CLUSTER  // blocks that share the K of a tile; more than 1: sm_90 and newer
+#define DT_CLUSTER 1
+#endif
+
+#if DT_CLUSTER > 1
+#include "lib/sm90.cuh"
+#else  // older GPUs do not know clusters
+#undef __cluster_dims__
+#define __cluster_dims__(size)
+#endif
+
 #include "matmul/decode_ends.cuh"
 #include "matmul/decode_tiles.cuh"
 

@@ -1,9 +1,7 @@
-// The loop of matmul/decode_tiles.cu over K: its constants, copies of slices to shared memory, and their products.
+// The loop of matmul/decode_tiles.cu over K: its constants, copies of slices to shared memory, and their products. The
+// including file defines DT_CLUSTER and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
-#include "lib/sm80.cuh"
-#include "lib/overlap.cuh"
-#include "matmul/decode_ends.cuh"
 #include "matmul/decode_order.cuh"
 
 #ifndef DT_ROWS  // size of a tile
@@ -24,18 +22,8 @@
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
-#ifndef DT_CLUSTER  // blocks that share the K of a tile; more than 1: sm_90 and newer
-#define DT_CLUSTER 1
-#endif
 #ifndef DT_BLOCKS  // that an SM has registers for
 #define DT_BLOCKS 1
-#endif
-
-#if DT_CLUSTER > 1
-#include "lib/sm90.cuh"
-#else  // older GPUs do not know clusters
-#undef __cluster_dims__
-#define __cluster_dims__(size)
 #endif
 
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
