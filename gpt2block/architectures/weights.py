@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ Model = TypeVar("Model", bound="ModelArrays[Any]")
 MOST_NUMBERS = 2**40  # limit of random numbers in one call: 4 TiB of float32
 
 
-class BlockArrays:
+class BlockArrays(ABC):
     """Base of the frozen dataclasses that hold the tensors of one block, in one float dtype.
 
     CONFIG: the config of its models; SETTINGS: the fields with the same names in it. Raises
@@ -36,9 +37,9 @@ class BlockArrays:
     eps: float
 
     @property
+    @abstractmethod
     def shapes(self) -> Shapes:
         """Name → shape of the tensors, in packed order."""
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         gamma1: Any = self.gamma1
@@ -56,7 +57,7 @@ class BlockArrays:
                     f"{array.dtype}"
                 )
 
-    def _check_settings(self) -> None:
+    def _check_settings(self) -> None:  # noqa: B027  (some have nothing to check)
         """Raise InputError for settings that do not fit each other or the width."""
 
     @property
