@@ -294,7 +294,12 @@ def run(*arguments: str) -> Any:
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+
+    def opening(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", opening)
     path = tmp_path / "a page.html"
     ran = run("O Romeo", "-o", str(path), "--layer", "2", "--dtype", "bfloat16", "--open")
     assert ran.exit_code == 0, ran.output
