@@ -148,7 +148,7 @@ def test_a_llama_has_its_own_steps() -> None:
         "rms1", "qkv", "rope", "attn", "proj", "x1", "rms2", "gate", "up", "ff", "down", "output"
     ]  # fmt: skip
     assert data["steps"]["gate"]["joins"] == ["rms2", "gate", "up", "ff"]
-    assert [token["text"] for token in data["tokens"]] == ["3", "1", "4", "1", "5"]
+    assert [token["text"] for token in data["tokens"]] == ["#3", "#1", "#4", "#1", "#5"]
     trace = made.trace([3, 1, 4, 1, 5])
     grid = data["tensors"]["h.1.ff"]["grid"]
     np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
@@ -286,6 +286,13 @@ def test_bad_input(text: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         model().explain(text, **options)
     assert message in str(error.value)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    weights = GPT2Weights.random(0, CONFIG)
+    weights.gamma_f[3] = np.inf
+    with np.errstate(all="ignore"), pytest.raises(InputError, match="NaN or infinity"):
+        GPT2(weights, "cpu", allow_nonfinite=True).explain(IDS)
 
 
 def run(*arguments: str) -> Any:

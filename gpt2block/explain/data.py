@@ -42,7 +42,7 @@ def collect(
     """Everything that the page of a forward pass of ids (T,) shows.
 
     name: of the model; layer: the one that the page opens, with more detail. Raises InputError for
-    too many tokens and a layer that the model does not have.
+    too many tokens, a layer that the model does not have, and logits that are not finite.
     """
     config = engine.config
     check(config, len(ids), layer)
@@ -55,6 +55,8 @@ def collect(
     steps = {short: _step(plan, short, compared, files) for short in plan.short_names}
     ops = [step["op"] for step in steps.values()]
     logits = traced["logits"][-1].astype(np.float32)
+    if not np.isfinite(logits).all():
+        raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
     lens = _lens(engine, traced)
     shown = np.argsort(-logits, kind="stable")[:NEXT_TOKENS].tolist()
     return {
@@ -135,7 +137,6 @@ def _step(
     return {
         "op": sources.function_of(step),
         "adds": step.op == "add",
-        "inputs": [_short(name) for name in step.inputs],
         "kernels": found,
         "joins": [_short(name) for name in names],
     }
@@ -171,9 +172,9 @@ def _tokens(
 
 
 def _text(encoding: Encoding | None, token: int) -> str:
-    """The text of a token; its id as text where there is no tokenizer."""
+    """The text of a token; # and its id where there is no tokenizer."""
     if encoding is None:
-        return str(token)
+        return f"#{token}"
     return bytes_of_id(encoding, token).decode(errors="replace")
 
 
