@@ -16,7 +16,8 @@ from svg import BLUE, GREY, INK, ORANGE, Picture
 DOCS = Path(__file__).parent.parent / "docs"
 FOLDER = DOCS / "images"
 H200 = "NVIDIA H200"
-LEFT, RIGHT, STEP = 180, 720, 34  # of the bars, and between them
+LEFT, RIGHT, STEP = 180, 720, 34  # of the bars, and from one to the next
+PAIR = BLUE, "#5f6c7b"  # gpt2block and a peer, whose bar follows without a gap
 Table = list[dict[str, str]]
 
 
@@ -33,10 +34,8 @@ def table(heading: str, nth: int = 0) -> Table:
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     section = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.MULTILINE)[0]
     blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    header, _, *rows = [
-        [cell.strip() for cell in line.strip("|\n ").split("|")]
-        for line in blocks[nth].splitlines()
-    ]
+    lines = [line.strip()[1:-1].split("|") for line in blocks[nth].splitlines()]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
@@ -51,12 +50,14 @@ def bars(
 ) -> Picture:
     """Horizontal bars from zero, each with its name before and its label after it."""
     about = "; ".join(f"{bar.name}: {bar.label}" for bar in found)
-    end = 78 + STEP * len(found)
+    tops = [78.0]
+    for bar in found[1:]:
+        tops.append(tops[-1] + (STEP if bar.name else STEP - 9))
+    end = tops[-1] + STEP
     p = Picture(title, end + (44 if limit else 24), f"{note}. {about}")
     p.text(24, 58, note, color=GREY)
     most = max([bar.value for bar in found] + ([limit[0]] if limit else []))
-    for i, bar in enumerate(found):
-        y = 78 + STEP * i
+    for bar, y in zip(found, tops, strict=True):
         width = (RIGHT - LEFT) * bar.value / most
         p.text(LEFT - 12, y + 18, bar.name, at="end")
         p.box(LEFT, y, width, 24, bar.color, bar.color)
@@ -116,12 +117,80 @@ def matmul() -> Picture:
     for row in table("Thread coarsening"):
         us, rate = row["µs"].split()[0], row["TFLOP/s"].split()[0]
         found.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
+    (row,) = (row for row in table("matmul_bias") if row["M"] == "1024")
+    us = row["768, 3072"].split(" / ")[1]
+    rate = f"{tflop_s(1024, 3072, 768, us):.1f}"
+    found.append(Bar("cuBLAS", float(rate), f"{rate} TFLOP/s, {float(us):.0f} µs", PAIR[1]))
     return bars(
         "A product in float32: fewer loads for each multiply-add",
         f"{H200}, M = 1024, K = 768, N = 3072",
         found,
-        (51.0, "cuBLAS on a square of 8192, 51 TFLOP/s"),
     )
+
+
+def products() -> Picture:
+    """Products of 8192 rows by gpt2block and by cuBLAS."""
+    rows = table("gemm")
+    at = next(i for i, row in enumerate(rows) if row["M"] == "8192")
+    found = []
+    for name, text in rows[at].items():
+        sizes = re.search(r"(\d+) → (\d+)", name)
+        if sizes is None:
+            continue
+        K, N = map(int, sizes.groups())
+        for who, us, color in zip(("gpt2block", "cuBLAS"), text.split(" / "), PAIR, strict=True):
+            rate = tflop_s(8192, N, K, us)
+            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
+            found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Products of 8192 rows: closer to the limit than cuBLAS",
+        f"{H200}, bfloat16, with bias, K → N",
+        found,
+        (788.0, "cuBLAS on a square of 8192, 788 TFLOP/s"),
+    )
+
+
+def attention() -> Picture:
+    """Attention with a causal mask by gpt2block and by cuDNN."""
+    found = []
+    for row in table("attention", 1):
+        B, T = (int(size) for size in row["B, T"].split(", "))
+        for who, column, color in zip(
+            ("gpt2block", "cuDNN"), ("hopper", "cuDNN"), PAIR, strict=True
+        ):
+            us = row[column].split(" / ")[1]
+            rate = 4e-6 * B * T * (T + 1) / 2 * 768 / float(us)
+            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
+            found.append(Bar(f"{B} × {T}" if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Causal attention: from 12 % faster than cuDNN to 6 % slower",
+        f"{H200}, bfloat16, 12 heads of 64, B × T",
+        found,
+    )
+
+
+def decoding() -> Picture:
+    """The next token of GPT-2 small by gpt2block and by a compiled step of transformers."""
+    found = []
+    for row in table("Decoding"):
+        name = f"{row['weights']}, {row['rows']} row{'' if row['rows'] == '1' else 's'}"
+        for who, column, color in zip(
+            ("gpt2block", "compiled"), ("gpt2block", "torch.compile"), PAIR, strict=True
+        ):
+            us = float(row[column].replace(",", ""))
+            rate = 1e6 * int(row["rows"]) / us
+            shown = f"{who} {rate:,.0f} tokens/s, {us:,.0f} µs"
+            found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Decoding: 1.9 to 8.8 times the tokens of a compiled step",
+        f"{H200}, GPT-2 small; compiled: transformers with torch.compile and a static cache",
+        found,
+    )
+
+
+def tflop_s(M: int, N: int, K: int, us: str) -> float:
+    """The rate of a product."""
+    return 2e-6 * M * N * K / float(us)
 
 
 CHARTS: Mapping[str, Callable[[], Picture]] = {
@@ -129,6 +198,9 @@ CHARTS: Mapping[str, Callable[[], Picture]] = {
     "chart-layernorm": layernorm,
     "chart-trimat": trimat,
     "chart-matmul": matmul,
+    "chart-products": products,
+    "chart-attention": attention,
+    "chart-decoding": decoding,
 }
 
 
