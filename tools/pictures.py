@@ -14,7 +14,7 @@ def one_thread_per_row() -> Picture:
     p = Picture(
         "LayerNorm 1: a thread walks along its own row",
         330,
-        "Six threads, each in front of a row of 16 channels. All of them read channel c at the "
+        "Six threads, each with a row of 16 channels. All of them read channel c at the "
         "same time, so that a warp touches 32 addresses that are a whole row apart.",
     )
     p.text(24, 66, "x (N, C), row-major: neighbouring channels are neighbours in memory")

@@ -79,7 +79,7 @@ def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None
 def _axes(ax: Any, counts: Sequence[int], rates: Sequence[float]) -> None:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xlim(min(counts) / 1.5, max(counts) * 1.5)
+    ax.set_xlim(min(counts) / 1.5, max(counts) * 2)
     ax.set_ylim(min(rates) / 1.6, max(rates) * 1.3)
     ax.set_xticks(counts, [str(n) for n in counts], fontsize=SIZE)
     ax.set_xticks([], minor=True)
