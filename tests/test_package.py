@@ -32,7 +32,7 @@ def test_the_wheel_has_both_packages_and_the_model(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert path.relative_to(ROOT).as_posix() in names
-    assert "gpt2block/py.typed" in names
+    assert {"gpt2block/py.typed", "gpt2block/explain/page.html"} <= names
     model = zipfile.ZipFile(wheel).getinfo("gpt2block/models/shakespeare/model.safetensors")
     assert model.file_size <= 10_000_000
     assert not any(name.startswith(("tests/", "tools/", "examples/")) for name in names)
