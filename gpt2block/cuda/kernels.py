@@ -110,7 +110,7 @@ def read_source(file: str) -> str:
     path = SOURCE_DIR / file
     if not path.is_file():
         raise KernelError(f"no kernel file {file!r}: expected one of {', '.join(sources())}")
-    return path.read_text(encoding="ascii")
+    return path.read_text(encoding="utf-8")
 
 
 @cache
