@@ -61,7 +61,7 @@ def print_measurements(
             row.variant,
             "" if row.block is None else str(row.block),
             f"{row.gpu_us:.2f}",
-            f"{row.call_us:.1f}",
+            "" if row.call_us is None else f"{row.call_us:.1f}",
             f"{row.rate:.0f}" if row.unit == "GB/s" else f"{row.rate:.2f}",
             f"{row.percent:.1f}",
             f"{row.max_abs:.1e}",

@@ -433,7 +433,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     text = _DYNAMIC_SHARED.sub(
         r"\1* \2 = static_cast<\1*>(cuda_on_cpu::dynamic_shared());", source.text
     )
-    if re.search(r"extern\s+__shared__", text):
+    if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
         raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
     entries = "".join(
         f'{{"{name}", cuda_on_cpu::Call<&{name}>::call}},\n' for name in _prototypes(source)
