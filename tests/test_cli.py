@@ -217,10 +217,10 @@ def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nan_is_null_in_json() -> None:
-    assert cli_app._for_json(float("nan")) is None
-    assert cli_app._for_json(float("inf")) is None
-    assert cli_app._for_json(0.5) == 0.5
-    assert cli_app._for_json((1, 2)) == (1, 2)
+    assert display.for_json(float("nan")) is None
+    assert display.for_json(float("inf")) is None
+    assert display.for_json(0.5) == 0.5
+    assert display.for_json((1, 2)) == (1, 2)
 
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:

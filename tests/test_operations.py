@@ -188,7 +188,7 @@ def test_sizes_that_make_no_sense_together_are_refused() -> None:
 
 def test_nan_in_a_report_is_null() -> None:
     report = {"rows": [{"percent": float("nan"), "block": None}], "why": "x"}
-    assert cli_app._for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
+    assert display.for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
 
 
 class StandIn:

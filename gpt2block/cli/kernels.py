@@ -15,6 +15,7 @@ from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
 from gpt2block.errors import InputError
+from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation
 
 
@@ -68,6 +69,7 @@ def print_measurements(
             f"{row.max_rel:.1e}",
             "ok" if row.right else "WRONG",
             *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
+            style="bold" if row.variant == MINE else None,
         )
     print_table(out, table)
     for line in skipped:

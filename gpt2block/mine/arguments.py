@@ -45,16 +45,19 @@ class Values(NamedTuple):
         return whole | other
 
 
+Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documented ones
+
+
 @dataclass(frozen=True)
 class Contract:
     """`values(inputs, attrs)`: the arguments for inputs as `Operation.make` gives them.
 
-    cases: sizes to check with, and attributes that differ from the documented ones. further: the
-    exact values of outputs besides the result, from the inputs in float64.
+    cases: to check with. further: the exact values of outputs besides the result, from the inputs
+    in float64.
     """
 
     values: Callable[[tuple[Any, ...], Attrs], Values]
-    cases: tuple[tuple[Sizes, Attrs], ...]
+    cases: tuple[Case, ...]
     further: Callable[..., dict[str, NDArray[Any]]] = field(default=lambda *_, **__: {})
 
 
@@ -217,10 +220,22 @@ def _log_likelihood(inputs: tuple[Any, ...], attrs: Attrs) -> Values:
     return Values({"logits": logits, "targets": targets}, {"out": Output((N,))}, {"N": N, "V": V})
 
 
-def _cases(*sizes: Mapping[str, int]) -> tuple[tuple[Sizes, Attrs], ...]:
+def small_cases(operation: Operation) -> tuple[Case, ...]:
+    """Small sizes of any operation, also of one that takes no kernel of the user's."""
+    known = CONTRACTS.get(operation.name)
+    return known.cases if known else BUILT_IN[operation.name]
+
+
+def _cases(*sizes: Mapping[str, int]) -> tuple[Case, ...]:
     return tuple((each, {}) for each in sizes)
 
 
+BUILT_IN: Mapping[str, tuple[Case, ...]] = {  # operations without a contract
+    "encoder_rows": _cases({"N": 19, "T": 33, "C": 128, "V": 70}),
+    "attention_cached": (({"T": 17, "C": 128}, {"n_head": 2}),),
+    "rope": _cases({"T": 5, "H": 3, "D": 8}),
+    "sample_token": _cases({"B": 2, "V": 70}),
+}
 _PRODUCTS = _cases(
     {"M": 1, "K": 16, "N": 8}, {"M": 5, "K": 40, "N": 24}, {"M": 17, "K": 96, "N": 136}
 )

@@ -16,6 +16,7 @@ from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import ORDERS, Checks, Order, ShimError, emulated
 from gpt2block.errors import DeviceError, InputError
 from gpt2block.mine import check
+from gpt2block.mine.arguments import Attrs
 from gpt2block.mine.check import Case, Checked
 from gpt2block.mine.finding import Finding, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
@@ -103,7 +104,7 @@ def check_variants(
     operation: Operation,
     variants: Iterable[Variant],
     stored: tuple[str, str],
-    cases: Sequence[tuple[Sizes, dict[str, object]]],
+    cases: Sequence[tuple[Sizes, Attrs]],
 ) -> tuple[list[Rung], list[str]]:
     """Every variant at every size that it takes, and a line for each that cannot run."""
     require_emulator()

@@ -34,6 +34,7 @@ class Job:
     sizes: Sizes
     stored: tuple[str, str]
     peer: str | None = None
+    sweep: bool = False  # every block size of the built-in ones
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _serve(send: Send, job: Job) -> None:
     ceiling = ceilings.measured(CEILINGS)
     try:
         rows, skipped = measure_variants(
-            raced, variants, job.sizes, ceiling, job.stored, peer=job.peer
+            raced, variants, job.sizes, ceiling, job.stored, job.sweep, job.peer
         )
     except Exception as error:
         send(_failed(error, job.sizes))
