@@ -47,6 +47,7 @@ from gpt2block.ops.registry import all_sizes, find, parse_sizes
 
 CPU, CUDA = "cpu", "cuda"
 OWN = "Your own kernel"
+SIZES_OF_A_VARIANT = 2  # on the emulator: many variants compile a program for each
 
 
 class Request(NamedTuple):
@@ -224,7 +225,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         return _own_on_gpu(request, user) if user else _on_gpu(request)
     needed = "--peer" if request.peer else "--sweep and --plot" if request.sweep else None
     if device == CUDA or (needed and problem):
-        _print_not_run(request, f"{problem}")
+        _print_not_run(request, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
         return False
     if needed:
         raise InputError(f"{needed}: times are measured on a GPU: leave out --device cpu")
@@ -236,7 +237,7 @@ def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
         _print_not_run(request, f"{problem}; {error}")
         return False
     if problem and not request.as_json:
-        print(f"note: no GPU ({problem}): running on the CPU", file=sys.stderr)
+        print(f"note: running on the CPU: {problem}", file=sys.stderr)
     return _own_on_cpu(request, user) if user else _on_cpu(request, problem)
 
 
@@ -246,14 +247,14 @@ def _print_not_run(request: Request, problem: str) -> None:
     if request.as_json:
         print(json.dumps({"run": False, "why": why}))
     else:
-        print(f"error: {why}: this needs a GPU, and {doctor.ADVICE}", file=sys.stderr)
+        print(f"error: {why}", file=sys.stderr)
 
 
-def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
-    """Reduced sizes, or the largest of them with those of --shape."""
+def _small(request: Request, count: int = 99) -> list[tuple[Sizes, Attrs]]:
+    """The last reduced sizes, or the very last with those of --shape."""
     cases = small_cases(request.operation)
     if request.shape is None:
-        return list(cases)
+        return list(cases[-count:])
     sizes, attrs = cases[-1]
     named = {part.partition("=")[0] for part in request.shape.split(",")}
     stated = parse_sizes(request.operation, request.shape)
@@ -262,9 +263,14 @@ def _small(request: Request) -> list[tuple[Sizes, Attrs]]:
 
 def _on_cpu(request: Request, problem: str | None) -> bool:
     operation = request.operation
-    cases = _small(request)
-    variants = tracked(request.variants, "variants", hidden=request.as_json)
-    rungs, skipped = on_cpu.check_variants(operation, variants, request.stored, cases)
+    cases = _small(request, SIZES_OF_A_VARIANT)
+    rungs, skipped = on_cpu.check_variants(
+        operation,
+        request.variants,
+        request.stored,
+        cases,
+        lambda variants: tracked(variants, "variants", hidden=request.as_json),
+    )
     if request.as_json:
         print(rungs_json(operation, rungs, skipped, problem))
     else:

@@ -205,8 +205,10 @@ def print_source(out: Console, operation: Operation, variant: Variant) -> None:
         print("\n\n".join(text.strip("\n") for _, text in parts))
         return
     out.print(f"[bold]{operation.name} {variant.name}[/]: {escape(variant.idea)}")
-    out.print(f"kernels_cu/{variant.file}\n")
-    for start, text in parts:
+    out.print(f"kernels_cu/{escape(variant.file)}\n")
+    for i, (start, text) in enumerate(parts):
+        if i:
+            out.print("[dim]    ⋮[/]")
         first = start + len(text) - len(text.lstrip("\n"))
         code = Syntax(
             text.strip("\n"), "cuda", line_numbers=True, start_line=first, word_wrap=True,

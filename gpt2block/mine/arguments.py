@@ -264,8 +264,8 @@ CONTRACTS: Mapping[str, Contract] = {
         _encoder,
         _cases(
             {"B": 1, "T": 5, "C": 24, "V": 11},
-            {"B": 2, "T": 33, "C": 129, "V": 70},
             {"B": 1, "T": 3, "C": 769, "V": 5},
+            {"B": 2, "T": 33, "C": 128, "V": 70},
         ),
     ),
     "softmax": Contract(

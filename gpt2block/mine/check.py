@@ -101,7 +101,10 @@ def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], dtype: str) -> str:
     where = f"{name}[{', '.join(map(str, place))}]"
     of = f"{count:,} of {out.size:,} elements of {name} are wrong"
     if int(unwritten.sum()) == count:
-        return f"{count:,} of {out.size:,} elements of {name} are never written, the first {where}"
+        return (
+            f"{of}: they are NaN, the first is {where}: never written, or computed from memory "
+            "that is never written"
+        )
     return f"{of}: {where} is {_number(out[place])}, expected {_number(truth[place])}"
 
 

@@ -24,7 +24,10 @@ _SUMMARIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` is one or a few lines; `lines` are numbers of lines in the file; `at` says when."""
+    """`what` is one or a few lines; `lines` are numbers of lines in the file.
+
+    `at` says when and where, with a preposition.
+    """
 
     what: str
     lines: tuple[int, ...] = ()
@@ -52,7 +55,7 @@ def of_compiler(source: Source, log: str) -> Finding:
 def of_emulator(source: Source, report: str, at: str) -> Finding:
     """A report of the emulator's launch, such as AddressSanitizer's."""
     place = _PLACE.search(report)
-    where = f"{place[1]}, {at}" if place else at
+    where = f"in {place[1]}, {at}" if place else at
     lines = _lines(source, report)
     return Finding(_said(source, report), lines, where)
 

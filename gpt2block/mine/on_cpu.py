@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from gpt2block.bench import measure
 from gpt2block.cuda import kernels
 from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import ORDERS, Checks, Order, ShimError, emulated
-from gpt2block.errors import DeviceError, InputError
+from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
 from gpt2block.mine.arguments import Attrs
 from gpt2block.mine.check import Case, Checked
@@ -23,15 +25,14 @@ from gpt2block.mine.kernel import Kernel, described
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
-INSTALL = "install it: apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora)"
+Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
+INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libubsan (Fedora)"
 
 
 def require_emulator() -> None:
     """Raise DeviceError with what to install if the emulator cannot run."""
     if problem := emulator.missing():
-        if "libasan" in problem or "libubsan" in problem:
-            raise DeviceError(f"--device cpu: {problem}: install libasan and libubsan for g++")
-        raise DeviceError(f"--device cpu compiles kernels with g++: {problem}: {INSTALL}")
+        raise DeviceError(f"--device cpu compiles kernels with g++, but {problem}: {INSTALL}")
 
 
 def check_kernel(
@@ -57,7 +58,7 @@ def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Fin
     """The worst result of three orders, if no launch reports anything."""
     runs: list[Checked] = []
     for order, races in ((ORDERS[0], False), (ORDERS[0], True), *((o, False) for o in ORDERS[1:])):
-        at = f"{described(case.sizes)}, {order} order"
+        at = f"at {described(case.sizes)}, {order} order"
         try:
             with emulated(order, checks=Checks(races, limit_s)):
                 run, _ = check.compare(kernel, case, guarded=False)
@@ -68,7 +69,7 @@ def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Fin
         runs.append(replace(run, problem=run.problem and f"{run.problem} ({order} order)"))
     wrong = [run for run in runs if run.problem]
     if wrong:
-        return Finding(wrong[0].problem, at=described(case.sizes))
+        return Finding(wrong[0].problem, at=f"at {described(case.sizes)}")
     return max(runs, key=lambda run: inf if isnan(run.max_rel) else run.max_rel)
 
 
@@ -105,16 +106,22 @@ def check_variants(
     variants: Iterable[Variant],
     stored: tuple[str, str],
     cases: Sequence[tuple[Sizes, Attrs]],
+    seen: Callable[[Sequence[Variant]], Iterable[Variant]] = iter,
 ) -> tuple[list[Rung], list[str]]:
-    """Every variant at every size that it takes, and a line for each that cannot run."""
+    """Every variant at every size that it takes, and a line for each that cannot run.
+
+    seen: gets the variants and gives them back one by one, such as a progress bar.
+    """
     require_emulator()
     dtype, layout = stored
     prepared = []
     for sizes, attrs in cases:
         own = replace(operation, attrs={**operation.attrs, **attrs})
         prepared.append((own, sizes, *measure.inputs_and_truth(own, sizes, dtype, layout)))
+    variants = tuple(variants)
+    _compile_all(variants, prepared)
     rungs, skipped = [], []
-    for variant in variants:
+    for variant in seen(variants):
         if required := kernels.architecture(variant.file):
             skipped.append(
                 f"{variant.name}: wgmma and TMA, instructions of {required}, are not emulated"
@@ -130,7 +137,7 @@ def check_variants(
 
 def _variant(
     variant: Variant,
-    prepared: Sequence[tuple[Operation, Sizes, tuple[object, ...], measure.Truth]],
+    prepared: Sequence[Prepared],
     dtype: str,
 ) -> Rung | str:
     """A variant at each size, or why it takes none."""
@@ -141,27 +148,49 @@ def _variant(
             for order in ORDERS:
                 found = _once(operation, variant, host, truth, order)
                 off = max(off, found, key=lambda each: inf if isnan(each[1]) else each[1])
+            _once(operation, variant, host, truth, ORDERS[0], races=True)
         except InputError as error:
-            why = why or str(error)
+            prefix = f"{operation.name} variant {variant.name}: "
+            why = why or str(error).removeprefix(prefix)
             continue
         except ShimError as error:
-            return Rung(variant.name, variant.kernels, (sizes,), *off, dtype, str(error))
+            problem = f"{error.report.splitlines()[0]} at {described(sizes)}"
+            return Rung(variant.name, variant.kernels, (sizes,), *off, dtype, problem)
         taken.append(sizes)
     if not taken:
         return why
     return Rung(variant.name, variant.kernels, tuple(taken), *off, dtype)
 
 
+def _compile_all(variants: Iterable[Variant], prepared: Sequence[Prepared]) -> None:
+    """Start every program, so that two cores compile while the first ones run."""
+    from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
+
+    with emulated():
+        for variant in variants:
+            for operation, _, host, _ in prepared:
+                with suppress(InputError, KernelError):  # which `_variant` reports
+                    arrays = tuple(map(measure.uploaded, host))
+                    launches = _bound(operation, variant, arrays).launches
+                    for races in (False, True):
+                        stand_in.compile_ahead(launches, races)
+
+
 def _once(
     operation: Operation,
     variant: Variant,
-    host: tuple[object, ...],
+    host: tuple[Any, ...],
     truth: measure.Truth,
     order: Order,
+    races: bool = False,
 ) -> tuple[float, float]:
-    with emulated(order):
-        arrays = tuple(map(measure.uploaded, host))
-        options = {**operation.attrs, **measure.options_for(operation, variant)}
-        bound: Bound = operation.bind(arrays, **options)
+    with emulated(order, checks=Checks(races)):
+        arrays = tuple(map(measure.uploaded, host))  # a launch does not keep them alive
+        bound = _bound(operation, variant, arrays)
         measure.poison(bound.out, arrays)
         return measure.errors(np.asarray(bound.run()), truth)
+
+
+def _bound(operation: Operation, variant: Variant, arrays: tuple[Any, ...]) -> Bound:
+    options = {**operation.attrs, **measure.options_for(operation, variant)}
+    return operation.bind(arrays, **options)

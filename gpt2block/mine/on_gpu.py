@@ -6,7 +6,7 @@ one that accesses a wrong address leaves its process without a usable GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants
@@ -35,6 +35,7 @@ class Job:
     stored: tuple[str, str]
     peer: str | None = None
     sweep: bool = False  # every block size of the built-in ones
+    check_s: float = CHECK_S  # the time limit of a check
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def serve(send: Send, job: Job) -> None:
 
 def _serve(send: Send, job: Job) -> None:
     kernel = job.kernel
-    if not _compiled(send, job) or not _right(send, kernel, job.cases):
+    if not _compiled(send, job) or not _right(send, job):
         return
     send(Stage(f"the race at {described(job.sizes)}", RACE_S))
     raced = kernel.as_operation()
@@ -100,18 +101,19 @@ def _compiled(send: Send, job: Job) -> bool:
     return True
 
 
-def _right(send: Send, kernel: Kernel, cases: Sequence[Case]) -> bool:
-    for case in cases:
-        send(Stage(described(case.sizes), CHECK_S))
+def _right(send: Send, job: Job) -> bool:
+    """Whether every case is right; sends the result of each."""
+    for case in job.cases:
+        send(Stage(f"the check at {described(case.sizes)}", job.check_s))
         try:
-            found, _ = check.compare(kernel, case, guarded=True)
+            found, _ = check.compare(job.kernel, case, guarded=True)
         except InputError:
             raise
         except Exception as error:
             send(_failed(error, case.sizes))
             return False
         if found.problem:
-            send(Finding(found.problem, at=described(case.sizes)))
+            send(Finding(found.problem, at=f"at {described(case.sizes)}"))
             return False
         send(found)
     return True
@@ -126,14 +128,15 @@ def _failed(error: Exception, sizes: Sizes) -> Finding:
         said = (
             "a misaligned access, such as a float4 at an odd address: --device cpu shows the line"
         )
-    return Finding(said, at=described(sizes))
+    return Finding(said, at=f"at {described(sizes)}")
 
 
 def _ended(kernel: Kernel, end: Ended) -> Finding:
     """A child that was killed, or that crashed."""
     if end.exitcode is None:
         what = f"{kernel.source.name} still runs after {end.stage.limit_s:g} s, and was ended"
-        return Finding(f"{what}: --device cpu shows the line", at=end.stage.name)
+        return Finding(f"{what}: --device cpu shows the line", at=f"during {end.stage.name}")
     return Finding(
-        f"the process of the kernel ended with exit code {end.exitcode}", at=end.stage.name
+        f"the process of the kernel ended with exit code {end.exitcode}",
+        at=f"during {end.stage.name}",
     )

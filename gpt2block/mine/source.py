@@ -77,8 +77,8 @@ def read(
     settings = {**stated, **{key: value for key, value in given.items() if value is not None}}
     if "grid" not in settings:
         raise InputError(
-            f"{path.name}: how many blocks {name} needs is not stated: write a line such as "
-            "// launch: grid=ceil(N / 256) block=256 above the kernel, or pass --grid"
+            f"{path.name}: the grid of {name} is not stated: pass --grid, or write a launch line "
+            "above the kernel, as in --template"
         )
     return Source(path.resolve(), text, name, found[name].parameters, LaunchText(**settings))
 
