@@ -271,12 +271,14 @@ def test_kernels_without_a_gpu_as_json(
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
     with pytest.raises(SystemExit) as end:
-        cli.main(["kernels", "softmax", "--json"])
+        cli.main(["kernels", "softmax", "--json", "--device", "cuda"])
     out, err = capsys.readouterr()
     assert end.value.code == 1
     assert json.loads(out) == {
-        "run": False, "why": "softmax: no kernel was run: no driver today",
-    }  # fmt: skip
+        "run": False,
+        "why": "softmax: no kernel was run: no driver today: this needs a GPU, and "
+        f"{doctor.ADVICE}",
+    }
     assert err == ""
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from gpt2block import InputError, cli, doctor, emulator, reference
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants, variants
 from gpt2block.bench.measure import counted_sizes, errors, inputs_and_truth, tolerance
-from gpt2block.cli import app as cli_app
+from gpt2block.cli import display
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
@@ -416,4 +416,5 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     for row in rows:
         assert row.right
         assert 0 < row.gpu_us < 1000
+        assert row.call_us is not None
         assert 0 < row.call_us < 10_000

@@ -41,9 +41,7 @@ def total(barrier: str) -> np.ndarray[Any, Any]:
     return out
 
 
-def small(
-    body: str, args: Sequence[Any], block: int = 64, grid: int = 1, shared: int = 0
-) -> None:
+def small(body: str, args: Sequence[Any], block: int = 64, grid: int = 1, shared: int = 0) -> None:
     """Launch a kernel of floats `out` and an int `n`, whose body begins at line 2."""
     text = f'extern "C" __global__ void k(float* out, int n) {{\n{body}\n}}\n'
     run(Source("/tmp/k.cu", text), "k", (grid,), (block,), args, races=True, shared=shared)
@@ -96,7 +94,7 @@ def test_two_threads_that_write_one_element_are_a_race() -> None:
 def test_two_blocks_that_write_one_element_are_a_race() -> None:
     body = "if (threadIdx.x == 0) out[0] = blockIdx.x;"
     small(body, [out(), 0], grid=1)
-    with pytest.raises(ShimError, match="of another block wrote it .* nothing orders two blocks"):
+    with pytest.raises(ShimError, match=r"of another block wrote it .* nothing orders two blocks"):
         small(body, [out(), 0], grid=2)
 
 
@@ -107,7 +105,9 @@ def test_atomics_are_no_race() -> None:
 
 
 def test_shared_memory_of_the_block_before_is_another_one() -> None:
-    body = "__shared__ float s[64];\ns[threadIdx.x] = blockIdx.x;\nout[64 * blockIdx.x + threadIdx.x]"
+    body = (
+        "__shared__ float s[64];\ns[threadIdx.x] = blockIdx.x;\nout[64 * blockIdx.x + threadIdx.x]"
+    )
     small(f"{body} = s[threadIdx.x];", [out(128), 0], grid=2)
 
 

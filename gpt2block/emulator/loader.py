@@ -49,7 +49,8 @@ _SANITIZERS = (
     "-fno-sanitize-recover=all",
     "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
 )
-_THREADS = ("-fsanitize=thread", "-fno-pie")  # without -fpie: the addresses of the file
+# Without -fpie: the addresses of the file. DWARF 4: some addr2line confuse the files of DWARF 5.
+_THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4")
 _WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
     "-Wall",

@@ -133,13 +133,12 @@ class Kernel:
         """The operation with this kernel as a further variant, "mine", for the race."""
         mine = Variant(MINE, self.source.file, (self.source.name,), "your kernel", own=True)
         own = self.operation
-        several = len(own.variants) > 1
 
         def bound(inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
-            chosen = options.pop("variant", None)
-            if chosen == MINE:
-                return self.bind(inputs, out, **options)
-            return own.bind(inputs, out, **options, **({"variant": chosen} if several else {}))
+            if options.get("variant") != MINE:
+                return own.bind(inputs, out, **options)
+            del options["variant"]
+            return self.bind(inputs, out, **options)
 
         return replace(own, variants=(*own.variants, mine), binder=bound)
 

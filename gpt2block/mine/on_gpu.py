@@ -120,7 +120,9 @@ def _right(send: Send, job: Job) -> bool:
 
 
 def _failed(error: Exception, sizes: Sizes) -> Finding:
-    """An exception of CUDA, after which the process has no usable GPU."""
+    """An exception of CUDA, after which the process has no usable GPU; raises any other."""
+    if not type(error).__name__.startswith(("CUDA", "OutOfMemory")):
+        raise error
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "IllegalAddress" in said or "illegal memory access" in said:
         said = "reads or writes out of bounds: --device cpu shows the line"

@@ -4,7 +4,7 @@
 //   gpt2block kernels encoder --mine my.cu
 //
 // The launch line may use rows (B * T), B, T, C, V and block.
-// launch: grid=ceil(rows / 64) block=64
+// launch: grid=ceil(rows / block) block=64
 extern "C" __global__ void my_encoder(
     const int* ids,    // (B, T), 0 to V - 1
     const float* wte,  // (V, C)

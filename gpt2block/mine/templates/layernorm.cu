@@ -6,7 +6,7 @@
 // The launch line gives the number of blocks, of threads per block and, with shared=, the bytes of
 // extern __shared__ memory. It may use N, C, B, T (N = B * T rows) and block. Two more outputs can be
 // parameters: float* mean and float* rstd, (N).
-// launch: grid=ceil(N / 64) block=64
+// launch: grid=ceil(N / block) block=64
 extern "C" __global__ void my_layernorm(
     const float* x,      // (N, C)
     const float* gamma,  // (C)

@@ -4,7 +4,7 @@
 //   gpt2block kernels layernorm_gelu --mine my.cu
 //
 // The launch line may use N, C and block.
-// launch: grid=ceil(N / 64) block=64
+// launch: grid=ceil(N / block) block=64
 extern "C" __global__ void my_layernorm_gelu(
     const float* x,  // (N, C)
     float* y,        // (N, C)

@@ -5,7 +5,7 @@
 //   gpt2block kernels linear --mine my.cu
 //
 // The launch line may use M, N, K and block.
-// launch: grid=ceil(N / 64), M block=64
+// launch: grid=ceil(N / block), M block=64
 extern "C" __global__ void my_linear(
     const float* x,     // (M, K)
     const float* w,     // (N, K): a row has the weights of one output; with --layout KN (K, N)

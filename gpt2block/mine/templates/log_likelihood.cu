@@ -5,7 +5,7 @@
 //   gpt2block kernels log_likelihood --mine my.cu
 //
 // The launch line may use N, V and block.
-// launch: grid=ceil(N / 64) block=64
+// launch: grid=ceil(N / block) block=64
 extern "C" __global__ void my_log_likelihood(
     const float* logits,  // (N, V)
     const int* targets,   // (N), 0 to V - 1

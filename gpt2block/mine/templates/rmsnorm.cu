@@ -5,7 +5,7 @@
 //
 // The launch line may use M, C and block. T is the type of --dtype, float16 by default; see
 // kernels_cu/lib/storage.cuh for widen (to float) and narrow (from float).
-// launch: grid=ceil(M / 64) block=64
+// launch: grid=ceil(M / block) block=64
 #include "lib/storage.cuh"
 
 extern "C" __global__ void my_rmsnorm(

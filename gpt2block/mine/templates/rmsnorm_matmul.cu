@@ -8,7 +8,7 @@
 //
 // The launch line may use M, N, K, head_dim and block. T is the type of --dtype, float16 by default;
 // see kernels_cu/lib/storage.cuh for widen (to float) and narrow (from float).
-// launch: grid=ceil(N / 2 / 64), M block=64
+// launch: grid=ceil(N / 2 / block), M block=64
 #include "lib/storage.cuh"
 
 extern "C" __global__ void my_rmsnorm_matmul(

@@ -5,7 +5,7 @@
 //   gpt2block kernels softmax --mine my.cu
 //
 // The launch line may use rows, n, B, NH, T and block.
-// launch: grid=ceil(rows / 64) block=64
+// launch: grid=ceil(rows / block) block=64
 extern "C" __global__ void my_softmax(
     const float* x,  // (rows, n)
     float* y,        // (rows, n)
