@@ -86,7 +86,7 @@ def test_without_a_gpu_no_kernel_is_ever_called_ok(
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
     with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", "trimat"])
+        cli.main(["kernels", "trimat", "--device", "cuda"])
     out, err = capsys.readouterr()
     assert done.value.code == 1
     assert out == ""

@@ -82,6 +82,7 @@ def measure_variants(
                 at = f", block {block or variant.block}" if variant.blocks else ""
                 skipped.append(f"{variant.name}{at}: {error}")
                 continue
+            _restore(inputs[0], host, bound[0].out)
             measure.poison(bound[0].out, inputs[0])
             # Before the capture, which runs every launch: an operation may have a state.
             off = measure.errors(bound[0].run(), truth)
@@ -116,6 +117,13 @@ def measure_variants(
             )
         )
     return rows, skipped
+
+
+def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
+    """Undo what an earlier variant, which works in place, has done to its input."""
+    for array, before in zip(inputs, host, strict=True):
+        if array is out:
+            array.set(before)
 
 
 def rounds_for(copies: int, traffic: int) -> int:

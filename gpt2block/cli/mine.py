@@ -26,10 +26,7 @@ from gpt2block.ops.operation import Operation, Sizes, Variant
 
 CPU = "on the CPU, by an emulator of CUDA"
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
-FOUND_NONE = (
-    "Right in forward, reverse and shuffled thread order. Found no access out of bounds, no race "
-    "and no divergent barrier."
-)
+FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
 
 
 @dataclass
@@ -68,7 +65,7 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
     if found.problem:
         print_finding(out, source, found.problem)
     elif on_cpu:
-        out.print(FOUND_NONE)
+        out.print(f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}")
         out.print(f"Sizes are reduced here: a GPU times {described(operation.sizes)}.")
         out.print(NO_TIMES)
     elif found.raced:
@@ -177,7 +174,10 @@ def print_rungs(
             out.print(f"{rung.variant}: {escape(rung.problem)}")
     for line in skipped:
         out.print(f"not run: {escape(line)}")
-    out.print("Worst errors of forward, reverse and shuffled thread order, against float64.")
+    if rungs:
+        out.print("Worst errors of forward, reverse and shuffled thread order, against float64.")
+    if rungs and not any(rung.problem for rung in rungs):
+        out.print(FOUND_NONE)
     out.print(NO_TIMES)
 
 
