@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpt2block import InputError, emulator
+from gpt2block import InputError, doctor, emulator
 from gpt2block.bench import Ceilings, ceilings, measure, variants
 from gpt2block.cuda import kernels, timing
 from gpt2block.errors import KernelError
@@ -336,6 +336,43 @@ def test_a_launch_that_no_device_has_is_refused(
         list(on_cpu.check_kernel(kernel, cases(kernel)))
 
 
+INTRINSICS = """#include <cuda_runtime.h>
+// launch: grid=1 block=32
+extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
+    const int i = threadIdx.x;
+    const int odd = __ballot_sync(0xffffffffu, i % 2);
+    const bool right = __popc(odd) == 16 && __ffs(odd) == 2 && __clz(odd) == 0 && __clz(0) == 32 &&
+        __all_sync(0xffffffffu, i < 32) && !__all_sync(0xffffffffu, i < 31) &&
+        __fmaf_rn(2.0f, 3.0f, 1.0f) == 7.0f && __fsub_rn(__fadd_rn(1.0f, 2.0f), 3.0f) == 0.0f &&
+        __frcp_rn(4.0f) == __fdiv_rn(1.0f, 4.0f) && __fsqrt_rn(9.0f) == 3.0f &&
+        make_float3(1.0f, 2.0f, 3.0f).z == 3.0f && make_int4(1, 2, 3, 4).w == make_int2(3, 4).y &&
+        fabsf(__sinf(1.0f) * __sinf(1.0f) + __powf(__cosf(1.0f), 2.0f) - 1.0f) < 1e-4f;
+    __shared__ int most, least, turns;
+    if (i == 0) most = turns = 0, least = 99;
+    __syncthreads();
+    atomicMax(&most, i);
+    atomicMin(&least, i);
+    atomicSub(&turns, 1);
+    __syncthreads();
+    if (i == 0 && atomicCAS(&turns, -32, 5) == -32) atomicExch(&most, most + turns);
+    __syncthreads();
+    for (int j = i; j < n; j += 32) y[j] = right && most == 36 && least == 0 ? a[j] + b[j] : -1.0f;
+}
+"""
+
+
+@on_emulator
+def test_intrinsics(tmp_path: Path) -> None:
+    source = read(written(tmp_path, INTRINSICS))
+    kernel = matched(source, find("add"), ("float32", "KN"))
+    assert all(isinstance(each, Checked) for each in on_cpu.check_kernel(kernel, cases(kernel)))
+
+
+def test_intrinsics_are_those_of_cuda(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    assert kernels.compile_for(str(written(tmp_path, INTRINSICS)), "sm_80").cubin
+
+
 @on_emulator
 def test_further_outputs_are_compared(tmp_path: Path) -> None:
     text = template(find("layernorm")).replace("float* out, ", "float* out, float* rstd,  ")
@@ -447,6 +484,16 @@ def test_a_child_that_dies_is_noticed(tmp_path: Path) -> None:
     assert (begun, end) == ("begun", Ended(Stage("all", 60.0), 7))
     found = on_gpu._ended(add(tmp_path), end)
     assert found == Finding("the process of the kernel ended with exit code 7", at="during all")
+
+
+@pytest.mark.skipif(doctor.cuda_problem() is None, reason="there is a GPU")
+def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="the child imports CuPy")
+    kernel = add(tmp_path)
+    job = on_gpu.Job(kernel, cases(kernel), ("add",), {"N": 1, "C": 5}, ("float32", "KN"))
+    (found,) = on_gpu.run(job)
+    assert isinstance(found, Finding)
+    assert found.what == "the process of the kernel ended with exit code 1"
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,16 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+struct float3 {
+    float x, y, z;
+};
+
 struct alignas(8) int2 {
     int x, y;
+};
+
+struct alignas(16) int4 {
+    int x, y, z, w;
 };
 
 struct alignas(8) uint2 {
@@ -54,7 +62,10 @@ struct alignas(16) uint4 {
 };
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 namespace cuda_on_cpu {
 
@@ -143,6 +154,16 @@ inline int __any_sync(unsigned mask, bool predicate, CALL_SITE) {  // for a full
     return any;
 }
 
+inline unsigned __ballot_sync(unsigned mask, bool predicate, CALL_SITE) {  // lanes outside the mask count as false
+    unsigned lanes = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        lanes |= (unsigned)(cuda_on_cpu::shuffle(mask, (int)predicate, lane, file, line) == 1) << lane;
+    }
+    return lanes;
+}
+
+inline int __all_sync(unsigned mask, bool predicate, CALL_SITE) { return !__ballot_sync(mask, !predicate, file, line); }
+
 #undef CALL_SITE
 
 template <typename T>
@@ -209,7 +230,19 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
+inline float __sinf(float x) { return sinf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __powf(float x, float y) { return powf(x, y); }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
 inline int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }

@@ -153,7 +153,8 @@ def matched(
     """
     dtype, layout = stored
     if dtype in kernels.FP8:
-        raise InputError(f"--dtype {dtype}: a kernel of your own takes {operation.dtypes[0]} here")
+        plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
+        raise InputError(f"--dtype {dtype}: for a kernel of your own expected one of {plain}")
     sizes, attrs = contract(operation).cases[0]
     all_attrs = {**operation.attrs, **attrs}
     host, _ = measure.inputs_and_truth(replace(operation, attrs=all_attrs), sizes, dtype, layout)
