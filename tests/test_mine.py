@@ -145,6 +145,8 @@ def test_a_file_without_a_kernel_is_refused(tmp_path: Path, text: str, said: str
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.cu").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="a path with quotes or backslashes"):
+        read(tmp_path / 'a"b.cu')
     (tmp_path / "large.cu").write_bytes(b"x" * (1 << 21))
     for name, said in (
         ("none.cu", "No such file"), ("", "directory"), ("binary.cu", "byte 0 is not UTF-8"),
@@ -275,6 +277,7 @@ def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
         ("__shared__ float s[2];\n    s[i] = 0;", "index 2 out of bounds", (5,)),
         ("while (n) {\n        y[0] += 1;\n    }", "still running after 1 s", (5,)),
         ("if (i < n) y[i] = undefined;", "does not compile:\nmy.cu:4: 'undefined'", (4,)),
+        ("if (i < n) {", "does not compile: a brace is missing", ()),
         ("if (i < n) y[i] = a[i]", "does not compile:\nmy.cu:4: expected ';'", (4,)),
     ],
 )  # fmt: skip

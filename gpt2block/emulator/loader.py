@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
+END = "after the file"  # where g++ reports what a file lacks, such as a closing brace
 GRACE_S = 5.0  # for a program that cannot end itself
 TIMED_OUT = 6  # exit status of a program that has ended itself for its time limit
 STAND_INS = {
@@ -442,7 +443,8 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
     # static variables of a function that other translation units may share.
     return (
-        f'#include "cuda_on_cpu.h"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n}}\n'
+        f'#include "cuda_on_cpu.h"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n'
+        f'#line 1 "{END}"\n}}\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu::entries[] = {{\n{entries}{{}}}};\n"
     )
 

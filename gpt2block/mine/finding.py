@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpt2block.emulator.loader import END
 from gpt2block.mine.source import Source
 
 MOST_ERRORS = 3  # of a compiler
@@ -44,6 +45,10 @@ def of_compiler(source: Source, log: str) -> Finding:
         re.MULTILINE,
     )
     errors = [(int(a or c), b or d) for a, b, c, d in found if "In function" not in (b or d)]
+    if not errors and f"{END}:" in log:
+        return Finding(
+            f"{source.file} does not compile: a brace is missing, or there is one too many"
+        )
     if not errors:
         return Finding(f"{source.file} does not compile:\n{log.strip()}")
     shown = errors[:MOST_ERRORS]

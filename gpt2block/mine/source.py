@@ -85,6 +85,8 @@ def read(
 
 def _text(path: Path) -> str:
     try:
+        if any(not c.isprintable() or c in '"\\' for c in str(path.resolve())):
+            raise InputError(f"--mine {path}: a path with quotes or backslashes: rename it")
         if path.stat().st_size > LARGEST_FILE:
             raise InputError(
                 f"--mine {path}: more than {LARGEST_FILE:,} bytes: expected a .cu file"
