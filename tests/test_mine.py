@@ -277,6 +277,7 @@ def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
         ("__shared__ float s[2];\n    s[i] = 0;", "index 2 out of bounds", (5,)),
         ("while (n) {\n        y[0] += 1;\n    }", "still running after 1 s", (5,)),
         ("if (i < n) y[i] = undefined;", "does not compile:\nmy.cu:4: 'undefined'", (4,)),
+        ("asm volatile(\"bar.sync 0;\");", "inline PTX (asm) is for a GPU", (4,)),
         ("if (i < n) {", "does not compile: a brace is missing", ()),
         ("if (i < n) y[i] = a[i]", "does not compile:\nmy.cu:4: expected ';'", (4,)),
     ],

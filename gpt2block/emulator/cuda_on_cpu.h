@@ -208,7 +208,8 @@ ATOMIC(atomicExch, value)
 #undef ATOMIC
 
 template <typename T>
-__attribute__((no_sanitize("thread"))) T atomicCAS(T* pointer, std::common_type_t<T> expected, std::common_type_t<T> value) {
+__attribute__((no_sanitize("thread"))) T atomicCAS(T* pointer, std::common_type_t<T> expected,
+                                                   std::common_type_t<T> value) {
     if (cuda_on_cpu::atomic_begins) cuda_on_cpu::atomic_begins();
     const T old = *pointer;
     if (old == expected) *pointer = value;

@@ -1,6 +1,6 @@
 // Finds data races: two accesses to one byte by different threads, at least one of them a write, with no barrier that
-// orders them. Linked instead of AddressSanitizer into programs that are compiled with -fsanitize=thread, whose calls of
-// __tsan_read and __tsan_write arrive here; libtsan itself, which watches threads of the system, is not linked.
+// orders them. Linked into programs that are compiled with -fsanitize=thread instead of AddressSanitizer, whose calls
+// of __tsan_read and __tsan_write arrive here; libtsan itself, which watches threads of the system, is not linked.
 //
 // What orders accesses: __syncthreads() within a block, and within a warp every exchange (__syncwarp(), shuffles) among
 // the lanes of its mask, followed by vector clocks. Nothing orders two blocks. A kernel that uses atomics may order its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from gpt2block.mine.arguments import Attrs
 from gpt2block.mine.check import Case, Checked
 from gpt2block.mine.finding import Finding, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
+from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
@@ -44,6 +46,9 @@ def check_kernel(
     orders. limit_s: of each of these launches.
     """
     require_emulator()
+    if ptx := _inline_ptx(kernel.source):
+        yield ptx
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of g++, which a cached program does not repeat
         _compile_ahead(kernel, cases[0])
@@ -52,6 +57,17 @@ def check_kernel(
             yield found
             if isinstance(found, Finding):
                 return
+
+
+def _inline_ptx(source: Source) -> Finding | None:
+    """The first line with instructions of a GPU, which g++ cannot compile."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if re.search(r"\basm\b", line.partition("//")[0]):
+            what = (
+                "inline PTX (asm) is for a GPU; of lib/sm80.cuh, the emulator has cp.async and mma"
+            )
+            return Finding(what, (number,))
+    return None
 
 
 def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Finding:
