@@ -15,6 +15,8 @@ from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
 from gpt2block.bench.roofline import LEADER, check_file, save, spread
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
+from gpt2block.errors import InputError
+from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation
 
 
@@ -61,13 +63,14 @@ def print_measurements(
             row.variant,
             "" if row.block is None else str(row.block),
             f"{row.gpu_us:.2f}",
-            f"{row.call_us:.1f}",
+            "" if row.call_us is None else f"{row.call_us:.1f}",
             f"{row.rate:.0f}" if row.unit == "GB/s" else f"{row.rate:.2f}",
             f"{row.percent:.1f}",
             f"{row.max_abs:.1e}",
             f"{row.max_rel:.1e}",
             "ok" if row.right else "WRONG",
             *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
+            style="bold" if row.variant == MINE else None,
         )
     print_table(out, table)
     for line in skipped:
