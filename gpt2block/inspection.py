@@ -77,7 +77,9 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     for layer, x in enumerate(states):
         normed = apply(norm, (x, *(weights[name] for name in parameters)))
         probabilities = reference.softmax(reference.matmul_bias(normed, head))
-        order = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
-        found.ids[layer] = order
-        found.probabilities[layer] = np.take_along_axis(probabilities, order, axis=-1)
+        chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)
+        kept = np.take_along_axis(probabilities, chosen, axis=-1)
+        order = np.argsort(-kept, axis=-1, kind="stable")
+        found.ids[layer] = np.take_along_axis(chosen, order, axis=-1)
+        found.probabilities[layer] = np.take_along_axis(kept, order, axis=-1)
     return found
