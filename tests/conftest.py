@@ -94,7 +94,10 @@ def pytest_runtest_makereport(
             message = f"{item.nodeid}: the CUDA context is lost: {problem}"
             if not is_worker(item.config):
                 pytest.exit(f"{message}\n{report.longreprtext}", returncode=3)
-            os.write(2, f"{message}\n{report.longreprtext}\n".encode())
+            os.write(2, f"{message}\n".encode())
+            if path := item.config.getoption("--failures"):  # this report is lost otherwise
+                with Path(path).open("a") as file:
+                    file.write(f"{message}\n{report.longreprtext}\n\n")
             os._exit(3)
     return report
 
