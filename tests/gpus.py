@@ -54,7 +54,7 @@ def this_gpu() -> Gpu:
     }
 
 
-WAIT_S = 60.0  # for memory that tests of other processes use
+WAIT_S = 10.0  # for memory that tests of other processes use
 MARGIN = 2 << 30  # bytes left for the other tests
 _lock = Path(tempfile.gettempdir()) / "gpt2block-tests-device-memory.lock"
 
