@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,9 +40,10 @@ def printed(*arguments: str) -> str:
 
 
 def test_block_without_arguments_takes_a_passage_through_the_trained_model() -> None:
-    start = time.perf_counter()
+    before = os.times()
     out = printed("block", "--device", "cpu")
-    assert time.perf_counter() - start < 10
+    used = os.times().children_user - before.children_user  # whatever else the machine does
+    assert used < 10
     rows = [line.split() for line in out.splitlines()]
     steps = [row for row in rows if row and row[0] in TEN]
     assert [row[0] for row in steps] == TEN
