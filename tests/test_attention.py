@@ -19,6 +19,7 @@ from gpt2block.ops.attention import OPERATION, naive_geometry
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.devices import ON_CPU, every_device, on_gpu, one_order, running_on, set_attributes
+from tests.gpus import large_memory
 from tests.plain import normal
 
 Array = NDArray[Any]
@@ -316,14 +317,13 @@ def test_more_sequences_than_a_grid_has_rows(device: Any) -> None:
 @on_gpu
 def test_offsets_beyond_32_bits(device: Any) -> None:
     """2.4 billion values of qkv: the last sequence's result is that of the sequence alone."""
-    free = device.cuda.Device().mem_info[0]
     B, T, width = 1025, 1024, 2304
-    if free < 4 * B * T * width * 4 / 3 + 2**30:
-        pytest.skip("needs 14 GB of device memory")
-    qkv = device.full((B, T, width), device.nan, "float32")
-    qkv[-1] = device.asarray(normal(0, T, width))
-    got = ops.attention(qkv, 12, True, "online")[-1]
-    assert bool((got == ops.attention(qkv[-1], 12, True, "online")).all())
+    with large_memory(4 * B * T * width * 4 // 3):
+        qkv = device.full((B, T, width), device.nan, "float32")
+        qkv[-1] = device.asarray(normal(0, T, width))
+        got = ops.attention(qkv, 12, True, "online")[-1]
+        assert bool((got == ops.attention(qkv[-1], 12, True, "online")).all())
+        del qkv, got
 
 
 @one_order

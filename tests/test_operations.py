@@ -439,6 +439,6 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     assert [row.variant for row in rows] == [variant.name for variant in chosen]
     for row in rows:
         assert row.right
-        assert 0 < row.gpu_us < 1000
+        assert row.gpu_us > 0
         assert row.call_us is not None
-        assert 0 < row.call_us < 10_000
+        assert row.call_us > 0

@@ -35,6 +35,7 @@ from tests.gpus import cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 LATE_NS = 200_000  # long enough for the host to launch a step's kernels
+LATER_NS = 50_000_000  # and where other processes use the GPU, too
 
 # Parameters that kernels read early although they are not const __restrict__. No kernel of a chain
 # writes the settings of a sampler, the numbers of the sequences, or keys and values before the
@@ -96,8 +97,8 @@ def launch_early(launches: tuple[Any, ...]) -> None:
             overlap.run(launch)
 
 
-def run_behind(late: list[Any], launches: tuple[Any, ...]) -> None:
-    """Launch early, after a kernel that writes what the arrays hold now."""
+def run_behind(late: list[Any], launches: tuple[Any, ...], ns: int = LATE_NS) -> None:
+    """Launch early, after a kernel that writes what the arrays hold now, `ns` after its start."""
     if is_emulated():
         launch_early(launches)
         return
@@ -105,7 +106,7 @@ def run_behind(late: list[Any], launches: tuple[Any, ...]) -> None:
     jobs = [(a.data.ptr, b.data.ptr, a.nbytes) for a, b in zip(written, late, strict=True)]
     jobs_on_device = cupy.asarray(np.array(jobs, np.uint64))
     poison(late)
-    probe("copy_late")((4,), (256,), (jobs_on_device, np.int32(len(jobs)), np.int64(LATE_NS)))
+    probe("copy_late")((4,), (256,), (jobs_on_device, np.int32(len(jobs)), np.int64(ns)))
     launch_early(launches)
     cupy.cuda.get_current_stream().synchronize()
 
@@ -174,7 +175,7 @@ def test_the_late_kernel_is_late(waits: bool) -> None:
     name = "copy_after_wait" if waits else "copy_without_wait"
     launch = kernels.Launch(name, probe(name), (1,), (32,), args)
     launch.run()  # loads the kernel, which would wait for the one that runs
-    run_behind([x], (launch,))
+    run_behind([x], (launch,), LATER_NS)
     assert out.get().tolist() == (list(range(32)) if waits else [-1] * 32)
 
 
