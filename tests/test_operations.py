@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,29 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="--plot"):
         draw_sweep(rows, BEST, "a GPU", tmp_path / "none" / "sweep.png")
+
+
+def test_every_line_of_a_plot_has_its_name_next_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    one_size = replace(sweep({"tri6": [80.0]})[0], block=None)
+    rows = [*sweep({"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]}), one_size]
+    draw_sweep(rows, Ceilings(100.0, {"float32": 50.0}), "a GPU", tmp_path / "sweep.png")
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == [
+        "variant 1: 20, best at 64",
+        "variant 5: 60, best at 64",
+        "tri6: 80, one block size",
+        "copy: 100",
+    ]
+    assert drawn[0].legends == []
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    assert all(b - a >= 0.06 - 1e-9 for a, b in pairwise(heights))
 
 
 def test_sizes_that_make_no_sense_together_are_refused() -> None:

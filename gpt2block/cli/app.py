@@ -23,6 +23,7 @@ from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import compare as cli_compare
 from gpt2block.cli import convert as cli_convert
+from gpt2block.cli import explain as cli_explain
 from gpt2block.cli import kernels_command as cli_kernels_command
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
@@ -46,6 +47,7 @@ app = typer.Typer(
 cli_map.register(app)
 cli_convert.register(app)
 cli_compare.register(app)
+cli_explain.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
 
 

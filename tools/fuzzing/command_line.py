@@ -77,7 +77,8 @@ def _no_json(name: str) -> None:
 def case(rng: np.random.Generator, folder: Path) -> Outcome:
     if rng.random() < SUBPROCESSES:
         return _subprocess(rng, folder)
-    return pick(rng, _generate, _generate, _score, _score, _info, _block, _other, _map)(rng, folder)
+    commands = (_generate, _generate, _score, _score, _info, _block, _explain, _other, _map)
+    return pick(rng, *commands)(rng, folder)
 
 
 def _model(rng: np.random.Generator, folder: Path) -> str:
@@ -249,6 +250,26 @@ def _block(rng: np.random.Generator, folder: Path) -> Outcome:
     ended = run(arguments)
     check_ended(ended, arguments)
     return "right" if ended.code == 0 else "refused"
+
+
+def _explain(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A page of any text and model holds the ids of the text, and two scripts."""
+    options, _ = _some(rng, {"--layer": ("0", "1", "-1"), "--dtype": ("float32", "float8_e5m2")})
+    name, text, page = _model(rng, folder), str(pick(rng, *_texts())), folder / "page.html"
+    arguments = ["explain", "-o", str(page), "--model", name, *options, "--", text]
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    if not page.exists():
+        return "refused"
+    html = page.read_text(encoding="utf-8")
+    start, end = '<script type="application/json" id="data">', "</script>"
+    if (html.count("<script"), html.count(end)) != (2, 2):
+        raise Difference(f"expected two scripts in the page of {text!a}")
+    data = json.loads(html.partition(start)[2].partition(end)[0], parse_constant=_no_json)
+    if name == str(model_folder()):
+        ids = [token["id"] for token in data["tokens"]]
+        check_equal("ids", ids, model().tokenizer.encode_ordinary(text))
+    return "right"
 
 
 def _other(rng: np.random.Generator, folder: Path) -> Outcome:
