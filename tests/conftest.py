@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests.devices import device  # noqa: F401  (a fixture of every test)
+from tests.gpus import context_problem
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
@@ -19,6 +21,8 @@ hypothesis.settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
+    parser.addoption("--part", metavar="I/N", help="run part I of N of the selected tests")
+    parser.addoption("--failures", metavar="FILE", help="append each failure to a file at once")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     With --gpu a machine without a usable device is a failure, never a silent skip."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--failures") and not is_worker(config):
+        config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
     if config.getoption("--gpu"):
         from gpt2block import doctor  # noqa: PLC0415
 
@@ -35,13 +41,65 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--gpu: no CUDA device can be used: {problem}")
 
 
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process of pytest-xdist that runs tests for another one."""
+    return hasattr(config, "workerinput")
+
+
+class Failures:
+    """Appends each failure to a file when it is reported, as a run may be killed before its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--part"):
+        items[:] = part_of(items, config.getoption("--part"))
     if config.getoption("--gpu"):
         return
     skip = pytest.mark.skip(reason="needs a CUDA device: run pytest --gpu")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
+    """Part "I/N": every N-th test, from the I-th one on, so that all parts take as long."""
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 0 < int(number) <= int(parts)):
+        raise pytest.UsageError(f"--part: expected I/N, as in 1/2, got {part!r}")
+    return items[int(number) - 1 :: int(parts)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End the process after a failure that its CUDA context does not survive.
+
+    All later tests would fail in it. pytest-xdist reports the test and starts another process.
+    """
+    report = yield
+    if report.failed and "gpu" in item.keywords and item.config.getoption("--gpu"):
+        problem = context_problem()
+        if problem:
+            message = f"{item.nodeid}: the CUDA context is lost: {problem}"
+            if not is_worker(item.config):
+                pytest.exit(f"{message}\n{report.longreprtext}", returncode=3)
+            os.write(2, f"{message}\n".encode())
+            if path := item.config.getoption("--failures"):  # this report is lost otherwise
+                with Path(path).open("a") as file:
+                    file.write(f"{message}\n{report.longreprtext}\n\n")
+            os._exit(3)
+    return report
 
 
 @pytest.fixture(scope="session")

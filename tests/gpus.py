@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
@@ -46,3 +52,43 @@ def this_gpu() -> Gpu:
         "sms": device_attribute("MultiProcessorCount"),
         "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
     }
+
+
+WAIT_S = 10.0  # for memory that tests of other processes use
+MARGIN = 2 << 30  # bytes left for the other tests
+_lock = Path(tempfile.gettempdir()) / "gpt2block-tests-device-memory.lock"
+
+
+@contextmanager
+def large_memory(nbytes: int) -> Iterator[None]:
+    """For a test that allocates many GB: one at a time, of all processes on this machine.
+
+    Skips the test where the GPU has less memory, or tests of other processes use too much of it.
+    """
+    pool = cupy.get_default_memory_pool()
+    if cupy.cuda.Device().mem_info[1] < nbytes + MARGIN:
+        pytest.skip(f"needs {nbytes / 1e9:.0f} GB of device memory")
+    with _lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        pool.free_all_blocks()
+        end = time.monotonic() + WAIT_S
+        while cupy.cuda.Device().mem_info[0] < nbytes + MARGIN:
+            if time.monotonic() > end:
+                pytest.skip(f"other processes leave less than {nbytes / 1e9:.0f} GB free")
+            time.sleep(0.2)
+        try:
+            yield
+        finally:
+            pool.free_all_blocks()
+
+
+def context_problem() -> str | None:
+    """Why no later call of CUDA can succeed in this process, or None: errors that are sticky."""
+    try:
+        cupy.cuda.Device().synchronize()
+        assert cupy.zeros(1, "int32").get().tolist() == [0]
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            return None
+        return f"{type(error).__name__}: {error}"
+    return None

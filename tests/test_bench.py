@@ -688,7 +688,7 @@ def test_a_small_race() -> None:
     if int(cupy.cuda.Device().compute_capability) >= 80:
         assert ("block", "fused") in {(row.what, row.contender) for row in report.rows}
     for each in report.rows:
-        assert 0 < each.us < 5000
+        assert each.us > 0
         assert each.max_rel > 0
     assert report.versions["GPU"]
 

@@ -25,6 +25,8 @@ from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import bind_matmul
+from gpt2block.ops.rope_qkv import bind as bind_rope
+from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.program import Program
@@ -35,6 +37,7 @@ from tests.gpus import cupy_with
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 LATE_NS = 200_000  # long enough for the host to launch a step's kernels
+LATER_NS = 50_000_000  # and where other processes use the GPU, too
 
 # Parameters that kernels read early although they are not const __restrict__. No kernel of a chain
 # writes the settings of a sampler, the numbers of the sequences, or keys and values before the
@@ -96,8 +99,8 @@ def launch_early(launches: tuple[Any, ...]) -> None:
             overlap.run(launch)
 
 
-def run_behind(late: list[Any], launches: tuple[Any, ...]) -> None:
-    """Launch early, after a kernel that writes what the arrays hold now."""
+def run_behind(late: list[Any], launches: tuple[Any, ...], ns: int = LATE_NS) -> None:
+    """Launch early, after a kernel that writes what the arrays hold now, `ns` after its start."""
     if is_emulated():
         launch_early(launches)
         return
@@ -105,7 +108,7 @@ def run_behind(late: list[Any], launches: tuple[Any, ...]) -> None:
     jobs = [(a.data.ptr, b.data.ptr, a.nbytes) for a, b in zip(written, late, strict=True)]
     jobs_on_device = cupy.asarray(np.array(jobs, np.uint64))
     poison(late)
-    probe("copy_late")((4,), (256,), (jobs_on_device, np.int32(len(jobs)), np.int64(LATE_NS)))
+    probe("copy_late")((4,), (256,), (jobs_on_device, np.int32(len(jobs)), np.int64(ns)))
     launch_early(launches)
     cupy.cuda.get_current_stream().synchronize()
 
@@ -174,7 +177,7 @@ def test_the_late_kernel_is_late(waits: bool) -> None:
     name = "copy_after_wait" if waits else "copy_without_wait"
     launch = kernels.Launch(name, probe(name), (1,), (32,), args)
     launch.run()  # loads the kernel, which would wait for the one that runs
-    run_behind([x], (launch,))
+    run_behind([x], (launch,), LATER_NS)
     assert out.get().tolist() == (list(range(32)) if waits else [-1] * 32)
 
 
@@ -304,6 +307,20 @@ def test_the_sampler(device: Any) -> None:
 
 def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
     return cupy.asarray(array.astype(FLOATS[dtype]))
+
+
+@one_order
+def test_rope_of_packed_rows(device: Any) -> None:
+    """Two heads of Q, one of K and V."""
+    qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
+    row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
+    frequencies = device.asarray(100.0 ** -np.arange(4))
+    k, v = device.zeros((2, 2, 5, 8), "float32")
+    out, q = device.zeros((3, 32), "float32"), device.zeros((3, 16), "float32")
+    turned = bind_rope((qkv, position, frequencies), out, n_head=2, n_kv_head=1)
+    assert_waits(turned.launches, [qkv, position], [out])
+    appended = bind_rope_append((qkv, frequencies, k, v, row, position), q, n_head=2)
+    assert_waits(appended.launches, [qkv, row, position, k, v], [q])
 
 
 @one_order

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import subprocess
 import sys
-import time
 import venv
 import zipfile
 from hashlib import sha256
@@ -86,12 +86,13 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
         "from gpt2block.cli import main\n"
         "main(['block', '--device', 'cpu'])\n"
     )
-    start = time.perf_counter()
+    before = os.times()
     done = subprocess.run(
         [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 10
+    used = os.times().children_user - before.children_user  # whatever else the machine does
+    assert used < 10
     for file in kernels.sources():  # the very programs that the other tests compile
         program = sha256(kernels.program(file).encode()).hexdigest()
         assert f"{file} {' '.join(kernels.signatures(file))} {program}\n" in done.stdout

@@ -82,6 +82,15 @@ def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.Mon
     assert len(raw.calls) == 3
 
 
+def test_many_cores_do_not_mean_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 192)
+    requests._threads.cache_clear()
+    try:
+        assert requests._threads()._max_workers == requests.MOST_THREADS
+    finally:
+        requests._threads.cache_clear()
+
+
 def test_functions_of_a_file_share_a_module(raw: Raw) -> None:
     compiled = []
 

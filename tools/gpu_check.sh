@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: the GPU tests, random calls of the ops, compute-sanitizer and the bench in one go, and a short summary.
 #
-#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests] [fuzz] [sanitizer] [bench]]
+#   GPT2BLOCK_DATA=path/to/test/data tools/gpu_check.sh [folder for the logs [tests|tests=I/N] [fuzz] [sanitizer] [bench]]
 #
-# Without names of parts, all four. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at
-# small sizes. Where a tool or the device refuses, the summary says "not run". The exit status is 0 only when everything
-# ran and nothing was found.
+# Without names of parts, all four. tests=I/N runs part I of N of the tests, for machines that limit the time of a call:
+# SECONDS_OF_TESTS (540) after their start the tests are interrupted, and the summary names those that failed until then.
+# failures-I.txt has each failure from the moment it is reported. A process whose CUDA context is lost is replaced, and
+# the test is named. The sanitizer's four tools run side by side over tools/sanitize.py, every kernel at small sizes.
+# Where a tool or the device refuses, the summary says "not run". The exit status is 0 only when everything ran and
+# nothing was found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
@@ -17,14 +20,22 @@ summary="$logs/summary.txt"
 status=0
 say() { echo "$*" | tee -a "$summary"; }
 
-gpu_tests() {
+gpu_tests() {  # part: I/N
+    local log="$logs/tests-${1%/*}.txt" failures="$logs/failures-${1%/*}.txt" result=0
     # where pytest-xdist is there
     parallel=$(python3 -c 'import xdist' 2> /dev/null && echo "-n $(($(nproc) < 12 ? $(nproc) : 12))")
-    timeout 570 python3 -m pytest --gpu -m gpu -q -rsfEP $parallel tests > "$logs/tests.txt" 2>&1 || status=1
-    say "tests      $(tail -n 1 "$logs/tests.txt")"
-    grep -E '^SKIPPED|^FAILED|^ERROR' "$logs/tests.txt" | cut -c 1-160 | while read -r line; do say "           $line"; done
-    grep -hE '^(first start|validation loss) ' "$logs/tests.txt" | while read -r line; do say "           $line"; done
-    grep -q 'GPT2BLOCK_DATA names no folder' "$logs/tests.txt" && say "tests were skipped for missing data" && status=1
+    # An interrupted pytest prints its summary; one that hangs is killed.
+    timeout --signal=INT --kill-after=15 "${SECONDS_OF_TESTS:-540}" python3 -m pytest --gpu -m gpu --part "$1" \
+        --failures "$failures" -v -rsfEP --tb=short --durations=20 $parallel tests > "$log" 2>&1 || result=$?
+    [ $result -eq 0 ] || status=1
+    say "tests $1  $(tail -n 1 "$log")"
+    [ $result -eq 124 ] || [ $result -eq 137 ] && say "           stopped after ${SECONDS_OF_TESTS:-540} s: run more parts"
+    grep -E '^FAILED ' "$failures" | sort | uniq -c | cut -c 1-200 | while read -r line; do say "           $line"; done
+    grep -E 'the CUDA context is lost|worker .* crashed' "$log" | sort -u | cut -c 1-200 \
+        | while read -r line; do say "           $line"; done
+    grep -E '^SKIPPED|^ERROR' "$log" | cut -c 1-160 | while read -r line; do say "           $line"; done
+    grep -hE '^(first start|validation loss) ' "$log" | while read -r line; do say "           $line"; done
+    grep -q 'GPT2BLOCK_DATA names no folder' "$log" && say "tests were skipped for missing data" && status=1
 }
 
 fuzz() {
@@ -64,7 +75,8 @@ bench() {
 }
 
 say "$(python3 -m gpt2block check | tee "$logs/check.txt" | grep -E ' (CuPy|driver|device|NVRTC) ' | tr -s ' ')"
-[[ $parts == *" tests "* ]] && gpu_tests
+[[ $parts == *" tests "* ]] && gpu_tests 1/1
+for part in $parts; do [[ $part == tests=*/* ]] && gpu_tests "${part#tests=}"; done
 [[ $parts == *" fuzz "* ]] && fuzz
 [[ $parts == *" sanitizer "* ]] && sanitizers
 [[ $parts == *" bench "* ]] && bench

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -143,8 +144,8 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
         )
     print_table(out, table)
     lines = (
-        "Errors against float64, rel by the tensor's largest value. max: of the step alone,",
-        "fed exact inputs; total: accumulated from x on.",
+        "Errors against float64; rel: relative to the tensor's largest value. max: of the step",
+        "alone, fed exact inputs; total: accumulated from x on.",
     )
     out.print(("\n" if out.width >= len(lines[0]) else " ").join(lines))
     if result.stream:
@@ -297,6 +298,7 @@ cli_kernels_command.register(app)
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; errors name options such as `--top-k`."""
     root = typer.main.get_command(app)
+    _join_lines(root)
     try:
         return int(root.main(arguments, standalone_mode=False) or 0)
     except typer.Abort:  # raised for Ctrl-C by older versions of Typer
@@ -311,6 +313,15 @@ def run(arguments: list[str]) -> int:
     except (CheckpointError, DeviceError, InputError) as error:
         command = _command(root, arguments)
         raise type(error)(in_terms_of_options(str(error), command, arguments)) from error
+
+
+def _join_lines(group: Any) -> None:
+    """Remove the line breaks of docstrings from the help of commands, which has a width itself."""
+    for command in group.commands.values():
+        paragraphs = cleandoc(command.help or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        if hasattr(command, "commands"):
+            _join_lines(command)
 
 
 def _command(root: Any, arguments: list[str]) -> Any:

@@ -56,7 +56,7 @@ _KERNELS = (
     f"rotated over copies that fill {CACHES} times the L2 cache, at most {MOST_SETS}",
     "ours: launches overlap and K may be split, as in the graph of a block",
     "% matmul, % copy: of those ceilings, for the least operations and bytes required",
-    "max rel: error against float64 by the largest value; ok: within rounding",
+    "max rel: error against float64 relative to the largest value; ok: within rounding",
 )
 
 
@@ -71,7 +71,7 @@ def _decoding(row: Row) -> tuple[str, ...]:
         f"{SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
-        "max rel: error of logits, log-probabilities against NumPy by the largest logit",
+        "max rel: error of logits, log-probabilities against NumPy relative to the largest logit",
     )
 
 

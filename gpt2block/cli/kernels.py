@@ -15,7 +15,6 @@ from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
 from gpt2block.bench.roofline import LEADER, check_file, save, spread
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
-from gpt2block.errors import InputError
 from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation
 

@@ -18,6 +18,7 @@ from gpt2block.cuda import replaced
 
 Compile = Callable[..., Any]  # of the arguments in a key: a `cupy.RawModule`, compiled
 Watcher = Callable[[int, int], None]
+MOST_THREADS = 16  # a start has few more kernels, and each compile takes memory
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
 _modules: dict[Hashable, Future[Any]] = {}
@@ -98,7 +99,7 @@ def _at_once(compile: Compile, *key: Hashable) -> Future[Any]:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """NVRTC releases Python's lock, and compiles in parallel."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), thread_name_prefix="compile")
 
 
 @contextmanager

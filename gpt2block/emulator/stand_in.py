@@ -414,7 +414,7 @@ def _alloc_pinned_memory(size: int) -> Any:
 
 def get_default_memory_pool() -> Any:
     """A pool that holds no free memory."""
-    return SimpleNamespace(free_bytes=lambda: 0)
+    return SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
 
 
 class OutOfMemoryError(MemoryError):

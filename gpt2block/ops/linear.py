@@ -362,7 +362,7 @@ OPERATION = Operation(
         ),
     ),
     auxiliary=(
-        Variant("qkv", matvec.FILE, ("qkv_matvec",), "the same, with k and v into the KV cache"),
+        Variant("qkv", matvec.FILE, ("qkv_matvec",), "matvec, with k and v into the KV cache"),
         Variant("qkv_mma", mma.FILE, ("qkv_decode_mma",), "mma, with k and v into the KV cache"),
         Variant(
             "qkv_mma_tiles",
