@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from gpt2block.architectures import gpt2, llama
 from gpt2block.config import ModelConfig
 from gpt2block.config_llama import LlamaConfig
-from gpt2block.plan import Plan
+from gpt2block.plan import Plan, Step
 
 
 class Architecture(Protocol):
@@ -22,6 +22,9 @@ class Architecture(Protocol):
 
     def model_plan(self, config: Any, want: Any, longest: int) -> Plan:
         """Tokens to logits or hidden states, a step per operation."""
+
+    def fuse(self, steps: Iterable[Step]) -> list[Step]:
+        """The steps of a block as fewer steps; each has the name and result of its last one."""
 
     def constants(self, config: Any) -> dict[str, Any]:
         """Inputs of the plans that the config determines, by name."""

@@ -83,6 +83,11 @@ def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
     return fused
 
 
+def fuse(steps: Iterable[Step]) -> Steps:
+    """The steps of a block in which products fuse their bias, GELU and residual."""
+    return fuse_epilogues(steps, "gemm")
+
+
 def fuse_norms(steps: Iterable[Step]) -> Steps:
     """`fuse_epilogues` for op "linear", which also fuses the LayerNorm of its input."""
     fused: Steps = []
@@ -116,7 +121,7 @@ def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) ->
     Each step computes the same tensor as the one of that name in the ten-step plan. Projections may
     sum over K in parts.
     """
-    steps = fuse_epilogues(ten_step_plan(n_head, causal, eps, weights).steps, "gemm")
+    steps = fuse(ten_step_plan(n_head, causal, eps, weights).steps)
     return Plan(
         tuple(
             replace(step, attrs={**step.attrs, "split_k": True}) if len(step.inputs) == 4 else step
