@@ -205,14 +205,14 @@ def test_bad_input(cp: ModuleType) -> None:
             (x.astype("float32"), 2),
             "variant hopper: qkv: expected float16 or bfloat16, got float32",
         ),
-        ((x, 1), "variant hopper: head size 128: tensor cores take 64"),
+        ((x, 1), "variant hopper: head size 128: expected 64: use variant mma"),
     ):
         with pytest.raises(InputError, match=message):
             ops.attention(*args, variant="hopper")
 
 
 def test_other_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(None, None, "float16", 1, 5, 1, 64, False)
+    job = Job(None, None, "float16", 1, 5, 1, 1, 64, False)
     for capability, best in ((80, "mma"), (90, "hopper"), (120, "mma")):
         monkeypatch.setattr(
             import_module("gpt2block.ops.attention"),
