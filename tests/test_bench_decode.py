@@ -212,6 +212,8 @@ def test_all_is_measured_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> Non
     if emulator.missing():
         pytest.skip(f"no CUDA on the CPU: {emulator.missing()}")
     monkeypatch.setattr(DecodeWork, "rounds", 1)
+    for kind in (DecodeWork, PromptWork, GenerateWork):
+        monkeypatch.setattr(kind, "turns", 1)
     with emulator.emulated():
         report = raced(few("bfloat16")[1:])
     assert report.skipped == []

@@ -431,6 +431,24 @@ def test_an_output_that_is_never_written_is_wrong(monkeypatch: pytest.MonkeyPatc
     assert not any(row.right for row in rows)
 
 
+def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise later work of the process could be refused."""
+    runs: list[bool] = []
+
+    def run() -> None:
+        runs.append(stream.is_capturing())
+        if runs[-1]:
+            raise ZeroDivisionError
+
+    with emulator.emulated() as device:
+        stream = device.cuda.Stream()
+        monkeypatch.setattr(device.cuda, "Stream", lambda **_: stream)
+        with pytest.raises(ZeroDivisionError):
+            timing.captured([SimpleNamespace(run=run)])
+        assert runs == [False, True]
+        assert not stream.is_capturing()
+
+
 @pytest.mark.gpu
 @every_operation
 def test_every_variant_is_right_and_timed(operation: Operation) -> None:

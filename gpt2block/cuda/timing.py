@@ -52,9 +52,11 @@ def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        for launch in launches:
-            launch.run()
-        graph = stream.end_capture()
+        try:
+            for launch in launches:
+                launch.run()
+        finally:
+            graph = stream.end_capture()
     return lambda: graph.launch(cupy.cuda.get_current_stream())
 
 
