@@ -284,7 +284,7 @@ class Model(Generic[Weights]):
             None chooses a new one, which Generation.seed reports.
         sampling: a Sampling, instead of the keywords from temperature to seed.
         stop: a string, or several; the text ends before the first occurrence.
-        stop_ids: tokens that end the text; None: <|endoftext|> if the model has it.
+        stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
         samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.

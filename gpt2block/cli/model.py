@@ -160,7 +160,8 @@ def generate(
     stop_id: Annotated[
         Optional[list[int]],  # noqa: UP045
         typer.Option(
-            help="Stop at this token id, may be given several times; by default <|endoftext|>."
+            help="Stop at this token id, may be given several times; by default the end tokens of "
+            "the model, such as <|endoftext|>."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Number of continuations.")] = 1,
