@@ -208,7 +208,8 @@ class Run:
         config, end = engine.config, tokenizer.end_of_text(encoding)
         V = config.vocab_size
         if stop_ids is None:
-            ids = tuple(token for token in (*config.eos_token_ids, end) if token in range(V))
+            ends_of = (*config.eos_token_ids, *(() if end is None else (end,)))
+            ids = tuple(token for token in ends_of if token < V)
         else:
             found = tokenizer.token_ids(None, several(stop_ids), V, "stop_ids")
             ids = tuple(found.tolist())
