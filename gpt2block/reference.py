@@ -229,14 +229,16 @@ def attention_varlen(
     n_head: int,
     causal: bool = False,
     max_seqlen: int | None = None,
+    n_kv_head: int | None = None,
 ) -> Array:
     """`attention` of several sequences, each over itself; rows as in `attention_packed`."""
-    if qkv.shape[1] % 3:
-        raise InputError(f"qkv: expected (N, 3C), got {qkv.shape}")
-    out = np.zeros((len(qkv), qkv.shape[1] // 3), qkv.dtype)
+    heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
+    if qkv.shape[1] % heads:
+        raise InputError(f"qkv: expected (N, W), W a multiple of {heads} heads, got {qkv.shape}")
+    out = np.zeros((len(qkv), qkv.shape[1] // heads * n_head), qkv.dtype)
     for first, end in _spans(cu_seqlens, len(qkv)):
         if end > first:
-            out[first:end] = attention(qkv[first:end], n_head, causal)
+            out[first:end] = attention(qkv[first:end], n_head, causal, n_kv_head)
     return out
 
 
@@ -515,6 +517,28 @@ def rope_qkv(
     angle = positions[:, None, None] * frequencies
     turned = _turned(heads[..., :turning, :], angle, half_split)
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
+
+
+@takes(qkv="N W", frequencies="P", k="B S C", v="B S C", row="int N", position="int N")
+def rope_append(
+    qkv: Array,
+    frequencies: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    n_head: int,
+    half_split: bool = False,
+) -> Array:
+    """`rope_qkv` of one token a sequence: returns q, and appends K and V to a kv_cache.
+
+    qkv (N, Q + 2C), rows [Q | K | V], frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)
+    → (N, Q). K and V of token n go to position[n] of row[n].
+    """
+    n_kv_head = k.shape[-1] // max(1, 2 * len(frequencies))
+    turned = rope_qkv(qkv, position, frequencies, n_head, n_kv_head, half_split)
+    kv_append(turned, k, v, row, position)
+    return turned[:, : -2 * k.shape[-1]]
 
 
 def _turned(x: Array, angle: Array, half_split: bool) -> Array:

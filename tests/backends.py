@@ -40,7 +40,8 @@ class OnDevice:
         self.name = name
 
     def _run(self, op: str, *inputs: Array | None, **attrs: Any) -> Array:
-        shape = OPERATIONS[op].shape(*(None if a is None else a.shape for a in inputs))
+        shapes = (None if a is None else a.shape for a in inputs)
+        shape = OPERATIONS[op].shape(*shapes, **attrs)
         results: list[Array] = []
         with running_on(self.name) as device:
             for _ in range(2 if self.name == "gpu" else 1):

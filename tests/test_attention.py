@@ -113,7 +113,7 @@ def test_tiles_for_little_shared_memory(
 ) -> None:
     """As on a GPU with 64 KB a block."""
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=T4)
-    geometry = online_geometry(1, 150, 1, size, block=None, most_shared=T4)
+    geometry = online_geometry(1, 150, 1, size, NKV=1, block=None, most_shared=T4)
     assert geometry.shared <= T4
     qkv = normal(size, 150, 3 * size)
     assert_right(evaluate(device, "online", qkv, 1, True), qkv, 1, True)
@@ -202,7 +202,7 @@ def test_a_missing_barrier_shows(n: int) -> None:
     qkv = normal(0, 150, 48)
     with running_on("forward") as device:
         right = evaluate(device, "online", qkv, 1, False)
-    geometry = online_geometry(1, 150, 1, 16, block=None, most_shared=H200)
+    geometry = online_geometry(1, 150, 1, 16, NKV=1, block=None, most_shared=H200)
     options: dict[str, Any] = {"shared": geometry.shared, "defines": geometry.defines}
     results = []
     for order in loader.ORDERS:
@@ -216,19 +216,19 @@ def test_a_missing_barrier_shows(n: int) -> None:
 
 
 def test_tiles_fit_the_shared_memory() -> None:
-    geometry = online_geometry(8, 1024, 12, 64, block=None, most_shared=H200)
+    geometry = online_geometry(8, 1024, 12, 64, NKV=12, block=None, most_shared=H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for size in (4, 64, 128, 256):
         for limit in (99 * 1024, H200):
-            geometry = online_geometry(1, 4096, 1, size, block=None, most_shared=limit)
+            geometry = online_geometry(1, 4096, 1, size, NKV=1, block=None, most_shared=limit)
             assert geometry.shared <= limit
-    short = online_geometry(1, 5, 1, 64, block=None, most_shared=H200)
+    short = online_geometry(1, 5, 1, 64, NKV=1, block=None, most_shared=H200)
     assert short.block == (32,)
     with pytest.raises(InputError, match=r"head size 256: the smallest tiles .* use variant mha"):
-        online_geometry(1, 4096, 1, 256, block=None, most_shared=T4)
+        online_geometry(1, 4096, 1, 256, NKV=1, block=None, most_shared=T4)
     with pytest.raises(InputError, match=r"take 85,760 .* 65,536 for them: use a smaller block"):
-        online_geometry(1, 4096, 1, 256, block=64, most_shared=T4)
+        online_geometry(1, 4096, 1, 256, NKV=1, block=64, most_shared=T4)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
@@ -236,11 +236,11 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"make a grid of 12,096,000,000 blocks, .* variant online"
     ):
-        naive_geometry(1000, 64000, 3, 4, 1024)
-    assert online(2**25, 1, 12, 64).grid == (12 * 2**25, 1)
-    assert online(1, 8_388_480, 1, 64).grid == (1, 65535)
+        naive_geometry(1000, 64000, 3, 4, 1024, 3)
+    assert online(2**25, 1, 12, 64, NKV=12).grid == (12 * 2**25, 1)
+    assert online(1, 8_388_480, 1, 64, NKV=1).grid == (1, 65535)
     with pytest.raises(InputError, match="T 8,388,481: variant online takes at most 8,388,480"):
-        online(1, 8_388_481, 1, 64)
+        online(1, 8_388_481, 1, 64, NKV=1)
     options: dict[str, Any] = {"n_head": 1, "causal": True}
     with emulated():
         qkv = cupy.empty((5, 3 * 257), "float32")
@@ -254,7 +254,7 @@ def test_what_a_grid_cannot_take_is_refused() -> None:
 )
 def test_every_head_stays_in_registers(arch: str, size: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    geometry = online_geometry(8, 1024, 3, size, block=None, most_shared=H200)
+    geometry = online_geometry(8, 1024, 3, size, NKV=3, block=None, most_shared=H200)
     log = kernels.compile_for("attention/online.cu", arch, geometry.defines).log
     (spills,) = (line for line in log.splitlines() if "spill" in line)
     assert "0 bytes spill stores, 0 bytes spill loads" in spills

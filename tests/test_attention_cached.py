@@ -153,7 +153,9 @@ def edited_split(
     """Of three heads, by an edited kernel."""
     (B, n_ctx, C), n_head = k.shape, 3
     out = np.full((B, C), np.nan, np.float32)
-    geometry = attention_cached_split(B, n_ctx, n_head, C // n_head, k.itemsize, 4, False)
+    geometry = attention_cached_split(
+        B, n_ctx, n_head, n_head, C // n_head, k.itemsize, 4, H200, False
+    )
     args = [q, k, v, np.arange(B, dtype=np.int32), position, B, n_ctx, out]
     launch_edited(source, order, geometry, args, k.dtype.name)
     return out
@@ -406,7 +408,7 @@ def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(device: Any, dt
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = cache(0, [90], 90, 64, "bfloat16")
     qkv = normal(1, 90, 3 * 64)
-    geometry = attention_cached_tiles(1, 90, 1, 64, 2, H200)
+    geometry = attention_cached_tiles(1, 90, 1, 1, 64, 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     with running_on("forward") as device:
         right = packed(device, qkv, k, v, [90], [0], 1)
@@ -437,7 +439,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
     with running_on("forward") as device:
         right = packed(device, qkv, k, v, [130], [0], 2)
-    geometry = attention_cached_tiles(1, 130, 2, 16, 2, H200)
+    geometry = attention_cached_tiles(1, 130, 2, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
@@ -501,31 +503,33 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
 
 
 def test_launches() -> None:
-    geometry = attention_cached_split(1, 1024, 12, 64, 2, 132, True)
+    geometry = attention_cached_split(1, 1024, 12, 12, 64, 2, 132, H200, True)
     assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
     for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
-        geometry = attention_cached_split(M, 1024, 12, 64, 2, 132, True)
+        geometry = attention_cached_split(M, 1024, 12, 12, 64, 2, 132, H200, True)
         assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
-    assert attention_cached_split(1, 100, 12, 64, 2, 132, True).grid == (1, 12, 1)
+    assert attention_cached_split(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
     for M, threads in ((1, 384), (64, 128)):
-        geometry = attention_cached_split(M, 1024, 12, 64, 4, 108, False)
+        geometry = attention_cached_split(M, 1024, 12, 12, 64, 4, 108, H200, False)
         assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))
-    geometry = attention_cached_tiles(8, 1024, 12, 64, 2, H200)
+    geometry = attention_cached_tiles(8, 1024, 12, 12, 64, 2, H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys of a tile follow from the head alone
-        assert attention_cached_tiles(1, longest, 12, 64, 2, H200).defines == geometry.defines
+        assert attention_cached_tiles(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
     with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
-        attention_cached_split(1, 10, 1, 257, 4, 132, True)
+        attention_cached_split(1, 10, 1, 1, 257, 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        attention_cached_tiles(1, 10, 1, 256, 4, 49152)
+        attention_cached_tiles(1, 10, 1, 1, 256, 4, 49152)
     with pytest.raises(InputError, match="too many for a grid"):
-        attention_cached_tiles(1, 2**24, 1, 64, 4, H200)
-    assert dict(attention_cached_append(5, 768, 2, 16, 16).defines)["KV_WIDTH"] == 8
-    assert dict(attention_cached_append(5, 768, 2, 4, 4).defines)["KV_WIDTH"] == 1
-    assert dict(attention_cached_append(5, 768, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
-    assert dict(attention_cached_append(5, 768, 2, 4, 2).defines)["KV_WIDTH"] == 1
+        attention_cached_tiles(1, 2**24, 1, 1, 64, 4, H200)
+    assert dict(attention_cached_append(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
+    assert dict(attention_cached_append(5, 768, 2304, 2, 4, 4).defines)["KV_WIDTH"] == 1
+    assert (
+        dict(attention_cached_append(5, 768, 2304, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    )
+    assert dict(attention_cached_append(5, 768, 2304, 2, 4, 2).defines)["KV_WIDTH"] == 1
 
 
 @pytest.mark.parametrize(
@@ -536,8 +540,8 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     stored = kernels.stored_as("float32" if itemsize == 4 else "bfloat16")
     tiles, split = (
-        attention_cached_tiles(1, 100, 2, size, itemsize, H200),
-        attention_cached_split(1, 1024, 2, size, itemsize, 132, arch != "sm_75"),
+        attention_cached_tiles(1, 100, 2, 2, size, itemsize, H200),
+        attention_cached_split(1, 1024, 2, 2, size, itemsize, 132, H200, arch != "sm_75"),
     )
     for file, geometry in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
         log = kernels.compile_for(file, arch, (*stored, *geometry.defines)).log

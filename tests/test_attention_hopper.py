@@ -212,7 +212,7 @@ def test_bad_input(cp: ModuleType) -> None:
 
 
 def test_other_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(None, None, "float16", 1, 5, 1, 64, False)
+    job = Job(None, None, "float16", 1, 5, 1, 1, 64, False)
     for capability, best in ((80, "mma"), (90, "hopper"), (120, "mma")):
         monkeypatch.setattr(
             import_module("gpt2block.ops.attention"),

@@ -49,7 +49,9 @@ def sizes_of(operation: Operation, size: int) -> dict[str, int]:
 
 def attrs_of(operation: Operation, size: int) -> dict[str, Any]:
     """The documented attributes, with as many heads as the channels allow."""
-    heads = {"n_head": (3, 2)[size]} if "n_head" in operation.attrs else {}
+    heads = (
+        {"n_head": (3, 2)[size]} if "C" in operation.sizes and "n_head" in operation.attrs else {}
+    )
     return {**operation.attrs, **heads}
 
 

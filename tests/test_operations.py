@@ -48,7 +48,10 @@ def test_every_kernel_belongs_to_a_variant() -> None:
 def test_an_operation_has_a_numpy_meaning_and_counts(operation: Operation) -> None:
     sizes = small(operation)
     inputs = operation.make(sizes, np.random.default_rng(0))
-    attrs = {**operation.attrs, **({"n_head": 3} if "n_head" in operation.attrs else {})}
+    attrs = {
+        **operation.attrs,
+        **({"n_head": 3} if "C" in sizes and "n_head" in operation.attrs else {}),
+    }
     out = getattr(reference, operation.name)(*inputs, **attrs)
     assert np.isfinite(out[..., 0]).all()  # of a trimat, the half that is stated
     counted = counted_sizes(sizes, operation.dtypes[0])

@@ -35,6 +35,7 @@ SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
     "float": np.float32,
+    "double": np.float64,
     "unsigned char": np.uint8,
 }
 TENSOR_MAP = "TensorMap"  # by value: gpt2block.cuda.tensor_maps

@@ -26,6 +26,7 @@ from gpt2block.ops.matmul_bias import matmul_bias
 from gpt2block.ops.rmsnorm import rmsnorm
 from gpt2block.ops.rmsnorm_matmul import rmsnorm_ffn, rmsnorm_matmul
 from gpt2block.ops.rope import rope
+from gpt2block.ops.rope_qkv import rope_append, rope_qkv
 from gpt2block.ops.sample_token import SampleState, mark_seen, sample_token
 from gpt2block.ops.softmax import softmax
 from gpt2block.ops.to_fp8 import to_fp8
@@ -55,6 +56,8 @@ __all__ = [
     "rmsnorm_ffn",
     "rmsnorm_matmul",
     "rope",
+    "rope_append",
+    "rope_qkv",
     "sample_token",
     "silu_mul",
     "softmax",

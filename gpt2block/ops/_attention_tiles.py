@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Defines, Geometry
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import room
 
@@ -31,6 +31,11 @@ CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 # --- float32
 
 
+def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
+    """Constants of a kernel: heads of Q, heads of K and of V, channels of a head."""
+    return ("NH", NH), ("NKV", NKV), ("HS", HS)
+
+
 def warp_queries(HS: int) -> int:
     """Queries of a warp of `online`: fewer for a larger head, so that sums stay in registers."""
     return 32 if HS <= 64 else 16 if HS <= 128 else 8
@@ -45,7 +50,7 @@ def shared_bytes(HS: int, warps: int, keys: int) -> int:
 
 @lru_cache(maxsize=1024)
 def online_geometry(
-    B: int, T: int, NH: int, HS: int, *, block: int | None, most_shared: int
+    B: int, T: int, NH: int, HS: int, *, NKV: int, block: int | None, most_shared: int
 ) -> Geometry:
     """The launch of `online` for B sequences of length T.
 
@@ -57,7 +62,7 @@ def online_geometry(
     blocks = ceil(T / queries)
     if blocks > MOST_BLOCKS[1]:
         raise InputError(f"T {T:,}: variant online takes at most {MOST_BLOCKS[1] * queries:,}")
-    defines = (("NH", NH), ("HS", HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
     shared = shared_bytes(HS, warps, keys)
     return Geometry("attention_forward_online", (B * NH, blocks), (32 * warps,), shared, defines)
 

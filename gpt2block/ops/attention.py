@@ -36,6 +36,7 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_THREADS,
     HOPPER_TILE,
     MOST_BLOCKS,
+    heads_defines,
     hopper_geometry,
     mma_geometry,
     online_geometry,
@@ -65,13 +66,15 @@ ONLINE_BLOCKS = (32, 64, 128, 256)
 MMA_THREADS = 128  # of a block of either of `MMA_TILES`
 
 
-def mha_geometry(B: int, T: int, NH: int, HS: int, causal: bool) -> Geometry:
+def mha_geometry(B: int, T: int, NH: int, HS: int, causal: bool, NKV: int) -> Geometry:
     """One block per query and head, with a row of scores in shared memory."""
     kernel = "mha_causal_kernel" if causal else "mha_nocausal_kernel"
-    return Geometry(kernel, (T, NH, B), (BLOCK,), 4 * T, (("NH", NH), ("HS", HS)))
+    return Geometry(kernel, (T, NH, B), (BLOCK,), 4 * T, heads_defines(NH, NKV, HS))
 
 
-def naive_geometry(B: int, T: int, NH: int, HS: int, threads: int) -> tuple[Geometry, ...]:
+def naive_geometry(
+    B: int, T: int, NH: int, HS: int, threads: int, NKV: int
+) -> tuple[Geometry, ...]:
     """Three launches: one thread per score, per row of scores, per output.
 
     Raises InputError for too large a grid.
@@ -88,7 +91,7 @@ def naive_geometry(B: int, T: int, NH: int, HS: int, threads: int) -> tuple[Geom
             f"variant naive: B {B:,}, T {T:,} and {NH:,} heads make a grid of {largest:,} "
             f"blocks, CUDA takes {MOST_BLOCKS[0]:,}: use variant online"
         )
-    defines = (("NH", NH), ("HS", HS))
+    defines = heads_defines(NH, NKV, HS)
     return tuple(
         Geometry(kernel, (blocks,), (threads,), defines=defines) for kernel, blocks in grids.items()
     )
@@ -103,6 +106,7 @@ class Job(NamedTuple):
     B: int  # sequences
     T: int  # rows of the longest one
     NH: int
+    NKV: int  # heads of K and of V
     HS: int
     causal: bool
     block: int | None = None  # threads; None for the variant's own choice
@@ -139,7 +143,7 @@ def _mha_problem(job: Job) -> str | None:
         return problem
     if job.B > MAX_BATCH:
         return f"B {job.B:,}: a batch can have at most {MAX_BATCH:,} sequences"
-    geometry = mha_geometry(job.B, job.T, job.NH, job.HS, job.causal)
+    geometry = mha_geometry(job.B, job.T, job.NH, job.HS, job.causal, job.NKV)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
     limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
     if limit < geometry.shared:
@@ -151,14 +155,14 @@ def _mha_problem(job: Job) -> str | None:
 
 
 def _launch_mha(job: Job, out: CudaArray) -> Bound:
-    geometry = mha_geometry(job.B, job.T, job.NH, job.HS, job.causal)
+    geometry = mha_geometry(job.B, job.T, job.NH, job.HS, job.causal, job.NKV)
     return Bound(out, (launch_at(FILE, geometry, (job.qkv, out, job.T)),))
 
 
 def _launch_naive(job: Job, out: CudaArray) -> Bound:
     """Extra: the scores (B, NH, T, T)."""
     qkv, T, causal, rows = job.qkv, job.T, int(job.causal), job.B * job.NH * job.T
-    geometries = naive_geometry(job.B, T, job.NH, job.HS, job.block or BLOCK)
+    geometries = naive_geometry(job.B, T, job.NH, job.HS, job.block or BLOCK, job.NKV)
     try:
         scores = cupy.empty((job.B, job.NH, T, T), dtype="float32")
     except cupy.cuda.memory.OutOfMemoryError as error:
@@ -179,7 +183,7 @@ def _launch_online(job: Job, out: CudaArray) -> Bound:
     check_address("out", out)
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes = (job.B, job.T, job.NH, job.HS)
-    geometry = online_geometry(*sizes, block=job.block, most_shared=most_shared)
+    geometry = online_geometry(*sizes, NKV=job.NKV, block=job.block, most_shared=most_shared)
     return Bound(out, (launch_at(ONLINE, geometry, (job.qkv, out, job.T, int(job.causal))),))
 
 
@@ -191,6 +195,8 @@ def _mma_problem(job: Job) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
     if job.dtype != TWO_PART and (problem := _dtype_problem(job, *SIXTEEN_BITS)):
         return problem
+    if job.NKV != job.NH:
+        return "takes as many heads of K and V as of Q: use float32 and variant online"
     if job.HS != TENSOR_HEAD:
         return (
             f"head size {job.HS}: tensor cores take {TENSOR_HEAD}: use float32, of which variant "
@@ -244,24 +250,25 @@ def bind(
     *,
     n_head: int,
     causal: bool,
+    n_kv_head: int | None = None,
     variant: str | None = None,
     block: int | None = None,
     cu_seqlens: CudaArray | None = None,
     max_seqlen: int | None = None,
 ) -> Bound:
-    """inputs (qkv (T, 3C) or (B, T, 3C),), out (T, C) or (B, T, C); extra: naive's scores.
+    """inputs (qkv (T, W) or (B, T, W),), out (T, C) or (B, T, C); extra: naive's scores.
 
-    With cu_seqlens and max_seqlen: qkv (N, 3C), out (N, C). variant None: mha for float32, for
-    float16 and bfloat16 the best that the GPU has. Otherwise as `attention`. The output for a
-    TwoPartMatrix is a TwoPartMatrix.
+    W is 3C, or less with n_kv_head below n_head. With cu_seqlens and max_seqlen: qkv (N, W), out
+    (N, C). variant None: mha for float32, for float16 and bfloat16 the best that the GPU has.
+    Otherwise as `attention`. The output for a TwoPartMatrix is a TwoPartMatrix.
     """
     (qkv,) = inputs
     causal = check_flag("causal", causal)
-    n_head = check_integer("n_head", n_head, 1, math.inf, "a number of heads")
-    dtype = _check_qkv(qkv, n_head)
+    n_head, n_kv_head = _check_heads(n_head, n_kv_head)
+    dtype = _check_qkv(qkv, n_head, n_kv_head)
     B, T = _sequences(qkv, cu_seqlens, max_seqlen)
-    HS = qkv.shape[-1] // (3 * n_head)
-    job = Job(qkv, cu_seqlens, dtype, B, T, n_head, HS, causal, block)
+    HS = qkv.shape[-1] // (n_head + 2 * n_kv_head)
+    job = Job(qkv, cu_seqlens, dtype, B, T, n_head, n_kv_head, HS, causal, block)
     order = ("mha",) if dtype == "float32" else TENSOR_CORES
     chosen = OPERATION.choose(job, variant, order)
     if block is not None:
@@ -270,7 +277,19 @@ def bind(
     return bound
 
 
-def _check_qkv(qkv: Any, n_head: int) -> str:
+def _check_heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
+    """The numbers of heads of Q, and of K and V, which by default are as many."""
+    n_head = check_integer("n_head", n_head, 1, math.inf, "a number of heads")
+    if n_kv_head is None:
+        return n_head, n_head
+    expected = f"a divisor of n_head {n_head}"
+    n_kv_head = check_integer("n_kv_head", n_kv_head, 1, n_head, expected)
+    if n_head % n_kv_head:
+        raise InputError(f"n_kv_head: expected {expected}, got {n_kv_head}")
+    return n_head, n_kv_head
+
+
+def _check_qkv(qkv: Any, n_head: int, n_kv_head: int) -> str:
     """The dtype of qkv, "two_part" for a TwoPartMatrix; InputError for a wrong array or shape."""
     dtype = TWO_PART if isinstance(qkv, TwoPartMatrix) else storage(qkv)
     if dtype == TWO_PART:
@@ -278,11 +297,11 @@ def _check_qkv(qkv: Any, n_head: int) -> str:
     else:
         check("qkv", qkv, dtype=dtype)
         check_address("qkv", qkv)
-    if qkv.ndim not in (2, 3) or qkv.shape[-1] % (3 * n_head):
-        raise InputError(
-            f"qkv: expected (T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}, "
-            f"got {qkv.shape}"
-        )
+    if qkv.ndim not in (2, 3) or qkv.shape[-1] % (n_head + 2 * n_kv_head):
+        rows = f"(T, 3C) or (B, T, 3C) with C a multiple of n_head {n_head}"
+        if n_kv_head != n_head:
+            rows = f"(T, W) or (B, T, W) with W a multiple of {n_head} + 2 · {n_kv_head} heads"
+        raise InputError(f"qkv: expected {rows}, got {qkv.shape}")
     return dtype
 
 
@@ -301,7 +320,7 @@ def _sequences(
             f"last, got {cu_seqlens.shape}"
         )
     if qkv.ndim != 2:
-        raise InputError(f"qkv: expected (N, 3C) with cu_seqlens, got {qkv.shape}")
+        raise InputError(f"qkv: expected two axes with cu_seqlens, got {qkv.shape}")
     N = qkv.shape[0]
     expected = f"the length of the longest sequence, 1 to the {N:,} rows of qkv"
     return cu_seqlens.size - 1, check_integer("max_seqlen", max_seqlen, 1, N, expected)
@@ -320,11 +339,17 @@ def _output(job: Job, out: Any) -> Any:
     return out
 
 
-def check_limits(qkv: Shape, *, n_head: int, causal: bool) -> None:
+def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None = None) -> None:
     """Raise InputError for a shape of float32 qkv that mha does not support."""
     *batch, T, width = qkv
-    B, HS = batch[0] if batch else 1, width // (3 * n_head)
-    OPERATION.choose(Job(None, None, "float32", B, T, n_head, HS, causal), "mha")
+    NKV = n_head if n_kv_head is None else n_kv_head
+    B, HS = batch[0] if batch else 1, width // (n_head + 2 * NKV)
+    OPERATION.choose(Job(None, None, "float32", B, T, n_head, NKV, HS, causal), "mha")
+
+
+def _shape(qkv: Shape, *, n_head: int, n_kv_head: int | None = None, **attrs: Any) -> Shape:
+    heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
+    return (*qkv[:-1], qkv[-1] // heads * n_head)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -417,7 +442,7 @@ OPERATION = Operation(
             problem=_mma_problem,
         ),
     ),
-    shape=lambda qkv: (*qkv[:-1], qkv[-1] // 3),
+    shape=_shape,
     largest=lambda qkv, *_: qkv,  # the result is a weighted mean of rows of V
     check_limits=check_limits,
     binder=bind,
@@ -432,8 +457,12 @@ def attention(
     block: int | None = None,
     cu_seqlens: CudaArray | None = None,
     max_seqlen: int | None = None,
+    n_kv_head: int | None = None,
 ) -> Any:
     """`reference.attention` on a CuPy array (T, 3C) or (B, T, 3C); raises InputError.
+
+    With n_kv_head, a divisor of n_head, a row is [Q | K | V] of n_head, n_kv_head and n_kv_head
+    heads: each head of K and V serves n_head / n_kv_head neighbouring heads of Q.
 
     float32: variants mha (the default), naive and online. mha takes a T that the GPU's opt-in
     shared memory limits, about 57,000 on an H200. naive stores B · n_head · T² scores in device
@@ -456,10 +485,12 @@ def attention(
     of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it sees.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
-    al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`.
+    al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`; for
+    grouped queries Ainslie et al., "GQA" (2023).
     """
     inputs = on_16_bytes("qkv", qkv), cu_seqlens
     options = {"n_head": n_head, "causal": causal, "variant": variant, "block": block}
+    options |= {"n_kv_head": n_kv_head}
     return call(_bind_packed, inputs, **options, max_seqlen=max_seqlen).out
 
 

@@ -32,7 +32,12 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
-from gpt2block.ops._attention_tiles import MOST_BLOCKS, shared_bytes, warp_queries
+from gpt2block.ops._attention_tiles import (
+    MOST_BLOCKS,
+    heads_defines,
+    shared_bytes,
+    warp_queries,
+)
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.two_part import check_two_part
@@ -48,6 +53,8 @@ SPLIT_KEYS = 32  # of a warp of `split`
 SPAN_SPLITS = 32  # splits that are combined at a time
 SPLIT_WARPS = 4  # of a block
 SPLIT_WARPS_OF_SM = {2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
+SPLIT_WARPS_OF_SM_GROUPED = 8  # where a warp has several heads of q
+MOST_QUERIES = 4  # heads of q of a warp
 MOST_CLUSTER = 8  # blocks
 CLUSTERS_FROM = 90  # compute capability
 APPEND_MOST_THREADS = 256
@@ -56,7 +63,14 @@ START = 512  # of the documented sizes
 
 @lru_cache(maxsize=1024)
 def tiles_geometry(
-    B: int, longest: int, NH: int, HS: int, itemsize: int, shared_limit: int, narrow: bool = False
+    B: int,
+    longest: int,
+    NH: int,
+    NKV: int,
+    HS: int,
+    itemsize: int,
+    shared_limit: int,
+    narrow: bool = False,
 ) -> Geometry:
     """For B sequences of at most `longest` queries; narrow: those have the cache's dtype.
 
@@ -81,46 +95,80 @@ def tiles_geometry(
             f"B {B:,}, {NH:,} heads, longest {longest:,}: too many for a grid, which CUDA limits "
             f"to {MOST_BLOCKS[0]:,} heads of sequences and {MOST_BLOCKS[1]:,} blocks of each"
         )
-    defines = (("NH", NH), ("HS", HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
+    defines = (*heads_defines(NH, NKV, HS), ("AO_WARPS", warps), ("AO_KEYS", keys))
     kernel = "attention_cached_narrow" if narrow else "attention_cached"
     return Geometry(kernel, (heads, blocks), (32 * warps,), shared, defines)
 
 
 @lru_cache(maxsize=1024)
 def split_geometry(
-    M: int, n_ctx: int, NH: int, HS: int, itemsize: int, sms: int, clusters: bool
+    M: int,
+    n_ctx: int,
+    NH: int,
+    NKV: int,
+    HS: int,
+    itemsize: int,
+    sms: int,
+    shared_limit: int,
+    clusters: bool,
 ) -> Geometry:
     """For M queries, on a GPU with `sms` multiprocessors; clusters: whether it has them.
 
-    The order of additions follows from HS and itemsize alone.
+    shared_limit: bytes of shared memory that a block can have. The order of additions follows from
+    HS and itemsize alone.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
     width = gcd(16 // itemsize, HS)  # elements a load
-    held = SPLIT_WARPS_OF_SM[itemsize]
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * NH))  # warps of a head
+    queries = _queries_of_team(NH // NKV, HS, shared_limit)
+    teams = NKV * ceil(NH // NKV / queries)
+    held = SPLIT_WARPS_OF_SM[itemsize] if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED
+    wanted = min(
+        ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * teams)
+    )  # warps of a team
     if clusters:
         blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
         warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two
     else:
         warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
     defines = (
-        ("NH", NH),
-        ("HS", HS),
+        *heads_defines(NH, NKV, HS),
         ("AS_WIDTH", width),
+        ("AS_QUERIES", queries),
         ("AS_WARPS", warps),
         ("AS_CLUSTER", cluster),
         ("AS_BLOCKS", max(held // warps, 1)),
     )
-    return Geometry("attention_split", (cluster, NH, M), (32 * warps,), defines=defines)
+    shared = _split_shared(queries, HS) if queries > 1 else 0
+    return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
+
+
+def _queries_of_team(serves: int, HS: int, shared_limit: int) -> int:
+    """Heads of q that share loads of K and V, of `serves` that have the same head of K.
+
+    The most that registers and shared memory hold, in teams of about equal size.
+    """
+    for most in range(MOST_QUERIES, 1, -1):
+        queries = ceil(serves / ceil(serves / most))
+        if _split_shared(queries, HS) <= shared_limit:
+            return queries
+    return 1
+
+
+def _split_shared(queries: int, HS: int) -> int:
+    """Bytes for the splits of a span: a part for each channel, the maximum and the sum."""
+    return 4 * queries * SPAN_SPLITS * (HS + 2)
 
 
 def append_geometry(
-    N: int, C: int, itemsize: int, of_rows: int, of_cache: int, narrow: bool = False
+    N: int, C: int, W: int, itemsize: int, of_rows: int, of_cache: int, narrow: bool = False
 ) -> Geometry:
-    """For N rows. of_rows, of_cache: their alignment in bytes. narrow: one dtype for both."""
-    width = gcd(16 // itemsize, C)  # elements a load
+    """For N rows of W channels, of which the last 2C are K and V.
+
+    of_rows, of_cache: their alignment in bytes. narrow: one dtype for both.
+    """
+    width = gcd(16 // itemsize, C, W)  # elements a load
     row_itemsize = itemsize if narrow else 4
     while min(16, row_itemsize * width) > of_rows or itemsize * width > of_cache:
         width //= 2
@@ -139,105 +187,134 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _check_cache(k: Any, v: Any, n_head: Any = 1) -> tuple[str, int, int, int]:
+def _check_cache(k: Any, v: Any) -> tuple[str, int, int, int]:
     """Check both halves of a kv_cache (B, n_ctx, C): their dtype, B, n_ctx and C."""
     dtype = storage(k)
     check("k", k, dtype=dtype)
     if k.ndim != 3:
         raise InputError(f"k: expected (B, n_ctx, C), got shape {k.shape}")
     check("v", v, k.shape, dtype)
-    B, n_ctx, C = k.shape
-    expected = f"a divisor of the {C} channels"
-    if C % check_integer("n_head", n_head, 1, math.inf, expected):
+    return dtype, *k.shape
+
+
+def _kv_heads(name: str, Q: int, n_head: Any, KV: int) -> int:
+    """The heads of K and V, KV channels, if `name` has Q channels of queries; or InputError."""
+    expected = f"a divisor of the {Q} channels of queries"
+    n_head = check_integer("n_head", n_head, 1, math.inf, expected)
+    if Q % n_head:
         raise InputError(f"n_head: expected {expected}, got {n_head}")
-    return dtype, B, n_ctx, C
+    HS = Q // n_head
+    if KV % HS or n_head % (KV // HS):
+        raise InputError(
+            f"{name}: {n_head} heads of {HS} channels: expected k of as many heads or of a divisor "
+            f"of them, got k of {KV} channels"
+        )
+    n_kv_head: int = KV // HS
+    return n_kv_head
 
 
-def _check_rows(qkv: Any, cache_dtype: str, C: int) -> None:
-    """InputError unless qkv is (N, 3C), float32 or in the dtype of the cache."""
+def _check_rows(qkv: Any, cache_dtype: str, C: int) -> int:
+    """The channels of Q of rows [Q | K | V], float32 or in the dtype of the cache; or InputError.
+
+    C: the channels of k, which Q has too or a multiple of them.
+    """
     check("qkv", qkv, dtype=cache_dtype if storage(qkv) == cache_dtype else "float32")
-    if qkv.ndim != 2 or qkv.shape[1] != 3 * C:
-        raise InputError(f"qkv: expected (N, {3 * C}), as k has {C} channels, got {qkv.shape}")
+    if qkv.ndim != 2 or qkv.shape[1] < 3 * C or qkv.shape[1] % C:
+        raise InputError(
+            f"qkv: expected (N, {3 * C}), or more queries of k's {C} channels, got {qkv.shape}"
+        )
+    return int(qkv.shape[1]) - 2 * C
 
 
 def bind(
     inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int, longest: int
 ) -> Bound:
-    """inputs (qkv (N, 3C), k, v (B, n_ctx, C), cu_seqlens (B + 1,), start (B,)), out (N, C).
+    """inputs (qkv (N, Q + 2C), k, v (B, n_ctx, C), cu_seqlens (B + 1,), start (B,)), out (N, Q).
 
-    qkv and out: both float32, or both in the dtype of k. Q of sequence b is in rows cu_seqlens[b]
+    qkv and out: both float32, or both in the dtype of k; Q is C, or a multiple of it where queries
+    are grouped. The queries of sequence b are in rows cu_seqlens[b]
     to cu_seqlens[b + 1] - 1 of qkv, at most `longest` of them, at positions from start[b] on; k and
     v already hold their keys and values. cu_seqlens and start, int32, are not read back: the kernel
     skips rows beyond qkv and positions beyond the cache.
     """
     qkv, k, v, cu_seqlens, start = inputs
-    dtype, B, _, C = _check_cache(k, v, n_head)
-    _check_rows(qkv, dtype, C)
+    dtype, B, _, C = _check_cache(k, v)
+    Q = _check_rows(qkv, dtype, C)
+    n_kv_head = _kv_heads("qkv", Q, n_head, C)
     check("cu_seqlens", cu_seqlens, (B + 1,), "int32")
     check("start", start, (B,), "int32")
     longest = check_integer("longest", longest, 1, math.inf, "a number of queries")
-    return _launch_tiles(inputs, out, B, n_head, longest)
+    return _launch_tiles(inputs, out, B, Q, (n_head, n_kv_head), longest)
 
 
 def bind_sequence(
     inputs: tuple[Any, ...], out: CudaArray | None = None, *, start: int, n_head: int
 ) -> Bound:
-    """inputs (q (T, C), k, v (start + T, C) or longer), out (T, C): one sequence."""
+    """inputs (q (T, Q), k, v (start + T, C) or longer), out (T, Q): one sequence."""
     q, k, v = inputs
     for name, array in (("q", q), ("k", k)):
         check(name, array, dtype="float32" if name == "q" else storage(array))
         if array.ndim != 2:
             raise InputError(f"{name}: expected two axes, got shape {array.shape}")
-    _, _, n_ctx, C = _check_cache(k[None], v[None] if isinstance(v, cupy.ndarray) else v, n_head)
-    T = q.shape[0]
-    check("q", q, (T, C))
+    _, _, n_ctx, C = _check_cache(k[None], v[None] if isinstance(v, cupy.ndarray) else v)
+    T, Q = q.shape
+    n_kv_head = _kv_heads("q", Q, n_head, C)
     expected = f"0 to {n_ctx - T:,} for {T:,} queries and {n_ctx:,} keys"
     start = check_integer("start", start, 0, n_ctx - T, expected)
-    return _launch_tiles((*inputs, None, None), out, 1, n_head, T, start)
+    return _launch_tiles((*inputs, None, None), out, 1, Q, (n_head, n_kv_head), T, start)
 
 
 def _launch_tiles(
     inputs: tuple[Any, ...],
     out: CudaArray | None,
     B: int,
-    n_head: int,
+    Q: int,
+    heads: tuple[int, int],
     longest: int,
     first: int = 0,
 ) -> Bound:
-    """Without cu_seqlens and start: one sequence, from position `first` on."""
+    """Without cu_seqlens and start: one sequence, from position `first` on.
+
+    Q: channels of queries; heads: of them, and of K and V.
+    """
     q, k, v, _, _ = inputs
     N, stride = q.shape
-    n_ctx, C = k.shape[-2:]
+    n_ctx = k.shape[-2]
     apart = dict(zip(("q", "k", "v", "cu_seqlens", "start"), inputs, strict=True))
-    out = output(out, (N, C), q.dtype.name, apart=apart)
+    out = output(out, (N, Q), q.dtype.name, apart=apart)
     for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
         check_address(name, array)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(B, longest, n_head, C // n_head, k.itemsize, limit, narrow)
+    geometry = tiles_geometry(B, longest, *heads, Q // heads[0], k.itemsize, limit, narrow)
     args = (*inputs, out, stride, n_ctx, N, B, first)
     return Bound(out, (launch_at(TILES, geometry, args, storage(k)),))
 
 
 def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int) -> Bound:
-    """inputs (q (M, C), k, v (B, n_ctx, C), row, position (M,)); out (M, C).
+    """inputs (q (M, Q), k, v (B, n_ctx, C), row, position (M,)); out (M, Q).
 
     Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
     already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
     position below 0, nothing is written.
     """
     q, k, v, row, position = inputs
-    dtype, B, n_ctx, C = _check_cache(k, v, n_head)
+    dtype, B, n_ctx, C = _check_cache(k, v)
     check("q", q)
-    if q.ndim != 2 or q.shape[1] != C:
-        raise InputError(f"q: expected (M, {C}), as k has {C} channels, got {q.shape}")
-    M = len(q)
+    if q.ndim != 2:
+        raise InputError(
+            f"q: expected (M, {C}), or more queries of k's {C} channels, got {q.shape}"
+        )
+    M, Q = q.shape
+    n_kv_head = _kv_heads("q", Q, n_head, C)
     check("row", row, (M,), "int32")
     check("position", position, (M,), "int32")
     apart = {"q": q, "k": k, "v": v, "row": row, "position": position}
-    out = output(out, (M, C), apart=apart)
+    out = output(out, (M, Q), apart=apart)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
-    geometry = split_geometry(M, n_ctx, n_head, C // n_head, k.itemsize, sms, clusters)
+    sizes = (M, n_ctx, n_head, n_kv_head, Q // n_head)
+    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    geometry = split_geometry(*sizes, k.itemsize, sms, limit, clusters)
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_address(name, array, min(16, width * array.itemsize))
@@ -246,11 +323,12 @@ def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head:
 
 
 def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bound:
-    """inputs (qkv (N, 3C), row (N,), position (N,), both int32), out (k, v), (B, n_ctx, C) each.
+    """inputs (qkv (N, W), row (N,), position (N,), both int32), out (k, v), (B, n_ctx, C) each.
 
-    Columns C to 2C - 1 of row n become k[row[n], position[n]], the last C columns v there. qkv:
-    float32, or in the dtype of k, or for float32 caches a TwoPartMatrix. row and position are not
-    read back: the kernel skips those outside the cache.
+    Rows are [Q | K | V]: W is 3C, or more where queries are grouped. The last 2C columns of row n
+    become k[row[n], position[n]] and v there. qkv: float32, or in the dtype of k, or for float32
+    caches a TwoPartMatrix. row and position are not read back: the kernel skips those outside the
+    cache.
     """
     qkv, row, position = inputs
     k, v = out
@@ -261,11 +339,11 @@ def bind_append(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bo
     check("position", position, (N,), "int32")
     if isinstance(qkv, TwoPartMatrix):
         return _append_two_part(inputs, out)
-    _check_rows(qkv, dtype, C)
+    W = _check_rows(qkv, dtype, C) + 2 * C
     narrow = qkv.dtype.name != "float32"
     aligned = alignment(qkv.data.ptr), alignment(k.data.ptr, v.data.ptr)
-    geometry = append_geometry(N, C, k.itemsize, *aligned, narrow)
-    args = (qkv, row, position, k, v, C, B, n_ctx)
+    geometry = append_geometry(N, C, W, k.itemsize, *aligned, narrow)
+    args = (qkv, row, position, k, v, C, W, B, n_ctx)
     return Bound(k, (launch_at(APPEND, geometry, args, dtype),), (v,))
 
 
@@ -273,11 +351,17 @@ def _append_two_part(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) 
     qkv, row, position = inputs
     k, v = out
     B, n_ctx, C = k.shape
-    check_two_part("qkv", qkv, (row.size, 3 * C))
+    check_two_part("qkv", qkv)
+    if qkv.ndim != 2 or qkv.shape[0] != row.size or qkv.shape[1] < 3 * C or qkv.shape[1] % C:
+        raise InputError(
+            f"qkv: expected ({row.size}, {3 * C}), or more queries of k's {C} channels, "
+            f"got {qkv.shape}"
+        )
+    N, W = qkv.shape
     check("k", k)
     aligned = alignment(2 * qkv.parts.data.ptr), alignment(k.data.ptr, v.data.ptr)
-    geometry = append_geometry(row.size, C, k.itemsize, *aligned)._replace(kernel="kv_append_split")
-    args = (qkv.parts, qkv.scale, row, position, k, v, C, B, n_ctx)
+    geometry = append_geometry(N, C, W, k.itemsize, *aligned)._replace(kernel="kv_append_split")
+    args = (qkv.parts, qkv.scale, row, position, k, v, C, W, B, n_ctx)
     return Bound(k, (launch_at(APPEND_TWO_PART, geometry, args, "float16"),), (v,))
 
 
@@ -346,9 +430,9 @@ def attention_cached(
 ) -> CudaArray:
     """`reference.attention_cached` on CuPy arrays; raises InputError.
 
-    q (T, C) float32, k and v (start + T, C) or longer, float32, float16 or bfloat16 → (T, C). The
-    bits of a query's result do not depend on how its sequence is divided into calls. Heads have at
-    most 256 channels.
+    q (T, Q) float32, k and v (start + T, C) or longer, float32, float16 or bfloat16 → (T, Q). With
+    grouped queries, k and v have fewer heads: Q is a multiple of C. The bits of a query's result do
+    not depend on how its sequence is divided into calls. Heads have at most 256 channels.
     """
     return call(bind_sequence, contiguous(q, k, v), start=start, n_head=n_head).out
 
@@ -364,8 +448,9 @@ def attention_packed(
 ) -> CudaArray:
     """Causal attention of several sequences' new tokens over a kv_cache that holds them already.
 
-    qkv (N, 3C), float32 or in the dtype of k, holds the rows of one sequence after another; k and v
-    (B, n_ctx, C), cu_seqlens (B + 1,) and start (B,) int32 → (N, C), in the dtype of qkv. Sequence
+    qkv (N, Q + 2C), float32 or in the dtype of k, holds the rows of one sequence after another, Q
+    being C or with grouped queries a multiple of it; k and v (B, n_ctx, C), cu_seqlens (B + 1,) and
+    start (B,) int32 → (N, Q), in the dtype of qkv. Sequence
     b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, none or at most `longest`, at positions from
     start[b] on. The bits of a sequence are the same alone and in any batch. Raises InputError.
     """
@@ -378,7 +463,7 @@ def attention_split(
 ) -> CudaArray:
     """Attention of single queries over a kv_cache, the keys in splits of 32.
 
-    q (M, C) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, C); see `bind_split`.
+    q (M, Q) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, Q); see `bind_split`.
     Raises InputError. Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     return bind_split(contiguous(q, k, v, row, position), n_head=n_head).run()
@@ -387,7 +472,7 @@ def attention_split(
 def kv_append(
     qkv: CudaArray, k: CudaArray, v: CudaArray, row: CudaArray, position: CudaArray
 ) -> None:
-    """Write K and V of qkv (N, 3C) to the kv_cache k, v (B, n_ctx, C), in its dtype.
+    """Write K and V of rows [Q | K | V] of qkv to the kv_cache k, v (B, n_ctx, C), in its dtype.
 
     qkv: float32, or in the dtype of k and v. Row n goes to sequence row[n] at position[n], both
     int32 on the device; rows outside the cache are skipped. Two rows must not have the same

@@ -213,7 +213,7 @@ OPERATION = Operation(
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="compute",
     attrs={},
-    shape=lambda a, w, bias=None: (*a[:-1], w[1]),
+    shape=lambda a, w, bias=None, **attrs: (*a[:-1], w[1]),
     largest=largest_product,
     check_limits=check_limits,
     binder=bind,

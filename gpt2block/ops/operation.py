@@ -61,7 +61,7 @@ class Variant:
         return {name: value for name, value in vars(self).items() if not callable(value)}
 
 
-def like_first(first: Shape, *_: Shape | None) -> Shape:
+def like_first(first: Shape, *_: Shape | None, **attrs: Any) -> Shape:
     """The shape of a result that has the shape of its first input."""
     return first
 
@@ -75,7 +75,8 @@ class Operation:
     floating-point operations. The sizes passed to `traffic` include "itemsize" and "weight", the
     bytes of an element of an activation and of a weight.
 
-    For plans: `shape` is the shape of the result, from those of the inputs. `largest` is an
+    For plans: `shape` is the shape of the result, from those of the inputs and the step's
+    attributes. `largest` is an
     upper bound of the result's magnitude, from that of the first input (None: unknown), the weights
     by name and the inputs' names; None if unknown. `check_limits` raises InputError for input
     shapes that the float32 kernels do not support.

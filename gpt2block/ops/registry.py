@@ -25,6 +25,7 @@ from gpt2block.ops.operation import Inputs, Operation, Shape, Variant
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.ops.rope import OPERATION as ROPE
+from gpt2block.ops.rope_qkv import OPERATION as ROPE_QKV
 from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
@@ -47,6 +48,7 @@ OPERATIONS: Mapping[str, Operation] = {
         GELU,
         RMSNORM,
         ROPE,
+        ROPE_QKV,
         RMSNORM_MATMUL,
         RMSNORM_FFN,
         SILU_MUL,
@@ -117,7 +119,8 @@ def shapes(plan: Plan, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shap
     """Step → shape of its tensor, for an input of shape `x`; matrices are (K, N)."""
     known = {plan.input: x, **weights}
     for step in plan.steps:
-        known[step.name] = find(step.op).shape(*(known[name] for name in step.inputs))
+        inputs = (known[name] if name else None for name in step.inputs)
+        known[step.name] = find(step.op).shape(*inputs, **step.attrs)
     return {name: known[name] for name in plan.names}
 
 

@@ -127,7 +127,7 @@ class CudaEngine:
             out = None
             if step.name in self._two_part:
                 known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
-                shape = OPERATIONS[step.op].shape(*known_shapes)
+                shape = OPERATIONS[step.op].shape(*known_shapes, **step.attrs)
                 out = TwoPartMatrix.empty(shape, _scale_bound(step, self._bounds))
             bound = bind_step(step, known, out)
             out = bound.run().get()  # before timing, which runs in-place kernels again and again

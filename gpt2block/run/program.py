@@ -17,6 +17,7 @@ from gpt2block.ops.attention_cached import bind as bind_attention_packed
 from gpt2block.ops.attention_cached import bind_append, bind_split
 from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.registry import OPERATIONS
+from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.ops.two_part import bind as bind_two_part
 from gpt2block.ops.two_part import bind_take
 from gpt2block.plan import Plan, Step
@@ -66,6 +67,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "two_part": bind_two_part,
     "attention_varlen": _varlen,
     "attention_split": bind_split,
+    "rope_append": bind_rope_append,
     "linear_qkv": lambda inputs, out, eps: bind_qkv(*(*inputs, out, eps)),
 }
 

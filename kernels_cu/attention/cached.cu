@@ -4,7 +4,7 @@
 //
 //   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence after the other
 //   out (N, C)
-//   k, v (B, n_ctx, C) of T
+//   k, v (B, n_ctx, KV) of T, KV = NKV HS: each head of them serves NH / NKV neighbouring heads of q
 //
 //   attention_cached          q and out are float, whatever T is
 //   attention_cached_narrow   q and out are of T, for use with tensor-core products; arithmetic is float all the same
@@ -36,16 +36,16 @@ __device__ __forceinline__ void attend_cached(
     const int queries = min(end - first, n_ctx - position);
     if ((int)(gridDim.y - 1 - blockIdx.y) * QUERIES >= queries) return;
     attend<T>(tiles, out, true, [&](long long b, long long h) -> Task<T, Q> {
-        const long long head = b * n_ctx * (NH * HS) + h * HS;
+        const long long head = b * n_ctx * (NKV * HS) + h / GROUP * HS;
         const Q* head_q = q + (long long)first * q_distance + h * HS;
-        return {head_q, k + head, v + head, q_distance, NH * HS, queries, position, position + queries, first};
+        return {head_q, k + head, v + head, q_distance, NKV * HS, queries, position, position + queries, first};
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const float* q,         // (N, C), rows q_distance apart
-    const T* k,             // (B, n_ctx, C)
-    const T* v,             // (B, n_ctx, C)
+    const T* k,             // (B, n_ctx, KV)
+    const T* v,             // (B, n_ctx, KV)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows each
     const int* start,       // (B), or null: at_once for all
     float* out,             // (N, C)
@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow(
     const T* q,             // (N, C), rows q_distance apart
-    const T* k,             // (B, n_ctx, C)
-    const T* v,             // (B, n_ctx, C)
+    const T* k,             // (B, n_ctx, KV)
+    const T* v,             // (B, n_ctx, KV)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows each
     const int* start,       // (B), or null: at_once for all
     T* out,                 // (N, C)

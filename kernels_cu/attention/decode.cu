@@ -1,7 +1,10 @@
 // Attention of one query per row of a batch, as in decoding, over a kv_cache that already contains the query's own key.
 //
-//   q, out (M, C), C = NH HS     k, v (B, n_ctx, C) of T     row, position (M): query m belongs to sequence row[m] of
-//   the cache, and sees its keys 0..position[m]
+//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of T     row, position (M): query m belongs to sequence row[m]
+//   of the cache, and sees its keys 0..position[m]
+//
+// A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
+// values once for all of them. What follows is for each head of q, whose bits are the same in any team.
 //
 // The keys are split: a warp takes 32 neighbouring keys of a head and computes
 //
@@ -13,10 +16,10 @@
 // is the sum of the parts over L. Without a sequence (row outside 0..B - 1) or a key (position below 0), nothing is
 // written.
 //
-//   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the head
+//   a head's keys    | split 0 | split 1 | ...      split s belongs to warp s % WORKERS of the team
 //   a warp's keys    GROUPS at a time, each read by LANES neighbouring lanes, 16 bytes each, PIECES times
 //
-// The warps of a head are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
+// The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
 // of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
 // block has enough neighbours. The order of additions depends only on HS and T, and not on this choice.
 //
@@ -25,7 +28,8 @@
 // ended: that kernel can write only the key at `position`, which is a hint until then. If it was wrong, the loads are
 // repeated. The grid is the same for all positions, so that it can be captured in a CUDA graph.
 //
-// Grid (AS_CLUSTER, NH / AS_HEADS, M), block (32 AS_HEADS AS_WARPS). A position beyond the cache counts as its last.
+// Grid (AS_CLUSTER, teams / AS_HEADS, M), block (32 AS_HEADS AS_WARPS), with AS_QUERIES above 1 dynamic shared memory
+// sizeof(Shared). A position beyond the cache counts as its last.
 //
 // Source of the idea: Dao et al., "Flash-Decoding for long-context inference" (2023).
 #include "lib/cluster.cuh"
@@ -36,16 +40,22 @@
 #ifndef NH
 #define NH 12
 #endif
+#ifndef NKV  // heads of K, and of V
+#define NKV NH
+#endif
 #ifndef HS
 #define HS 64
 #endif
 #ifndef AS_WIDTH  // elements per load of K and V: a power of two that divides HS, at most 16 bytes; k, v aligned to it
 #define AS_WIDTH 4
 #endif
-#ifndef AS_HEADS  // of a block
+#ifndef AS_QUERIES  // heads of q of a team
+#define AS_QUERIES 1
+#endif
+#ifndef AS_HEADS  // teams of a block
 #define AS_HEADS 1
 #endif
-#ifndef AS_WARPS  // of a head in a block
+#ifndef AS_WARPS  // of a team in a block
 #define AS_WARPS 4
 #endif
 #ifndef AS_CLUSTER  // blocks that share the keys of a head
@@ -60,7 +70,10 @@
 __device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-constexpr int ROW = NH * HS;
+constexpr int ROW = NH * HS, KV_ROW = NKV * HS;
+constexpr int SERVES = NH / NKV;                              // heads of q of a head of K
+constexpr int TEAMS = (SERVES + AS_QUERIES - 1) / AS_QUERIES;   // of a head of K; the last may have fewer queries
+constexpr int SLOTS = AS_HEADS * AS_QUERIES;                  // heads of q of a block
 constexpr int KEYS = 32, SPAN = 32;                           // keys of a split, splits of a span
 constexpr int VECTORS = HS / AS_WIDTH;                        // of a key
 constexpr int LANES = least(next_power(VECTORS), 32);         // of a warp that share a key
@@ -72,18 +85,25 @@ constexpr int ROUNDS = SHARE / HELD;
 constexpr int ROUND = HELD * GROUPS;                          // keys of a warp, of a round
 constexpr int WARPS = AS_HEADS * AS_WARPS, WORKERS = AS_WARPS * AS_CLUSTER;
 constexpr int CHUNKS = (HS + 31) / 32;                        // of 32 channels, of a head
-constexpr int ITEMS = (AS_HEADS * CHUNKS + WARPS - 1) / WARPS;  // chunks that a warp combines
+constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a warp combines
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
-static_assert(NH % AS_HEADS == 0, "a block takes whole heads");
+static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
+static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
 static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
 typedef Vec<T, AS_WIDTH> Vector;
 
 struct Shared {
-    alignas(16) float parts[AS_HEADS][SPAN][HS];
-    float m[AS_HEADS][SPAN], l[AS_HEADS][SPAN];
+    alignas(16) float parts[SLOTS][SPAN][HS];
+    float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
+
+// The head of q with index i of a team; not below `end` if the team has fewer.
+__device__ __forceinline__ int head_of(int team, int i) {
+    return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES + i;
+}
+__device__ __forceinline__ int end_of(int team) { return (team / TEAMS + 1) * SERVES; }
 
 template <typename Op>
 __device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different values
@@ -115,7 +135,7 @@ struct Held {
     // Loads those keys of the round from key `first` on that are in from..to. own: this thread's vector of key 0.
     __device__ __forceinline__ void add(const T* own, int first, int from, int to) {
         const int group = threadIdx.x % 32 / LANES;
-        const T* const here = own + (long long)first * ROW;
+        const T* const here = own + (long long)first * KV_ROW;
         each([&](int i, int p) {
             const int key = first + i * GROUPS + group;
             if (from <= key && key <= to) vectors[i][p] = of(here, i, p);
@@ -125,7 +145,7 @@ struct Held {
     // Loads the keys of the round up to `last`, and zeros after it.
     __device__ __forceinline__ void load(const T* own, int first, int last) {
         if (first + ROUND - 1 <= last) {
-            const T* const here = own + (long long)first * ROW;
+            const T* const here = own + (long long)first * KV_ROW;
             each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
         } else {
             each([&](int i, int p) { vectors[i][p] = {}; });
@@ -134,7 +154,7 @@ struct Held {
     }
 
     static __device__ __forceinline__ Vector of(const T* here, int i, int p) {
-        return load_fresh<T, AS_WIDTH>(here + i * GROUPS * ROW + p * LANES * AS_WIDTH);
+        return load_fresh<T, AS_WIDTH>(here + i * GROUPS * KV_ROW + p * LANES * AS_WIDTH);
     }
 };
 
@@ -201,7 +221,7 @@ struct Softmax {
     }
 
     // Writes the split's results, to the first block of a cluster.
-    __device__ __forceinline__ void store(Shared& shared, int head, int place) {
+    __device__ __forceinline__ void store(Shared& shared, int slot, int place) {
         const int lane = threadIdx.x % 32;
         Shared& to = AS_CLUSTER > 1 ? *in_first_block(&shared) : shared;
         l = across_groups<Sum>(l);
@@ -211,14 +231,14 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < AS_WIDTH; ++e) o[p][e] = across_groups<Sum>(o[p][e]);
             if (lane >= LANES || vector >= VECTORS) continue;
-            float* const here = to.parts[head][place] + vector * AS_WIDTH;
+            float* const here = to.parts[slot][place] + vector * AS_WIDTH;
             constexpr int STORE = least(AS_WIDTH, 4);
 #pragma unroll
             for (int e = 0; e < AS_WIDTH; e += STORE) {
                 Vec<float, STORE>::store(here + e, *reinterpret_cast<const float(*)[STORE]>(o[p] + e));
             }
         }
-        if (lane == 0) to.m[head][place] = m, to.l[head][place] = l;
+        if (lane == 0) to.m[slot][place] = m, to.l[slot][place] = l;
     }
 };
 
@@ -227,16 +247,16 @@ struct Whole {
     float m, l, o;
 
     // Adds the first `count` splits of a span.
-    __device__ __forceinline__ void add(const Shared& shared, int head, int channel, int count, bool later) {
+    __device__ __forceinline__ void add(const Shared& shared, int slot, int channel, int count, bool later) {
         const int lane = threadIdx.x % 32;
-        const float own = lane < count ? shared.m[head][lane] : -INFINITY;
+        const float own = lane < count ? shared.m[slot][lane] : -INFINITY;
         const float max = lanes_max<32>(own), point = max == -INFINITY ? 0.0f : max;
         const float weight = exp2f(own - point);
-        const float total = lanes_sum<32>(lane < count ? __fmul_rn(weight, shared.l[head][lane]) : 0.0f);
+        const float total = lanes_sum<32>(lane < count ? __fmul_rn(weight, shared.l[slot][lane]) : 0.0f);
         float sum = 0.0f;
 #pragma unroll 8
         for (int s = 0; s < count; ++s) {
-            sum = fmaf(__shfl_sync(0xffffffffu, weight, s), shared.parts[head][s][min(channel, HS - 1)], sum);
+            sum = fmaf(__shfl_sync(0xffffffffu, weight, s), shared.parts[slot][s][min(channel, HS - 1)], sum);
         }
         if (later) {
             const float both = fmaxf(m, max), from = both == -INFINITY ? 0.0f : both;
@@ -250,8 +270,8 @@ struct Whole {
     }
 };
 
-// A barrier of all warps of a head. Writes to shared memory before it are visible after it.
-__device__ __forceinline__ void sync_head() {
+// A barrier of all warps of a team. Writes to shared memory before it are visible after it.
+__device__ __forceinline__ void sync_team() {
     if (AS_CLUSTER > 1) {
         release_to_cluster();
         acquire_from_cluster();
@@ -262,23 +282,29 @@ __device__ __forceinline__ void sync_head() {
 
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
     const float* q,       // (M, C)
-    const T* k,           // (B, n_ctx, C)
-    const T* v,           // (B, n_ctx, C)
+    const T* k,           // (B, n_ctx, NKV HS)
+    const T* v,           // (B, n_ctx, NKV HS)
     const int* row,       // (M): no kernel that can overlap with this one writes it
     const int* position,  // (M)
     int B, int n_ctx,
     float* out) {  // (M, C)
+#if AS_QUERIES > 1  // then it may be more than a block has by default
+    extern __shared__ __align__(16) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+#else
     __shared__ Shared shared;
+#endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = AS_CLUSTER > 1 ? rank_in_cluster() : 0;
     const long long query = blockIdx.z;
     const int maybe = load_racing(position + query), b = __ldcg(row + query);
-    const int head = warp / AS_WARPS, worker = warp % AS_WARPS * AS_CLUSTER + rank;
-    const int column = (blockIdx.y * AS_HEADS + head) * HS + lane % LANES * AS_WIDTH;
+    const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
+    const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
+    const int column = lane % LANES * AS_WIDTH;  // of a head
     const bool cached = b >= 0 && b < B;
     const int hint = cached ? min(maybe, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
-    const long long from = ((long long)b * n_ctx + lane / LANES) * ROW + column;
+    const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + team / TEAMS * HS + column;
     const T *const own_k = k + from, *const own_v = v + from;
     int first = worker * KEYS;  // key of the round
     Held keys, values;
@@ -288,11 +314,15 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     wait_for_previous();
     if (!cached) return;
 
-    float x[PIECES][AS_WIDTH] = {};
+    float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
-        load_fresh_floats<AS_WIDTH>(q + query * ROW + column + p * LANES * AS_WIDTH, x[p]);
+    for (int i = 0; i < AS_QUERIES; ++i) {
+        const float* own_q = q + query * ROW + min(head_of(team, i), end_of(team) - 1) * HS + column;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
+            load_fresh_floats<AS_WIDTH>(own_q + p * LANES * AS_WIDTH, x[i][p]);
+        }
     }
     if (first <= hint && hint < first + ROUND) {
         keys.add(own_k, first, hint, hint);
@@ -313,33 +343,39 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         const int count = min(splits - begin, SPAN);
 #pragma unroll 1
         for (; split < begin + count; split += WORKERS) {
-            Softmax softmax;
+            Softmax softmax[AS_QUERIES];
 #pragma unroll 1
             for (int round = 0; round < ROUNDS; ++round) {
                 const int next = round + 1 < ROUNDS ? first + ROUND : (split + WORKERS) * KEYS;
-                float s[HELD];
-                multiply(x, keys, s);
+                float s[AS_QUERIES][HELD];
+#pragma unroll
+                for (int i = 0; i < AS_QUERIES; ++i) multiply(x[i], keys, s[i]);
                 if (next <= last) keys.load(own_k, next, last);
-                score(first, last, s);
-                softmax.add(s, values);
+#pragma unroll
+                for (int i = 0; i < AS_QUERIES; ++i) {
+                    score(first, last, s[i]);
+                    softmax[i].add(s[i], values);
+                }
                 if (next <= last) values.load(own_v, next, last);
                 first = next;
             }
-            softmax.store(shared, head, split % SPAN);
+#pragma unroll
+            for (int i = 0; i < AS_QUERIES; ++i) softmax[i].store(shared, own_slot + i, split % SPAN);
         }
         const bool more = begin + SPAN < splits;
         if (rank > 0 && !more) return release_to_cluster();  // arrives and does not wait
-        sync_head();
+        sync_team();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
-            if (rank > 0 || item >= AS_HEADS * CHUNKS) continue;
-            whole[i].add(shared, item / CHUNKS, channel, count, begin > 0);
+            if (rank > 0 || item >= SLOTS * CHUNKS) continue;
+            const int slot = item / CHUNKS, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
+            whole[i].add(shared, slot, channel, count, begin > 0);
             if (more || channel >= HS) continue;
-            const int of = blockIdx.y * AS_HEADS + item / CHUNKS;
-            out[query * ROW + of * HS + channel] = whole[i].o / whole[i].l;
+            const int head = head_of(of, slot % AS_QUERIES);
+            if (head < end_of(of)) out[query * ROW + head * HS + channel] = whole[i].o / whole[i].l;
         }
         if (!more) return;
-        sync_head();  // before the next span overwrites the splits
+        sync_team();  // before the next span overwrites the splits
     }
 }

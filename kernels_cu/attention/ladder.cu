@@ -1,6 +1,7 @@
 // Attention step by step, as in the formula: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv    (B, T, 3C)       a row is [Q | K | V], C = NH HS, with the heads packed next to each other in each
+//   qkv    (B, T, ROW)      a row is [Q | K | V], with the heads packed next to each other in each; C = NH HS channels
+//                           of Q, and NKV HS of K and of V: each of their heads serves NH / NKV heads of Q
 //   scores (B, NH, T, T)    passed from one kernel to the next, T / HS times as large as out. The other variants do
 //                           without it: attention/skeleton.cu holds one row of scores, attention/online.cu one tile
 //   out    (B, T, C)
@@ -17,23 +18,28 @@
 //     |   [ s s s . ]
 //     v   [ s s s s ]
 //
-// The bottlenecks: neighbouring threads read K 3C apart in the first kernel and scores T apart in the second, so that
-// each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per multiply-add.
+// The bottlenecks: neighbouring threads read K a row apart in the first kernel and scores T apart in the second, so
+// that each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per multiply-add.
 #include "lib/common.cuh"
 
 #ifndef NH
 #define NH 12
+#endif
+#ifndef NKV  // heads of K, and of V
+#define NKV NH
 #endif
 #ifndef HS
 #define HS 64
 #endif
 static_assert(NH > 0 && HS > 0, "a head has at least one channel");
 
-constexpr int C = NH * HS;
+static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
+
+constexpr int C = NH * HS, ROW = C + 2 * NKV * HS, GROUP = NH / NKV;
 
 // Block (any), grid (B NH T ceil(T / blockDim.x)): the blocks of one row, then those of the next row.
 extern "C" __global__ void attention_query_key_kernel1(
-    const float* __restrict__ qkv,  // (B, T, 3C)
+    const float* __restrict__ qkv,  // (B, T, ROW)
     float* __restrict__ scores,     // (B, NH, T, T)
     int T, int causal) {
     const unsigned pieces = (T + blockDim.x - 1) / blockDim.x;
@@ -41,8 +47,8 @@ extern "C" __global__ void attention_query_key_kernel1(
     const int t = row % T, t2 = blockIdx.x % pieces * blockDim.x + threadIdx.x;
     if (t2 >= (causal ? t + 1 : T)) return;
     const long long head = row / T, first_row = head / NH * T;
-    const float* q = qkv + (first_row + t) * 3 * C + head % NH * HS;
-    const float* k = qkv + (first_row + t2) * 3 * C + C + head % NH * HS;
+    const float* q = qkv + (first_row + t) * ROW + head % NH * HS;
+    const float* k = qkv + (first_row + t2) * ROW + C + head % NH / GROUP * HS;
     float sum = 0.0f;
     for (int d = 0; d < HS; ++d) sum += q[d] * k[d];
     scores[row * T + t2] = sum / sqrtf((float)HS);
@@ -68,7 +74,7 @@ extern "C" __global__ void attention_softmax_kernel1(
 
 // Block (any), grid (ceil(outputs / blockDim.x)).
 extern "C" __global__ void attention_value_kernel1(
-    const float* __restrict__ qkv,     // (B, T, 3C)
+    const float* __restrict__ qkv,     // (B, T, ROW)
     const float* __restrict__ scores,  // (B, NH, T, T), after softmax
     float* __restrict__ out,           // (B, T, C)
     int T, long long outputs, int causal) {
@@ -78,9 +84,9 @@ extern "C" __global__ void attention_value_kernel1(
     const long long b = i / C / T;
     const int t = i / C % T;
     const float* p = scores + ((b * NH + channel / HS) * T + t) * T;
-    const float* v = qkv + b * T * 3 * C + 2 * C + channel;
+    const float* v = qkv + b * T * ROW + C + (NKV + channel / HS / GROUP) * HS + channel % HS;
     const int n_keys = causal ? t + 1 : T;
     float sum = 0.0f;
-    for (int t2 = 0; t2 < n_keys; ++t2) sum += p[t2] * v[(long long)t2 * 3 * C];
+    for (int t2 = 0; t2 < n_keys; ++t2) sum += p[t2] * v[(long long)t2 * ROW];
     out[i] = sum;
 }

@@ -1,7 +1,8 @@
 // Attention without the T x T score matrix: out = softmax(Q K^T / sqrt(HS)) V for each head.
 //
-//   qkv (B, T, 3C)   a row is [Q | K | V], C = NH HS, with the heads packed next to each other in each
-//   out (B, T, C)
+//   qkv (B, T, ROW)   a row is [Q | K | V], with the heads packed next to each other in each: NH heads of Q, and NKV
+//                     of K and of V, each of which serves NH / NKV neighbouring heads of Q
+//   out (B, T, C)     C = NH HS
 //
 //   attention_..._kernel1      in attention/ladder.cu: three kernels, all scores in device memory
 //   mha_causal_kernel          in attention/skeleton.cu: one block per query, with its row of scores in shared memory
@@ -13,17 +14,17 @@
 // Block (32 AO_WARPS), grid (B NH, ceil(T / QUERIES)), dynamic shared memory: the four arrays at the start of `attend`.
 #include "attention/online.cuh"
 
-constexpr int ROW = 3 * NH * HS;  // distance between consecutive rows of a head
+constexpr int ROW = (NH + 2 * NKV) * HS;  // distance between consecutive rows of a head
 
 // With a bound of 1 block: otherwise the compiler spills registers so that more small blocks fit.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_online(
-    const float* __restrict__ qkv,  // (B, T, 3C), a row is [Q | K | V]
+    const float* __restrict__ qkv,  // (B, T, ROW), a row is [Q | K | V]
     float* __restrict__ out,        // (B, T, C)
     int T, int causal) {            // causal: query t sees keys 0..t, else all
     extern __shared__ __align__(16) float tiles[];
     attend<float>(tiles, out, causal, [&](long long b, long long h) -> Task<float> {
         const float* head_q = qkv + b * T * ROW + h * HS;
-        const float* head_k = head_q + NH * HS;
-        return {head_q, head_k, head_k + NH * HS, ROW, ROW, T, 0, T, b * T};
+        const float* head_k = qkv + b * T * ROW + (NH + h / GROUP) * HS;
+        return {head_q, head_k, head_k + NKV * HS, ROW, ROW, T, 0, T, b * T};
     });
 }

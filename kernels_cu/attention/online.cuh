@@ -44,6 +44,9 @@
 #ifndef NH
 #define NH 12
 #endif
+#ifndef NKV  // heads of K, and of V
+#define NKV NH
+#endif
 #ifndef HS
 #define HS 64
 #endif
@@ -59,10 +62,12 @@
 #ifndef AO_UNROLL  // unrolled steps of 4 terms of a sum
 #define AO_UNROLL 1
 #endif
+static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
 static_assert(NH > 0 && HS > 0 && HS <= 256, "o must fit in registers: HS <= 256");
 static_assert(AO_WARPS > 0 && AO_WARPS <= 8, "a thread needs up to 255 registers: at most 8 warps");
 static_assert(AO_KEYS > 0 && AO_KEYS % 32 == 0, "a warp's threads hold 32 keys at a time");
 
+constexpr int GROUP = NH / NKV;  // heads of Q that share one of K
 constexpr int ROWS = AO_ROWS;
 constexpr int COLUMNS = AO_KEYS / 8;    // keys of a thread
 constexpr int GROUPS = (HS + 31) / 32;  // of 32 channels, 4 of which belong to a thread

@@ -3,6 +3,9 @@
 //   mha_nocausal_kernel   every query sees all seq_len keys, as in LeetGPU's GPT-2 block challenge
 //   mha_causal_kernel     query t sees keys 0..t, as in GPT-2; keys beyond are never read
 //
+// A row of qkv is [Q | K | V]. With grouped queries, NKV < NH, K and V have fewer heads, each of which serves NH / NKV
+// neighbouring heads of Q.
+//
 // grid (seq_len, NH, B), block (256), dynamic shared memory: seq_len floats, one row of scores. The opt-in shared
 // memory of the GPU therefore limits seq_len (about 57,000 on an H200).
 //
@@ -15,12 +18,17 @@
 #ifndef NH
 #define NH 12
 #endif
+#ifndef NKV  // heads of K, and of V
+#define NKV NH
+#endif
 #ifndef HS
 #define HS 64
 #endif
 
 constexpr int MHA_BLOCK = 256;
+constexpr int C = NH * HS, ROW = C + 2 * NKV * HS;
 static_assert(HS <= MHA_BLOCK, "pass 3 needs a thread for every channel of a head: HS <= 256");
+static_assert(NH % NKV == 0, "every head of K serves as many heads of Q");
 
 __device__ float dot(const float* q, const float* __restrict__ k) {  // q in shared memory, (HS) each
     float sum = 0.0f;
@@ -41,24 +49,23 @@ __device__ float dot(const float* q, const float* __restrict__ k) {  // q in sha
 
 template <bool CAUSAL>
 __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_out, int seq_len, float* scores) {
-    constexpr int C = NH * HS;
     constexpr int GROUPS = MHA_BLOCK / HS;
     __shared__ float q[HS];
     __shared__ float scratch[MHA_BLOCK];
     const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
     const long long first_row = (long long)blockIdx.z * seq_len;
-    const float* head_q = qkv + first_row * 3 * C + head * HS;  // (seq_len, 3C), from this head's Q on
-    const float* head_k = head_q + C;
-    const float* head_v = head_k + C;
+    const float* head_q = qkv + first_row * ROW + head * HS;  // (seq_len, ROW), from this head's Q on
+    const float* head_k = qkv + first_row * ROW + C + head / (NH / NKV) * HS;
+    const float* head_v = head_k + NKV * HS;
     const int n_keys = CAUSAL ? t + 1 : seq_len;
 
-    if (tid < HS) q[tid] = head_q[(long long)t * 3 * C + tid];
+    if (tid < HS) q[tid] = head_q[(long long)t * ROW + tid];
     __syncthreads();
 
     const float scale = rsqrtf((float)HS);
     float max_score = -INFINITY;
     for (int j = tid; j < n_keys; j += MHA_BLOCK) {
-        scores[j] = dot(q, head_k + (long long)j * 3 * C) * scale;
+        scores[j] = dot(q, head_k + (long long)j * ROW) * scale;
         max_score = fmaxf(max_score, scores[j]);
     }
     max_score = block_reduce_max<MHA_BLOCK>(max_score, scratch);
@@ -74,7 +81,7 @@ __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_o
     float part = 0.0f;
     if (group < GROUPS) {
 #pragma unroll 8
-        for (int j = group; j < n_keys; j += GROUPS) part += scores[j] * head_v[(long long)j * 3 * C + d];
+        for (int j = group; j < n_keys; j += GROUPS) part += scores[j] * head_v[(long long)j * ROW + d];
     }
     scratch[tid] = part;
     __syncthreads();
@@ -85,7 +92,7 @@ __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_o
 }
 
 extern "C" __global__ void mha_nocausal_kernel(
-    const float* __restrict__ qkv,  // (B, seq_len, 3C), a row is [Q | K | V]
+    const float* __restrict__ qkv,  // (B, seq_len, ROW), a row is [Q | K | V]
     float* __restrict__ attn_out,   // (B, seq_len, C)
     int seq_len) {
     extern __shared__ float scores[];  // (seq_len)
@@ -93,7 +100,7 @@ extern "C" __global__ void mha_nocausal_kernel(
 }
 
 extern "C" __global__ void mha_causal_kernel(
-    const float* __restrict__ qkv,  // (B, seq_len, 3C), a row is [Q | K | V]
+    const float* __restrict__ qkv,  // (B, seq_len, ROW), a row is [Q | K | V]
     float* __restrict__ attn_out,   // (B, seq_len, C)
     int seq_len) {
     extern __shared__ float scores[];  // (seq_len)

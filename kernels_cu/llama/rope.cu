@@ -12,58 +12,7 @@
 // angles from llama/rotation.cuh.
 //
 // grid (ceil(T / blockDim.z), ceil(H / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, positions).
-#include "llama/rotation.cuh"
-#include "lib/storage.cuh"
-
-#ifndef ROPE_D
-#define ROPE_D 128
-#endif
-#ifndef ROPE_HALF_SPLIT
-#define ROPE_HALF_SPLIT 0
-#endif
-#ifndef ROPE_WIDTH  // elements per load, a power of two of at most 16 bytes that divides D, or D / 2 with
-#define ROPE_WIDTH 4  // ROPE_HALF_SPLIT; x, out and their strides are aligned to a load
-#endif
-#ifndef ROPE_THREADS  // threads that share a head
-#define ROPE_THREADS 32
-#endif
-#ifndef ROPE_HEADS  // heads per thread
-#define ROPE_HEADS 4
-#endif
-
-constexpr bool TOGETHER = !ROPE_HALF_SPLIT && ROPE_WIDTH > 1;  // a load holds whole pairs
-constexpr int PAIRS = TOGETHER ? ROPE_WIDTH / 2 : ROPE_WIDTH;  // of a thread
-constexpr int LOADS = TOGETHER ? 1 : 2;
-constexpr int APART = ROPE_HALF_SPLIT ? ROPE_D / 2 : 1;  // distance of the two channels of a pair
-static_assert(ROPE_D % 2 == 0, "a head is whole pairs: ROPE_D must be even");
-static_assert((ROPE_HALF_SPLIT ? ROPE_D / 2 : ROPE_D) % ROPE_WIDTH == 0, "a head, or half of one, is whole loads");
-
-typedef Vec<T, ROPE_WIDTH> Vector;
-
-struct Pairs {  // pairs of one head, in the storage type
-    Vector raw[LOADS];
-
-    __device__ void load(const T* from) {
-#pragma unroll
-        for (int n = 0; n < LOADS; ++n) raw[n] = Vector::load_once(from + n * APART);
-    }
-
-    __device__ void turn(const Rotation (&by)[PAIRS], T* to) const {
-        float v[LOADS][ROPE_WIDTH];
-#pragma unroll
-        for (int n = 0; n < LOADS; ++n) raw[n].unpack(v[n]);
-#pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-            float& real = TOGETHER ? v[0][2 * p] : v[0][p];
-            float& imaginary = TOGETHER ? v[0][2 * p + 1] : v[LOADS - 1][p];
-            const float r = real, i = imaginary;
-            real = r * by[p].cos - i * by[p].sin;
-            imaginary = r * by[p].sin + i * by[p].cos;
-        }
-#pragma unroll
-        for (int n = 0; n < LOADS; ++n) Vector::store(to + n * APART, v[n]);
-    }
-};
+#include "llama/pairs.cuh"
 
 extern "C" __global__ void rope_pairs(
     const T* x,  // (B, T, H, D), strides x_batch, x_position and x_head
@@ -76,11 +25,11 @@ extern "C" __global__ void rope_pairs(
     x += blockIdx.z * x_batch + (long long)t * x_position;
     for (int k = threadIdx.x * PAIRS; k < ROPE_D / 2; k += ROPE_THREADS * PAIRS) {
         const int channel = ROPE_HALF_SPLIT ? k : 2 * k;
-        Pairs held[ROPE_HEADS];
+        Pairs<T> held[ROPE_HEADS];
 #pragma unroll
         for (int n = 0; n < ROPE_HEADS; ++n) {
             const int h = head + n * blockDim.y;
-            if (h < heads) held[n].load(x + (long long)h * x_head + channel);
+            if (h < heads) held[n].load_once(x + (long long)h * x_head + channel);
         }
         Rotation by[PAIRS];
 #pragma unroll

@@ -1,4 +1,4 @@
-// The angle by which RoPE rotates pair k of a head of D channels: position / theta^(2 k / D).
+// The rotation of pair k of a head of D channels by RoPE: the angle is position / theta^(2 k / D), or given in double.
 //
 // A float represents an angle near 100,000 only to about a hundredth, and a rounded frequency theta^(-2 k / D) has an
 // error of the same size there. So both are represented by two floats, whose sum is the value: the angle has a relative
@@ -48,15 +48,26 @@ __device__ __forceinline__ Pair half_turns(int position) {
     return times((float)position, {0.31830987f, 1.2841276e-8f});
 }
 
+// Of q quarter turns and r half turns, |r| <= 1/4 and a little.
+__device__ __forceinline__ Rotation rotation(int q, float r) {
+    const float z = r * r;
+    const float s = fmaf(r * z, fmaf(z, fmaf(z, -0.58819857f, 2.5497116f), -5.16770751f), 3.14159265f * r);
+    float c = fmaf(z, fmaf(z, 0.2309187f, -1.33500128f), 4.05870601f);
+    c = fmaf(z, fmaf(z, c, -4.93480216f), 1.0f);
+    const float sin = q & 1 ? c : s, cos = q & 1 ? s : c;
+    return {(q + 1) & 2 ? -cos : cos, q & 2 ? -sin : sin};
+}
+
 __device__ __forceinline__ Rotation rotation(Pair half_turns, Pair frequency) {
     Pair angle = times(half_turns.high, frequency);
     angle.low = fmaf(half_turns.low, frequency.high, angle.low);
     const float quarters = rintf(2.0f * angle.high);
-    const float r = fmaf(-0.5f, quarters, angle.high) + angle.low, z = r * r;
-    const float s = fmaf(r * z, fmaf(z, fmaf(z, -0.58819857f, 2.5497116f), -5.16770751f), 3.14159265f * r);
-    float c = fmaf(z, fmaf(z, 0.2309187f, -1.33500128f), 4.05870601f);
-    c = fmaf(z, fmaf(z, c, -4.93480216f), 1.0f);
-    const int q = (int)quarters;
-    const float sin = q & 1 ? c : s, cos = q & 1 ? s : c;
-    return {(q + 1) & 2 ? -cos : cos, q & 2 ? -sin : sin};
+    return rotation((int)quarters, fmaf(-0.5f, quarters, angle.high) + angle.low);
+}
+
+// Of an angle of any size, in radians. The arithmetic of its reduction is double: a few operations for a pair.
+__device__ __forceinline__ Rotation rotation(double radians) {
+    const double half_turns = radians * 0.31830988618379067154, quarters = rint(2.0 * half_turns);
+    const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // of a whole turn
+    return rotation((int)within, (float)fma(-0.5, quarters, half_turns));
 }

@@ -1,0 +1,54 @@
+// RoPE of new rows [Q | K | V] in decoding, whose K and V go straight to a kv_cache: Q and K are rotated, V is copied.
+//
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[k]   for pair k of D / 2 of row n
+//
+//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of T
+//
+// Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
+// llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles as in llama/rope_qkv.cu.
+//
+// grid (ceil(N / blockDim.z), ceil(heads / (blockDim.y * ROPE_HEADS))), block (ROPE_THREADS, heads, rows).
+#include "llama/pairs.cuh"
+#include "lib/overlap.cuh"
+
+extern "C" __global__ void rope_append(
+    const float* qkv,           // (N, heads D)
+    const int* row,             // (N)
+    const int* position,        // (N)
+    const double* frequencies,  // (D / 2): radians per position
+    T* k,                       // (B, n_ctx, n_kv_head D)
+    T* v,                       // (B, n_ctx, n_kv_head D)
+    float* q,                   // (N, n_head D)
+    int N, int n_head, int n_kv_head, int B, int n_ctx) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * blockDim.z + threadIdx.z;
+    const int head = blockIdx.y * blockDim.y * ROPE_HEADS + threadIdx.y, heads = n_head + 2 * n_kv_head;
+    if (n >= N) return;
+    const int b = __ldcg(row + n), at = __ldcg(position + n);
+    const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
+    const long long place = ((long long)b * n_ctx + at) * n_kv_head;
+    for (int pair = threadIdx.x * PAIRS; pair < ROPE_D / 2; pair += ROPE_THREADS * PAIRS) {
+        const int channel = ROPE_HALF_SPLIT ? pair : 2 * pair;
+        Pairs<float> held[ROPE_HEADS];
+#pragma unroll
+        for (int i = 0; i < ROPE_HEADS; ++i) {
+            const int h = head + i * blockDim.y;
+            if (h < heads) held[i].load_fresh(qkv + ((long long)n * heads + h) * ROPE_D + channel);
+        }
+        Rotation by[PAIRS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) by[p] = rotation(at * frequencies[pair + p]);
+#pragma unroll
+        for (int i = 0; i < ROPE_HEADS; ++i) {
+            const int h = head + i * blockDim.y, of_k = h - n_head, of_v = of_k - n_kv_head;
+            if (of_k < 0) {
+                held[i].turn(by, q + ((long long)n * n_head + h) * ROPE_D + channel);
+            } else if (cached && of_v < 0) {
+                held[i].turn(by, k + (place + of_k) * ROPE_D + channel);
+            } else if (cached && h < heads) {
+                held[i].copy(v + (place + of_v) * ROPE_D + channel);
+            }
+        }
+    }
+}

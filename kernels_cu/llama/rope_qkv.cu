@@ -1,0 +1,53 @@
+// RoPE of packed rows [Q | K | V]: rotates the heads of Q and K by the angle of the row's position, and copies V.
+//
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = positions[n] frequencies[k]   for pair k of D / 2 of row n
+//
+//   qkv, out (B, N, heads D), in place if out is qkv: then V stays and the grid leaves it out
+//
+// As rope_pairs in llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row, which share sines and
+// cosines. Storage is T, arithmetic float; angles are double until the whole turns are subtracted, so that they are
+// accurate at any position.
+//
+// grid (ceil(N / blockDim.z), ceil(moved / (blockDim.y * ROPE_HEADS)), B), block (ROPE_THREADS, heads, rows).
+#include "llama/pairs.cuh"
+#include "lib/overlap.cuh"
+
+extern "C" __global__ void rope_qkv(
+    const T* qkv,               // (B, N, heads D)
+    const int* positions,       // (N)
+    const double* frequencies,  // (D / 2): radians per position
+    T* out,                     // (B, N, heads D)
+    int N,
+    int turning,                // heads of Q and of K
+    int moved,                  // heads that are written: all, or those that turn
+    int heads) {                // of a row
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * blockDim.z + threadIdx.z;
+    const int head = blockIdx.y * blockDim.y * ROPE_HEADS + threadIdx.y;
+    if (n >= N) return;
+    const long long row = ((long long)blockIdx.z * N + n) * heads * ROPE_D;
+    const double position = __ldcg(positions + n);
+    for (int k = threadIdx.x * PAIRS; k < ROPE_D / 2; k += ROPE_THREADS * PAIRS) {
+        const long long from = row + (ROPE_HALF_SPLIT ? k : 2 * k);
+        Pairs<T> held[ROPE_HEADS];
+#pragma unroll
+        for (int i = 0; i < ROPE_HEADS; ++i) {
+            const int h = head + i * blockDim.y;
+            if (h < moved) held[i].load_fresh(qkv + from + (long long)h * ROPE_D);
+        }
+        Rotation by[PAIRS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) by[p] = rotation(position * frequencies[k + p]);
+#pragma unroll
+        for (int i = 0; i < ROPE_HEADS; ++i) {
+            const int h = head + i * blockDim.y;
+            T* const to = out + from + (long long)h * ROPE_D;
+            if (h < turning) {
+                held[i].turn(by, to);
+            } else if (h < moved) {
+                held[i].copy(to);
+            }
+        }
+    }
+}
