@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import model_plan
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
 
@@ -51,7 +52,7 @@ def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
-    norm, _ = architecture_of(engine.config).model_plan(engine.config, "logits", 1).steps[-2:]
+    norm, _ = model_plan(engine.config, "logits", 1).steps[-2:]
     parameters = norm.inputs[1:]
     needed = {*parameters, "wte", "lm_head"}
     weights = {
