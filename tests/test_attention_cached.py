@@ -618,7 +618,8 @@ def test_bad_input(device: Any) -> None:
         (ops.attention_packed, (qkv, k, k, at, at, 3, 5), r"cu_seqlens: expected shape \(3,\)"),
         (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
         (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
-        (ops.attention_split, (qkv, k, k, rows, rows, 3), r"q: expected \(M, 48\)"),
+        (ops.attention_split, (qkv[0], k, k, rows, rows, 3), r"q: expected \(M, 48\)"),
+        (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
         (ops.attention_split, (q, k, k, at, rows, 3), r"row: expected shape \(5,\)"),
         (ops.attention_split, (q[:2], k, wide, at, at, 3), "v: expected float16"),
         (ops.attention_split, (q[:2], k, k, at, long, 3), "position: expected int"),
@@ -627,7 +628,7 @@ def test_bad_input(device: Any) -> None:
         (
             ops.kv_append,
             (q, k, device.zeros((2, 9, 48), "float16"), rows, rows),
-            r"qkv: expected \(N, 144\), as k has 48",
+            r"qkv: expected \(N, 144\), or more queries of k's 48",
         ),
         (ops.encoder_rows, (rows, at, q, q), r"positions: expected shape \(5,\)"),
         (

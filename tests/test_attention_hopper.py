@@ -205,7 +205,7 @@ def test_bad_input(cp: ModuleType) -> None:
             (x.astype("float32"), 2),
             "variant hopper: qkv: expected float16 or bfloat16, got float32",
         ),
-        ((x, 1), "variant hopper: head size 128: tensor cores take 64"),
+        ((x, 1), "variant hopper: head size 128: expected 64: use variant mma"),
     ):
         with pytest.raises(InputError, match=message):
             ops.attention(*args, variant="hopper")

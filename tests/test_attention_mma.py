@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
 from gpt2block.emulator import loader
-from gpt2block.ops._attention_tiles import MMA_STAGE, MMA_TILES, Tile, mma_geometry, together
+from gpt2block.ops._attention_tiles import MMA_TILES, Tile, mma_geometry, mma_stage, together
 from gpt2block.ops.attention import MMA
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
@@ -69,9 +69,9 @@ def plain_of(qkv: Array, lengths: Sequence[int], n_head: int, causal: bool, xp: 
     done = []
     for part in parts(lengths):
         T = part.stop - part.start
-        heads = xp.asarray(qkv[part].astype(np.float32)).reshape(T, 3, n_head, 64)
+        heads = xp.asarray(qkv[part].astype(np.float32)).reshape(T, 3, n_head, -1)
         q, k, v = (xp.ascontiguousarray(heads[:, i].transpose(1, 0, 2)) for i in range(3))
-        scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(8)
+        scores = plain.product(q, xp.swapaxes(k, -1, -2), xp) / xp.float32(q.shape[-1] ** 0.5)
         if causal:
             scores = xp.where(xp.tri(T, dtype=bool), scores, xp.float32(-np.inf))
         p = xp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -200,7 +200,7 @@ def test_ragged_batches(causal: bool) -> None:
 def test_the_tiles_of_gpus(causal: bool) -> None:
     """More than one block of queries, more tiles of keys than the ring has stages."""
     qkv = made(stored(causal), 200, 1)
-    got = on_cpu(qkv, [200], 1, causal, tile=MMA_TILES[not causal])
+    got = on_cpu(qkv, [200], 1, causal, tile=MMA_TILES[64][not causal])
     assert_right(got, qkv, [200], 1, causal)
 
 
@@ -350,10 +350,10 @@ def test_the_tile_fits_the_gpu(
 
 @pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
 def test_shared_memory_holds_two_tiles_at_least(gpu: Gpu) -> None:
-    for tile in MMA_TILES:
+    for tile in MMA_TILES[64]:
         geometry, _ = mma_geometry(8, 1024, 12, True, **gpu, tile=tile)
-        assert 2 * MMA_STAGE <= geometry.shared <= gpu["most_shared"]
-        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * MMA_STAGE
+        assert 2 * mma_stage(64) <= geometry.shared <= gpu["most_shared"]
+        assert geometry.shared == dict(geometry.defines)["ATT_STAGES"] * mma_stage(64)
 
 
 def test_what_a_grid_cannot_take_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_no_tile_spills() -> None:
         ("sm_90", H200, True),
         ("sm_120", RTX, True),
     ):
-        for tile, dtype in zip(MMA_TILES, DTYPES, strict=True):
+        for tile, dtype in zip(MMA_TILES[64], DTYPES, strict=True):
             geometry, _ = mma_geometry(8, 1024, 12, causal, **gpu, tile=tile)
             jobs.append((MMA, arch, (*kernels.stored_as(dtype), *geometry.defines)))
     assert_clean(jobs)
@@ -515,7 +515,7 @@ def test_bad_input(device: Any) -> None:
             "mma: qkv: expected float16 or bfloat16, got float32",
         ),
         ((x, 2), {"variant": "online"}, "qkv: expected float32, got float16"),
-        ((x, 1), {"variant": "mma"}, "mma: head size 128: tensor cores take 64: use float32"),
+        ((x, 4), {"variant": "mma"}, "mma: head size 32: tensor cores take 64 and 128"),
         ((x, 5), {}, "C a multiple of n_head 5, got"),
         ((x, 2), {"max_seqlen": 3}, "max_seqlen: belongs to cu_seqlens"),
         ((x, 2), {"cu_seqlens": starts}, "max_seqlen: expected the length of the longest"),

@@ -14,19 +14,26 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
+from gpt2block.cuda import kernels, replaced
+from gpt2block.ops._attention_tiles import mma_geometry, two_part_geometry
+from gpt2block.ops.attention import MMA, MMA_TWO_PART
 from gpt2block.ops.attention import bind as bind_attention
+from gpt2block.ops.attention_cached import SPLIT, bind_append, bind_split, split_geometry
 from gpt2block.ops.attention_cached import bind as bind_packed
-from gpt2block.ops.attention_cached import bind_append, bind_split, split_geometry
 from gpt2block.ops.rope_qkv import bind as bind_rope
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.weights.two_part import TwoPartMatrix
-from tests.devices import H200, one_order, set_attributes
+from tests.compiling import assert_clean
+from tests.devices import one_order, set_attributes
+from tests.gpus import A100, GPUS, H200, Gpu, cupy_with
 from tests.plain import normal
+from tests.test_attention_mma import assert_right as assert_as_accurate_in_16_bits
 
 Array = NDArray[Any]
 Heads = tuple[int, int, int]  # of Q, of K and V, and their channels
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-MOST_SHARED = 232448  # bytes that a block of an H200 can have
+MOST_SHARED = H200["most_shared"]
+T4: Gpu = {"sms": 40, "most_shared": 65536}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 RATIOS = [(2, 2, 8), (4, 2, 16), (3, 1, 8), (8, 1, 8)]
 ratios = pytest.mark.parametrize("heads", RATIOS, ids=str)
@@ -90,6 +97,88 @@ def test_attention_of_whole_heads(
         assert_close(got, truth)
 
 
+@one_order
+@pytest.mark.parametrize(
+    ("heads", "dtype", "causal"),
+    [
+        ((2, 1, 64), "bfloat16", True),
+        ((4, 2, 128), "bfloat16", False),
+        ((3, 1, 128), "float16", True),
+    ],
+    ids=str,
+)
+def test_attention_on_tensor_cores(device: Any, heads: Heads, dtype: str, causal: bool) -> None:
+    """A ragged batch: the bits of repeated heads of K and V, and of a sequence alone."""
+    cupy_with()
+    NH, NKV, _ = heads
+    lengths = [37, 0, 70, 1]
+    qkv = normal(NH, sum(lengths), width(heads)).astype(DTYPES[dtype])
+
+    def evaluate(rows: Array, lengths: list[int], **groups: Any) -> Array:
+        array = device.asarray(rows)
+        seams = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
+        out = device.asarray(np.full((len(rows), NH * heads[2]), np.nan, rows.dtype))
+        ragged: dict[str, Any] = {"cu_seqlens": seams, "max_seqlen": max(lengths)}
+        bound = bind_attention((array,), out, n_head=NH, causal=causal, **ragged, **groups)
+        result: Array = bound.run().get()
+        return result
+
+    got = evaluate(qkv, lengths, n_kv_head=NKV)
+    wide = expanded(qkv, heads)
+    np.testing.assert_array_equal(got.view(np.uint16), evaluate(wide, lengths).view(np.uint16))
+    assert_as_accurate_in_16_bits(got, wide, lengths, NH, causal)
+    alone = evaluate(qkv[37:107], [70], n_kv_head=NKV)
+    np.testing.assert_array_equal(alone.view(np.uint16), got[37:107].view(np.uint16))
+
+
+@one_order
+@pytest.mark.parametrize(("heads", "causal"), [((2, 1, 64), True), ((2, 1, 128), False)], ids=str)
+def test_attention_in_two_parts(
+    device: Any, heads: Heads, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy_with()
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=MOST_SHARED)
+    NH, NKV, _ = heads
+    qkv = normal(NH, 70, width(heads))
+    grouped, wide = (
+        TwoPartMatrix.from_float32(device.asarray(rows)) for rows in (qkv, expanded(qkv, heads))
+    )
+    got = bind_attention((grouped,), n_head=NH, causal=causal, n_kv_head=NKV).run().joined().get()
+    same = bind_attention((wide,), n_head=NH, causal=causal).run().joined().get()
+    np.testing.assert_array_equal(got, same)
+    assert_close(got, reference.attention(qkv.astype(np.float64), NH, causal, NKV))
+
+
+@one_order
+def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy_with()
+    x = device.zeros((5, 4 * 64), "float16")
+    with pytest.raises(InputError, match=r"variant hopper: .*use variant mma"):
+        ops.attention(x, 2, variant="hopper", n_kv_head=1)
+    set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=101376)
+    if replaced():
+        large = TwoPartMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
+        with pytest.raises(InputError, match="head size 128: two-part matrices take 174,080 bytes"):
+            ops.attention(large, 2, n_kv_head=1)
+
+
+def test_nothing_spills() -> None:
+    jobs: list[Any] = []
+    for arch, gpu in (("sm_75", T4), ("sm_80", A100), ("sm_90", H200)):
+        for dtype, size, heads in (("bfloat16", 128, 32), ("float32", 64, 24)):
+            sizes = (4, 8192, heads, 8, size, np.dtype(DTYPES[dtype]).itemsize)
+            split = split_geometry(*sizes, gpu["sms"], gpu["most_shared"], arch == "sm_90")
+            jobs.append((SPLIT, arch, (*kernels.stored_as(dtype), *split.defines)))
+    for arch, gpu in GPUS:
+        mma, _ = mma_geometry(8, 1024, 32, True, **gpu, HS=128, serves=4)
+        jobs.append((MMA, arch, (*kernels.stored_as("bfloat16"), *mma.defines)))
+    for causal in (True, False):
+        most: dict[str, int] = {"most_shared": MOST_SHARED, "HS": 128, "serves": 4}
+        parts, _ = two_part_geometry(8, 1024, 32, causal, True, **most)
+        jobs.append((MMA_TWO_PART, "sm_90", parts.defines))
+    assert_clean(jobs)
+
+
 # --- over a kv_cache
 
 
@@ -131,8 +220,8 @@ def test_packed_rows(
         for b, n in enumerate(lengths):
             own, one = qkv[row : row + n], slice(b, b + 1)
             if n:
-                wide = (a.astype(np.float64) for a in (own[:, :Q], k[b], v[b]))
-                truth = reference.attention_cached(*wide, start[b], NH)
+                q64, k64, v64 = (a.astype(np.float64) for a in (own[:, :Q], k[b], v[b]))
+                truth = reference.attention_cached(q64, k64, v64, start[b], NH)
                 assert_close(got[row : row + n], truth, kind)
                 alone = packed(device, own, k[one], v[one], [n], start[one], NH)
                 np.testing.assert_array_equal(alone, got[row : row + n])
@@ -144,7 +233,8 @@ def test_one_sequence(device: Any) -> None:
     heads = (6, 2, 8)
     q = normal(0, 5, 48)
     k, v = (a[0, :20] for a in cached(heads, [20], "bfloat16"))
-    got = ops.attention_cached(*map(device.asarray, (q, k, v)), 15, 6).get()
+    q_, k_, v_ = (device.asarray(a) for a in (q, k, v))
+    got = ops.attention_cached(q_, k_, v_, 15, 6).get()
     assert_close(got, reference.attention_cached(q.astype(np.float64), k, v, 15, 6))
 
 
@@ -184,8 +274,9 @@ def assert_decoding_right(device: Any, heads: Heads, dtype: str) -> None:
         one = slice(b, b + 1)
         alone = split(device, q[one], k[one], v[one], position[one], NH)
         np.testing.assert_array_equal(alone, got[one])
-        own = (a.astype(np.float64) for a in (q[one], k[b], v[b]))
-        assert_close(got[one], reference.attention_cached(*own, int(position[b]), NH))
+        q64, k64, v64 = (a.astype(np.float64) for a in (q[one], k[b], v[b]))
+        truth = reference.attention_cached(q64, k64, v64, int(position[b]), NH)
+        assert_close(got[one], truth)
 
 
 @one_order
@@ -212,7 +303,7 @@ def test_decoding_over_several_spans(device: Any) -> None:
     ],
 )
 def test_heads_of_q_that_share_keys(serves: int, size: int, limit: int, queries: int) -> None:
-    geometry = split_geometry(1, 4096, 2 * serves, 2, size, 2, H200, limit, True)
+    geometry = split_geometry(1, 4096, 2 * serves, 2, size, 2, H200["sms"], limit, True)
     assert dict(geometry.defines)["AS_QUERIES"] == queries
     assert geometry.grid[1] == 2 * -(-serves // queries)
     assert geometry.shared <= limit
@@ -264,8 +355,8 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     NH, NKV, HS = heads
     positions = np.array([0, 1, 77, 8191, 2**24 + 1, 2**31 - 1, 5], np.int32)
     qkv = normal(2, 2, 7, width(heads)).astype(DTYPES[dtype])
-    given = tuple(map(device.asarray, (positions, frequencies(HS))))
-    options: dict[str, Any] = {"n_head": NH, "n_kv_head": NKV, "half_split": half_split}
+    given: Any = tuple(map(device.asarray, (positions, frequencies(HS))))
+    options: Any = {"n_head": NH, "n_kv_head": NKV, "half_split": half_split}
     x = device.asarray(qkv)
     out = device.asarray(np.full_like(qkv, np.nan))
     got = bind_rope((x, *given), out, **options).run().get()
@@ -273,10 +364,10 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     truth = reference.rope_qkv(wide, positions, frequencies(HS), NH, NKV, half_split)
     assert_close(got, truth, dtype)
     np.testing.assert_array_equal(got[..., -NKV * HS :], qkv[..., -NKV * HS :])
-    rows = ops.rope_qkv(device.asarray(qkv[1]), *given, **options)
+    rows = ops.rope_qkv(device.asarray(qkv[1]), *given, NH, NKV, half_split)
     np.testing.assert_array_equal(rows.get(), got[1])
     np.testing.assert_array_equal(x.get(), qkv)
-    assert ops.rope_qkv(x, *given, **options, out=x) is x
+    assert ops.rope_qkv(x, *given, NH, NKV, half_split, x) is x
     np.testing.assert_array_equal(x.get(), got)
 
 
@@ -325,7 +416,7 @@ def test_what_is_refused(device: Any) -> None:
     k = device.zeros((2, 6, 16), "float32")
     seams, start = device.zeros(3, "int32"), device.zeros(2, "int32")
     q, f64 = device.zeros((5, 32), "float32"), device.zeros(4, "float64")
-    turn = {"n_head": 6, "n_kv_head": 1}
+    turn: Any = {"n_head": 6, "n_kv_head": 1}
     for call, message in (
         (lambda: ops.attention(x, 6, n_kv_head=4), "n_kv_head: expected a divisor of n_head 6, go"),
         (lambda: ops.attention(x, 6, n_kv_head=0), "n_kv_head: expected a divisor of n_head 6, go"),
@@ -342,7 +433,10 @@ def test_what_is_refused(device: Any) -> None:
         (lambda: ops.rope_qkv(x, i32, f64, 4, 1), r"qkv: expected \(T, 48\) or \(B, T, 48\), 6 h"),
         (lambda: ops.rope_qkv(x, i32[:4], f64, **turn), r"positions: expected shape \(5,\), got"),
         (lambda: ops.rope_qkv(x, i32, x[0], **turn), "frequencies: expected float64, got float32"),
-        (lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=1), "half_split: expected True or F"),
+        (
+            lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=x),
+            "half_split: expected True or F",
+        ),
         (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "v: overlaps k: expected another arr"),
         (lambda: ops.rope_append(x, f64, k, k.copy(), i32, i32, 6), r"qkv: expected \(N, 80\), 6"),
     ):

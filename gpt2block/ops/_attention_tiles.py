@@ -2,7 +2,7 @@
 
 `online`, in float32, holds tiles of Q, K and V in shared memory; attention_cached uses the same
 tiles. The kernels on tensor cores hold the queries in registers and a ring of tiles of K and V in
-shared memory. All heads there have 64 channels.
+shared memory. Heads there have 64 or 128 channels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ MOST_BLOCKS = 2**31 - 1, 65535  # of a grid, along its first axis and along the 
 WARPS = (4, 2, 1)  # of a block of `online`, the best first
 KEYS = (64, 32)  # of a tile of `online`
 
-MMA_STAGE = 2 * 64 * 144  # bytes of shared memory for a tile of 64 keys, K and V, in rows of 144
+TENSOR_HEADS = (64, 128)  # channels of a head that the mma kernels take
 HOPPER_TILE = 128  # queries, and keys
 HOPPER_THREADS = 288  # two warpgroups that multiply, a warp that copies
 HOPPER_SHARED = 181408  # bytes: eight tiles of K or V, two of queries, the output to be copied
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
-KEY_BYTES = 2 * 2 * 64  # of K and V of a key, 64 channels of 16 bits each
 CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
 
@@ -107,8 +106,12 @@ class Tile(NamedTuple):
         return 16 * self.warps * self.frags
 
 
-# 32 queries a warp read K and V half as often from shared memory; 16 fill a GPU with fewer rows.
-MMA_TILES = (Tile(4, 2, 2, 1700, 950), Tile(4, 1, 3, 850, 520))
+# By the size of a head. 32 queries a warp read K and V half as often from shared memory; 16 fill a
+# GPU with fewer rows, and leave registers for larger heads.
+MMA_TILES = {
+    64: (Tile(4, 2, 2, 1700, 950), Tile(4, 1, 3, 850, 520)),
+    128: (Tile(4, 1, 2, 1700, 950),),
+}
 
 
 @lru_cache(maxsize=1024)
@@ -120,51 +123,70 @@ def mma_geometry(
     *,
     sms: int,
     most_shared: int,
+    HS: int = TENSOR_HEADS[0],
+    serves: int = 1,
     tile: Tile | None = None,
 ) -> tuple[Geometry, int]:
     """The launch of `mma` for B sequences, the longest of T rows; and `together`'s heads.
 
     sms, most_shared: the GPU's multiprocessors, and the bytes of shared memory that a block can
-    have. tile: instead of the fastest of `MMA_TILES`. Raises InputError for too large a grid.
+    have. serves: heads of Q that share a head of K. tile: instead of the fastest one. Raises
+    InputError for too large a grid.
     """
     if tile is None:
-        tile = min(MMA_TILES, key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
+        tile = min(MMA_TILES[HS], key=lambda tile: _clocks(tile, B, T, NH, causal, sms))
     grid = _grid(B, T, NH, tile.queries)
-    stages = 3 if room(most_shared, tile.blocks) >= 3 * MMA_STAGE else 2
+    stage = mma_stage(HS)
+    stages = 3 if room(most_shared, tile.blocks) >= 3 * stage else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
+        *_head_defines(HS, serves),
         ("ATT_WARPS", tile.warps),
         ("ATT_FRAGS", tile.frags),
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", tile.blocks),
     )
-    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), stages * MMA_STAGE, defines)
-    return geometry, together(B, T, NH, causal)
+    geometry = Geometry("attention_mma", grid, (32 * tile.warps,), stages * stage, defines)
+    return geometry, together(B, T, NH, causal, HS, serves)
 
 
 @lru_cache(maxsize=1024)
 def two_part_geometry(
-    B: int, T: int, NH: int, causal: bool, one_scale: bool, *, most_shared: int
+    B: int,
+    T: int,
+    NH: int,
+    causal: bool,
+    one_scale: bool,
+    *,
+    most_shared: int,
+    HS: int = TENSOR_HEADS[0],
+    serves: int = 1,
 ) -> tuple[Geometry, int]:
     """As `mma_geometry`, for two-part matrices: one tile, 4 warps of 16 queries for each half.
 
-    one_scale: all rows have the same scale.
+    one_scale: all rows have the same scale. Raises InputError also where no tile fits.
     """
-    warps, stage = 4, 2 * MMA_STAGE
+    warps, stage = 4, 2 * mma_stage(HS)
     queries = stage // 2  # bytes of 64 queries
     grid = _grid(B, T, NH, 16 * warps)
     blocks = 2 if causal and one_scale and room(most_shared, 2) >= 2 * stage + queries else 1
     stages = 3 if room(most_shared, blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
+        *_head_defines(HS, serves),
         ("ATT_ONE_SCALE", int(one_scale)),
         ("ATT_WARPS", warps),
         ("ATT_STAGES", stages),
         ("ATT_BLOCKS", blocks),
     )
     shared = stages * stage + queries
+    if shared > most_shared:
+        raise InputError(
+            f"head size {HS}: two-part matrices take {shared:,} bytes of shared memory, this GPU "
+            f"has {most_shared:,}: use float32 and variant online"
+        )
     geometry = Geometry("attention_fp32_mma", grid, (64 * warps,), shared, defines)
-    return geometry, together(B, 2 * T, NH, causal)
+    return geometry, together(B, 2 * T, NH, causal, HS, serves)
 
 
 def hopper_geometry(B: int, T: int, NH: int, causal: bool, *, sms: int) -> tuple[Geometry, int]:
@@ -183,6 +205,15 @@ def hopper_geometry(B: int, T: int, NH: int, causal: bool, *, sms: int) -> tuple
     return geometry, together(B, T, NH, causal)
 
 
+def mma_stage(HS: int) -> int:
+    """Bytes of shared memory for K and V of 64 keys, in rows of 16 bytes more than they have."""
+    return 2 * 64 * (2 * HS + 16)
+
+
+def _head_defines(HS: int, serves: int) -> Defines:
+    return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
+
+
 def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
     """A block for every `queries` of a head; InputError for more than a grid can have."""
     blocks = B * NH * ceil(T / queries)
@@ -194,7 +225,9 @@ def _grid(B: int, T: int, NH: int, queries: int) -> tuple[int]:
     return (blocks,)
 
 
-def together(B: int, T: int, NH: int, causal: bool) -> int:
+def together(
+    B: int, T: int, NH: int, causal: bool, HS: int = TENSOR_HEADS[0], serves: int = 1
+) -> int:
     """How many heads' tiles of queries are interleaved in the order of blocks.
 
     Without a mask all tiles take equally long, and each head follows the one before. With a causal
@@ -203,7 +236,7 @@ def together(B: int, T: int, NH: int, causal: bool) -> int:
     """
     if not causal:
         return 1
-    parts = ceil(B * NH * T * KEY_BYTES / CACHED)
+    parts = ceil(B * NH // serves * T * 4 * HS / CACHED)  # 2 HS values of 2 bytes for a key
     return ceil(B * NH / parts)
 
 

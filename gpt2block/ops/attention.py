@@ -36,6 +36,7 @@ from gpt2block.ops._attention_tiles import (
     HOPPER_THREADS,
     HOPPER_TILE,
     MOST_BLOCKS,
+    TENSOR_HEADS,
     heads_defines,
     hopper_geometry,
     mma_geometry,
@@ -57,7 +58,7 @@ HOPPER = "attention/hopper.cu"
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 TENSOR_CORES = ("hopper", "mma")  # variants for 16 bits, in order of preference
-TENSOR_HEAD = 64  # channels of a head on tensor cores
+TENSOR_HEAD = TENSOR_HEADS[0]  # channels of a head that all variants on tensor cores take
 LARGEST_HEAD = 256  # of mha and online
 MAX_BATCH = MOST_BLOCKS[1]  # sequences of mha
 BLOCK = 256  # threads of mha, and by default of naive
@@ -195,12 +196,11 @@ def _mma_problem(job: Job) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
     if job.dtype != TWO_PART and (problem := _dtype_problem(job, *SIXTEEN_BITS)):
         return problem
-    if job.NKV != job.NH:
-        return "takes as many heads of K and V as of Q: use float32 and variant online"
-    if job.HS != TENSOR_HEAD:
+    if job.HS not in TENSOR_HEADS:
+        sizes = " and ".join(map(str, TENSOR_HEADS))
         return (
-            f"head size {job.HS}: tensor cores take {TENSOR_HEAD}: use float32, of which variant "
-            f"online takes heads of up to {LARGEST_HEAD}"
+            f"head size {job.HS}: tensor cores take {sizes}: use float32, of which variant online "
+            f"takes heads of up to {LARGEST_HEAD}"
         )
     return None
 
@@ -210,23 +210,30 @@ def _hopper_problem(job: Job) -> str | None:
         return problem
     if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
+    if job.HS != TENSOR_HEAD:
+        return f"head size {job.HS}: expected {TENSOR_HEAD}: use variant mma"
+    if job.NKV != job.NH:
+        return f"n_kv_head {job.NKV}: expected as many heads as n_head {job.NH}: use variant mma"
     return None
 
 
 def _launch_mma(job: Job, out: CudaArray | TwoPartMatrix) -> Bound:
-    sizes, most_shared = (job.B, job.T, job.NH), device_attribute("MaxSharedMemoryPerBlockOptin")
+    sizes = (job.B, job.T, job.NH)
+    options = {
+        "most_shared": device_attribute("MaxSharedMemoryPerBlockOptin"),
+        "HS": job.HS,
+        "serves": job.NH // job.NKV,
+    }
     if isinstance(job.qkv, TwoPartMatrix):
         rows = job.qkv.size // job.qkv.shape[-1]
         one_scale = job.qkv.one_scale is not None
-        geometry, together = two_part_geometry(
-            *sizes, job.causal, one_scale, most_shared=most_shared
-        )
+        geometry, together = two_part_geometry(*sizes, job.causal, one_scale, **options)
         parts = (job.qkv.parts, job.qkv.scale, job.cu_seqlens, out.parts, out.scale)
         launch = launch_at(MMA_TWO_PART, geometry, (*parts, rows, *sizes, together), "float16")
         return Bound(out, (launch,))
     check_address("out", out)
     sms = device_attribute("MultiProcessorCount")
-    geometry, together = mma_geometry(*sizes, job.causal, sms=sms, most_shared=most_shared)
+    geometry, together = mma_geometry(*sizes, job.causal, sms=sms, **options)
     args = (job.qkv, job.cu_seqlens, out, *sizes, together)
     return Bound(out, (launch_at(MMA, geometry, args, job.dtype),))
 
@@ -320,7 +327,7 @@ def _sequences(
             f"last, got {cu_seqlens.shape}"
         )
     if qkv.ndim != 2:
-        raise InputError(f"qkv: expected two axes with cu_seqlens, got {qkv.shape}")
+        raise InputError(f"qkv: expected (N, 3C) with cu_seqlens, got {qkv.shape}")
     N = qkv.shape[0]
     expected = f"the length of the longest sequence, 1 to the {N:,} rows of qkv"
     return cu_seqlens.size - 1, check_integer("max_seqlen", max_seqlen, 1, N, expected)
@@ -476,8 +483,9 @@ def attention(
     has more than 64 channels, 8 where it has more than 128). Only naive takes heads of more than
     256 channels.
 
-    float16 and bfloat16, with heads of 64 channels: variants mma and, on GPUs of compute capability
-    9.0, hopper. The default is the faster one that the GPU supports. Both run on tensor cores: sums
+    float16 and bfloat16, with heads of 64 or 128 channels: variant mma and, on GPUs of compute
+    capability 9.0, hopper, which takes heads of 64 channels, as many of K and V as of Q. The
+    default is the faster one that supports the call. Both run on tensor cores: sums
     and the softmax are float32, the softmax's weights are rounded to the dtype of qkv before they
     are multiplied, and the result has that dtype. They support any T. The bits of a row's result
     depend only on its own sequence.
@@ -487,8 +495,9 @@ def attention(
     has at most max_seqlen rows. The numbers are not checked: they must not decrease or exceed N.
     Rows outside all sequences are not written.
 
-    A TwoPartMatrix with heads of 64 channels, on the same GPUs as mma: the result has the accuracy
-    of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it sees.
+    A TwoPartMatrix with heads of 64 or 128 channels, on the same GPUs as mma: the result has the
+    accuracy of float32 and is a TwoPartMatrix. A row's scale is the largest of the rows that it
+    sees.
 
     Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); for hopper Shah et
     al., "FlashAttention-3" (2024); for two-part matrices Ootomo and Yokota (2022), see `gemm`; for

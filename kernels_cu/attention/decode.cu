@@ -99,11 +99,9 @@ struct Shared {
     float m[SLOTS][SPAN], l[SLOTS][SPAN];
 };
 
-// The head of q with index i of a team; not below `end` if the team has fewer.
-__device__ __forceinline__ int head_of(int team, int i) {
-    return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES + i;
-}
-__device__ __forceinline__ int end_of(int team) { return (team / TEAMS + 1) * SERVES; }
+// A team's first head of q, and how many it has.
+__device__ __forceinline__ int head_of(int team) { return team / TEAMS * SERVES + team % TEAMS * AS_QUERIES; }
+__device__ __forceinline__ int queries_of(int team) { return least(AS_QUERIES, SERVES - team % TEAMS * AS_QUERIES); }
 
 template <typename Op>
 __device__ __forceinline__ float across_groups(float value) {  // of a warp; a group's lanes hold different values
@@ -299,12 +297,12 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     const int maybe = load_racing(position + query), b = __ldcg(row + query);
     const int worker = warp % AS_WARPS * AS_CLUSTER + rank;
     const int own_slot = warp / AS_WARPS * AS_QUERIES, team = blockIdx.y * AS_HEADS + warp / AS_WARPS;
-    const int column = lane % LANES * AS_WIDTH;  // of a head
+    const int head = head_of(team), column = head * HS + lane % LANES * AS_WIDTH;
     const bool cached = b >= 0 && b < B;
     const int hint = cached ? min(maybe, n_ctx - 1) : -1;
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
-    const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + team / TEAMS * HS + column;
+    const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
     const T *const own_k = k + from, *const own_v = v + from;
     int first = worker * KEYS;  // key of the round
     Held keys, values;
@@ -317,11 +315,11 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     float x[AS_QUERIES][PIECES][AS_WIDTH] = {};
 #pragma unroll
     for (int i = 0; i < AS_QUERIES; ++i) {
-        const float* own_q = q + query * ROW + min(head_of(team, i), end_of(team) - 1) * HS + column;
+        const int of = min(i, queries_of(team) - 1) * HS;  // a team with fewer queries repeats the last one
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
             if (VECTORS % LANES && lane % LANES + p * LANES >= VECTORS) continue;
-            load_fresh_floats<AS_WIDTH>(own_q + p * LANES * AS_WIDTH, x[i][p]);
+            load_fresh_floats<AS_WIDTH>(q + query * ROW + column + of + p * LANES * AS_WIDTH, x[i][p]);
         }
     }
     if (first <= hint && hint < first + ROUND) {
@@ -369,11 +367,10 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
         for (int i = 0; i < ITEMS; ++i) {
             const int item = warp + i * WARPS, channel = item % CHUNKS * 32 + lane;
             if (rank > 0 || item >= SLOTS * CHUNKS) continue;
-            const int slot = item / CHUNKS, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
+            const int slot = item / CHUNKS, own = slot % AS_QUERIES, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
             whole[i].add(shared, slot, channel, count, begin > 0);
-            if (more || channel >= HS) continue;
-            const int head = head_of(of, slot % AS_QUERIES);
-            if (head < end_of(of)) out[query * ROW + head * HS + channel] = whole[i].o / whole[i].l;
+            if (more || channel >= HS || own >= queries_of(of)) continue;
+            out[query * ROW + (head_of(of) + own) * HS + channel] = whole[i].o / whole[i].l;
         }
         if (!more) return;
         sync_team();  // before the next span overwrites the splits

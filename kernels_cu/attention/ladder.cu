@@ -19,7 +19,8 @@
 //     v   [ s s s s ]
 //
 // The bottlenecks: neighbouring threads read K a row apart in the first kernel and scores T apart in the second, so
-// that each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per multiply-add.
+// that each load of a warp touches 32 cache lines. The third reads neighbouring values of V, but two loads per
+// multiply-add.
 #include "lib/common.cuh"
 
 #ifndef NH
@@ -84,7 +85,8 @@ extern "C" __global__ void attention_value_kernel1(
     const long long b = i / C / T;
     const int t = i / C % T;
     const float* p = scores + ((b * NH + channel / HS) * T + t) * T;
-    const float* v = qkv + b * T * ROW + C + (NKV + channel / HS / GROUP) * HS + channel % HS;
+    const int before = channel / HS - channel / HS / GROUP;  // heads of Q up to this one, less those of V
+    const float* v = qkv + b * T * ROW + C + NKV * HS + channel - before * HS;
     const int n_keys = causal ? t + 1 : T;
     float sum = 0.0f;
     for (int t2 = 0; t2 < n_keys; ++t2) sum += p[t2] * v[(long long)t2 * ROW];

@@ -1,8 +1,9 @@
-// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64 channels:
+// Attention on tensor cores (mma.sync; sm_80 and newer), for heads of 64 or 128 channels:
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
-//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, with the heads packed next to each other in each
+//   qkv (rows, W)    a row is [Q | K | V], with the heads packed next to each other in each: n_head heads of Q, C
+//                    channels, and C / ATT_SERVES channels of K and of V, whose heads serve ATT_SERVES heads of Q each
 //   out (rows, C)    the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //
 // A warp holds 16 ATT_FRAGS queries in registers and walks over tiles of 64 keys, which the block's warps share:
@@ -52,20 +53,21 @@ constexpr int FRAGS = ATT_FRAGS, THREADS = 32 * ATT_WARPS;
 constexpr int WARP_QUERIES = 16 * FRAGS, QUERIES = ATT_WARPS * WARP_QUERIES;
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 2 * TILE;  // K, then V
+constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8;  // fragments of a head, as operand and as result
 static_assert(QUERIES * PITCH <= STAGE, "queries arrive in one stage of the ring");
 static_assert(ATT_STAGES >= 2, "one tile travels while another is multiplied");
 
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8 of fragment f.
 struct Queries {
-    unsigned q[FRAGS][4][4];
-    float out[FRAGS][8][4];
+    unsigned q[FRAGS][DEPTH][4];
+    float out[FRAGS][COLUMNS][4];
     float sum[FRAGS][2], reference[FRAGS][2];  // the sum covers this lane's keys
 
     __device__ __forceinline__ Queries() {
 #pragma unroll
         for (int f = 0; f < FRAGS; ++f) {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) out[f][n][0] = out[f][n][1] = out[f][n][2] = out[f][n][3] = 0.0f;
+            for (int n = 0; n < COLUMNS; ++n) out[f][n][0] = out[f][n][1] = out[f][n][2] = out[f][n][3] = 0.0f;
             sum[f][0] = sum[f][1] = 0.0f;
             reference[f][0] = reference[f][1] = -INFINITY;
         }
@@ -77,7 +79,7 @@ struct Queries {
 #pragma unroll
         for (int f = 0; f < FRAGS; ++f) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            for (int k = 0; k < DEPTH; ++k) {
                 unsigned(&a)[4] = q[f][k];
                 load_matrices<false>(a[0], a[1], a[2], a[3], rows + 16 * f * PITCH + 32 * k);
             }
@@ -136,7 +138,7 @@ struct Queries {
             for (int n = 0; n < 8; ++n) s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0.0f;
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
             for (int n = 0; n < 8; n += 2) {
                 if (hidden<MASKED>(FRAGS - 1, n, seen)) continue;
@@ -158,7 +160,7 @@ struct Queries {
 #pragma unroll
             for (int r = 0; r < 2; ++r) sum[f][r] *= factor[f][r];
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[f][n][e] *= factor[f][e / 2];
             }
@@ -173,7 +175,7 @@ struct Queries {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // 16 keys
             if (hidden<MASKED>(FRAGS - 1, 2 * k, seen)) continue;
-            unsigned b[8][2];
+            unsigned b[COLUMNS][2];
             load_values(b, values + 16 * k * PITCH);
 #pragma unroll
             for (int f = 0; f < FRAGS; ++f) {
@@ -195,33 +197,33 @@ struct Queries {
                     if (f + 1 < FRAGS) load_values(b, values + 16 * k * PITCH);
                 } else {
 #pragma unroll
-                    for (int n = 0; n < 8; ++n) mma(out[f][n], p, b[n]);
+                    for (int n = 0; n < COLUMNS; ++n) mma(out[f][n], p, b[n]);
                 }
             }
         }
     }
 
-    static __device__ __forceinline__ void load_values(unsigned (&b)[8][2], const char* keys) {
+    static __device__ __forceinline__ void load_values(unsigned (&b)[COLUMNS][2], const char* keys) {
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
+        for (int n = 0; n < COLUMNS; n += 2) {
             load_matrices<true>(b[n][0], b[n][1], b[n + 1][0], b[n + 1][1], keys + 16 * n);
         }
     }
 
-    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[8][2]) {
+    static __device__ __forceinline__ bool any_not_finite(const unsigned (&b)[COLUMNS][2]) {
         unsigned found = 0;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
+        for (int n = 0; n < COLUMNS; ++n) found |= not_finite(b[n][0]) | not_finite(b[n][1]);
         return __any_sync(0xffffffffu, found != 0);
     }
 
     // Multiplies 16 queries by as many keys, where query i sees keys 0 .. i and not all values are finite. Removes the
     // finite values from b.
-    static __device__ __forceinline__ void multiply_apart(float (&out)[8][4], const unsigned (&p)[4],
-                                                          unsigned (&b)[8][2]) {
+    static __device__ __forceinline__ void multiply_apart(float (&out)[COLUMNS][4], const unsigned (&p)[4],
+                                                          unsigned (&b)[COLUMNS][2]) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < COLUMNS; ++n) {
             unsigned finite[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -236,7 +238,7 @@ struct Queries {
             const unsigned first = key < 8 ? pair : 0u, second = key < 8 ? 0u : pair;
             const unsigned a[4] = {p[0] & first, p[1] & first, p[2] & second, p[3] & second};
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < COLUMNS; ++n) {
                 const unsigned of_key[2] = {b[n][0] & first, b[n][1] & second};
                 float then[4] = {out[n][0], out[n][1], out[n][2], out[n][3]};
                 mma(then, a, of_key);
@@ -258,15 +260,15 @@ struct Queries {
                 const float factor = __fdividef(1.0f, lanes_sum<4>(sum[f][r]));
                 const int row = 16 * f + 8 * r + g;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                for (int part = 0; part < SIZE / 32; ++part) {
                     unsigned v[4];
 #pragma unroll
                     for (int n = 0; n < 4; ++n) {
-                        const float(&c)[4] = out[f][4 * half + n];
+                        const float(&c)[4] = out[f][4 * part + n];
                         v[n] = pack2(c[2 * r] * factor, c[2 * r + 1] * factor);
                     }
                     turn(v, t);
-                    T* at = to + row * stride + 32 * half + 8 * t;
+                    T* at = to + row * stride + 32 * part + 8 * t;
                     if (row < left) *reinterpret_cast<uint4*>(at) = {v[0], v[1], v[2], v[3]};
                 }
             }
@@ -275,7 +277,7 @@ struct Queries {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
-    const T* qkv,           // (rows, 3C)
+    const T* qkv,           // (rows, W)
     const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                 // (rows, C)
     int B,
@@ -288,17 +290,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_mma(
     wait_for_previous();
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
-    const int C = SIZE * n_head, left = job.length - job.first;
+    const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
     const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
-    const long long stride = 3LL * C;
+    const long long stride = C + 2LL * KV;
     const T* head = qkv + job.row * stride + SIZE * job.head;
     copy_rows<QUERIES>(ring + (ATT_STAGES - 1) * STAGE, head + job.first * stride, stride, left);
+    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
     int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
-            const T* from = head + arriving * stride + C;
+            const T* from = head + arriving * stride + to_keys;
             copy_rows<KEYS>(stage, from, stride, job.length - arriving);
-            copy_rows<KEYS>(stage + TILE, from + C, stride, job.length - arriving);
+            copy_rows<KEYS>(stage + TILE, from + KV, stride, job.length - arriving);
         }
         end_group();
         arriving += KEYS;

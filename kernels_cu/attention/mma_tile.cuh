@@ -1,7 +1,7 @@
 // A tile of rows of a head in shared memory, and the transposition of a warp's outputs before the store. Shared by
 // attention/mma.cu and attention/mma_two_part.cu; the including file defines THREADS.
 //
-// The pitch is 9 chunks of 16 bytes: ldmatrix has no bank conflicts, and all its offsets are constants.
+// The pitch is an odd number of chunks of 16 bytes: ldmatrix has no bank conflicts, and all its offsets are constants.
 #pragma once
 
 #include "attention/scores.cuh"

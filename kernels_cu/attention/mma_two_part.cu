@@ -1,11 +1,11 @@
-// Attention with the accuracy of float32 on tensor cores (mma.sync of fp16; sm_80 and newer), for heads of 64 channels:
+// Attention with the accuracy of float32 on tensor cores (mma.sync of fp16; sm_80 and newer), heads of 64 or 128:
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else of all rows
 //
 // Matrices have two parts (lib/two_part.cuh): x = (hi + lo / 2048) scale[row], where scale is a power of two. A product
 // becomes three: hi hi + (hi lo + lo hi) / 2048, the last two in a separate accumulator.
 //
-//   parts (2, rows, 3C)      hi, then lo; a row is [Q | K | V], C = 64 n_head; scale (rows) applies to all three
+//   parts (2, rows, W)       hi, then lo; rows [Q | K | V] as in attention/mma.cu; scale (rows) applies to all three
 //   out_parts (2, rows, C)   the rows of all sequences, one sequence after the other: attention/mma_job.cuh
 //   out_scale (rows)         the largest scale of the rows that row i sees, which bounds their weighted average
 //
@@ -54,10 +54,10 @@
 
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "attention/mma_tile.cuh"
-constexpr int STAGE = 4 * TILE;  // K hi, K lo, V hi, V lo
-constexpr int OWN = KEYS / 2;    // keys of a tile that a warp takes
+constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // K hi, K lo, V hi, V lo; keys of a tile that a warp takes
+constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8, SUMS = 4 * COLUMNS;  // operands, results and sums of a thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
-static_assert(4 * 38 * HALF <= STAGE, "the sums of half of the warps fit in a stage");
+static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
 // Two floats, each as hi + lo / 2048.
 struct Split {
@@ -74,12 +74,12 @@ struct Split {
 // A warp's state for its queries. Lane 4 g + t has rows g and g + 8.
 struct Queries {
     static constexpr float CROSS = 1.0f / 2048;
-#if ATT_BLOCKS > 1 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
+#if ATT_BLOCKS > 1 || ATT_SIZE > 64 || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000)
     static constexpr bool ALL_MASKED = true;  // then only this variant fits into registers
 #else
     static constexpr bool ALL_MASKED = false;
 #endif
-    float out[8][4];
+    float out[COLUMNS][4];
     float unit[2];               // the row's scale, with ATT_ONE_SCALE its square, in units of exp2's argument
     float sum[2], reference[2];  // the sum covers this lane's keys
     float top[2];                // the largest scale so far
@@ -87,7 +87,7 @@ struct Queries {
     __device__ __forceinline__ Queries(const float* scale, int left) {
         const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
+        for (int n = 0; n < COLUMNS; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float own = __ldcg(scale + (ATT_ONE_SCALE || 8 * r + g >= left ? 0 : 8 * r + g));
@@ -150,7 +150,7 @@ struct Queries {
         }
         if (__any_sync(0xffffffffu, moves)) {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
             }
@@ -183,7 +183,7 @@ struct Queries {
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < DEPTH; ++k) {
             unsigned hi[4], lo[4];
             load_matrices<false>(hi[0], hi[1], hi[2], hi[3], rows + 32 * k);
             load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);
@@ -210,7 +210,7 @@ struct Queries {
         const int lane = threadIdx.x % 32;
         values += lane % 16 * PITCH + lane / 16 * TILE;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < COLUMNS; ++n) {
             float sums[4] = {}, cross[4] = {};
 #pragma unroll
             for (int k = 0; k < OWN / 16; ++k) {  // 16 keys
@@ -259,12 +259,12 @@ struct Queries {
     // Passes the state to the warp with the same queries; `to` and `from`: a thread's places, HALF floats apart.
     __device__ __forceinline__ void give(float* to) const {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) to[i * HALF] = out[i / 4][i % 4];
+        for (int i = 0; i < SUMS; ++i) to[i * HALF] = out[i / 4][i % 4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            to[(32 + r) * HALF] = sum[r];
-            to[(34 + r) * HALF] = reference[r];
-            to[(36 + r) * HALF] = top[r];
+            to[(SUMS + r) * HALF] = sum[r];
+            to[(SUMS + 2 + r) * HALF] = reference[r];
+            to[(SUMS + 4 + r) * HALF] = top[r];
         }
     }
 
@@ -272,19 +272,19 @@ struct Queries {
         float own[2], others[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float other = from[(34 + r) * HALF], both = fmaxf(reference[r], other);
+            const float other = from[(SUMS + 2 + r) * HALF], both = fmaxf(reference[r], other);
             const float point = both == -INFINITY ? 0.0f : both;  // exp2(-inf) is 0, exp2(-inf + inf) is NaN
             own[r] = exp2_fast(reference[r] - point);
             others[r] = exp2_fast(other - point);
-            sum[r] = fmaf(sum[r], own[r], from[(32 + r) * HALF] * others[r]);
+            sum[r] = fmaf(sum[r], own[r], from[(SUMS + r) * HALF] * others[r]);
             if (ATT_ONE_SCALE) continue;
-            const float their_top = from[(36 + r) * HALF], higher = fmaxf(top[r], their_top), down = inverse_of(higher);
+            const float theirs = from[(SUMS + 4 + r) * HALF], higher = fmaxf(top[r], theirs), down = inverse_of(higher);
             own[r] *= top[r] * down;
-            others[r] *= their_top * down;
+            others[r] *= theirs * down;
             top[r] = higher;
         }
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < SUMS; ++i) {
             float& o = out[i / 4][i % 4];
             o = fmaf(o, own[i % 4 / 2], from[i * HALF] * others[i % 4 / 2]);
         }
@@ -301,18 +301,18 @@ struct Queries {
             const int row = 8 * r + g;
             if (scale && t == 0 && row < left) scale[row] = ATT_ONE_SCALE ? one : top[r];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int piece = 0; piece < SIZE / 32; ++piece) {
                 unsigned v[4], w[4];
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
-                    const float(&c)[4] = out[4 * half + n];
+                    const float(&c)[4] = out[4 * piece + n];
                     const Split both(c[2 * r] * factor, c[2 * r + 1] * factor);
                     v[n] = both.hi;
                     w[n] = both.lo;
                 }
                 turn(v, t);
                 turn(w, t);
-                T* at = to + row * stride + 32 * half + 8 * t;
+                T* at = to + row * stride + 32 * piece + 8 * t;
                 if (row < left) {
                     *reinterpret_cast<uint4*>(at) = {v[0], v[1], v[2], v[3]};
                     *reinterpret_cast<uint4*>(at + part) = {w[0], w[1], w[2], w[3]};
@@ -323,13 +323,12 @@ struct Queries {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32_mma(
-    const T* parts,         // (2, rows, 3C)
+    const T* parts,         // (2, rows, W)
     const float* scale,     // (rows), powers of two from 2^-126 to 2^126
     const int* cu_seqlens,  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out_parts,           // (2, rows, C)
     float* out_scale,       // (rows)
-    long long rows,
-    int B,
+    long long rows, int B,
     int seq_len,            // of the longest sequence
     int n_head,
     int together) {         // heads whose blocks run at the same time
@@ -339,22 +338,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATT_BLOCKS) attention_fp32
     wait_for_previous();
     const Job job = choose_job(cu_seqlens, B, seq_len, n_head, together, QUERIES);
     if (job.first >= job.length) return;
-    const int C = SIZE * n_head, left = job.length - job.first;
+    const int C = SIZE * n_head, KV = C / ATT_SERVES, left = job.length - job.first;
     const int keys = ATT_CAUSAL ? min(job.length, job.first + QUERIES) : job.length;  // that are seen, from key 0 on
-    const long long stride = 3LL * C, part = rows * stride;
+    const long long stride = C + 2LL * KV, part = rows * stride;
     const T* head = parts + job.row * stride + SIZE * job.head;
     scale += job.row;
     char* const asking = ring + ATT_STAGES * STAGE;  // the queries
     for (int i = 0; i < 2; ++i) {
         copy_rows<QUERIES>(asking + i * QUERIES * PITCH, head + i * part + job.first * stride, stride, left);
     }
+    const int to_keys = C - SIZE * (job.head - job.head / ATT_SERVES);  // from a row's Q of this head to its K
     int arriving = 0;  // the first key of the next tile to be copied
     const auto ask = [&](char* stage) {
         if (arriving < keys) {
-            const T* from = head + arriving * stride + C;
+            const T* from = head + arriving * stride + to_keys;
 #pragma unroll 1  // 16 addresses at a time would need too many registers
             for (int i = 0; i < 4; ++i) {
-                copy_rows<KEYS>(stage + i * TILE, from + i % 2 * part + i / 2 * C, stride, job.length - arriving);
+                copy_rows<KEYS>(stage + i * TILE, from + i % 2 * part + i / 2 * KV, stride, job.length - arriving);
             }
         }
         end_group();

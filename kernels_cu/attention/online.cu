@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_onlin
     extern __shared__ __align__(16) float tiles[];
     attend<float>(tiles, out, causal, [&](long long b, long long h) -> Task<float> {
         const float* head_q = qkv + b * T * ROW + h * HS;
-        const float* head_k = qkv + b * T * ROW + (NH + h / GROUP) * HS;
+        const float* head_k = head_q + (NH - (h - h / GROUP)) * HS;
         return {head_q, head_k, head_k + NKV * HS, ROW, ROW, T, 0, T, b * T};
     });
 }

@@ -1,7 +1,7 @@
 // The treatment of scores that the tensor-core attention kernels share: attention/mma.cu, attention/mma_two_part.cu and
 // attention/hopper.cu. The including file selects T, a 16-bit type (lib/storage.cuh).
 //
-//   P = exp2(S UNIT - reference)     S = q . k, before its division by sqrt(64)
+//   P = exp2(S UNIT - reference)     S = q . k, before its division by sqrt(SIZE)
 //
 // A row's reference is its largest score at the time the reference was set, minus 8. So the largest P of a row, rounded
 // to T, is between 2^8 and 2^15, and values down to 2^-32 of it are not yet zero in fp16. The reference is updated, and
@@ -13,8 +13,16 @@
 
 #include "lib/common.cuh"
 
-constexpr int SIZE = 64;                         // channels of a head
-constexpr float UNIT = 1.4426950408889634f / 8;  // exp(s / sqrt(64)) is exp2(s UNIT)
+#ifndef ATT_SIZE  // channels of a head: 64 or 128
+#define ATT_SIZE 64
+#endif
+#ifndef ATT_SERVES  // heads of Q that a head of K and V serves
+#define ATT_SERVES 1
+#endif
+
+constexpr int SIZE = ATT_SIZE;
+static_assert(SIZE == 64 || SIZE == 128, "a head has 64 or 128 channels");
+constexpr float UNIT = 1.4426950408889634f / (SIZE == 64 ? 8 : 11.3137085f);  // exp(s / sqrt(SIZE)) is exp2(s UNIT)
 constexpr float BELOW = 8, AT_MOST = 15;         // log2 of the largest P: when the reference is set, and its limit
 
 // Of two values of T in a register: sets the sign bits of those that are infinite or NaN. (The result, shifted right by

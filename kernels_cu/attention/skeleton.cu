@@ -55,7 +55,7 @@ __device__ void attend(const float* __restrict__ qkv, float* __restrict__ attn_o
     const int t = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
     const long long first_row = (long long)blockIdx.z * seq_len;
     const float* head_q = qkv + first_row * ROW + head * HS;  // (seq_len, ROW), from this head's Q on
-    const float* head_k = qkv + first_row * ROW + C + head / (NH / NKV) * HS;
+    const float* head_k = head_q + C - (head - head / (NH / NKV)) * HS;
     const float* head_v = head_k + NKV * HS;
     const int n_keys = CAUSAL ? t + 1 : seq_len;
 
