@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,9 +16,12 @@ from safetensors.numpy import load_file
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, RopeScaling, cuda, emulator
 from gpt2block.bench.measure import tolerance
+from gpt2block.bulk.predictor import Predictor
+from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
 from gpt2block.emulator import loader
 from gpt2block.run.model import weight_bytes
+from tests.test_tokenizer import sentence_piece
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = LlamaConfig(
@@ -28,6 +32,7 @@ LARGE = LlamaConfig(
     n_layer=2, n_head=8, n_kv_head=2, n_embd=512, n_ctx=700, vocab_size=1003, n_ff=688,
     head_size=128, theta=500000.0, tie_word_embeddings=True,
 )  # fmt: skip
+CORES = replace(SMALL, n_embd=64, head_size=64, n_head=2, n_kv_head=1, vocab_size=53)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 
@@ -117,6 +122,28 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, dtype: str) -
         assert alone.log_likelihood == pytest.approx(exact, rel=1e-4)
 
 
+def test_a_prompt_on_tensor_cores(device: str) -> None:
+    """Steps, logits of every kind, a continued prompt, and the same bits alone and in a batch."""
+    weights, rows = LlamaWeights.random(2, CORES), random_rows(19, 3, 1, config=CORES)
+    model = Llama(weights, device=device, dtype="bfloat16")
+    on_cpu = Llama(weights, device="cpu", dtype="bfloat16")
+    for step in (steps := model.compare(rows[0])):
+        assert step.max_rel <= tolerance("bfloat16"), step
+        assert step.total_rel < 0.02, step
+    kernels = [step.kernel.partition("_")[0] for step in steps[1:5]]
+    assert kernels == ["rmsnorm", "gemm", "rope", "attention"]
+    logits, last = model(rows), model(rows, last=True)
+    for row, found, end in zip(rows, logits, last, strict=True):
+        np.testing.assert_array_equal(found, model(row))
+        np.testing.assert_array_equal(end, model(row, last=True))
+        assert error(found, on_cpu(row)) < 0.03
+        assert error(end, found[-1]) < 0.03
+    cache = model.new_cache(1)
+    parts = [model(rows[0][:7], cache=cache), model(rows[0][7:], cache=cache)]
+    assert error(np.concatenate(parts), logits[0]) < 0.03
+    assert error(model.embed(rows[0]), on_cpu.embed(rows[0])) < 0.03
+
+
 def test_slots_sampling_and_streams(device: str) -> None:
     """Refilled slots, more rows than the products of few rows take, and a stop token."""
     model, prompts = small(device), random_rows(3, 1, 22)
@@ -168,15 +195,28 @@ def test_a_weight_that_would_hide_the_others(device: str) -> None:
 
 
 def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:
-    def run(*args: str) -> str:
+    def run(*args: str) -> Any:
         with pytest.raises(SystemExit) as end:
-            main([*args, "--device", device])
+            main([*args, "--model", str(folder), "--device", device, "--json"])
         assert end.value.code == 0
-        return str(capsys.readouterr().out)
+        return json.loads(capsys.readouterr().out)
 
-    folder = small(device).save_pretrained(tmp_path / "model")
-    ids = ["--ids", "--model", str(folder)]
-    run("generate", "3 4 5", *ids, "--max-new-tokens", "3", "--temperature", "0")
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokens").mkdir()
+    sentence_piece(tmp_path / "tokens")
+    weights = LlamaWeights.random(0, replace(SMALL, vocab_size=265))
+    folder = save_pretrained(tmp_path / "model", weights, tokenizer=tmp_path / "tokens")
+    model = Llama.from_pretrained(folder, device=device)
+    written = run("generate", "ab", "--max-new-tokens", "3", "--temperature", "0")
+    expected = model.generate("ab", temperature=0, max_new_tokens=3)
+    assert tuple(written["samples"][0]["tokens"]) == expected.tokens
+    (tmp_path / "text.txt").write_text("ab a")
+    scored = run("score", str(tmp_path / "text.txt"))
+    assert scored["log_likelihood"] == model.score("ab a").log_likelihood
+    compared = run("compare", "ab", "--cached")
+    assert {step["kernel"] for step in compared["steps"]} > {"rope_append", "rmsnorm_stream"}
+    records = Predictor("score", folder, device=device)({"text": ["ab a", "b"]})
+    assert records["log_likelihood"][0] == scored["log_likelihood"]
 
 
 @pytest.mark.gpu

@@ -304,6 +304,17 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
 
 
 @one_order
+def test_the_steps_of_a_prompt_of_a_llama(device: Any) -> None:
+    config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
+    model = CudaModel(config, LlamaWeights.random(3, config).tensors(), "bfloat16", 0)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=21, dtype=np.int32)
+    with model.running():
+        program = model._pass(ids, cached=False)
+        assert {"rmsnorm", "rope_qkv", "silu_mul"} < {step.op for step in program.plan.steps}
+        assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
+
+
+@one_order
 @pytest.mark.parametrize("row", [[2, -1, 0], [-1, -1, -1]])
 def test_the_sampler_of_some_rows(device: Any, row: list[int]) -> None:
     """A block without a sequence waits, too: it counts its turns."""

@@ -23,6 +23,7 @@ class Architecture(Protocol):
     FINAL: str  # the final norm
     FEED_FORWARD: tuple[str, ...]  # buffers of the feed-forward
     PRODUCTS: tuple[Products, ...]  # that a prefill can have
+    TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
     BUFFERS: Mapping[str, str]  # the last part of a tensor's name → the buffer that it shares
 
     def embedding(self) -> Step:

@@ -28,6 +28,7 @@ QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "ln_f"  # the final norm
 FEED_FORWARD = ("gelu",)  # buffers of the feed-forward
 PRODUCTS: tuple[Products, ...] = ("float32", "16_bits", "fp8", "two_part")  # of a prefill
+TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 BUFFERS: Mapping[str, str] = {

@@ -27,7 +27,8 @@ NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "rms_f"  # the final norm
 FEED_FORWARD = ("gate", "up")  # buffers of the feed-forward
-PRODUCTS: tuple[Products, ...] = ("float32",)  # of a prefill
+PRODUCTS: tuple[Products, ...] = ("float32", "16_bits")  # of a prefill
+TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 BUFFERS: Mapping[str, str] = {

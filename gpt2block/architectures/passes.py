@@ -111,7 +111,8 @@ class Prefill:
         if not self.tensor_cores:
             attention = [append, cached]
         elif not self.continued:
-            heads = {"n_head": config.n_head, "causal": True, "max_seqlen": self.longest}
+            heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
+            heads |= {"causal": True, "max_seqlen": self.longest}
             qkv = f"{h}{architecture.QKV}"
             new = Step(f"{h}attn", "attention_varlen", (qkv, "cu_seqlens"), heads)
             attention = [append, new] if self.cached else [new]

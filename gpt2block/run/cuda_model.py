@@ -28,7 +28,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
+from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -61,10 +61,10 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 class CudaModel:
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except in a GPT-2's prefill with heads of 64 channels on a GPU with
-    tensor cores (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8
-    matrices float16, and with float32 matrices two parts. FP8 matrices are converted for each
-    product; of float32 matrices, the parts are stored in addition.
+    Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
+    the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, and in
+    a GPT-2 with FP8 matrices float16, with float32 matrices two parts. FP8 matrices are converted
+    for each product; of float32 matrices, the parts are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -135,7 +135,12 @@ class CudaModel:
         return found if found in self._architecture.PRODUCTS else "float32"
 
     def _possible_products(self) -> Products:
-        if self.config.head_size != TENSOR_HEAD or compute_capability() < MMA_CAPABILITY:
+        if compute_capability() < MMA_CAPABILITY:
+            return "float32"
+        if self.config.head_size not in self._architecture.TENSOR_HEADS:
+            return "float32"
+        sizes = (n for shape in self.config.block_shapes().values() for n in shape)
+        if any(n % MULTIPLE for n in sizes):
             return "float32"
         if self.dtype in SIXTEEN_BITS:
             return "16_bits"
