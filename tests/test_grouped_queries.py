@@ -355,19 +355,19 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     NH, NKV, HS = heads
     positions = np.array([0, 1, 77, 8191, 2**24 + 1, 2**31 - 1, 5], np.int32)
     qkv = normal(2, 2, 7, width(heads)).astype(DTYPES[dtype])
-    given: Any = tuple(map(device.asarray, (positions, frequencies(HS))))
+    at, turns = device.asarray(positions), device.asarray(frequencies(HS))
     options: Any = {"n_head": NH, "n_kv_head": NKV, "half_split": half_split}
     x = device.asarray(qkv)
     out = device.asarray(np.full_like(qkv, np.nan))
-    got = bind_rope((x, *given), out, **options).run().get()
+    got = bind_rope((x, at, turns), out, **options).run().get()
     wide = qkv.astype(np.float64)
     truth = reference.rope_qkv(wide, positions, frequencies(HS), NH, NKV, half_split)
     assert_close(got, truth, dtype)
     np.testing.assert_array_equal(got[..., -NKV * HS :], qkv[..., -NKV * HS :])
-    rows = ops.rope_qkv(device.asarray(qkv[1]), *given, NH, NKV, half_split)
+    rows = ops.rope_qkv(device.asarray(qkv[1]), at, turns, NH, NKV, half_split)
     np.testing.assert_array_equal(rows.get(), got[1])
     np.testing.assert_array_equal(x.get(), qkv)
-    assert ops.rope_qkv(x, *given, NH, NKV, half_split, x) is x
+    assert ops.rope_qkv(x, at, turns, NH, NKV, half_split, x) is x
     np.testing.assert_array_equal(x.get(), got)
 
 

@@ -19,18 +19,32 @@ from tests.compiling import assert_clean
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 ODD_CONSTANTS = {
-    "attention/skeleton.cu": (("NH", 3), ("HS", 16)),
-    "attention/ladder.cu": (("NH", 3), ("HS", 7)),
-    "attention/cached.cu": (("STORAGE_BF16", 1), ("NH", 3), ("HS", 36), ("AO_KEYS", 32)),
-    "attention/decode.cu": (
+    "attention/skeleton.cu": (("NH", 6), ("NKV", 2), ("HS", 16)),
+    "attention/ladder.cu": (("NH", 3), ("NKV", 1), ("HS", 7)),
+    "attention/cached.cu": (
         ("STORAGE_BF16", 1),
         ("NH", 3),
+        ("NKV", 1),
+        ("HS", 36),
+        ("AO_KEYS", 32),
+    ),
+    "attention/decode.cu": (
+        ("STORAGE_BF16", 1),
+        ("NH", 5),
+        ("NKV", 1),
         ("HS", 22),
         ("AS_WIDTH", 2),
+        ("AS_QUERIES", 3),
     ),
     "embedding/encoder_rows.cu": (("WEIGHT_E4M3", 1), ("ER_WIDTH", 2)),
     "attention/kv_cache.cu": (("STORAGE_FP16", 1), ("KV_WIDTH", 8)),
-    "attention/online.cu": (("NH", 3), ("HS", 33), ("AO_WARPS", 2), ("AO_KEYS", 32)),
+    "attention/online.cu": (
+        ("NH", 4),
+        ("NKV", 2),
+        ("HS", 33),
+        ("AO_WARPS", 2),
+        ("AO_KEYS", 32),
+    ),
     "matmul/decode.cu": (
         ("STORAGE_BF16", 1),
         ("WEIGHT_E4M3", 1),
@@ -107,6 +121,13 @@ ODD_CONSTANTS = {
         ("ROPE_HALF_SPLIT", 1),
         ("ROPE_WIDTH", 1),
     ),
+    "llama/rope_qkv.cu": (("STORAGE_BF16", 1), ("ROPE_D", 34), ("ROPE_WIDTH", 2)),
+    "llama/rope_append.cu": (
+        ("STORAGE_BF16", 1),
+        ("ROPE_D", 6),
+        ("ROPE_HALF_SPLIT", 1),
+        ("ROPE_WIDTH", 1),
+    ),
     "tokens/log_likelihood.cu": (("LL_THREADS", 1024), ("LL_LOADS", 3)),
     "matmul/mma.cu": (
         ("STORAGE_BF16", 1),
@@ -120,6 +141,8 @@ ODD_CONSTANTS = {
     "attention/mma.cu": (
         ("STORAGE_BF16", 1),
         ("ATT_CAUSAL", 0),
+        ("ATT_SIZE", 128),
+        ("ATT_SERVES", 3),
         ("ATT_WARPS", 2),
         ("ATT_FRAGS", 1),
         ("ATT_STAGES", 2),

@@ -34,6 +34,8 @@ from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import bind_matmul
+from gpt2block.ops.rope_qkv import bind as bind_rope
+from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.program import Program
@@ -339,6 +341,20 @@ def test_the_sampler(device: Any) -> None:
 
 def uploaded(array: NDArray[Any], dtype: str = "float32") -> Any:
     return cupy.asarray(array.astype(FLOATS[dtype]))
+
+
+@one_order
+def test_rope_of_packed_rows(device: Any) -> None:
+    """Two heads of Q, one of K and V."""
+    qkv = device.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32))
+    row, position = (device.asarray(np.array(n, np.int32)) for n in ([1, 0, 1], [2, 4, 0]))
+    frequencies = device.asarray(100.0 ** -np.arange(4))
+    k, v = device.zeros((2, 2, 5, 8), "float32")
+    out, q = device.zeros((3, 32), "float32"), device.zeros((3, 16), "float32")
+    turned = bind_rope((qkv, position, frequencies), out, n_head=2, n_kv_head=1)
+    assert_waits(turned.launches, [qkv, position], [out])
+    appended = bind_rope_append((qkv, frequencies, k, v, row, position), q, n_head=2)
+    assert_waits(appended.launches, [qkv, row, position, k, v], [q])
 
 
 @one_order

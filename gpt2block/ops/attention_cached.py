@@ -124,9 +124,8 @@ def split_geometry(
     queries = _queries_of_team(NH // NKV, HS, shared_limit)
     teams = NKV * ceil(NH // NKV / queries)
     held = SPLIT_WARPS_OF_SM[itemsize] if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED
-    wanted = min(
-        ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, held * sms // (M * teams)
-    )  # warps of a team
+    at_once = held * sms // (M * teams)
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, at_once)  # warps of a team
     if clusters:
         blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
         warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two

@@ -210,7 +210,11 @@ class CudaEngine:
             self._done.record(stream)
 
     def _program(
-        self, x: CudaArray, out: CudaArray, given: Given, borrowed: Iterable[str] = ()
+        self,
+        x: CudaArray,
+        out: CudaArray,
+        given: Given = NOTHING,
+        borrowed: Iterable[str] = (),
     ) -> Program:
         """The plan bound to x, out and the buffers of the shape."""
         workspace = self._workspace(x.shape, given)
