@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,23 +50,34 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
 def compare(engine: TracedEngine, ids: Ids, cached: bool) -> Comparisons:
     """A row for every step, in order; cached: for the last token of ids only.
 
-    The errors of a row are as in `Block.compare`; `ms` is NaN, as steps are not timed here.
+    The rows are as in `Block.compare`.
     """
-    exact = _by_engine_names(exact_tensors(engine, ids), engine.config, len(ids), cached)
     traced = engine.trace(ids, cached)
+    return compare_tensors(engine, ids, cached, exact_tensors(engine, ids), traced)
+
+
+def compare_tensors(
+    engine: TracedEngine,
+    ids: Ids,
+    cached: bool,
+    exact: Mapping[str, Exact],
+    traced: Mapping[str, NDArray[Any]],
+) -> Comparisons:
+    """`compare`, from the results of `exact_tensors` and of the engine's `trace`."""
+    exact = _by_engine_names(exact, engine.config, len(ids), cached)
     compared = Comparisons()
-    for name, kernel, out in engine.run_alone(ids, cached, exact):
+    for name, kernel, out, ms in engine.run_alone(ids, cached, exact):
         if name not in traced:
             continue
         truth = exact[name]
         own = errors(out[..., : truth.shape[-1]], truth)  # a GPU may pad lm_head with columns
         total = errors(traced[name], truth)
-        compared.append(Comparison(name, kernel, truth.shape, np.nan, *own, *total))
+        compared.append(Comparison(name, kernel, truth.shape, ms, *own, *total))
     return compared
 
 
 def _by_engine_names(
-    exact: dict[str, Exact], config: ModelConfig, T: int, cached: bool
+    exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
     """Add the names that GPU plans use: q in decoding, logits and scores in groups of rows."""
     found, qkv = dict(exact), architecture_of(config).QKV

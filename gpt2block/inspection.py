@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import model_plan
+from gpt2block.config import ModelConfig
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
 
@@ -32,11 +35,15 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 
     float32; weights[l, h, i, j] is that of token j for token i, 0 for j > i. A row's sum is 1.
     """
-    config, T = engine.config, len(ids)
+    return weights_of(engine.config, engine.trace(ids, cached=False))
+
+
+def weights_of(config: ModelConfig, traced: Mapping[str, NDArray[Any]]) -> Floats:
+    """`attention_weights`, from the result of an engine's `trace`."""
+    T = len(traced["embedding"])
     qkv, Q, D = architecture_of(config).QKV, config.q_width, config.head_size
     n_kv_head = config.kv_width // D
     shared = np.arange(config.n_head) * n_kv_head // config.n_head  # the head of keys of each head
-    traced = engine.trace(ids, cached=False)
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
         rows = traced[f"h.{layer}.{qkv}"].astype(np.float32).reshape(T, -1)
@@ -52,6 +59,11 @@ def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
+    return lens_of(engine, engine.forward([ids], "states")[0][:-1], top)
+
+
+def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
+    """`logit_lens`, from the residual stream before and after each block: (n_layer + 1, T, C)."""
     norm, _ = model_plan(engine.config, "logits", 1).steps[-2:]
     parameters = norm.inputs[1:]
     needed = {*parameters, "wte", "lm_head"}
@@ -61,8 +73,7 @@ def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
         if name in needed
     }
     head = weights.get("lm_head", weights["wte"])
-    states = engine.forward([ids], "states")[0][:-1]
-    shape = (len(states), len(ids), top)
+    shape = (*states.shape[:2], top)
     found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
         normed = apply(norm, (x, *(weights[name] for name in parameters)))

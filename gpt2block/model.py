@@ -33,6 +33,7 @@ from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
 
 if TYPE_CHECKING:
+    from gpt2block.explain import Page
     from gpt2block.text.generation import Generation, Overflow
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -228,6 +229,22 @@ class Model(Generic[Weights]):
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
         return inspection.logit_lens(self.engine, self._tokens(text), top)
+
+    @named_options()
+    def explain(self, text: Any, layer: int = 0) -> Page:
+        """One forward pass of a text or token ids (T,) as an HTML page, shown in a notebook.
+
+        `save(path)` writes it: tokens and their surprisal, every step with its tensor, formula,
+        kernel, time and error against float64, attention, logit lens and the next token's
+        distribution. layer: the block that the page opens, with finer heatmaps. T is at most 1024.
+        Raises InputError.
+        """
+        from gpt2block.explain import Page, collect  # noqa: PLC0415
+        from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
+
+        encoding = self._encoding(text)
+        ids = token_ids(encoding, text, self.config.vocab_size, "text")
+        return Page(collect(self.engine, encoding, self.name, ids, layer))
 
     def _tokens(self, text: Any) -> Ids:
         """One text, or sequence of ids, as checked ids."""

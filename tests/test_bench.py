@@ -36,7 +36,7 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.contenders import Contender, Run
 from gpt2block.bench.measure import copies_for, errors
 from gpt2block.bench.race import Timed, rounds_for
-from gpt2block.bench.roofline import Mark, draw, marks, spread
+from gpt2block.bench.roofline import Mark, ceiling, draw, marks, spread
 from gpt2block.bench.works import PRODUCTS, ROWS, ArrayWork
 from gpt2block.cli.bench import print_report
 from gpt2block.cuda import timing
@@ -604,11 +604,15 @@ def test_a_mark_is_of_the_fastest_right_results() -> None:
     (mark,) = marks(rows, "gemm")
     assert mark.ours == rows[0].tflop_s
     assert mark.peer == rows[3].tflop_s
-    assert mark.label == f"o M=600: {rows[0].tflop_s:.3g}, 1.25 x peer, 0.80 x TF32"
+    assert mark.work == "o M=600"
+    assert mark.label == f"{rows[0].tflop_s:.3g}, 1.25 x peer, 0.80 x TF32"
     assert marks(rows, "block") == []
     assert marks([replace(row("a"), right=False)], "gemm") == []
     alone = Mark("o", "bfloat16", 1.0, None, 3.0, None)
-    assert alone.label == "o: 3 (peer alone)"
+    assert alone.label == "3 (peer alone)"
+    assert ceiling(alone, BEST) == pytest.approx(4.0)  # a copy of 4 TB/s, for one operation a byte
+    assert ceiling(replace(alone, intensity=1e6), BEST) == BEST.tflop_s["bfloat16"]
+    assert ceiling(alone, Ceilings(4000.0, {"bfloat16": nan})) == pytest.approx(4.0)
 
 
 def test_labels_stand_apart() -> None:
@@ -641,18 +645,19 @@ def test_the_picture_is_of_the_given_rows(report: Report, tmp_path: Path) -> Non
         patched.setattr(matplotlib.figure.Figure, "savefig", savefig)
         draw(report, tmp_path / "roofline.png")
     blocks, products = drawn[0].axes
-    assert blocks.get_title().startswith("blocks")
-    assert products.get_title().startswith("products")
+    assert blocks.get_title(loc="left").startswith("Blocks")
+    assert products.get_title(loc="left").startswith("Products")
     texts = [text.get_text() for text in blocks.texts]
-    assert sum("1.50 x TF32" in text and "2.50 x peer" in text for text in texts) == 3
-    assert {"cuBLAS fp32, 50", "cuBLAS TF32, 400"} <= set(texts)
-    points = {
-        (float(line.get_xdata()[0]), float(line.get_ydata()[0]))
+    assert len(texts) == 3
+    assert all("1.50 x TF32" in text and "2.50 x peer" in text for text in texts)
+    assert [label.get_text() for label in products.get_yticklabels()] == ["o M=600"]
+    rates = {
+        float(line.get_xdata()[0])
         for line in products.lines
-        if line.get_marker() == "o"
+        if line.get_marker() == "o" and line.get_ydata()[0] == 0
     }
-    expected = {(r.intensity, r.tflop_s) for r in (report.rows[0], report.rows[2])}
-    assert points == expected
+    assert rates == {report.rows[0].tflop_s, report.rows[2].tflop_s}
+    assert drawn[0].get_size_inches()[0] == 8
 
 
 def test_a_picture_of_nothing(tmp_path: Path) -> None:

@@ -217,10 +217,10 @@ def test_the_stream_goes_through_every_block(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nan_is_null_in_json() -> None:
-    assert cli_app._for_json(float("nan")) is None
-    assert cli_app._for_json(float("inf")) is None
-    assert cli_app._for_json(0.5) == 0.5
-    assert cli_app._for_json((1, 2)) == (1, 2)
+    assert display.for_json(float("nan")) is None
+    assert display.for_json(float("inf")) is None
+    assert display.for_json(0.5) == 0.5
+    assert display.for_json((1, 2)) == (1, 2)
 
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +271,14 @@ def test_kernels_without_a_gpu_as_json(
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
     with pytest.raises(SystemExit) as end:
-        cli.main(["kernels", "softmax", "--json"])
+        cli.main(["kernels", "softmax", "--json", "--device", "cuda"])
     out, err = capsys.readouterr()
     assert end.value.code == 1
     assert json.loads(out) == {
-        "run": False, "why": "softmax: no kernel was run: no driver today",
-    }  # fmt: skip
+        "run": False,
+        "why": "softmax: no kernel was run: no driver today: this needs a GPU, and "
+        f"{doctor.ADVICE}",
+    }
     assert err == ""
 
 

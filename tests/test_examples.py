@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block.emulator import missing
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,3 +58,27 @@ def test_real_gpt2_with_the_model_on_board() -> None:
     assert all(float(line.split("within")[1].split()[0]) < 1e-5 for line in checks)
     assert lines[8].endswith("%  'a'")
     assert "\n".join(lines[13:]).startswith(text + "a")
+
+
+def printed(cells: list[dict[str, Any]]) -> list[str]:
+    """What each cell of a notebook prints."""
+    return ["".join("".join(o.get("text", "")) for o in cell.get("outputs", [])) for cell in cells]
+
+
+@pytest.mark.parametrize("name", ["from_text_to_logits", "write_your_own_layernorm"])
+def test_a_notebook_runs_and_prints_what_it_shows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="running a notebook needs nbclient")
+    pytest.importorskip("ipykernel", reason="running a notebook needs ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="nbclient brings nbformat")
+    if name == "write_your_own_layernorm" and (why := missing()):
+        pytest.skip(why)
+    file = ROOT / "examples" / f"{name}.ipynb"
+    shown = printed(json.loads(file.read_text(encoding="utf-8"))["cells"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = nbformat.read(file, as_version=4)
+    options = {"timeout": 120, "resources": {"metadata": {"path": str(file.parent)}}}
+    nbclient.NotebookClient(notebook, **options).execute()
+    assert printed(notebook.cells) == shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from gpt2block import InputError, cli, doctor, emulator, reference
 from gpt2block.bench import Ceilings, Measurement, ceilings, measure, measure_variants, variants
 from gpt2block.bench.measure import counted_sizes, errors, inputs_and_truth, tolerance
-from gpt2block.cli import app as cli_app
+from gpt2block.cli import display
 from gpt2block.cli.kernels import draw_sweep, print_series
 from gpt2block.cuda import kernels, timing
 from gpt2block.cuda.arrays import Bound
@@ -89,7 +90,7 @@ def test_without_a_gpu_no_kernel_is_ever_called_ok(
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: "no driver today")
     with pytest.raises(SystemExit) as done:
-        cli.main(["kernels", "trimat"])
+        cli.main(["kernels", "trimat", "--device", "cuda"])
     out, err = capsys.readouterr()
     assert done.value.code == 1
     assert out == ""
@@ -184,6 +185,29 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
         draw_sweep(rows, BEST, "a GPU", tmp_path / "none" / "sweep.png")
 
 
+def test_every_line_of_a_plot_has_its_name_next_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    one_size = replace(sweep({"tri6": [80.0]})[0], block=None)
+    rows = [*sweep({"1": [10.0, 20.0, 15.0], "5": [30.0, 60.0, 50.0]}), one_size]
+    draw_sweep(rows, Ceilings(100.0, {"float32": 50.0}), "a GPU", tmp_path / "sweep.png")
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == [
+        "variant 1: 20, best at 64",
+        "variant 5: 60, best at 64",
+        "tri6: 80, one block size",
+        "copy: 100",
+    ]
+    assert drawn[0].legends == []
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    assert all(b - a >= 0.06 - 1e-9 for a, b in pairwise(heights))
+
+
 def test_sizes_that_make_no_sense_together_are_refused() -> None:
     with pytest.raises(InputError, match="attention cannot run at B=1, T=5, C=50: "):
         inputs_and_truth(find("attention"), {"B": 1, "T": 5, "C": 50})
@@ -191,7 +215,7 @@ def test_sizes_that_make_no_sense_together_are_refused() -> None:
 
 def test_nan_in_a_report_is_null() -> None:
     report = {"rows": [{"percent": float("nan"), "block": None}], "why": "x"}
-    assert cli_app._for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
+    assert display.for_json(report) == {"rows": [{"percent": None, "block": None}], "why": "x"}
 
 
 class StandIn:
@@ -419,4 +443,5 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     for row in rows:
         assert row.right
         assert 0 < row.gpu_us < 1000
+        assert row.call_us is not None
         assert 0 < row.call_us < 10_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import re
 import subprocess
 import sys
 import time
@@ -30,11 +32,28 @@ def test_the_wheel_has_both_packages_and_the_model(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert path.relative_to(ROOT).as_posix() in names
-    assert "gpt2block/py.typed" in names
+    assert {"gpt2block/py.typed", "gpt2block/explain/page.html"} <= names
     model = zipfile.ZipFile(wheel).getinfo("gpt2block/models/shakespeare/model.safetensors")
     assert model.file_size <= 10_000_000
     assert not any(name.startswith(("tests/", "tools/", "examples/")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_description_has_no_relative_links(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
+    description = str(metadata.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    source = urls["Source"]
+    paths = [link for link in links if link.startswith(source)]
+    assert f"{source}/blob/main/docs/performance.md" in paths
+    assert f"{source}/raw/main/docs/images/chart-block.svg" in paths
+    for link in [*paths, urls["Documentation"], urls["Changelog"]]:
+        file = re.sub(rf"{source}/(blob|raw)/main/", "", link).split("#")[0]
+        assert (ROOT / file).exists(), link
 
 
 def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(

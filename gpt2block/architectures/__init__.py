@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from gpt2block.architectures import gpt2, llama
@@ -44,6 +44,9 @@ class Architecture(Protocol):
 
     def widths(self, config: Any) -> dict[str, int]:
         """Channels of the tensors of a prefill that have buffers of their own."""
+
+    def fuse(self, steps: Iterable[Step]) -> list[Step]:
+        """The steps of a block as fewer steps; each has the name and result of its last one."""
 
     def constants(self, config: Any) -> dict[str, Any]:
         """Inputs of the plans that the config determines, by name."""

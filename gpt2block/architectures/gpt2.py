@@ -59,6 +59,11 @@ def block(eps: float, attention: Sequence[Step], h: str = "", x: str = "x") -> S
     ]
 
 
+def fuse(steps: Iterable[Step]) -> Steps:
+    """The steps of a block in which products fuse their bias, GELU and residual."""
+    return fuse_epilogues(steps, "gemm")
+
+
 def ten_step_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) -> Plan:
     """The Pre-LN GPT-2 block as ten steps; gelu overwrites ff1."""
     attention = Step("attn", "attention", ("qkv",), {"n_head": n_head, "causal": causal})
@@ -71,7 +76,7 @@ def fused_plan(n_head: int, causal: bool, eps: float, weights: Iterable[str]) ->
     Each step computes the same tensor as the one of that name in the ten-step plan. Projections may
     sum over K in parts.
     """
-    steps = fuse_epilogues(ten_step_plan(n_head, causal, eps, weights).steps, "gemm")
+    steps = fuse(ten_step_plan(n_head, causal, eps, weights).steps)
     return Plan(
         tuple(
             replace(step, attrs={**step.attrs, "split_k": True}) if len(step.inputs) == 4 else step

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt2block.bench.report import Report, Row
-from gpt2block.bench.roofline import LEADER, check_file, measured_on, save, spread
+from gpt2block.bench.roofline import APART, LEADER, check_file, measured_on, save, spread
 from gpt2block.bench.token_contenders import NAME
 from gpt2block.errors import InputError
 
 COLORS = {NAME: "#1f5fbf"}
 PEER_COLORS = ("#c0392b", "#e08e0b", "#7a3fb0")
-APART = 0.06  # of the plot's height between labels, at least
 SIZE = 9.0
 
 Points = list[tuple[int, float]]  # rows and tokens/s
@@ -80,7 +79,7 @@ def _ratios(ax: Any, theirs: Points, ours: dict[int, float], color: str) -> None
 def _axes(ax: Any, counts: Sequence[int], rates: Sequence[float]) -> None:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xlim(min(counts) / 1.5, max(counts) * 1.5)
+    ax.set_xlim(min(counts) / 1.5, max(counts) * 2)
     ax.set_ylim(min(rates) / 1.6, max(rates) * 1.3)
     ax.set_xticks(counts, [str(n) for n in counts], fontsize=SIZE)
     ax.set_xticks([], minor=True)

@@ -88,7 +88,8 @@ def counted_sizes(sizes: Mapping[str, int], dtype: str) -> dict[str, int]:
 
 def options_for(operation: Operation, variant: Variant, block: int | None = None) -> dict[str, Any]:
     """Keyword arguments of `operation.bind` that choose a variant and a block size."""
-    name = {"variant": variant.name} if len(operation.variants) > 1 else {}
+    built_in = sum(not each.own for each in operation.variants)
+    name = {"variant": variant.name} if variant.own or built_in > 1 else {}
     return name | ({} if block is None else {"block": block})
 
 

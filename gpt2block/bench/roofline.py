@@ -1,23 +1,23 @@
-"""The roofline plot of a report: TFLOP/s by operations per byte, with the ceilings."""
+"""The plot of a report: TFLOP/s of each work, with the fastest peer and the ceiling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import isfinite, log
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from gpt2block.bench.ceilings import TF32
+from gpt2block.bench.ceilings import TF32, Ceilings
 from gpt2block.bench.report import Report, Row
 from gpt2block.bench.works import KINDS
 from gpt2block.errors import InputError
 
 COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf32": "#e08e0b"}
-TITLES = {"block": "blocks (B x T, mask)", "gemm": "products + bias", "attention": "attention"}
-CEILINGS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "TF32", "float32": "fp32"}
-LABEL_SIZE = 7.0
+TITLES = {"block": "Blocks, B x T", "gemm": "Products with bias", "attention": "Attention, B x T"}
+LABEL_SIZE = 9.5
+LINE = 0.28  # inches for each work
 LEADER = {
     "arrowstyle": "-",
     "linewidth": 0.4,
@@ -26,7 +26,7 @@ LEADER = {
     "shrinkA": 0,
     "shrinkB": 3,
 }
-APART = 0.029  # of a panel's height between labels, at least
+APART = 0.06  # of a plot's height between labels, at least
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Mark:
 
     @property
     def rate(self) -> float:
-        """The rate that the label points to."""
+        """The rate that the label states."""
         return self.ours or self.peer or self.tf32 or 0.0
 
     @property
     def label(self) -> str:
-        parts = [f"{self.work}: {self.rate:.3g}{'' if self.ours else ' (peer alone)'}"]
+        parts = [f"{self.rate:.3g}{'' if self.ours else ' (peer alone)'}"]
         for name, rate in (("peer", self.peer), ("TF32", self.tf32)):
             if self.ours and rate:
                 parts.append(f"{self.ours / rate:.2f} x {name}")
@@ -104,21 +104,25 @@ def check_file(file: Path) -> None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Plot a panel for each kind of work to a PNG file; InputError if there is nothing to draw."""
+    """Plot a panel for each kind of work to a PNG file; InputError if there is nothing to draw.
+
+    A work is a line: our rate, the fastest peer, and the ceiling. Its name is at the left, its
+    figures at the right.
+    """
     check_file(file)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     panels = {kind: found for kind in KINDS if (found := marks(report.rows, kind))}
     if not panels:
         raise InputError(f"--plot {file}: there is no right result to draw")
-    figure = Figure(figsize=(0.4 + 5.6 * len(panels), 7.0), layout="constrained")
-    every = [mark for found in panels.values() for mark in found]
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    lines = [len(found) + 3 for found in panels.values()]
+    figure = Figure(figsize=(8, 1.0 + LINE * sum(lines)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=lines)[:, 0]
     for ax, (kind, found) in zip(axes, panels.items(), strict=True):
-        _panel(ax, found, report)
-        ax.set_title(TITLES[kind], fontsize=10)
-    axes[0].set_ylabel("TFLOP/s")
-    _legend(figure, every, report)
+        _panel(ax, found, report.ceilings)
+        ax.set_title(TITLES[kind], fontsize=LABEL_SIZE + 1.5, loc="left")
+    _legend(figure, [mark for found in panels.values() for mark in found])
+    figure.suptitle(measured_on(report), fontsize=LABEL_SIZE + 1)
     save(figure, file)
 
 
@@ -130,34 +134,40 @@ def save(figure: Any, file: Path) -> None:
         raise InputError(f"--plot {file}: {error}") from error
 
 
-def _panel(ax: Any, found: list[Mark], report: Report) -> None:
-    """Draw the ceilings, the marks, and the labels to the right of them."""
-    ceilings = _shown(found, report)
-    rates = [rate for mark in found for rate in (mark.ours, mark.peer, mark.tf32) if rate]
-    span = [end([mark.intensity for mark in found]) for end in (min, max)]
+def ceiling(mark: Mark, best: Ceilings) -> float:
+    """TFLOP/s of cuBLAS in this dtype or, with few operations for each byte, of the copy."""
+    memory = 1e-3 * best.copy_gb_s * mark.intensity
+    matmul = best.tflop_s.get(mark.dtype, inf)
+    return min(memory, matmul if isfinite(matmul) else inf)
+
+
+def _panel(ax: Any, found: list[Mark], best: Ceilings) -> None:
     ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlim(span[0] / 1.7, span[1] * 1.7)
-    ax.set_ylim(min(rates) / 1.4, max([*rates, *ceilings.values()]) * 1.35)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(_minor)
-    ax.tick_params(which="both", labelsize=LABEL_SIZE)
-    ax.set_xlabel("FLOP for each byte that has to move")
-    ax.grid(alpha=0.25, which="both", linewidth=0.5)
-    _ceilings(ax, ceilings, report.ceilings.copy_gb_s)
-    for mark in found:
+    for at, mark in enumerate(found):
         color = COLORS[mark.dtype]
         own = [rate for rate in (mark.ours, mark.peer, mark.tf32) if rate]
-        ends = [min(own), max(own)]
-        ax.plot([mark.intensity] * 2, ends, color=color, linewidth=0.8, alpha=0.6)
+        ax.plot([min(own), max(own)], [at, at], color=color, linewidth=1.5, alpha=0.4)
         for rate, edge in ((mark.peer, color), (mark.tf32, COLORS[TF32])):
             if rate:
-                ax.plot(mark.intensity, rate, "o", markersize=6, markerfacecolor="white",
+                ax.plot(rate, at, "o", markersize=7, markerfacecolor="white",
                         markeredgecolor=edge, zorder=3)  # fmt: skip
         if mark.ours:
-            ax.plot(mark.intensity, mark.ours, "o", markersize=4.5, color=color, zorder=4)
-    _labels(ax, found)
+            ax.plot(mark.ours, at, "o", markersize=6, color=color, zorder=4)
+        ax.plot(ceiling(mark, best), at, "|", markersize=14, markeredgewidth=1.5, color="black")
+        ax.annotate(mark.label, (1.02, at), xycoords=("axes fraction", "data"), va="center",
+                    fontsize=LABEL_SIZE, color=color)  # fmt: skip
+    several = len({mark.dtype for mark in found}) > 1
+    names = [f"{mark.work}, {mark.dtype}" if several else mark.work for mark in found]
+    ax.set_yticks(range(len(found)), names, fontsize=LABEL_SIZE)
+    ax.set_ylim(len(found) - 0.4, -0.6)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(_minor)
+    ax.tick_params(axis="x", which="both", labelsize=LABEL_SIZE)
+    ax.grid(alpha=0.25, which="both", axis="x", linewidth=0.5)
+    ax.set_xlabel(f"TFLOP/s, {found[0].dtype}" if not several else "TFLOP/s", fontsize=LABEL_SIZE)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.tick_params(axis="y", length=0)
 
 
 def _minor(value: float, _place: int) -> str:
@@ -165,63 +175,23 @@ def _minor(value: float, _place: int) -> str:
     return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
-def _shown(found: list[Mark], report: Report) -> dict[str, float]:
-    """The cuBLAS ceilings of the arithmetics of these works."""
-    dtypes = {mark.dtype for mark in found}
-    shown = dtypes | ({TF32} if "float32" in dtypes else set())
-    rates = report.ceilings.tflop_s
-    return {name: rates[name] for name in CEILINGS if name in shown and isfinite(rates[name])}
-
-
-def _ceilings(ax: Any, rates: Mapping[str, float], copy_gb_s: float) -> None:
-    """Draw the slope of the copy up to the highest of the horizontal cuBLAS lines."""
-    left, right = ax.get_xlim()
-    slope = 1e-3 * copy_gb_s  # TFLOP/s of one operation for each byte
-    for name, rate in rates.items():
-        ax.plot([max(left, rate / slope), right], [rate, rate], color=COLORS[name], linewidth=1.3)
-        ax.annotate(f"cuBLAS {CEILINGS[name]}, {rate:.0f}", (right, rate), (-3, 3),
-                    textcoords="offset points", fontsize=LABEL_SIZE, color=COLORS[name],
-                    ha="right")  # fmt: skip
-    end = min(right, max(rates.values(), default=right * slope) / slope)
-    if left < end:
-        ax.plot([left, end], [left * slope, end * slope], color="black", linewidth=1.3)
-
-
-def _labels(ax: Any, found: list[Mark]) -> None:
-    low, high = ax.get_ylim()
-    heights = [log(mark.rate / low) / log(high / low) for mark in found]
-    for mark, place in zip(found, spread(heights), strict=True):
-        ax.annotate(
-            mark.label,
-            (mark.intensity, mark.rate),
-            (1.05, place),
-            textcoords="axes fraction",
-            fontsize=LABEL_SIZE,
-            color=COLORS[mark.dtype],
-            va="center",
-            arrowprops=LEADER | {"color": COLORS[mark.dtype]},
-        )
-
-
-def _legend(figure: Any, every: Sequence[Mark], report: Report) -> None:
+def _legend(figure: Any, every: Sequence[Mark]) -> None:
     from matplotlib.lines import Line2D  # noqa: PLC0415
 
     def dot(color: str, face: str, label: str) -> Any:
         return Line2D([], [], marker="o", linestyle="", color=color, markerfacecolor=face,
                       label=label)  # fmt: skip
 
-    handles = [
-        dot(COLORS[dtype], COLORS[dtype], f"ours, {dtype}")
-        for dtype in dict.fromkeys(mark.dtype for mark in every)
-    ]
+    dtypes = dict.fromkeys(mark.dtype for mark in every)
+    handles = [dot(COLORS[dtype], COLORS[dtype], f"gpt2block, {dtype}") for dtype in dtypes]
     if any(mark.peer for mark in every):
-        handles.append(dot("black", "white", "the fastest of PyTorch"))
+        handles.append(dot("black", "white", "fastest of PyTorch"))
     if any(mark.tf32 for mark in every):
-        handles.append(dot(COLORS[TF32], "white", "... with products in TF32"))
-    copy = f"copy, {report.ceilings.copy_gb_s / 1e3:.2f} TB/s"
-    handles.append(Line2D([], [], color="black", label=copy))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
-    figure.suptitle(f"{measured_on(report)}; TFLOP/s", fontsize=10)
+        handles.append(dot(COLORS[TF32], "white", "in TF32"))
+    handles.append(Line2D([], [], color="black", marker="|", linestyle="", markersize=12,
+                          markeredgewidth=1.5, label="cuBLAS, or a copy"))  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9,
+                  frameon=False, handletextpad=0.2, columnspacing=1.2)  # fmt: skip
 
 
 def measured_on(report: Report) -> str:

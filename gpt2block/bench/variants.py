@@ -30,7 +30,7 @@ class Measurement:
     block: int | None  # None: the variant has one block size, or chooses it
     sizes: Mapping[str, int]
     gpu_us: float  # of one call; the inputs and outputs exceed the L2 cache
-    call_us: float  # host time of a call from Python, which allocates its output
+    call_us: float | None  # host time of a call from Python, which allocates its output
     rate: float  # GB/s or TFLOP/s
     unit: str
     percent: float  # of the ceiling
@@ -82,12 +82,14 @@ def measure_variants(
                 at = f", block {block or variant.block}" if variant.blocks else ""
                 skipped.append(f"{variant.name}{at}: {error}")
                 continue
+            _restore(inputs[0], host, bound[0].out)
             measure.poison(bound[0].out, inputs[0])
             # Before the capture, which runs every launch: an operation may have a state.
             off = measure.errors(bound[0].run(), truth)
             name = f"{variant.name}/{block}"
             found[name] = variant, block, off
-            calls[name] = partial(getattr(ops, operation.name), *inputs[0], **options)
+            if not variant.own:
+                calls[name] = partial(getattr(ops, operation.name), *inputs[0], **options)
             entrants.append(Contender(name, False, partial(capture_bound, bound), dtype))
     if not found:
         raise InputError(f"{operation.name}: {skipped[-1]}")
@@ -104,7 +106,7 @@ def measure_variants(
                 block=block,
                 sizes=sizes,
                 gpu_us=us[name],
-                call_us=timing.call_times(calls[name])[1],
+                call_us=timing.call_times(calls[name])[1] if name in calls else None,
                 rate=rate,
                 unit=unit,
                 percent=percent,
@@ -115,6 +117,13 @@ def measure_variants(
             )
         )
     return rows, skipped
+
+
+def _restore(inputs: tuple[Any, ...], host: tuple[Any, ...], out: Any) -> None:
+    """Undo what an earlier variant, which works in place, has done to its input."""
+    for array, before in zip(inputs, host, strict=True):
+        if array is out:
+            array.set(before)
 
 
 def rounds_for(copies: int, traffic: int) -> int:

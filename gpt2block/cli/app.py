@@ -1,4 +1,4 @@
-"""The application and its commands `block`, `check`, `bench` and `kernels`.
+"""The application and its commands `block`, `check` and `bench`.
 
 `gpt2block.cli.main` calls `run`.
 """
@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -18,30 +16,22 @@ from rich.table import Table
 
 from gpt2block import bench as benches
 from gpt2block import doctor, walkthrough
-from gpt2block.bench import block_against_document, ceilings, measure
+from gpt2block.bench import block_against_document
 from gpt2block.bench.decode_plot import draw_decoding
 from gpt2block.bench.roofline import check_file, draw
-from gpt2block.bench.torch_peers import check_peer
-from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import compare as cli_compare
 from gpt2block.cli import convert as cli_convert
+from gpt2block.cli import explain as cli_explain
+from gpt2block.cli import kernels_command as cli_kernels_command
 from gpt2block.cli import map as cli_map
 from gpt2block.cli import model as cli_model
 from gpt2block.cli.codes import FAILED, INTERRUPTED, WRONG
-from gpt2block.cli.display import console, new_table, print_table, shown, tracked
-from gpt2block.cli.kernels import (
-    draw_sweep,
-    list_operations,
-    operations_json,
-    print_measurements,
-    print_series,
-)
-from gpt2block.cli.model import Device, Json, OptionalInt, OptionalStr, Revision, path_of
+from gpt2block.cli.display import console, for_json, new_table, print_table, shown, tracked
+from gpt2block.cli.model import Device, Json, OptionalInt, OptionalStr, Peer, Revision, path_of
 from gpt2block.cli.terms import in_terms_of_options
 from gpt2block.errors import CheckpointError, DeviceError, InputError
-from gpt2block.ops.registry import Operation, all_sizes, find, parse_sizes
 
 DEFAULT_SEQ_LEN = 128
 
@@ -57,10 +47,8 @@ app = typer.Typer(
 cli_map.register(app)
 cli_convert.register(app)
 cli_compare.register(app)
+cli_explain.register(app)
 cli_model.register(app)  # generate, score, info: first in the help
-Peer = Annotated[
-    OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -123,18 +111,9 @@ def block(
             size, length, batch, causal, device, dtype, kernels
         )
     if as_json:
-        print(json.dumps(_for_json(asdict(result))))
+        print(json.dumps(for_json(asdict(result))))
     else:
         _print_walkthrough(result)
-
-
-def _for_json(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have, at any depth."""
-    if isinstance(value, dict):
-        return {key: _for_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_for_json(entry) for entry in value)
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _progress(indices: Iterable[int]) -> Iterable[int]:
@@ -303,7 +282,7 @@ def _show_race(
     plotted: Callable[[benches.Report, Path], None],
 ) -> None:
     if as_json:
-        print(json.dumps(_for_json(report.as_dict())))
+        print(json.dumps(for_json(report.as_dict())))
     else:
         cli_bench.print_report(console(), report)
     if plot is not None:
@@ -312,101 +291,7 @@ def _show_race(
         raise typer.Exit(FAILED)
 
 
-@app.command(epilog="Example: gpt2block kernels layernorm --sweep --plot layernorm.png")
-def kernels(
-    operation: Annotated[
-        OptionalStr, typer.Argument(help="An operation; without it, all operations are listed.")
-    ] = None,
-    variant: Annotated[
-        OptionalStr, typer.Option(help="One variant; by default all variants.")
-    ] = None,
-    shape: Annotated[
-        OptionalStr,
-        typer.Option(help="Sizes that differ from the default ones, such as B=1,T=128."),
-    ] = None,
-    sweep: Annotated[bool, typer.Option(help="Time every block size of a variant.")] = False,
-    plot: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Sweep, and plot the rates by block size to this PNG file.",
-            parser=path_of,
-            metavar="PATH",
-        ),
-    ] = None,
-    peer: Peer = None,
-    dtype: Annotated[
-        OptionalStr,
-        typer.Option(help="Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
-    ] = None,
-    layout: Annotated[
-        OptionalStr, typer.Option(help="Memory layout of the weights: KN or NK.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """List the kernels; compare the variants of an operation with float64 and time them.
-
-    The exit code is 1 if the result of a variant is wrong or there is no GPU.
-    """
-    if operation is None:
-        if as_json:
-            print(operations_json())
-        else:
-            list_operations(console())
-        return
-    found = find(operation)
-    sizes = parse_sizes(found, shape)
-    variants = found.variants if variant is None else (found.variant(variant),)
-    stored = measure.check_storage(found, dtype, layout)
-    if peer is not None:
-        check_peer(peer, found.name)
-    if plot is not None:
-        check_file(plot)
-    problem = doctor.cuda_problem()
-    if problem:
-        _print_not_run(found, problem, as_json)
-        raise typer.Exit(FAILED)
-    every = sweep or plot is not None
-    series = [sizes] if shape or every else all_sizes(found)
-    ceiling = ceilings.measured(CEILINGS)
-    results = [measure_variants(found, variants, at, ceiling, stored, every, peer) for at in series]
-    if not _show_measured(found, ceiling, results, as_json, plot):
-        raise typer.Exit(FAILED)
-
-
-def _print_not_run(found: Operation, problem: str, as_json: bool) -> None:
-    """Print why no kernel was run and what to do, or a JSON object to stdout."""
-    why = f"{found.name}: no kernel was run: {problem}"
-    if as_json:
-        print(json.dumps({"run": False, "why": why}))
-    else:
-        print(f"error: {why}: this needs a GPU, and {doctor.ADVICE}", file=sys.stderr)
-
-
-def _show_measured(
-    found: Operation,
-    ceiling: benches.Ceilings,
-    results: list[tuple[list[Measurement], list[str]]],
-    as_json: bool,
-    plot: Path | None,
-) -> bool:
-    """Print the result of each size and plot the first; False if a variant was wrong."""
-    measured = [rows for rows, _ in results]
-    skipped = [line for _, lines in results for line in lines]
-    if as_json:
-        tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
-        report = {
-            "ceilings": {"copy_gb_s": ceiling.copy_gb_s, **tflop_s},
-            "rows": [asdict(row) for rows in measured for row in rows],
-            "skipped": skipped,
-        }
-        print(json.dumps(_for_json(report)))
-    elif len(results) > 1:
-        print_series(console(), found, measured, skipped, ceiling)
-    else:
-        print_measurements(console(), *results[0], ceiling)
-    if plot is not None:
-        draw_sweep(measured[0], ceiling, doctor.describe_device(0), plot)
-    return all(row.right for rows in measured for row in rows)
+cli_kernels_command.register(app)
 
 
 def run(arguments: list[str]) -> int:

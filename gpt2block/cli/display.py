@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +32,15 @@ def console() -> Console:
 def shown(text: str) -> str:
     """`text` as Rich markup for one line, with control characters escaped."""
     return escape(printable(text, _LONGEST_LINE))
+
+
+def for_json(value: Any) -> Any:
+    """`value` with None for NaN and infinity, which JSON does not have, at any depth."""
+    if isinstance(value, dict):
+        return {key: for_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(for_json(entry) for entry in value)
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def printable_lines(text: str) -> str:

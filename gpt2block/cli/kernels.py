@@ -12,9 +12,10 @@ from rich.table import Table
 
 from gpt2block.bench import Ceilings, Measurement
 from gpt2block.bench.measure import CACHES, MOST_SETS, tolerance
+from gpt2block.bench.roofline import LEADER, check_file, save, spread
 from gpt2block.bench.variants import ceiling_for
 from gpt2block.cli.display import new_table, print_table
-from gpt2block.errors import InputError
+from gpt2block.mine.kernel import MINE
 from gpt2block.ops.registry import OPERATIONS, Operation
 
 
@@ -61,13 +62,14 @@ def print_measurements(
             row.variant,
             "" if row.block is None else str(row.block),
             f"{row.gpu_us:.2f}",
-            f"{row.call_us:.1f}",
+            "" if row.call_us is None else f"{row.call_us:.1f}",
             f"{row.rate:.0f}" if row.unit == "GB/s" else f"{row.rate:.2f}",
             f"{row.percent:.1f}",
             f"{row.max_abs:.1e}",
             f"{row.max_rel:.1e}",
             "ok" if row.right else "WRONG",
             *(f"{row.peers[peer] / row.gpu_us:.2f}" for peer in peers),
+            style="bold" if row.variant == MINE else None,
         )
     print_table(out, table)
     for line in skipped:
@@ -131,38 +133,54 @@ def print_series(
 
 
 def draw_sweep(rows: list[Measurement], ceiling: Ceilings, device: str, file: Path) -> None:
-    """Plot the rate by block size, one line per variant, and the ceiling.
+    """Plot the rate by block size, one line per variant, and the ceiling, each with its name.
 
     Raises InputError if matplotlib is missing or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    check_file(file)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
-        points = [(row.block, row.rate) for row in rows if row.variant == name]
-        blocks = [block for block, _ in points if block is not None]
-        color = f"C{index}"
-        if blocks:
-            axes.plot(blocks, [rate for _, rate in points], "o-", color=color, label=name)
-        else:
-            axes.axhline(points[0][1], color=color, label=f"{name}, one block size")
     unit = rows[0].unit
-    dtype = rows[0].dtype
-    best = ceiling.copy_gb_s if unit == "GB/s" else ceiling_for(ceiling, dtype)
-    label = "copy" if unit == "GB/s" else f"cuBLAS {'float32' if dtype == 'float32' else 'float16'}"
-    axes.axhline(best, color="black", linestyle="--", label=f"{label}, {best:.0f} {unit}")
+    ends: list[tuple[str, float, str]] = []  # label, rate at the right end, color
+    for index, name in enumerate(dict.fromkeys(row.variant for row in rows)):
+        of_it = [row for row in rows if row.variant == name]
+        best = max(of_it, key=lambda row: row.rate)
+        color, title = f"C{index}", f"variant {name}" if name.isdigit() else name
+        if best.block is None:
+            axes.axhline(best.rate, color=color)
+            ends.append((f"{title}: {best.rate:.4g}, one block size", best.rate, color))
+            continue
+        blocks = [row.block or 0 for row in of_it]
+        axes.plot(blocks, [row.rate for row in of_it], "o-", color=color)
+        at = f", best at {best.block}" if len(of_it) > 1 else f" at {best.block}"
+        ends.append((f"{title}: {best.rate:.4g}{at}", of_it[-1].rate, color))
+    limit, label = _ceiling_of(rows[0], ceiling)
+    axes.axhline(limit, color="black", linestyle="--")
+    ends.append((f"{label}: {limit:.4g}", limit, "black"))
+    ticks = sorted({row.block for row in rows if row.block is not None})
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("block size (threads)")
+    axes.set_xticks(ticks, [str(block) for block in ticks])
+    axes.set_xlabel("threads of a block")
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
-    sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
-    axes.set_title(f"{rows[0].operation}, {sizes}, {dtype}\n{device}", fontsize=9)
+    axes.set_ylim(0, 1.06 * max(rate for _, rate, _ in ends))
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, title="variant")
-    try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--plot {file}: {error}") from error
+    sizes = ", ".join(f"{name}={size}" for name, size in rows[0].sizes.items())
+    axes.set_title(
+        f"{rows[0].operation}, {sizes}, {rows[0].dtype}\n{device}", fontsize=10, loc="left"
+    )
+    places = spread([rate / axes.get_ylim()[1] for _, rate, _ in ends])
+    for (text, rate, color), place in zip(ends, places, strict=True):
+        axes.annotate(text, (axes.get_xlim()[1], rate), (1.04, place), textcoords="axes fraction",
+                      fontsize=10, color=color, va="center",
+                      arrowprops=LEADER | {"color": color})  # fmt: skip
+    save(figure, file)
+
+
+def _ceiling_of(row: Measurement, ceiling: Ceilings) -> tuple[float, str]:
+    """The best rate in the unit of a measurement, and what reaches it."""
+    if row.unit == "GB/s":
+        return ceiling.copy_gb_s, "copy"
+    of_it = "float32" if row.dtype == "float32" else "float16"
+    return ceiling_for(ceiling, row.dtype), f"cuBLAS {of_it}"

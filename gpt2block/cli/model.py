@@ -58,6 +58,9 @@ Device = Annotated[
     OptionalStr,
     typer.Option(help="cuda, cuda:N or cpu; by default the GPU if there is one."),
 ]
+Peer = Annotated[
+    OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -27,7 +27,8 @@ Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
 Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
 
 _KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
+    r'extern\s+"C"\s+__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+(?:__\w+__\([^)]*\)\s*)*'
+    r"(\w+)\s*\(([^)]*)\)"
 )
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -111,7 +112,7 @@ def read_source(file: str) -> str:
     path = SOURCE_DIR / file
     if not path.is_file():
         raise KernelError(f"no kernel file {file!r}: expected one of {', '.join(sources())}")
-    return path.read_text(encoding="ascii")
+    return path.read_text(encoding="utf-8")
 
 
 @cache
@@ -123,9 +124,14 @@ def signatures(file: str) -> dict[str, Signature]:
 def parse(text: str, file: str) -> dict[str, Signature]:
     """Kernel name → signature, from the text of a source."""
     return {
-        name: Signature(file, name, tuple(_parameter(p) for p in params.split(",")))
-        for name, params in _KERNEL.findall(_COMMENT.sub("", text))
+        name: Signature(file, name, tuple(map(_parameter, filter(str.strip, params.split(",")))))
+        for name, params in _KERNEL.findall(without_comments(text))
     }
+
+
+def without_comments(text: str) -> str:
+    """The text of a source without its comments."""
+    return _COMMENT.sub("", text)
 
 
 def _parameter(text: str) -> Parameter:

@@ -52,6 +52,11 @@ class Function:
         return self._kernel.kernel
 
     @property
+    def found(self) -> Any:
+        """What the module has by the name: a `cupy.RawKernel`; waits for the module."""
+        return self._kernel
+
+    @property
     def shared_size_bytes(self) -> int:
         return int(self._kernel.shared_size_bytes)
 

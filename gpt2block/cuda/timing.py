@@ -30,6 +30,19 @@ def gpu_ms(launches: Iterable[Launchable]) -> float:
     return interleaved_ms({"": captured(launches * repetitions)})[""] / repetitions
 
 
+def event_ms(work: Callable[[], None]) -> float:
+    """Milliseconds between events before and after what `work` launches, in one run.
+
+    Its kernels must be loaded already. Gaps between several launches count.
+    """
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, end))
+
+
 def captured(launches: Iterable[Launchable]) -> Callable[[], None]:
     """Capture the launches as one CUDA graph; the result replays it on the current stream."""
     launches = tuple(launches)

@@ -13,6 +13,8 @@ from typing import Any
 from gpt2block.cuda import replaced_by
 from gpt2block.emulator.loader import (
     ORDERS,
+    USUAL,
+    Checks,
     Order,
     ShimError,
     Source,
@@ -23,6 +25,7 @@ from gpt2block.emulator.loader import (
 
 __all__ = [
     "ORDERS",
+    "Checks",
     "Order",
     "ShimError",
     "Source",
@@ -35,16 +38,19 @@ __all__ = [
 
 
 @contextmanager
-def emulated(order: Order = "forward", multiprocessors: int = 4) -> Iterator[Any]:
+def emulated(
+    order: Order = "forward", multiprocessors: int = 4, checks: Checks = USUAL
+) -> Iterator[Any]:
     """Emulate a GPU on the CPU, in the whole process, until the context ends.
 
     order: the order of the threads of a block between two barriers, and of the blocks.
-    multiprocessors: the number that the device reports, on which launches depend. Yields the
-    replacement of the cupy module, whose arrays every function of this package accepts.
+    multiprocessors: the number that the device reports, on which launches depend. checks: what
+    every launch looks for. Yields the replacement of the cupy module, whose arrays every function
+    of this package accepts.
     """
     from gpt2block.emulator import stand_in  # noqa: PLC0415  (it replaces CuPy only when used)
 
-    with replaced_by(stand_in), stand_in.device(order, multiprocessors):
+    with replaced_by(stand_in), stand_in.device(order, multiprocessors, checks):
         yield stand_in
 
 

@@ -8,12 +8,14 @@
 // A launch that overlaps the previous kernel (kernels_cu/lib/overlap.cuh) has late arrays, which kernels write. They are
 // poisoned for a thread until it waits for the previous kernel, or passes a barrier after another thread has waited.
 #include "cuda_on_cpu.h"
+#include "events.h"
 
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
 #include <string>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -117,6 +119,14 @@ void on_abort(int) {
     _exit(4);
 }
 
+// After the seconds in TIME_LIMIT: prints the line that the thread executes.
+void on_alarm(int) {
+    std::fprintf(stderr, "cuda_on_cpu: %s does not end: block %s, thread %s still runs\n", kernel->name,
+                 at(blockIdx).c_str(), at(threadIdx).c_str());
+    __sanitizer_print_stack_trace();
+    _exit(6);
+}
+
 // GCC's own setjmp. It saves no signal mask, which would cost two system calls per switch. AddressSanitizer does not
 // intercept it; with libc's longjmp, it would assume that all frames have ended. The two halves are separate functions
 // that are never inlined, because GCC does not support both in one function.
@@ -198,11 +208,14 @@ bool exchange_group(Thread* warp, int lanes, const Thread& first) {
     for (int i = 0; i < lanes; ++i) {
         if (mask >> i & 1 && warp[i].state == State::at_exchange) values[i] = warp[i].value;
     }
+    unsigned met = 0;
     for (int i = 0; i < lanes; ++i) {
         if (!(mask >> i & 1) || warp[i].state != State::at_exchange) continue;
         warp[i].value = values[warp[i].source % WARP];
         open(warp[i]);
+        met |= 1u << i;
     }
+    if (cuda_on_cpu::lanes_meet) cuda_on_cpu::lanes_meet(warp - threads.data(), met);
     return true;
 }
 
@@ -222,6 +235,7 @@ bool open_barriers() {
     }
     if (threads[0].state == State::returned) return false;
     for (Thread& thread : threads) open(thread);
+    if (cuda_on_cpu::barrier_opens) cuda_on_cpu::barrier_opens();
     return true;
 }
 
@@ -240,7 +254,7 @@ struct Order {
     }
 };
 
-void run_block(Order& order) {
+void run_block(Order& order, unsigned number) {
     // Byte by byte through volatile: memset is intercepted, and AddressSanitizer would report the redzones.
     for (volatile char* p = __start_cuda_shared; p != __stop_cuda_shared; p = p + 1) *p = (char)0xFF;
     dynamic = std::memset(std::malloc(dynamic_bytes), 0xFF, dynamic_bytes);
@@ -249,6 +263,7 @@ void run_block(Order& order) {
         thread.passed = 0;
     }
     waited = !overlaps;
+    if (cuda_on_cpu::block_begins) cuda_on_cpu::block_begins(number, threads.size(), dynamic, dynamic_bytes);
     do {
         for (std::size_t i : order.next(threads.size())) {
             if (threads[i].state == State::ready) resume(threads[i]);
@@ -286,6 +301,7 @@ Array read_array(const char* name, std::size_t bytes, bool late) {
     if (std::fread(data, 1, bytes, stdin) != bytes) fail("standard input ends too early");
     __asan_poison_memory_region(data - margin, margin);
     __asan_poison_memory_region(data + bytes, margin);
+    if (cuda_on_cpu::watch) cuda_on_cpu::watch(name, data, bytes);
     return {name, data, bytes, margin, late};
 }
 
@@ -330,6 +346,10 @@ std::uint64_t cuda_on_cpu::exchange(unsigned mask, std::uint64_t value, int sour
     return self.value;
 }
 
+int cuda_on_cpu::thread_number() { return current ? current - threads.data() : -1; }
+
+const char* cuda_on_cpu::kernel_name() { return kernel->name; }
+
 int cuda_on_cpu::lane() { return (current - threads.data()) % WARP; }
 
 void* cuda_on_cpu::dynamic_shared() {
@@ -361,11 +381,15 @@ int main(int argc, char** argv) {
     for (int i = 11; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
     std::signal(SIGABRT, on_abort);
+    if (const char* limit = std::getenv("TIME_LIMIT")) {
+        std::signal(SIGALRM, on_alarm);
+        alarm(std::strtoul(limit, nullptr, 10));
+    }
     make_threads();
     for (std::size_t b : order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z)) {
         const unsigned n = b;
         blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
-        run_block(order);
+        run_block(order, n);
     }
     show_late_arrays(true);
     for (const Array& array : arrays) {

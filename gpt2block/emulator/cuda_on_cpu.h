@@ -41,8 +41,16 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+struct float3 {
+    float x, y, z;
+};
+
 struct alignas(8) int2 {
     int x, y;
+};
+
+struct alignas(16) int4 {
+    int x, y, z, w;
 };
 
 struct alignas(8) uint2 {
@@ -54,7 +62,10 @@ struct alignas(16) uint4 {
 };
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 namespace cuda_on_cpu {
 
@@ -72,6 +83,7 @@ int lane();
 void* dynamic_shared();
 bool copies_at_once();  // whether the copies of mma_ptx.h arrive immediately
 void wait_for_previous();  // see lib/overlap.cuh
+__attribute__((weak)) void atomic_begins();  // see races.cpp; null in other programs
 
 // A lane that is not in the mask, has returned or does not exist gives bytes of 0xFF, a NaN.
 template <typename T>
@@ -142,6 +154,16 @@ inline int __any_sync(unsigned mask, bool predicate, CALL_SITE) {  // for a full
     return any;
 }
 
+inline unsigned __ballot_sync(unsigned mask, bool predicate, CALL_SITE) {  // lanes outside the mask count as false
+    unsigned lanes = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        lanes |= (unsigned)(cuda_on_cpu::shuffle(mask, (int)predicate, lane, file, line) == 1) << lane;
+    }
+    return lanes;
+}
+
+inline int __all_sync(unsigned mask, bool predicate, CALL_SITE) { return !__ballot_sync(mask, !predicate, file, line); }
+
 #undef CALL_SITE
 
 template <typename T>
@@ -168,10 +190,29 @@ void __stcs(T* pointer, T value) {
 // Only one fiber runs at a time, and each sees all earlier writes.
 inline void __threadfence() {}
 
+// Atomic accesses are no races, so races.cpp does not see them.
+#define ATOMIC(name, result)                                                        \
+    template <typename T>                                                           \
+    __attribute__((no_sanitize("thread"))) T name(T* pointer, std::common_type_t<T> value) { \
+        if (cuda_on_cpu::atomic_begins) cuda_on_cpu::atomic_begins();               \
+        const T old = *pointer;                                                     \
+        *pointer = result;                                                          \
+        return old;                                                                 \
+    }
+
+ATOMIC(atomicAdd, old + value)
+ATOMIC(atomicSub, old - value)
+ATOMIC(atomicMax, old < value ? value : old)
+ATOMIC(atomicMin, value < old ? value : old)
+ATOMIC(atomicExch, value)
+#undef ATOMIC
+
 template <typename T>
-T atomicAdd(T* pointer, T value) {
+__attribute__((no_sanitize("thread"))) T atomicCAS(T* pointer, std::common_type_t<T> expected,
+                                                   std::common_type_t<T> value) {
+    if (cuda_on_cpu::atomic_begins) cuda_on_cpu::atomic_begins();
     const T old = *pointer;
-    *pointer = old + value;
+    if (old == expected) *pointer = value;
     return old;
 }
 
@@ -190,7 +231,19 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
+inline float __sinf(float x) { return sinf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __powf(float x, float y) { return powf(x, y); }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
 inline int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,9 @@ HERE = Path(__file__).parent
 Order = Literal["forward", "reverse", "shuffled"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffled")
 TIMEOUT_S = 60.0
+END = "after the file"  # where g++ reports what a file lacks, such as a closing brace
+GRACE_S = 5.0  # for a program that cannot end itself
+TIMED_OUT = 6  # exit status of a program that has ended itself for its time limit
 STAND_INS = {
     "lib/sm80.cuh": "mma_ptx.h",
     "lib/fast.cuh": "fast.h",
@@ -40,11 +44,15 @@ STAND_INS = {
 
 # -g1: line numbers for reports; the locations of variables, with -g, double the compile time.
 _FLAGS = ("-std=c++17", "-g1", "-O1", "-fno-omit-frame-pointer", "-ffp-contract=off")
-_KERNEL_FLAGS = (
+_SANITIZERS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize=object-size",  # AddressSanitizer reports the same, with the array's name
     "-fno-sanitize-recover=all",
     "-fsanitize-sections=cuda_shared",  # redzones between shared variables, too
+)
+# Without -fpie: the addresses of the file. DWARF 4: some addr2line confuse the files of DWARF 5.
+_THREADS = ("-fsanitize=thread", "-fno-pie", "-gdwarf-4")
+_WARNINGS = (
     "-fno-strict-aliasing",  # a float array read as float4 is usual in CUDA
     "-Wall",
     "-Wno-unknown-pragmas",  # unroll
@@ -62,12 +70,31 @@ _TELLING = re.compile(
 )
 
 
+_PLACE = re.compile(r"\{(0x[0-9a-f]+)\}")  # of races.cpp: an address in the program
+
 _POOL = ThreadPoolExecutor(2)
-_ahead: dict[tuple[Source, kernels.Defines], Future[Path]] = {}
+_ahead: dict[tuple[Source, kernels.Defines, bool], Future[Path]] = {}
 
 
 class ShimError(Exception):
-    """A kernel does not compile, or made an error when it ran; the message has the report."""
+    """A kernel does not compile, or made an error when it ran.
+
+    `report` is that of the compiler or of the run; the message says first what was launched.
+    """
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report or message
+
+
+class Checks(NamedTuple):
+    """What a launch looks for, and how long it may take."""
+
+    races: bool = False  # instead of accesses out of bounds
+    limit_s: float | None = None  # by default TIMEOUT_S
+
+
+USUAL = Checks()
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,7 @@ def run(
     seed: int = 0,
     copies_at_once: bool = False,
     early: Collection[str] | None = None,
+    races: bool = False,
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
@@ -123,8 +151,9 @@ def run(
     two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
     as late as its semantics allow. early: not None if the launch overlaps the previous kernel
     (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
-    const __restrict__ and to these parameters. An array that is passed twice is the same pointer
-    twice. Raises ShimError with the sanitizer's report; the arrays are then unchanged.
+    const __restrict__ and to these parameters. races: find accesses of two threads to one place
+    that no barrier orders (races.cpp), instead of accesses out of bounds. An array that is passed
+    twice is the same pointer twice. Raises ShimError with the report, and changes no array then.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -142,7 +171,8 @@ def run(
     environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
     if early is not None:
         environment |= _overlapping(parameters, list(map(id, args)), early)
-    output = _launch(source, signature, sizes, message, defines, order, seed, environment)
+    checks = Checks(races)
+    output = _launch(source, signature, sizes, message, defines, order, seed, environment, checks)
     _store(kernel, parameters, args, output)
 
 
@@ -163,6 +193,7 @@ def run_spans(
     defines: kernels.Defines = (),
     order: Order = "forward",
     early: Collection[str] | None = None,
+    checks: Checks = USUAL,
 ) -> None:
     """Launch a kernel on allocations: pointers are a Span or 0, scalars have the prototype's types.
 
@@ -186,7 +217,7 @@ def run_spans(
         memory = [arg.memory.ctypes.data if isinstance(arg, Span) else 0 for arg in args]
         environment = _overlapping(signature.parameters, memory, early)
     sizes = grid, block, shared
-    output = _launch(source, signature, sizes, message, defines, order, 0, environment)
+    output = _launch(source, signature, sizes, message, defines, order, 0, environment, checks)
     start = 0
     for i in first.values():
         span = args[i]
@@ -205,6 +236,7 @@ def _launch(
     order: Order = "forward",
     seed: int = 0,
     environment: Mapping[str, str] = {},
+    checks: Checks = USUAL,
 ) -> bytes:
     """Run a kernel with encoded arguments; sizes: grid, block and bytes of shared memory.
 
@@ -214,8 +246,9 @@ def _launch(
     numbers = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared]
     words = [signature.name, *numbers, order, seed, *(p.name for p in signature.parameters)]
     launch = f"{signature.name}, grid {grid}, block {block}, order {order}"
-    program = compile_kernel_file(source, defines)
-    return _execute(program, words, b"".join(message), launch, environment)
+    program = compile_kernel_file(source, defines, checks.races)
+    limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
+    return _execute(program, words, b"".join(message), launch, environment, limit_s)
 
 
 def _overlapping(
@@ -289,25 +322,36 @@ def _store(
 
 
 def _execute(
-    program: Path, words: Sequence[object], message: bytes, launch: str, extra: Mapping[str, str]
+    program: Path,
+    words: Sequence[object],
+    message: bytes,
+    launch: str,
+    extra: Mapping[str, str],
+    limit_s: float,
 ) -> bytes:
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
     env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
+    env["TIME_LIMIT"] = str(ceil(limit_s))  # the program then ends itself and says where it was
+    late = f"still running after {limit_s:g} s"
     try:
         done = subprocess.run(
             [str(program), *map(str, words)],
             input=message,
             capture_output=True,
-            timeout=TIMEOUT_S,
+            timeout=limit_s + GRACE_S,
             env=env,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ShimError(f"{launch}: still running after {TIMEOUT_S:g} s") from error
+        raise ShimError(f"{launch}: {late}", late) from error
     if done.returncode == 0:
         return done.stdout
     report = done.stderr.decode(errors="replace")
-    raise ShimError(f"{launch}: {_readable(report) or f'exit status {done.returncode}'}")
+    report = _PLACE.sub(lambda found: _line(program, found[1]), report)
+    found = _readable(report) or f"exit status {done.returncode}"
+    if done.returncode == TIMED_OUT:
+        found = f"{late}\n{found}"
+    raise ShimError(f"{launch}: {found}", found)
 
 
 def _readable(report: str) -> str:
@@ -316,6 +360,8 @@ def _readable(report: str) -> str:
     lines = [line for line in report.splitlines() if _TELLING.match(line)] or report.splitlines()
     for most in (
         "divergent barrier",
+        "race in ",
+        "does not end: ",
         "out of bounds: ",
         "before wait",
         "runtime error: ",
@@ -325,6 +371,13 @@ def _readable(report: str) -> str:
         if lines and most in lines[0]:
             break
     return "\n".join(line.replace("cuda_on_cpu: ", "") for line in lines)
+
+
+def _line(program: Path, address: str) -> str:
+    """File and line of an address in a program, such as my.cu:12; of an inlined call, its own."""
+    place = f"{int(address, 16) - 1:#x}"  # inside the call, whose return address is known
+    found = _output("addr2line", "-e", str(program), place)
+    return re.sub(r" \(discriminator \d+\)", "", found)
 
 
 def missing() -> str | None:
@@ -337,32 +390,44 @@ def missing() -> str | None:
     return None
 
 
-def compile_kernel_file(source: Source | str, defines: kernels.Defines = ()) -> Path:
-    """The program that runs any kernel of a file; compiled once per text and constants."""
+def compile_kernel_file(
+    source: Source | str, defines: kernels.Defines = (), races: bool = False
+) -> Path:
+    """The program that runs any kernel of a file; compiled once per text and constants.
+
+    races: the program that finds races, instead of the one with AddressSanitizer.
+    """
     known = Source.shipped(source) if isinstance(source, str) else source
-    begun = _ahead.get((known, defines))
-    return begun.result() if begun else _compile(known, defines)
+    begun = _ahead.get((known, defines, races))
+    return begun.result() if begun else _compile(known, defines, races)
 
 
-def compile_ahead(source: Source | str, defines: kernels.Defines = ()) -> None:
+def compile_ahead(source: Source | str, defines: kernels.Defines = (), races: bool = False) -> None:
     """Start to compile a file that will be run later, in another thread."""
     _cache_dir(), _runtime()  # once, before several threads need them
     known = Source.shipped(source) if isinstance(source, str) else source
-    if (known, defines) not in _ahead:
-        _ahead[known, defines] = _POOL.submit(_compile, known, defines)
+    if (known, defines, races) not in _ahead:
+        _ahead[known, defines, races] = _POOL.submit(_compile, known, defines, races)
 
 
 @cache
-def _runtime() -> Path:
-    return _build("runtime.o", {}, ("-c", str(HERE / "cuda_on_cpu.cpp"), *_FLAGS))
+def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
+    return _build(f"{Path(name).stem}.o", {}, ("-c", str(HERE / name), *_FLAGS))
 
 
 @cache
-def _compile(source: Source, defines: kernels.Defines) -> Path:
+def _compile(source: Source, defines: kernels.Defines, races: bool = False) -> Path:
     headers = {str(p): p.read_text("ascii") for p in kernels.SOURCE_DIR.rglob("*.cuh")}
     files = {"unit.cpp": _translation_unit(source, defines), **dict(source.headers)}
-    flags = (str(_runtime()), f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_KERNEL_FLAGS)
-    return _build(source.name, files, ("unit.cpp", *flags), salt=repr(sorted(headers.items())))
+    flags = (f"-I{HERE}", f"-I{kernels.SOURCE_DIR}", *_FLAGS, *_WARNINGS)
+    salt = repr(sorted(headers.items()))
+    if not races:
+        built = ("unit.cpp", str(_runtime()), *flags, *_SANITIZERS)
+        return _build(source.name, files, built, salt)
+    # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
+    unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags, *_THREADS), salt)
+    parts = map(str, (unit, _runtime(), _runtime("races.cpp")))
+    return _build(source.name, {}, (*parts, "-no-pie"))
 
 
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
@@ -370,7 +435,7 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     text = _DYNAMIC_SHARED.sub(
         r"\1* \2 = static_cast<\1*>(cuda_on_cpu::dynamic_shared());", source.text
     )
-    if re.search(r"extern\s+__shared__", text):
+    if re.search(r"extern\s+__shared__", kernels.without_comments(text)):
         raise ShimError(f"{source.name}: the loader does not understand its `extern __shared__`")
     entries = "".join(
         f'{{"{name}", cuda_on_cpu::Call<&{name}>::call}},\n' for name in _prototypes(source)
@@ -378,7 +443,8 @@ def _translation_unit(source: Source, defines: kernels.Defines) -> str:
     # The namespace gives templates internal linkage: AddressSanitizer puts no redzones around the
     # static variables of a function that other translation units may share.
     return (
-        f'#include "cuda_on_cpu.h"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n}}\n'
+        f'#include "cuda_on_cpu.h"\n{constants}namespace {{\n#line 1 "{source.name}"\n{text}\n'
+        f'#line 1 "{END}"\n}}\n'
         f"const cuda_on_cpu::Entry cuda_on_cpu::entries[] = {{\n{entries}{{}}}};\n"
     )
 
@@ -395,11 +461,11 @@ def _build(name: str, files: dict[str, str], arguments: tuple[str, ...], salt: s
     with tempfile.TemporaryDirectory(dir=_cache_dir()) as folder:
         for file, text in files.items():
             (Path(folder) / file).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder) / file).write_text(text, "ascii")
+            (Path(folder) / file).write_text(text, "utf-8")
         command = ("g++", *arguments, "-o", "result")
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}")
+            raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
         if done.stderr:
             warnings.warn(f"{name}: g++ says\n{done.stderr}", stacklevel=2)
         os.replace(Path(folder) / "result", target)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -250,7 +250,16 @@ class Function:
             _span(self.name, arg) if isinstance(arg, np.uintp) and arg else arg for arg in args
         ]
         loader.run_spans(
-            self._source, self.name, grid, block, values, shared, self._defines, _state.order, early
+            self._source,
+            self.name,
+            grid,
+            block,
+            values,
+            shared,
+            self._defines,
+            _state.order,
+            early,
+            _state.checks,
         )
 
 
@@ -351,7 +360,7 @@ class Device:
         pass
 
 
-_state = SimpleNamespace(stream=Stream(), order="forward", early=None)
+_state = SimpleNamespace(stream=Stream(), order="forward", early=None, checks=loader.USUAL)
 
 
 def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
@@ -366,19 +375,28 @@ def run_early(launch: kernels.Launch, early: Collection[str] = ()) -> None:
         _state.early = None
 
 
+def compile_ahead(launches: Iterable[kernels.Launch], races: bool) -> None:
+    """Start to compile the programs of launches, in other threads."""
+    for each in launches:
+        kernel = each.function.found
+        loader.compile_ahead(kernel._source, kernel._defines, races)
+
+
 @contextmanager
-def device(order: loader.Order, multiprocessors: int) -> Iterator[None]:
-    """Set the order of threads in launches, and the device's number of multiprocessors.
+def device(
+    order: loader.Order, multiprocessors: int, checks: loader.Checks = loader.USUAL
+) -> Iterator[None]:
+    """Set the order of threads in launches, their checks, and the number of multiprocessors.
 
     Caches per device stay valid: the index of the device depends on that number.
     """
-    before = _state.order, Device.id
-    _state.order, Device.id = order, -1 - multiprocessors
+    before = _state.order, _state.checks, Device.id
+    _state.order, _state.checks, Device.id = order, checks, -1 - multiprocessors
     ATTRIBUTES["MultiProcessorCount"] = multiprocessors
     try:
         yield
     finally:
-        _state.order, Device.id = before
+        _state.order, _state.checks, Device.id = before
         ATTRIBUTES["MultiProcessorCount"] = -1 - Device.id
 
 

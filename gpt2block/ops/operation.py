@@ -53,12 +53,15 @@ class Variant:
     block: int = 256  # the default block size
     source: str = ""  # of the kernels, if not the operation's document
     dtypes: tuple[str, ...] = ()  # those of the operation that it supports; () for all
+    own: bool = False  # a user's kernel, which no public function calls
     launch: Callable[..., Any] = _no_launch
     problem: Callable[[Any], str | None] = _never
 
     def described(self) -> dict[str, Any]:
-        """Everything but the functions, for a report."""
-        return {name: value for name, value in vars(self).items() if not callable(value)}
+        """Everything but the functions, for a report on built-in variants."""
+        found = {name: value for name, value in vars(self).items() if not callable(value)}
+        del found["own"]
+        return found
 
 
 def like_first(first: Shape, *_: Shape | None, **attrs: Any) -> Shape:

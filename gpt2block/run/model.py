@@ -259,11 +259,12 @@ class ModelEngine(Protocol):
 
 
 class StepResult(NamedTuple):
-    """The result of one step of a forward pass."""
+    """The result of one step of a forward pass, and the time that it took."""
 
     name: str
     kernel: str  # or the reference function
     out: NDArray[Any]  # (rows, channels)
+    ms: float
 
 
 class TracedEngine(ModelEngine, Protocol):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
 from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
-from gpt2block.run.numpy_walk import apply, walk
+from gpt2block.run.numpy_walk import apply, timed, walk
 
 
 class NumpyEngine:
@@ -86,9 +84,5 @@ class NumpyEngine:
         return result
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
-        times = []
-        for _ in range(3):
-            start = perf_counter()
-            out = self.apply(step, tensors)
-            times.append(perf_counter() - start)
-        return StepResult(out, f"reference.{step.op}", 1e3 * median(times))
+        out, ms = timed(lambda: self.apply(step, tensors))
+        return StepResult(out, f"reference.{step.op}", ms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from gpt2block.run.model import (
     stored_tensors,
     vector_magnitude,
 )
-from gpt2block.run.numpy_walk import apply, walk
+from gpt2block.run.numpy_walk import apply, timed, walk
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -154,9 +154,10 @@ class NumpyModel:
         plan, given = self._pass(ids, cached)
         known = given | {name: tensor.astype(np.float32) for name, tensor in exact.items()}
         for step in plan.steps:
-            out = self._apply(step, tuple(known[name] if name else None for name in step.inputs))
+            inputs = tuple(known[name] if name else None for name in step.inputs)
+            out, ms = timed(partial(self._apply, step, inputs))
             if step.op != "kv_append":
-                yield StepResult(step.name, f"reference.{step.op}", out)
+                yield StepResult(step.name, f"reference.{step.op}", out, ms)
 
     def _pass(self, ids: Ids, cached: bool) -> tuple[Plan, dict[str, NDArray[Any]]]:
         """The plan of a forward pass of one sequence, and its inputs by name."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from gpt2block import reference
@@ -10,11 +12,22 @@ from gpt2block.array_checks import unchecked
 from gpt2block.plan import Plan, Step
 
 Apply = Callable[[Step, tuple[Any, ...]], Any]
+RUNS = 3  # of a step that is timed
 
 
 def apply(step: Step, inputs: tuple[Any, ...]) -> Any:
     """The step's function without its argument checks, which take a quarter of a token's time."""
     return unchecked(getattr(reference, step.op))(*inputs, **step.attrs)
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of `work`, and the median of its wall times in milliseconds."""
+    times = []
+    for _ in range(RUNS):
+        start = perf_counter()
+        out = work()
+        times.append(perf_counter() - start)
+    return out, 1e3 * median(times)
 
 
 def walk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from gpt2block import reference
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arrays import Bound, CudaArray
 from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.timing import event_ms
 from gpt2block.ops.attention import bind as bind_attention
 from gpt2block.ops.attention_cached import bind as bind_attention_packed
 from gpt2block.ops.attention_cached import bind_append, bind_split
@@ -173,20 +175,21 @@ class Program:
 
     def run_alone(
         self, exact: Mapping[str, NDArray[Any]]
-    ) -> Iterator[tuple[str, str, NDArray[Any]]]:
+    ) -> Iterator[tuple[str, str, NDArray[Any], float]]:
         """Run each step alone on exact inputs, rounded to the dtype of their storage.
 
         exact: float64 tensors by name, of the plan's steps and K and V of a kv_cache, (B, T, C).
-        Yields name, kernels' names and result of every step that has an exact tensor.
+        Yields name, kernels' names, result and time in milliseconds of every step that has an
+        exact tensor. The kernels must be loaded already, as by `trace`.
         """
         for step in self.plan.steps:
             for name in step.inputs:
                 if name in exact:
                     _fill(self.tensors[name], exact[name])
-            self.run_step(step.name)
+            ms = event_ms(partial(self.run_step, step.name))
             if step.name in exact:
                 kernels = ", ".join(launch.name for launch in self.bounds[step.name].launches)
-                yield step.name, kernels, self.tensors[step.name].get()
+                yield step.name, kernels, self.tensors[step.name].get(), ms
 
 
 def _fill(array: CudaArray, exact: NDArray[Any]) -> None:

@@ -77,7 +77,8 @@ def _no_json(name: str) -> None:
 def case(rng: np.random.Generator, folder: Path) -> Outcome:
     if rng.random() < SUBPROCESSES:
         return _subprocess(rng, folder)
-    return pick(rng, _generate, _generate, _score, _score, _info, _block, _other, _map)(rng, folder)
+    commands = (_generate, _generate, _score, _score, _info, _block, _explain, _other, _map)
+    return pick(rng, *commands)(rng, folder)
 
 
 def _model(rng: np.random.Generator, folder: Path) -> str:
@@ -251,15 +252,41 @@ def _block(rng: np.random.Generator, folder: Path) -> Outcome:
     return "right" if ended.code == 0 else "refused"
 
 
+def _explain(rng: np.random.Generator, folder: Path) -> Outcome:
+    """A page of any text and model holds the ids of the text, and two scripts."""
+    options, _ = _some(rng, {"--layer": ("0", "1", "-1"), "--dtype": ("float32", "float8_e5m2")})
+    name, text, page = _model(rng, folder), str(pick(rng, *_texts())), folder / "page.html"
+    arguments = ["explain", "-o", str(page), "--model", name, *options, "--", text]
+    ended = run(arguments)
+    check_ended(ended, arguments)
+    if not page.exists():
+        return "refused"
+    html = page.read_text(encoding="utf-8")
+    start, end = '<script type="application/json" id="data">', "</script>"
+    if (html.count("<script"), html.count(end)) != (2, 2):
+        raise Difference(f"expected two scripts in the page of {text!a}")
+    data = json.loads(html.partition(start)[2].partition(end)[0], parse_constant=_no_json)
+    if name == str(model_folder()):
+        ids = [token["id"] for token in data["tokens"]]
+        check_equal("ids", ids, model().tokenizer.encode_ordinary(text))
+    return "right"
+
+
 def _other(rng: np.random.Generator, folder: Path) -> Outcome:
     """Commands that only print descriptions or need a GPU, and unknown commands."""
     arguments = list(
         pick(
             rng, [], ["--help"], ["-h"], ["--version"], ["check"], ["check", "--json"],
-            ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--json"],
+            ["kernels"], ["kernels", "--json"], ["kernels", "softmax", "--sweep", "--json"],
             ["kernels", "softmax", "--peer", "torch"], ["kernels", "nothing"],
-            ["kernels", "layernorm", "--shape", str(pick(rng, *_texts(), "B=1", "B=-1,T=x"))],
-            ["kernels", "gemm", "--dtype", str(pick(rng, *_texts()))], ["bench", "--device", "cpu"],
+            ["kernels", "layernorm", "--sweep",
+             "--shape", str(pick(rng, *_texts(), "B=1", "B=-1,T=x"))],
+            ["kernels", "gemm", "--sweep", "--dtype", str(pick(rng, *_texts()))],
+            ["kernels", "softmax", "--template"], ["kernels", "softmax", "--grid", "3"],
+            ["kernels", "softmax", "--source", str(pick(rng, *_texts(), "1", "rows"))],
+            ["kernels", "softmax", "--mine", str(pick(rng, *_texts(), str(folder)))],
+            ["kernels", "softmax", "--device", str(pick(rng, *_texts(), "tpu"))],
+            ["bench", "--device", "cpu"],
             ["bench", "--what", str(pick(rng, *_texts()))],
             ["bench", "--decode", "--device", "cpu",
              "--rows", str(pick(rng, *_texts(), "1,8", "0", "9" * 5000))],

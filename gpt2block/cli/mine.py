@@ -1,0 +1,217 @@
+"""Output of `gpt2block kernels` about a user's kernel, about the emulator, and about sources."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+
+from gpt2block.bench import Measurement
+from gpt2block.cli.display import for_json, new_table, print_table
+from gpt2block.cli.kernels import print_measurements
+from gpt2block.mine.check import Checked
+from gpt2block.mine.finding import Finding
+from gpt2block.mine.kernel import MINE, Kernel, described
+from gpt2block.mine.listing import listing
+from gpt2block.mine.on_cpu import Rung
+from gpt2block.mine.on_gpu import Raced
+from gpt2block.mine.source import Source
+from gpt2block.ops.operation import Operation, Sizes, Variant
+
+CPU = "on the CPU, by an emulator of CUDA"
+NO_TIMES = "No times: those of an emulator say nothing about a GPU."
+FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
+
+
+@dataclass
+class Outcome:
+    """Everything found about a user's kernel."""
+
+    checked: list[Checked] = field(default_factory=list)
+    problem: Finding | None = None
+    raced: Raced | None = None
+
+    @classmethod
+    def of(cls, results: Iterable[Checked | Finding | Raced]) -> Outcome:
+        found = cls()
+        for result in results:
+            if isinstance(result, Checked):
+                found.checked.append(result)
+            elif isinstance(result, Finding):
+                found.problem = result
+            else:
+                found.raced = result
+        return found
+
+    @property
+    def right(self) -> bool:
+        rows = self.raced.rows if self.raced else []
+        return self.problem is None and all(row.right for row in rows)
+
+
+def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) -> None:
+    """Print the checks, then what is wrong or, if the kernel was timed, its place in the race."""
+    source, operation = kernel.source, kernel.operation
+    where = CPU if on_cpu else "on the GPU"
+    out.print(f"{operation.name}: {escape(source.name)} of {escape(source.file)}, {where}")
+    if found.checked:
+        _print_checked(out, kernel, found.checked)
+    if found.problem:
+        print_finding(out, source, found.problem)
+    elif on_cpu:
+        out.print(f"Right in forward, reverse and shuffled thread order. {FOUND_NONE}")
+        out.print(f"Sizes are reduced here: a GPU times {described(operation.sizes)}.")
+        out.print(NO_TIMES)
+    elif found.raced:
+        out.print()
+        print_measurements(out, found.raced.rows, found.raced.skipped, found.raced.ceiling)
+        out.print(placed(found.raced.rows))
+
+
+def _print_checked(out: Console, kernel: Kernel, checked: Sequence[Checked]) -> None:
+    table = new_table(("sizes",), ("grid", "block", "shared", "max abs", "max rel", ""))
+    for row in checked:
+        grid, block, shared = row.geometry
+        table.add_row(
+            described(row.sizes).replace(",", ""),
+            " x ".join(map(str, grid)),
+            " x ".join(map(str, block)),
+            str(shared),
+            f"{row.max_abs:.1e}",
+            f"{row.max_rel:.1e}",
+            "ok",
+        )
+    print_table(out, table)
+
+
+def print_finding(out: Console, source: Source, found: Finding) -> None:
+    """Print what is wrong, the lines of the file and where it happened."""
+    place = f"{source.file}:{found.lines[0]}: " if found.lines else f"{source.file}: "
+    what = found.what if found.what.startswith(source.file) else place + found.what
+    out.print(f"[bold red]{escape(what)}[/]")
+    for number in dict.fromkeys(sorted(found.lines)):
+        text = f"{number:>5} | {source.line(number).expandtabs(4)}"
+        out.print(escape(text), no_wrap=True, overflow="ellipsis")
+    if found.at:
+        out.print(escape(found.at))
+
+
+def placed(rows: Sequence[Measurement]) -> str:
+    """The place of the user's kernel among all rows, in words."""
+    mine = next((row for row in rows if row.variant == MINE), None)
+    others = [row for row in rows if row.variant != MINE]
+    if mine is None or not others:
+        return "" if mine else "your kernel did not run: see above"
+    best = min(others, key=lambda row: row.gpu_us)
+    place = 1 + sum(row.gpu_us < mine.gpu_us for row in others)
+    ratio = mine.gpu_us / best.gpu_us
+    faster = (
+        f"{1 / ratio:.2f} times as fast as" if ratio < 1 else f"takes {ratio:.2f} times as long as"
+    )
+    return (
+        f"Your kernel is number {place} of {len(rows)}, {mine.percent:.0f} % of the ceiling; "
+        f"{'it is ' if ratio < 1 else 'it '}{faster} {best.variant}, the fastest other one."
+    )
+
+
+def outcome_json(kernel: Kernel, found: Outcome, device: str) -> str:
+    """Everything in `found` as JSON."""
+    raced = found.raced
+    report: dict[str, Any] = {
+        "operation": kernel.operation.name,
+        "file": str(kernel.source.path),
+        "kernel": kernel.source.name,
+        "device": device,
+        "right": found.right,
+        "checked": [
+            {
+                "sizes": dict(row.sizes),
+                **dict(zip(("grid", "block", "shared"), row.geometry, strict=True)),
+                "max_abs": row.max_abs,
+                "max_rel": row.max_rel,
+            }
+            for row in found.checked
+        ],
+        "problem": asdict(found.problem) if found.problem else None,
+    }
+    if raced:
+        report |= {"rows": [asdict(row) for row in raced.rows], "skipped": raced.skipped}
+    return json.dumps(for_json(report))
+
+
+def print_rungs(
+    out: Console,
+    operation: Operation,
+    rungs: Sequence[Rung],
+    skipped: Sequence[str],
+    sizes: Sequence[Sizes],
+    dtype: str,
+) -> None:
+    """Print the built-in variants' results on the emulator."""
+    out.print(f"{operation.name}, {dtype}, {CPU}")
+    ran = "; ".join(described(each).replace(",", "") for each in sizes)
+    documented = described(operation.sizes).replace(",", "")
+    out.print(f"reduced sizes: {ran} (on a GPU {documented})")
+    table = new_table(("variant", "kernels"), ("sizes", "max abs", "max rel", ""))
+    for rung in rungs:
+        table.add_row(
+            rung.variant,
+            " ".join(rung.kernels),
+            f"{len(rung.sizes)} of {len(sizes)}",
+            f"{rung.max_abs:.1e}",
+            f"{rung.max_rel:.1e}",
+            "ok" if rung.right else "WRONG",
+        )
+    print_table(out, table)
+    for rung in rungs:
+        if rung.problem:
+            out.print(f"{rung.variant}: {escape(rung.problem)}")
+    for line in skipped:
+        out.print(f"not run: {escape(line)}")
+    if rungs:
+        out.print("Worst errors of forward, reverse and shuffled thread order, against float64.")
+    if rungs and not any(rung.problem for rung in rungs):
+        out.print(FOUND_NONE)
+    out.print(NO_TIMES)
+
+
+def rungs_json(
+    operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
+) -> str:
+    """The results on the emulator as JSON. note: why there is no GPU, if none was chosen."""
+    return json.dumps(
+        for_json(
+            {
+                "operation": operation.name,
+                "device": "cpu",
+                "note": note,
+                "rows": [asdict(rung) | {"right": rung.right} for rung in rungs],
+                "skipped": list(skipped),
+            }
+        )
+    )
+
+
+def print_source(out: Console, operation: Operation, variant: Variant) -> None:
+    """Print a variant's file without other kernels: coloured in a terminal, else plain text."""
+    parts = listing(variant)
+    if not sys.stdout.isatty():
+        print("\n\n".join(text.strip("\n") for _, text in parts))
+        return
+    out.print(f"[bold]{operation.name} {variant.name}[/]: {escape(variant.idea)}")
+    out.print(f"kernels_cu/{escape(variant.file)}\n")
+    for i, (start, text) in enumerate(parts):
+        if i:
+            out.print("[dim]    ⋮[/]")
+        first = start + len(text) - len(text.lstrip("\n"))
+        code = Syntax(
+            text.strip("\n"), "cuda", line_numbers=True, start_line=first, word_wrap=True,
+            theme="ansi_dark", background_color="default",
+        )  # fmt: skip
+        out.print(code)

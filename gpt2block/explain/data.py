@@ -1,0 +1,274 @@
+"""The data of a page: one forward pass of a text, as numbers and texts for JSON."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import model_plan
+from gpt2block.block import Comparison
+from gpt2block.checks import check_integer
+from gpt2block.compare import compare_tensors, exact_tensors
+from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.cuda.kernels import read_source
+from gpt2block.errors import InputError
+from gpt2block.explain import grids, sources
+from gpt2block.inspection import lens_of, weights_of
+from gpt2block.plan import Step
+from gpt2block.run.model import Floats, Ids, TracedEngine
+from gpt2block.text.encoding import Encoding, bytes_of_id
+
+MOST_TOKENS = 1024  # every tensor is kept in float64
+DETAILED_CELLS = 16_384  # of a tensor of the chosen layer, and before and after the blocks
+OTHER_CELLS = 400_000  # of all other tensors together
+LEAST_CELLS, MOST_CELLS = 256, 8_192  # of one of these
+ATTENTION_WEIGHTS = 800_000  # of all heads of all layers together
+LENS_ENTRIES = 60_000  # of all layers and positions together
+LENS_TOP = 5
+NEXT_TOKENS = 24  # that the page lists; the distribution itself is whole
+Shapes = Mapping[str, tuple[int, ...]]
+Traced = Mapping[str, NDArray[Any]]
+
+
+def collect(
+    engine: TracedEngine, encoding: Encoding | None, name: str, ids: Ids, layer: int
+) -> dict[str, Any]:
+    """Everything that the page of a forward pass of ids (T,) shows.
+
+    name: of the model; layer: the one that the page opens, with more detail. Raises InputError for
+    too many tokens, a layer that the model does not have, and logits that are not finite.
+    """
+    config = engine.config
+    check(config, len(ids), layer)
+    exact = exact_tensors(engine, ids)
+    traced = _by_plan_names(engine.trace(ids, cached=False))
+    rows = compare_tensors(engine, ids, False, exact, traced)
+    compared = {row.name.removesuffix(".0"): row for row in rows}
+    plan = _Plan(config)
+    files: dict[str, str] = {}
+    steps = {short: _step(plan, short, compared, files) for short in plan.short_names}
+    ops = [step["op"] for step in steps.values()]
+    logits = traced["logits"][-1].astype(np.float32)
+    if not np.isfinite(logits).all():
+        raise InputError("logits: expected finite ones, got NaN or infinity: check the weights")
+    lens = _lens(engine, traced)
+    shown = np.argsort(-logits, kind="stable")[:NEXT_TOKENS].tolist()
+    return {
+        "model": _model(engine, name),
+        "layer": layer,
+        "tokens": _tokens(encoding, ids, traced["logits"]),
+        "texts": {str(i): _text(encoding, i) for i in sorted({*shown, *lens["ids"]})},
+        "plan": {"before": plan.before, "block": plan.block, "after": plan.after},
+        "steps": steps,
+        "functions": {op: sources.function_source(op) for op in dict.fromkeys(ops)},
+        "files": files,
+        "tensors": _tensors(config, exact, traced, compared, plan, layer),
+        "attention": _attention(weights_of(config, traced)),
+        "lens": lens,
+        "next": {"logits": b64encode(logits.astype("<f4").tobytes()).decode(), "shown": shown},
+    }
+
+
+def check(config: ModelConfig, tokens: int, layer: int) -> None:
+    """Raise InputError for a number of tokens or a layer that cannot be shown."""
+    most = min(MOST_TOKENS, config.n_ctx)
+    if not 1 <= tokens <= most:
+        advice = "shorten it" if tokens else "give some text"
+        raise InputError(f"text: expected 1 to {most:,} tokens, got {tokens:,}: {advice}")
+    last = config.n_layer - 1
+    check_integer("layer", layer, 0, last, f"0 to {last}")
+
+
+class _Plan:
+    """The steps of a forward pass, of which all blocks have the same."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        architecture = architecture_of(config)
+        every = model_plan(config, "logits", 1).steps
+        kept = [step for step in every if step.op != "kv_append"]
+        block = [step for step in kept if step.name.startswith("h.0.")]
+        self.steps = {_short(step.name): step for step in kept}
+        self.block = [_short(step.name) for step in block]
+        outer = [step.name for step in kept if not step.name.startswith("h.")]
+        first = outer.index("embedding") + 1
+        self.before, self.after = outer[:first], outer[first:]
+        joined = sources.joined_steps(block, architecture.fuse(block))
+        self.joined = {_short(name): found for name, found in joined.items()}
+
+    @property
+    def short_names(self) -> list[str]:
+        return [*self.before, *self.block, *self.after]
+
+
+def _short(name: str) -> str:
+    """The name of a tensor without its layer."""
+    return name.split(".", 2)[2] if name.startswith("h.") else name
+
+
+def _by_plan_names(traced: Traced) -> dict[str, NDArray[Any]]:
+    """A trace by the names of the plan of all steps: a GPU computes logits in groups of rows."""
+    return {name.removesuffix(".0"): tensor for name, tensor in traced.items()} | dict(traced)
+
+
+def _step(
+    plan: _Plan, short: str, compared: Mapping[str, Comparison], files: dict[str, str]
+) -> dict[str, Any]:
+    """What is the same for a step in all blocks; files: gets the sources of its kernels."""
+    step = plan.steps[short]
+    operation = sources.operation_of(step.op) or sources.operation_of(sources.function_of(step))
+    found = []
+    if operation is not None:
+        kernel = sources.readable_kernel(operation)
+        found.append(sources.described(kernel, sources.TEN_STEPS))
+    fused, names = plan.joined.get(short, (None, [short]))
+    fused_operation = fused and sources.operation_of(sources.function_of(fused))
+    if fused_operation:
+        variants = sources.fused_kernels(fused_operation)
+        found += [sources.described(variant, sources.FUSED) for variant in variants]
+    row = compared.get(step.name) or (compared.get(fused.name) if fused else None)
+    found = [*sources.kernels_run(row.kernel.split(", ") if row else ()), *found]
+    files.update({each["file"]: read_source(each["file"]) for each in found})
+    return {
+        "op": sources.function_of(step),
+        "adds": step.op == "add",
+        "kernels": found,
+        "joins": [_short(name) for name in names],
+    }
+
+
+def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
+    config = engine.config
+    sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size")
+    return {
+        "name": name,
+        "kind": type(config).__name__.removesuffix("Config"),
+        "device": engine.describe(),
+        "dtype": engine.dtype,
+        **{size: getattr(config, size) for size in sizes},
+    }
+
+
+def _tokens(
+    encoding: Encoding | None, ids: Ids, logits: NDArray[np.floating[Any]]
+) -> list[dict[str, Any]]:
+    """Id, text, bytes and surprisal in bits of every token; None for that of the first."""
+    scores = reference.log_likelihood(logits[:-1], ids[1:]).tolist() if len(ids) > 1 else []
+    bits = [None, *(_rounded(0 - score / math.log(2)) for score in scores)]
+    return [
+        {
+            "id": int(token),
+            "text": _text(encoding, token),
+            "bytes": _hex(encoding, token),
+            "bits": b,
+        }
+        for token, b in zip(ids.tolist(), bits, strict=True)
+    ]
+
+
+def _text(encoding: Encoding | None, token: int) -> str:
+    """The text of a token; # and its id where there is no tokenizer."""
+    if encoding is None:
+        return f"#{token}"
+    return bytes_of_id(encoding, token).decode(errors="replace")
+
+
+def _hex(encoding: Encoding | None, token: int) -> str:
+    return "" if encoding is None else bytes_of_id(encoding, token).hex(" ")
+
+
+def _tensors(
+    config: ModelConfig,
+    exact: Traced,
+    traced: Traced,
+    compared: Mapping[str, Comparison],
+    plan: _Plan,
+    layer: int,
+) -> dict[str, Any]:
+    """Step name → shapes, statistics, errors, time and values of its tensor."""
+    others = len(plan.block) * (config.n_layer - 1)
+    cells = min(MOST_CELLS, max(LEAST_CELLS, OTHER_CELLS // max(1, others)))
+    shapes: dict[str, tuple[int, ...]] = {**model_shapes(config)}
+    shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
+    shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
+    found = {}
+    for step in model_plan(config, "logits", 1).steps:
+        if step.op == "kv_append":
+            continue
+        shapes[step.name] = exact[step.name].shape
+        stored = step.name in traced
+        tensor = traced[step.name] if stored else exact[step.name]
+        inside = step.name.startswith("h.") and not step.name.startswith(f"h.{layer}.")
+        found[step.name] = {
+            "inputs": _input_shapes(step, shapes),
+            "shape": list(tensor.shape),
+            "stored": stored,
+            **_statistics(tensor),
+            **_compared(compared.get(step.name)),
+            "grid": grids.grid(tensor, cells if inside else DETAILED_CELLS),
+        }
+    return found
+
+
+def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
+    """Name and shape of each input of a step, without those of a batch of sequences."""
+    return [[_short(name), list(shapes[name])] for name in step.inputs if name in shapes]
+
+
+def _statistics(tensor: NDArray[Any]) -> dict[str, float | None]:
+    wide = tensor.astype(np.float64)
+    values = {"min": wide.min(), "max": wide.max(), "mean": wide.mean()}
+    return {name: _rounded(float(value)) for name, value in values.items()}
+
+
+def _compared(row: Comparison | None) -> dict[str, Any]:
+    """Errors relative to the tensor's largest value, and milliseconds; {} if it was not run."""
+    if row is None:
+        return {}
+    names = ("ms", "max_abs", "max_rel", "total_abs", "total_rel")
+    return {"kernel": row.kernel, **{name: _rounded(getattr(row, name)) for name in names}}
+
+
+def _attention(weights: Floats) -> dict[str, Any]:
+    """The weights of every head, row by row up to the diagonal, as downsampled as they must be.
+
+    side: rows of the triangle; with fewer than there are tokens, each cell has the largest weight
+    of its area.
+    """
+    n_layer, n_head, T, _ = weights.shape
+    side = min(T, max(8, math.isqrt(2 * ATTENTION_WEIGHTS // (n_layer * n_head))))
+    below = np.tril_indices(side)
+    heads = [
+        [grids.encoded(grids.downsampled(head, side, side)[below]) for head in layer]
+        for layer in weights
+    ]
+    return {"side": side, "heads": heads}
+
+
+def _lens(engine: TracedEngine, traced: Traced) -> dict[str, Any]:
+    """The most likely tokens after each block, at as many of the last positions as there is room.
+
+    ids and probabilities are in the order (n_layer + 1, positions, top).
+    """
+    top, n_layer = min(LENS_TOP, engine.config.vocab_size), engine.config.n_layer
+    kept = max(1, LENS_ENTRIES // ((n_layer + 1) * top))
+    names = ["embedding", *(f"h.{n}.output" for n in range(n_layer))]
+    states = np.stack([traced[name][-kept:] for name in names]).astype(np.float32)
+    lens = lens_of(engine, states, top)
+    return {
+        "positions": states.shape[1],
+        "top": top,
+        "ids": lens.ids.ravel().tolist(),
+        **grids.encoded(lens.probabilities.ravel()),
+    }
+
+
+def _rounded(value: float) -> float | None:
+    """A number with 4 significant digits; None for infinity and NaN, which JSON does not have."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

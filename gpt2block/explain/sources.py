@@ -1,0 +1,123 @@
+"""The code of each step: its NumPy function, its CUDA kernels, the fused step it is part of."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from gpt2block import reference
+from gpt2block.cuda import kernels
+from gpt2block.ops.operation import Operation, Variant
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.plan import Step
+
+TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # what a kernel is shown for
+_FUSED_VARIANTS = ("narrow", "mma", "hopper")
+# Operations on packed rows of several sequences → the same on one sequence, which is easier to read
+_OF_ONE_SEQUENCE = {"attention_packed": "attention"}
+_KERNELS_OF = {"rope_qkv": "rope"}  # functions whose kernels are those of another operation
+
+
+def function_of(step: Step) -> str:
+    """The name of the step's function in `gpt2block.reference`."""
+    return _OF_ONE_SEQUENCE.get(step.op, step.op)
+
+
+def operation_of(op: str) -> Operation | None:
+    """The operation that computes `op` with CUDA; None if it has no kernels of its own."""
+    return OPERATIONS.get(op) or OPERATIONS.get(_KERNELS_OF.get(op, op))
+
+
+@cache
+def _reference_functions() -> dict[str, tuple[int, str]]:
+    """Name → first line and text of every function of `gpt2block.reference`."""
+    text = inspect.getsource(reference)
+    lines = text.splitlines(keepends=True)
+    return {
+        node.name: (node.lineno, "".join(lines[node.lineno - 1 : node.end_lineno]))
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def function_source(name: str) -> dict[str, Any]:
+    """The text of a function of `gpt2block.reference`, and the line of its def."""
+    line, text = _reference_functions()[name]
+    return {"file": "gpt2block/reference.py", "line": line, "text": text}
+
+
+def readable_kernel(operation: Operation) -> Variant:
+    """The variant of an operation that is written to be read."""
+    every = (*operation.variants, *operation.auxiliary)
+    written = (variant for variant in every if variant.file.endswith("/skeleton.cu"))
+    return next(written, every[0])
+
+
+def fused_kernels(operation: Operation) -> list[Variant]:
+    """The variants of an operation that a fused plan runs."""
+    return [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
+
+
+def described(variant: Variant, plan: str) -> dict[str, Any]:
+    """A variant for the page; line: of its first kernel in the file."""
+    return {
+        "plan": plan,
+        "file": variant.file,
+        "names": list(variant.kernels),
+        "idea": variant.idea,
+        "line": line_of(variant.file, variant.kernels[0]),
+    }
+
+
+def line_of(file: str, kernel: str) -> int:
+    """The line of a kernel's definition in a file of kernels_cu."""
+    text = kernels.read_source(file)
+    found = re.search(rf"__global__[^;{{]*?\b{kernel}\s*\(", text)
+    return text.count("\n", 0, found.end()) + 1 if found else 1
+
+
+@cache
+def file_of_kernel() -> dict[str, str]:
+    """Kernel name → file, for all kernels."""
+    return {name: file for file in kernels.sources() for name in kernels.signatures(file)}
+
+
+def kernels_run(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The kernels with these names for the page; names of other libraries are left out."""
+    files = file_of_kernel()
+    return [
+        {
+            "plan": HERE,
+            "file": files[name],
+            "names": [name],
+            "idea": "",
+            "line": line_of(files[name], name),
+        }
+        for name in dict.fromkeys(names)
+        if name in files
+    ]
+
+
+def joined_steps(steps: Sequence[Step], fused: Iterable[Step]) -> dict[str, tuple[Step, list[str]]]:
+    """Step name → the fused step that computes it, and the names of the steps that this one joins.
+
+    A fused step joins the steps before it whose results are not stored.
+    """
+    by_name = {step.name: step for step in steps}
+    made = {step.name: step for step in fused}
+    found = {}
+    for name, step in made.items():
+        group = {name}
+        unseen = [name]
+        while unseen:
+            inputs = by_name[unseen.pop()].inputs
+            new = [n for n in inputs if n in by_name and n not in made and n not in group]
+            group.update(new)
+            unseen += new
+        names = [each.name for each in steps if each.name in group]
+        found.update(dict.fromkeys(names, (step, names)))
+    return found

@@ -1,0 +1,81 @@
+"""Arithmetic of launch lines, such as ceil(N / 256): whole numbers and names, evaluated exactly."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from math import ceil, floor
+
+from gpt2block.errors import InputError
+
+LONGEST = 200  # characters
+LARGEST = 2**63
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: lambda a, b: a % b,
+}
+_FUNCTIONS: Mapping[str, Callable[[list[Fraction]], Fraction]] = {
+    "ceil": lambda values: Fraction(ceil(values[0])),
+    "floor": lambda values: Fraction(floor(values[0])),
+    "min": min,
+    "max": max,
+}
+
+
+def evaluated(text: str, sizes: Mapping[str, int]) -> int:
+    """The value of an expression of + - * / // %, ceil, floor, min, max and the names in `sizes`.
+
+    `/` is exact: ceil(N / 8) is right for any N. Raises InputError for anything else, and if the
+    result is no whole number.
+    """
+    try:
+        if len(text) > LONGEST:
+            raise InputError(f"more than {LONGEST} characters")
+        value = _value(ast.parse(text.strip(), mode="eval").body, sizes)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        why = error if isinstance(error, InputError) else "expected something like ceil(N / 256)"
+        raise InputError(f"{text.strip()[:LONGEST]!r}: {why}") from None
+    except ZeroDivisionError:
+        raise InputError(f"{text.strip()!r}: division by zero") from None
+    if value != int(value):
+        raise InputError(f"{text.strip()!r} is {value}, no whole number: use ceil(...) or //")
+    return int(value)
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = Fraction(node.value)
+    elif isinstance(node, ast.Name):
+        if node.id not in sizes:
+            raise InputError(f"unknown name {node.id}: expected one of {', '.join(sizes)}")
+        value = Fraction(sizes[node.id])
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, sizes), _value(node.right, sizes)
+        value = _OPERATORS[type(node.op)](left, right)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_value(node.operand, sizes)
+    elif _is_call(node):
+        value = _called(node, sizes)  # type: ignore[arg-type]
+    else:
+        raise InputError("expected + - * / // %, ceil, floor, min, max, numbers and names")
+    if abs(value) > LARGEST:
+        raise InputError("a number is too large")
+    return value
+
+
+def _is_call(node: ast.expr) -> bool:
+    known = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return known and node.func.id in _FUNCTIONS and not node.keywords  # type: ignore[attr-defined]
+
+
+def _called(node: ast.Call, sizes: Mapping[str, int]) -> Fraction:
+    name = node.func.id  # type: ignore[attr-defined]
+    values = [_value(each, sizes) for each in node.args]
+    if not values or (name in ("ceil", "floor") and len(values) > 1):
+        raise InputError(f"{name}: expected {'one number' if len(values) > 1 else 'a number'}")
+    return _FUNCTIONS[name](values)

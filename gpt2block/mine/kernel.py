@@ -1,0 +1,240 @@
+"""A user's kernel with the arguments of an operation: a `Bound`, as every built-in variant has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gpt2block.bench import measure
+from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda.arrays import Bound, device_attribute
+from gpt2block.cuda.kernels import Launch, Parameter
+from gpt2block.errors import InputError
+from gpt2block.mine.arguments import Output, Values, contract
+from gpt2block.mine.expressions import evaluated
+from gpt2block.mine.source import Source
+from gpt2block.ops.operation import Operation, Sizes, Variant
+from gpt2block.ops.registry import find
+
+MINE = "mine"  # the name of its variant
+THREADS = 1024  # of a block, at most
+GRID = (2**31 - 1, 65535, 65535)
+ELEMENTS: Mapping[str, str] = {  # C++ type → dtype; T is that of the activations
+    "float": "float32",
+    "__half": "float16",
+    "half": "float16",
+    "__nv_bfloat16": "bfloat16",
+    "int": "int32",
+    "unsigned char": "uint8",
+}
+INTEGERS: dict[str, type[np.generic]] = {
+    "int": np.int32,
+    "long long": np.int64,
+    "unsigned": np.uint32,
+    "unsigned int": np.uint32,
+    "long": np.int64,
+    "size_t": np.int64,  # the same bytes; uint64 is the type of a pointer
+    "bool": np.bool_,
+}
+REALS: dict[str, type[np.generic]] = {"float": np.float32, "double": np.float64}
+Allocate = Callable[[Output], Any]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # grid, block, bytes of shared memory
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a file for an operation; `names` are its arguments, one for each parameter."""
+
+    source: Source
+    operation_name: str  # the operation itself holds functions, which no process can send
+    dtype: str  # of the activations
+    names: tuple[str, ...]
+
+    @property
+    def operation(self) -> Operation:
+        return find(self.operation_name)
+
+    def bind(
+        self,
+        inputs: tuple[Any, ...],
+        out: Any = None,
+        allocate: Allocate | None = None,
+        **attrs: Any,
+    ) -> Bound:
+        """Bind arrays on the current device; `extra` has the outputs besides the result.
+
+        allocate: gives the outputs, except for a result `out`. Raises InputError if the launch
+        exceeds the limits of the device.
+        """
+        values = contract(self.operation).values(inputs, attrs)
+        result, *others = values.outputs
+        arrays = dict(values.inputs)
+        for name in (result, *(other for other in others if other in self.names)):
+            if name == result and out is not None:
+                arrays[name] = out
+            elif name not in arrays:
+                arrays[name] = (allocate or _allocated)(values.outputs[name])
+        grid, block, shared = self.geometry(values)
+        function = kernels.load(str(self.source.path), self.source.name, self._defines)
+        function.allow_shared(shared)
+        pairs = zip(self.source.parameters, self.names, strict=True)
+        args = tuple(_typed(parameter, name, arrays, values) for parameter, name in pairs)
+        launch = Launch(self.source.name, function, grid, block, args, shared)
+        return Bound(arrays[result], (launch,), tuple(arrays[n] for n in others if n in arrays))
+
+    def further(self, values: Values) -> list[str]:
+        """The names of the outputs in `extra`."""
+        return [name for name in list(values.outputs)[1:] if name in self.names]
+
+    @property
+    def _defines(self) -> kernels.Defines:
+        """The dtype of `T`, and a hash: modules are cached by file and constants."""
+        hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
+        return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
+
+    def geometry(self, values: Values) -> Geometry:
+        """Grid, block and shared memory for these sizes."""
+        text, sizes = self.source.launch, values.sizes
+        block = self._extents("block", text.block, sizes)
+        if prod(block) > THREADS:
+            raise InputError(f"--block {text.block}: {prod(block)} threads: at most {THREADS}")
+        named = sizes | {"block": prod(block)}
+        grid = self._extents("grid", text.grid, named)
+        if any(extent > most for extent, most in zip(grid, GRID, strict=False)):
+            raise InputError(f"--grid {text.grid} is {grid} at {described(sizes)}: at most {GRID}")
+        shared = self._value("shared", text.shared, named)
+        most = int(device_attribute("MaxSharedMemoryPerBlockOptin"))
+        if not 0 <= shared <= most:
+            raise InputError(f"--shared {text.shared} is {shared} bytes: expected 0 to {most}")
+        return grid, block, shared
+
+    def _extents(self, option: str, text: str, sizes: Sizes) -> tuple[int, ...]:
+        found = tuple(self._value(option, part, sizes) for part in _parts(text))
+        if len(found) > 3 or any(extent < 1 for extent in found):
+            raise InputError(
+                f"--{option} {text} is {found} at {described(sizes)}: expected one to three "
+                "numbers of at least 1"
+            )
+        return found
+
+    def _value(self, option: str, text: str, sizes: Sizes) -> int:
+        try:
+            return evaluated(text, sizes)
+        except InputError as error:
+            raise InputError(f"{option} of {self.source.file}: {error}") from None
+
+    def as_operation(self) -> Operation:
+        """The operation with this kernel as a further variant, "mine", for the race."""
+        mine = Variant(MINE, self.source.file, (self.source.name,), "your kernel", own=True)
+        own = self.operation
+
+        def bound(inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+            if options.get("variant") != MINE:
+                return own.bind(inputs, out, **options)
+            del options["variant"]
+            return self.bind(inputs, out, **options)
+
+        return replace(own, variants=(*own.variants, mine), binder=bound)
+
+
+def matched(
+    source: Source, operation: Operation, stored: tuple[str, str], args: str | None = None
+) -> Kernel:
+    """Find the argument of each parameter by its name, or by `args`, a name for each.
+
+    stored: dtype and layout, as `measure.check_storage` returns them. Raises InputError with the
+    parameter, what was expected and what is known.
+    """
+    dtype, layout = stored
+    if dtype in kernels.FP8:
+        plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
+        raise InputError(f"--dtype {dtype}: for a kernel of your own expected one of {plain}")
+    sizes, attrs = contract(operation).cases[0]
+    all_attrs = {**operation.attrs, **attrs}
+    host, _ = measure.inputs_and_truth(replace(operation, attrs=all_attrs), sizes, dtype, layout)
+    values = contract(operation).values(host, all_attrs)
+    label = f"{source.file}: {source.name}"
+    parameters = source.parameters
+    given = [p.name for p in parameters] if args is None else [*_parts(args)]
+    if len(given) != len(parameters):
+        raise InputError(
+            f"--args {args}: {label} has {len(parameters)} parameters, not {len(given)}"
+        )
+    names = tuple(_known(label, name, operation, values) for name in given)
+    for parameter, name in zip(parameters, names, strict=True):
+        _check_type(label, parameter, name, dtype, values)
+    result = next(iter(values.outputs))
+    if result not in names:
+        raise InputError(f"{label} has no parameter {result}, the result: see --template")
+    return Kernel(source, operation.name, dtype, names)
+
+
+def described(sizes: Sizes) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _parts(text: str) -> list[str]:
+    """The parts between commas that are outside parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _known(label: str, name: str, operation: Operation, values: Values) -> str:
+    known = dict.fromkeys((*values.inputs, *values.outputs, *values.numbers))
+    if name in known:
+        return name
+    if name in values.aliases:
+        return values.aliases[name]
+    near = get_close_matches(name, (*known, *values.aliases), 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise InputError(
+        f"{label}: {operation.name} has no argument {name!r}{hint}: expected {', '.join(known)}; "
+        "or name the argument of each parameter with --args"
+    )
+
+
+def _check_type(label: str, parameter: Parameter, name: str, dtype: str, values: Values) -> None:
+    ctype = parameter.ctype
+    if name in values.numbers:
+        whole = isinstance(values.numbers[name], int)
+        if ctype not in (INTEGERS if whole else REALS):
+            expected = "int or long long" if whole else "float"
+            raise InputError(f"{label}: {ctype} {parameter.name}: expected {expected}, a number")
+        return
+    output = values.outputs.get(name)
+    wanted = output.dtype if output else str(values.inputs[name].dtype.name)
+    element = ctype.removesuffix("*")
+    found = dtype if element in ("T", "W") else ELEMENTS.get(element)
+    if not ctype.endswith("*") or found != wanted:
+        known = next(each for each, held in ELEMENTS.items() if held == wanted)
+        known = "T" if wanted == dtype != "float32" else known
+        const = "" if output else "const "
+        advice = "" if dtype == "float32" else f" ({dtype}: --dtype chooses another)"
+        raise InputError(
+            f"{label}: {ctype} {parameter.name}: expected {const}{known}* {parameter.name}{advice}"
+        )
+    if output and parameter.const:
+        raise InputError(f"{label}: {parameter.name} is const, but the kernel must write to it")
+
+
+def _typed(parameter: Parameter, name: str, arrays: Mapping[str, Any], values: Values) -> Any:
+    if name in arrays:
+        return np.uintp(arrays[name].data.ptr)
+    kind: Any = (INTEGERS | REALS)[parameter.ctype]
+    return kind(values.numbers[name])
+
+
+def _allocated(output: Output) -> Any:
+    return cupy.empty(output.shape, output.dtype)

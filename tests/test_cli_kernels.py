@@ -1,0 +1,250 @@
+"""`gpt2block kernels` without a GPU: on the emulator, with a user's kernel, sources, templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import cli, doctor, emulator
+from gpt2block.bench import Ceilings, Measurement
+from gpt2block.cli import mine as cli_mine
+from gpt2block.cli.mine import placed
+from gpt2block.mine import on_gpu
+from gpt2block.mine.finding import Finding
+from gpt2block.mine.templates import template
+from gpt2block.ops.registry import find
+
+NO_GPU = "no driver today"
+on_emulator = pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)
+
+
+class Ended:
+    """Exit code and output of a command."""
+
+    def __init__(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["kernels", *arguments])
+        self.code = end.value.code
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: NO_GPU)
+
+
+@pytest.fixture
+def my_softmax(tmp_path: Path) -> Path:
+    file = tmp_path / "my.cu"
+    file.write_text(template(find("softmax")), encoding="utf-8")
+    return file
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_emulator_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = Ended(["softmax", "--variant", "three_pass", "--shape", "T=5"], capsys)
+    assert ended.code == 0
+    assert ended.err == f"note: running on the CPU: {NO_GPU}\n"
+    assert "reduced sizes: B=1 NH=1 T=5 (on a GPU B=2 NH=12 T=1024)" in ended.out
+    assert "three_pass" in ended.out
+    assert "No times" in ended.out
+    ended = Ended(["softmax", "--variant", "1", "--json"], capsys)
+    assert ended.code == 2  # a variant has a name
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_what_the_emulator_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = Ended(["gemm", "--variant", "hopper"], capsys)
+    assert ended.code == 1
+    line = "not run: hopper: wgmma and TMA, instructions of sm_90a, are not emulated"
+    assert line in ended.out.splitlines()
+    found = Ended(["gemm", "--variant", "hopper", "--json", "--device", "cpu"], capsys).json
+    assert (found["rows"], found["device"], found["note"]) == ([], "cpu", None)
+    assert found["skipped"] == [line.removeprefix("not run: ")]
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_a_wrong_variant_on_the_emulator(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2block.bench.measure.tolerance", lambda dtype: 0.0)
+    ended = Ended(["softmax", "--variant", "three_pass", "--shape", "T=5"], capsys)
+    assert ended.code == 1
+    assert "WRONG" in ended.out
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    "options",
+    [["--device", "cuda"], ["--sweep"], ["--plot", "a.png"], ["--device", "cuda", "--json"]],
+)
+def test_what_needs_a_gpu_says_so(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    ended = Ended(["softmax", *options], capsys)
+    assert ended.code == 1
+    if "--json" in options:
+        assert ended.json["run"] is False
+    else:
+        assert ended.err.startswith(
+            f"error: softmax: no kernel was run: {NO_GPU}: this needs a GPU"
+        )
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_gpu_and_compiler_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulator, "missing", lambda: "g++ is not installed")
+    ended = Ended(["softmax"], capsys)
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1
+    assert NO_GPU in ended.err
+    assert "apt install g++" in ended.err
+    ended = Ended(["softmax", "--device", "cpu"], capsys)
+    assert ended.code == 2
+    assert ended.err.startswith(
+        "error: --device cpu compiles kernels with g++, but g++ is not inst"
+    )
+
+
+@on_emulator
+@pytest.mark.usefixtures("no_gpu")
+def test_a_users_kernel_on_the_emulator(
+    my_softmax: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = Ended(["softmax", "--mine", str(my_softmax), "--block", "32"], capsys)
+    assert ended.code == 0
+    assert "softmax: my_softmax of my.cu, on the CPU, by an emulator of CUDA" in ended.out
+    assert "Right in forward, reverse and shuffled thread order." in ended.out
+    assert "Sizes are reduced here: a GPU times B=2, NH=12, T=1024." in ended.out
+    found = Ended(["softmax", "--mine", str(my_softmax), "--shape", "T=3", "--json"], capsys).json
+    (row,) = found["checked"]
+    assert row["sizes"] == {"B": 1, "NH": 1, "T": 3}
+    assert (row["grid"], row["block"], row["shared"]) == ([1], [64], 0)
+    assert (found["right"], found["problem"], found["device"]) == (True, None, "cpu")
+
+
+@on_emulator
+def test_a_wrong_kernel_shows_its_line(
+    my_softmax: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = my_softmax.read_text(encoding="utf-8").replace("i = 1; i < n", "i = 1; i <= n")
+    my_softmax.write_text(text, encoding="utf-8")
+    ended = Ended(["softmax", "--mine", str(my_softmax), "--device", "cpu"], capsys)
+    assert ended.code == 1
+    lines = ended.out.splitlines()
+    number = 1 + next(i for i, line in enumerate(text.splitlines()) if "i <= n" in line)
+    assert lines[1] == f"my.cu:{number}: reads out of bounds: byte 300 of x, which has 300 bytes"
+    assert lines[2] == f"{number:>5} | {text.splitlines()[number - 1]}"
+    assert lines[3].startswith("in block (0, 0, 0), thread (14, 0, 0), at B=1, NH=3, T=5")
+    found = Ended(["softmax", "--mine", str(my_softmax), "--device", "cpu", "--json"], capsys)
+    assert found.code == 1
+    assert found.json["problem"]["lines"] == [number]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--template"], "--template needs an operation"),
+        (["softmax", "--template", "--source", "1"], "--source and --template: choose one"),
+        (["softmax", "--grid", "3"], "--grid is an option of --mine: add it"),
+        (["softmax", "--mine", "/no/such.cu"], "--mine /no/such.cu: No such file"),
+        (["softmax", "--source", "9"], "--source 9: expected a number from 1 to 4"),
+        (["softmax", "--device", "tpu"], "--device tpu: expected cuda or cpu"),
+        (["softmax", "--device", "cpu", "--sweep"], "times are measured on a GPU"),
+        (["sample_token", "--template"], "sample_token has no template: expected one of add"),
+    ],
+)
+def test_options_that_do_not_fit(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = Ended(arguments, capsys)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_template_and_a_source_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert Ended(["softmax", "--template"], capsys).out == template(find("softmax"))
+    printed = Ended(["softmax", "--source", "2"], capsys).out
+    assert "softmax_forward_kernel2(" in printed
+    assert 'extern "C" __global__ void softmax_forward_kernel1(' not in printed
+    assert "\x1b" not in printed
+
+
+def test_a_terminal_shows_a_source_with_colours_and_line_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    from rich.console import Console  # noqa: PLC0415
+
+    out = Console(force_terminal=True, width=130, color_system="standard")
+    operation = find("layernorm")
+    cli_mine.print_source(out, operation, operation.variant("5"))
+    printed = capsys.readouterr().out
+    assert "\x1b[" in printed
+    assert "kernels_cu/layernorm/ladder.cu" in printed
+    assert "⋮" in printed
+
+
+# The GPU's output, from given measurements
+
+
+def row(variant: str, us: float) -> Measurement:
+    at = {"B": 1, "T": 2, "C": 3}
+    return Measurement("layernorm", variant, None, at, us, None, 4.0, "GB/s", 50.0, 1e-7, 1e-7)
+
+
+def test_the_place_in_the_race_is_said() -> None:
+    assert placed([row("1", 4.0), row("2", 2.0), row("mine", 3.0)]) == (
+        "Your kernel is number 2 of 3, 50 % of the ceiling; it takes 1.50 times as long as 2, the "
+        "fastest other one."
+    )
+    assert "number 1 of 2, 50 % of the ceiling; it is 2.00 times as fast as 1" in placed(
+        [row("1", 4.0), row("mine", 2.0)]
+    )
+    assert placed([row("1", 4.0)]) == "your kernel did not run: see above"
+
+
+def test_a_race_is_a_table_with_the_users_row(
+    my_softmax: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_problem", lambda: None)
+    raced = on_gpu.Raced(
+        [row("1", 4.0), row("mine", 2.0)], [], Ceilings(4000.0, {"float32": 50.0, "float16": 9.0})
+    )
+    monkeypatch.setattr(on_gpu, "run", lambda job: iter([raced]))
+    ended = Ended(["softmax", "--mine", str(my_softmax)], capsys)
+    assert ended.code == 0
+    assert "Your kernel is number 1 of 2" in ended.out
+    assert "mine" in ended.out
+    found = Ended(["softmax", "--mine", str(my_softmax), "--json"], capsys).json
+    assert [each["variant"] for each in found["rows"]] == ["1", "mine"]
+    hang = Finding("my_softmax still runs after 20 s, and was ended", at="during the check")
+    monkeypatch.setattr(on_gpu, "run", lambda job: iter([hang]))
+    ended = Ended(["softmax", "--mine", str(my_softmax)], capsys)
+    assert ended.code == 1
+    assert "my.cu: my_softmax still runs after 20 s, and was ended\nduring the check" in ended.out
+
+
+@pytest.mark.gpu
+def test_a_users_kernel_on_the_gpu(my_softmax: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--shape", "B=1,NH=1,T=64"]
+    ended = Ended(["softmax", "--mine", str(my_softmax), *shape, "--json"], capsys)
+    assert ended.code == 0
+    names = [each["variant"] for each in ended.json["rows"]]
+    assert names == [*(each.name for each in find("softmax").variants), "mine"]
+    assert all(each["gpu_us"] > 0 for each in ended.json["rows"])

@@ -1,0 +1,340 @@
+"""The data of a page: what NumPy computes, escaped, of bounded size, the same each time."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, Llama, LlamaWeights, reference
+from gpt2block.cli.app import app
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.cuda import kernels
+from gpt2block.explain import Page, collect, grids
+from tests.markov import byte_encoding
+from tests.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
+
+LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ctx=16, vocab_size=61, n_ff=40)
+TEXT = "To be, or not to be"
+EVIL = "</script><script>alert(1)</script><!-- <b>&amp;\u2028\u202e"
+
+
+def model() -> GPT2:
+    return GPT2.from_pretrained(device="cpu")
+
+
+def values(grid: dict[str, Any]) -> NDArray[np.float64]:
+    """The numbers of a grid or a list, as the page decodes them."""
+    halves = np.frombuffer(b64decode(grid["values"]), "<f2").astype(np.float64)
+    return halves * (grid["scale"] or 1)
+
+
+def test_tensors_are_those_of_the_trace_with_its_errors(device: str) -> None:  # noqa: F811
+    made = GPT2(GPT2Weights.random(0, CONFIG), device)
+    data = made.explain(IDS, layer=1).data
+    trace = made.trace(IDS)
+    compared = {row.name: row for row in made.compare(IDS)} if device == "cpu" else {}
+    stored = {name for name, tensor in data["tensors"].items() if tensor["stored"]}
+    names = TEN if device == "cpu" else SEVEN
+    assert stored == {
+        "embedding", "ln_f", "logits", *(f"h.{n}.{step}" for n in range(2) for step in names)
+    }  # fmt: skip
+    first = data["steps"]["ff1"]["kernels"][0]  # on a GPU the one that computed ff1 and gelu
+    assert (first["plan"] == "ran here") == (device != "cpu")
+    assert first["file"] in data["files"]
+    for name, tensor in data["tensors"].items():
+        assert tensor["shape"] == [11, {"qkv": 192, "ff1": 256, "gelu": 256, "logits": 53}.get(
+            name.rpartition(".")[2], 64)]  # fmt: skip
+        if not tensor["stored"]:
+            assert "ms" not in tensor
+            continue
+        truth = trace[name if name in trace else f"{name}.0"].astype(np.float64)
+        assert tensor["min"] == pytest.approx(truth.min(), rel=1e-3)
+        assert tensor["max"] == pytest.approx(truth.max(), rel=1e-3)
+        assert tensor["mean"] == pytest.approx(truth.mean(), rel=1e-3, abs=1e-7)
+        grid = tensor["grid"]
+        assert (grid["rows"], grid["columns"]) == truth.shape  # small: nothing is downsampled
+        limit = np.abs(truth).max() * 2**-25
+        np.testing.assert_allclose(values(grid).reshape(truth.shape), truth, 2**-11, limit)
+        assert tensor["ms"] > 0
+        assert tensor["max_rel"] < 1e-5
+        assert tensor["total_rel"] < 1e-5
+        if device == "cpu":
+            row = compared[name]
+            assert tensor["kernel"] == row.kernel
+            assert tensor["max_rel"] == pytest.approx(row.max_rel, rel=1e-3)
+            assert tensor["total_rel"] == pytest.approx(row.total_rel, rel=1e-3)
+
+
+def test_a_wrong_step_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.gelu
+
+    def gelu(x: NDArray[Any]) -> NDArray[Any]:
+        return right(x) * (np.float32(1.01) if x.dtype == np.float32 else 1)
+
+    monkeypatch.setattr(reference, "gelu", gelu)
+    tensors = GPT2(GPT2Weights.random(0, CONFIG), "cpu").explain(IDS).data["tensors"]
+    assert {n for n, t in tensors.items() if t["max_rel"] > 1e-3} == {"h.0.gelu", "h.1.gelu"}
+
+
+def test_steps_have_their_kernels_and_what_the_fused_plan_joins() -> None:
+    steps = GPT2(GPT2Weights.random(0, CONFIG), "cpu").explain(IDS).data["steps"]
+    assert [steps[name]["joins"] for name in TEN] == [
+        ["ln1"], ["qkv"], ["attn"], ["proj", "x1"], ["proj", "x1"],
+        ["ln2"], ["ff1", "gelu"], ["ff1", "gelu"], ["ff2", "output"], ["ff2", "output"],
+    ]  # fmt: skip
+    assert [(k["plan"], k["file"], k["names"]) for k in steps["ff1"]["kernels"]] == [
+        ("step by step", "matmul/skeleton.cu", ["matmul_bias_tiled"]),
+        ("fused plan", "matmul/mma.cu", ["gemm_mma"]),
+        ("fused plan", "matmul/hopper.cu", ["gemm_hopper"]),
+    ]
+    for step in steps.values():
+        for kernel in step["kernels"]:
+            line = kernels.read_source(kernel["file"]).splitlines()[kernel["line"] - 1]
+            assert kernel["names"][0] in line
+            assert set(kernel["names"]) <= kernels.signatures(kernel["file"]).keys()
+
+
+def test_references_are_those_of_the_module() -> None:
+    data = GPT2(GPT2Weights.random(0, CONFIG), "cpu").explain(IDS).data
+    text = Path(reference.__file__).read_text(encoding="utf-8")
+    assert {"layernorm", "matmul_bias", "attention", "add", "gelu"} <= set(data["functions"])
+    for name, found in data["functions"].items():
+        line = text.splitlines()[found["line"] - 1]
+        assert line.startswith(f"def {name}(")
+        assert found["text"].startswith(line)
+        assert found["text"] in text
+
+
+def test_attention_lens_surprisal_and_logits_are_the_models() -> None:
+    made = model()
+    ids = made._tokens(TEXT)
+    data = made.explain(TEXT).data
+    T = len(ids)
+    assert [token["text"] for token in data["tokens"]] == list(TEXT)
+    assert [token["bytes"] for token in data["tokens"]] == [f"{ord(c):02x}" for c in TEXT]
+    bits = [token["bits"] for token in data["tokens"]]
+    assert bits[0] is None
+    surprisals = [token.surprisal for token in made.score(TEXT).tokens]
+    np.testing.assert_allclose(bits[1:], surprisals, rtol=1e-3, atol=1e-6)
+    weights = made.attention(TEXT)
+    assert data["attention"]["side"] == T
+    for layer, heads in enumerate(data["attention"]["heads"]):
+        for head, found in enumerate(heads):
+            expected = weights[layer, head][np.tril_indices(T)]
+            np.testing.assert_allclose(values(found), expected, rtol=2**-11, atol=2**-25)
+    lens = made.logit_lens(TEXT, top=5)
+    np.testing.assert_array_equal(np.reshape(data["lens"]["ids"], lens.ids.shape), lens.ids)
+    probabilities = values(data["lens"]).reshape(lens.ids.shape)
+    np.testing.assert_allclose(probabilities, lens.probabilities, rtol=1e-3, atol=1e-6)
+    logits = np.frombuffer(b64decode(data["next"]["logits"]), "<f4")
+    np.testing.assert_array_equal(logits, made(ids)[-1])
+    np.testing.assert_array_equal(data["next"]["shown"], np.argsort(-logits, kind="stable")[:24])
+
+
+def test_a_llama_has_its_own_steps() -> None:
+    made = Llama(LlamaWeights.random(0, LLAMA), "cpu")
+    data = made.explain([3, 1, 4, 1, 5]).data
+    assert data["model"]["kind"] == "Llama"
+    assert data["plan"]["block"] == [
+        "rms1", "qkv", "rope", "attn", "proj", "x1", "rms2", "gate", "up", "ff", "down", "output"
+    ]  # fmt: skip
+    assert data["steps"]["gate"]["joins"] == ["rms2", "gate", "up", "ff"]
+    assert [token["text"] for token in data["tokens"]] == ["#3", "#1", "#4", "#1", "#5"]
+    trace = made.trace([3, 1, 4, 1, 5])
+    grid = data["tensors"]["h.1.ff"]["grid"]
+    np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
+    assert data["tensors"]["h.0.attn"]["inputs"] == [["rope", [5, 64]]]
+
+
+@pytest.mark.parametrize(
+    "plan", [GPT2(GPT2Weights.random(0, CONFIG), "cpu"), Llama(LlamaWeights.random(0, LLAMA))]
+)
+def test_the_template_explains_every_step(plan: Any) -> None:
+    page = plan.explain([1, 2, 3])
+    for name, step in page.data["steps"].items():
+        assert f'<template id="about-{name}">' in page.html
+        assert f'<template id="formula-{step["op"]}"><math' in page.html
+
+
+def test_downsampling_keeps_what_is_largest() -> None:
+    x = np.random.default_rng(0).normal(size=(13, 29)).astype(np.float32)
+    found = grids.downsampled(x, 5, 7)
+    assert found.shape == (5, 7)
+    for r in range(5):
+        for c in range(7):
+            area = x[r * 13 // 5 : (r + 1) * 13 // 5, c * 29 // 7 : (c + 1) * 29 // 7].ravel()
+            assert found[r, c] == area[np.abs(area).argmax()]
+    np.testing.assert_array_equal(grids.downsampled(x, 13, 29), x)
+    x[4, 4] = np.nan
+    assert np.isnan(grids.downsampled(x, 2, 2)).sum() == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 256), (300, 3), (1024, 50257), (64, 1024)])
+def test_grids_have_a_bounded_number_of_cells(shape: tuple[int, int]) -> None:
+    for cells in (256, 8192, 16384):
+        rows, columns = grids.grid_shape(*shape, cells)
+        assert 1 <= rows <= shape[0]
+        assert 1 <= columns <= shape[1]
+        assert rows * columns <= cells
+
+
+def test_encoded_numbers_survive() -> None:
+    x = np.array([0.0, -3.5e9, 1.25e9, 3.5e5, np.nan, np.inf], np.float32)
+    found = values(grids.encoded(x))
+    np.testing.assert_allclose(found[:4], x[:4], rtol=2**-11, atol=3.5e9 * 2**-24)
+    assert np.isnan(found[4])
+    assert found[5] == np.inf
+    assert not values(grids.encoded(np.zeros(3, np.float32))).any()
+    np.testing.assert_allclose(values(grids.encoded(np.array([1e-40, -2e-40]))), [1e-40, -2e-40])
+
+
+def test_texts_cannot_become_elements() -> None:
+    encoding = byte_encoding(EVIL.encode(), end=False)
+    made = GPT2(GPT2Weights.random(0, GPT2Config(1, 1, 8, 64, 257)), "cpu")
+    ids = made._tokens([256, 60])
+    page = Page(collect(made.engine, encoding, f"m{EVIL}", ids, 0))
+    assert page.data["tokens"][0]["text"] == EVIL
+    html = page.html
+    assert html.count("<script") == 2
+    assert html.count("</script") == 2
+    assert html.count("<!--") == 0
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert json.loads(text) == page.data
+    assert not re.search("[<>&]", text)
+    (title,) = re.findall("<title>(.*?)</title>", html)
+    assert "<" not in title
+    assert unescape(title) == page.title
+    framed = page._repr_html_()
+    assert framed.count("<") == 2
+    assert unescape(re.findall('srcdoc="(.*?)"', framed, re.S)[0]) == html
+
+
+def test_the_page_loads_nothing() -> None:
+    html = GPT2(GPT2Weights.random(0, CONFIG), "cpu").explain(IDS).html
+    assert "default-src 'none'" in html
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:,)""", html)
+    assert not re.findall(r"@import|\burl\(|https?://", re.sub(r"(?s)<script.*", "", html))
+    assert not re.findall(r"\bfetch\(|XMLHttpRequest|innerHTML|\beval\(", html)
+
+
+def test_a_long_text_stays_within_five_megabytes_and_says_what_is_cut(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "gpt2block/models/shakespeare/passage.txt").read_text()
+    page = model().explain(text[:256], layer=5)
+    assert len(page.data["tokens"]) == 256
+    assert page.save(tmp_path / "page.html").stat().st_size < 5_000_000
+    assert page.data["attention"]["side"] == 256
+    fine, coarse = (page.data["tensors"][f"h.{n}.ff1"]["grid"] for n in (5, 0))
+    assert fine["rows"] * fine["columns"] > coarse["rows"] * coarse["columns"]
+
+
+def test_twelve_layers_fit_too() -> None:
+    config = GPT2Config(n_layer=12, n_head=12, n_embd=48, n_ctx=512, vocab_size=300)
+    made = GPT2(GPT2Weights.random(0, config), "cpu")
+    page = made.explain(np.arange(300), layer=3)
+    assert len(page.html) < 5_000_000
+    attention, lens = page.data["attention"], page.data["lens"]
+    assert attention["side"] < 300
+    head = made.attention(np.arange(300))[2, 7]
+    shown = np.zeros((attention["side"],) * 2)
+    shown[np.tril_indices(attention["side"])] = values(attention["heads"][2][7])
+    np.testing.assert_allclose(shown.max(), head.max(), rtol=1e-3)
+    assert lens["positions"] == 300
+    assert len(lens["ids"]) == 13 * 300 * 5
+
+
+def test_the_same_text_gives_the_same_page() -> None:
+    def without_times(data: Any) -> Any:
+        for tensor in data["tensors"].values():
+            del tensor["ms"]
+        return data
+
+    made = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
+    first, second = (made.explain(IDS, layer=1).data for _ in range(2))
+    assert without_times(first) == without_times(second)
+
+
+def test_one_token_has_no_surprisal() -> None:
+    data = model().explain("x").data
+    assert [token["bits"] for token in data["tokens"]] == [None]
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", {}, "text: expected 1 to 256 tokens, got 0: give some text"),
+        ("x" * 257, {}, "text: expected 1 to 256 tokens, got 257: shorten it"),
+        ("x", {"layer": 6}, "layer: expected 0 to 5, got 6"),
+        ("x", {"layer": -1}, "layer: expected 0 to 5, got -1"),
+        ("x", {"layer": True}, "layer: expected 0 to 5, got True"),
+        ("x", {"layers": 1}, "did you mean 'layer'?"),
+        ([256], {}, "256"),
+        ([[1], [2]], {}, "text: expected text or a row of integers"),
+        (None, {}, "text: expected text"),
+    ],
+)
+def test_bad_input(text: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        model().explain(text, **options)
+    assert message in str(error.value)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    weights = GPT2Weights.random(0, CONFIG)
+    weights.gamma_f[3] = np.inf
+    with np.errstate(all="ignore"), pytest.raises(InputError, match="NaN or infinity"):
+        GPT2(weights, "cpu", allow_nonfinite=True).explain(IDS)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["explain", "--device", "cpu", *arguments])
+
+
+def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def opening(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", opening)
+    path = tmp_path / "a page.html"
+    ran = run("O Romeo", "-o", str(path), "--layer", "2", "--dtype", "bfloat16", "--open")
+    assert ran.exit_code == 0, ran.output
+    assert "7 tokens" in ran.stdout
+    html = path.read_text(encoding="utf-8")
+    assert "<title>O Romeo · shakespeare</title>" in html
+    assert '"dtype":"bfloat16"' in html
+    assert '"layer":2' in html
+    assert opened == [path.as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "-o", "page.html"], "text: expected 1 to 256 tokens, got 0"),
+        (["x" * 257], "text: expected 1 to 256 tokens, got 257"),
+        (["x", "--layer", "6"], "layer: expected 0 to 5, got 6"),
+        (["x", "-o", "no/such/page.html"], "no/such/page.html: there is no directory no/such"),
+        (["x", "-o", "."], ".: expected a file, got a directory"),
+        (["x", "-o", "/proc/page.html"], "/proc/page.html: cannot be written: "),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = run(*arguments)
+    assert ran.exit_code != 0
+    assert isinstance(ran.exception, InputError)
+    assert message in str(ran.exception)
+    assert not list(tmp_path.iterdir())

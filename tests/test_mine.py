@@ -1,0 +1,614 @@
+"""A user's kernel: its file, launch line and arguments, the checks, and the child process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import InputError, doctor, emulator
+from gpt2block.bench import Ceilings, ceilings, measure, variants
+from gpt2block.cuda import kernels, timing
+from gpt2block.errors import KernelError
+from gpt2block.mine import check, on_cpu, on_gpu
+from gpt2block.mine.arguments import BUILT_IN, CONTRACTS, contract
+from gpt2block.mine.check import Checked
+from gpt2block.mine.child import Ended, Send, Stage, supervised
+from gpt2block.mine.expressions import evaluated
+from gpt2block.mine.finding import Finding, of_compiler
+from gpt2block.mine.kernel import MINE, Kernel, matched
+from gpt2block.mine.listing import listing, rung
+from gpt2block.mine.source import LaunchText, read
+from gpt2block.mine.templates import HERE, names, template
+from gpt2block.ops.registry import OPERATIONS, find
+
+NO_EMULATOR = emulator.missing()
+on_emulator = pytest.mark.skipif(
+    NO_EMULATOR is not None, reason=f"no CUDA on the CPU: {NO_EMULATOR}"
+)
+BEST = Ceilings(4000.0, {"float32": 50.0, "float16": 700.0})
+ADD = """// launch: grid=ceil(n / block) block=64
+extern "C" __global__ void my_add(const float* a, const float* b, float* y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    BODY
+}
+"""
+RIGHT = "if (i < n) y[i] = a[i] + b[i];"
+
+
+def written(folder: Path, text: str, name: str = "my.cu") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def add(folder: Path, body: str = RIGHT, **options: str) -> Kernel:
+    operation = find("add")
+    file = written(folder, ADD.replace("BODY", body))
+    return matched(read(file, **options), operation, ("float32", "KN"))
+
+
+def cases(kernel: Kernel) -> tuple[check.Case, ...]:
+    operation = kernel.operation
+    layout = operation.layout
+    return tuple(check.case(kernel, s, a, layout) for s, a in contract(operation).cases)
+
+
+# Arithmetic of launch lines
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("256", 256), ("ceil(N / 8)", 13), ("N // 8", 12), ("(N + 7) // 8 * 2", 26),
+        ("min(N, C)", 3), ("max(N, C, 500)", 500), ("floor(N / 8)", 12), ("-C + 4", 1),
+        ("N % 7", 2), ("(" * 50 + "1" + ")" * 50, 1),
+        ("ceil(9007199254740993 / 1)", 9007199254740993),
+    ],
+)  # fmt: skip
+def test_an_expression_is_exact(text: str, value: int) -> None:
+    assert evaluated(text, {"N": 100, "C": 3}) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("N / 8", r"is 25/2, no whole number: use ceil"),
+        ("M", "unknown name M: expected one of N, C"),
+        ("__import__('os').system('x')", "expected"),
+        ("N.real", "expected"), ("N ** 9", "expected"), ("[N][0]", "expected"),
+        ("N if N else C", "expected"),
+        ("1.5", "expected"), ("True", "expected"), ("'N'", "expected"), ("lambda: 1", "expected"),
+        ("", "expected something like"), ("N +", "expected something like"), ("N\x00", "expected"),
+        ("N / 0", "division by zero"), ("N % (C - 3)", "division by zero"), ("ceil()", "expected"),
+        ("ceil(N, C)", "expected one number"), ("open(N)", "expected"), ("max(*N)", "expected"),
+        ("9" * 80, "too large"), ("+".join("N" * 101), "more than 200"),
+        ("9" * 5000, "more than 200"),
+    ],
+)  # fmt: skip
+def test_an_expression_of_anything_else_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        evaluated(text, {"N": 100, "C": 3})
+
+
+# The file
+
+
+def test_a_launch_line_and_options(tmp_path: Path) -> None:
+    file = written(tmp_path, ADD)
+    assert read(file).launch == LaunchText("ceil(n / block)", "64")
+    assert read(file, block="32", shared="4").launch == LaunchText("ceil(n / block)", "32", "4")
+    bare = written(tmp_path, ADD.partition("\n")[2], "bare.cu")
+    with pytest.raises(
+        InputError, match=r"bare\.cu: the grid of my_add is not stated: pass --grid"
+    ):
+        read(bare)
+    assert read(bare, grid="n").launch == LaunchText("n", "256")
+
+
+def test_each_kernel_has_the_launch_line_above_it(tmp_path: Path) -> None:
+    one = 'extern "C" __global__ void {name}(float* x) {{ }}\n'
+    text = "".join(
+        f"// launch: grid={i} block={i + 1},2 shared=4 * n\n" + one.format(name=f"k{i}")
+        for i in (1, 2)
+    )
+    file = written(tmp_path, text)
+    with pytest.raises(InputError, match=r"has 2 kernels: choose one with --kernel k1\|k2"):
+        read(file)
+    assert read(file, "k1").launch == LaunchText("1", "2,2", "4 * n")
+    assert read(file, "k2").launch == LaunchText("2", "3,2", "4 * n")
+    with pytest.raises(InputError, match=r"--kernel k3: my\.cu has no such kernel: use k"):
+        read(file, "k3")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int x;", "no kernel: expected extern"),
+        ("__global__ void k(float* x) { }", r'kernel k is not extern "C": write extern "C"'),
+        ('// extern "C" __global__ void k(float* x) { }', "no kernel"),
+        (
+            '// launch: blocks=3\nextern "C" __global__ void k(float* x) { }',
+            r"line 1: // launch: b",
+        ),
+        ("", "no kernel"),
+    ],
+)
+def test_a_file_without_a_kernel_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read(written(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.cu").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="a path with quotes or backslashes"):
+        read(tmp_path / 'a"b.cu')
+    (tmp_path / "large.cu").write_bytes(b"x" * (1 << 21))
+    for name, said in (
+        ("none.cu", "No such file"), ("", "directory"), ("binary.cu", "byte 0 is not UTF-8"),
+        ("large.cu", "more than 1,048,576 bytes"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            read(tmp_path / name)
+
+
+# Its arguments
+
+
+def test_arguments_are_matched_by_name_or_in_order(tmp_path: Path) -> None:
+    assert add(tmp_path).names == ("a", "b", "y", "n")
+    text = ADD.replace(
+        "a, const float* b, float* y, int n", "p, const float* q, float* o, size_t m"
+    )
+    source = read(written(tmp_path, text))
+    with pytest.raises(InputError, match="add has no argument 'p': expected a, b, y, n; or name"):
+        matched(source, find("add"), ("float32", "KN"))
+    kernel = matched(source, find("add"), ("float32", "KN"), "a, b, out, n")
+    assert kernel.names == ("a", "b", "y", "n")
+    with pytest.raises(InputError, match=r"--args a,b: my\.cu: my_add has 4 parameters, not 2"):
+        matched(source, find("add"), ("float32", "KN"), "a,b")
+
+
+@pytest.mark.parametrize(
+    ("prototype", "said"),
+    [
+        ("const float* a, const float* b, float* y, int nn", r"'nn' \(did you mean n\?\)"),
+        (
+            "const double* a, const float* b, float* y, int n",
+            r"double\* a: expected const float\* a",
+        ),
+        ("const float a, const float* b, float* y, int n", r"float a: expected const float\* a"),
+        ("const float* a, const float* b, float* y, float n", "float n: expected int or long long"),
+        (
+            "const float* a, const float* b, const float* y, int n",
+            "y is const, but the kernel must",
+        ),
+        ("const float* a, const float* b, int n", "has no parameter y, the result"),
+        ("", "has no parameter y, the result"),
+        ("float*", "no argument"),
+        ("void", "no argument"),
+    ],
+)
+def test_a_prototype_that_does_not_match_is_refused(
+    tmp_path: Path, prototype: str, said: str
+) -> None:
+    text = f'// launch: grid=n\nextern "C" __global__ void k({prototype}) {{ }}\n'
+    source = read(written(tmp_path, text))
+    with pytest.raises(InputError, match=said):
+        matched(source, find("add"), ("float32", "KN"))
+
+
+def test_eps_is_a_number_and_t_the_dtype(tmp_path: Path) -> None:
+    text = template(find("rmsnorm")).replace("float eps", "int eps")
+    with pytest.raises(InputError, match="int eps: expected float"):
+        matched(read(written(tmp_path, text)), find("rmsnorm"), ("float16", "KN"))
+    plain = template(find("rmsnorm")).replace("const T* x", "const float* x")
+    with pytest.raises(InputError, match=r"expected const T\* x \(float16: --dtype"):
+        matched(read(written(tmp_path, plain)), find("rmsnorm"), ("float16", "KN"))
+    with pytest.raises(InputError, match="--dtype float8_e5m2"):
+        matched(read(written(tmp_path, plain)), find("gemm"), ("float8_e5m2", "NK"))
+
+
+def test_every_operation_is_known() -> None:
+    assert set(CONTRACTS) | set(BUILT_IN) == set(OPERATIONS)
+    assert not set(CONTRACTS) & set(BUILT_IN)
+    with pytest.raises(InputError, match="sample_token takes no kernel of your own"):
+        contract(find("sample_token"))
+
+
+def test_first_rungs_name_arguments_that_are_known() -> None:
+    """The prototype of a ladder's first kernel can be copied, except for scratch arrays."""
+    for name in ("layernorm", "trimat", "encoder", "softmax", "matmul_bias", "add", "gelu"):
+        operation = find(name)
+        first = operation.variants[0]
+        sizes, attrs = contract(operation).cases[0]
+        options = {**operation.attrs, **attrs}
+        host, _ = measure.inputs_and_truth(operation, sizes)
+        values = contract(operation).values(host, options)
+        known = {*values.inputs, *values.outputs, *values.numbers, *values.aliases}
+        signature = kernels.signatures(first.file)[first.kernels[0]]
+        assert {p.name for p in signature.parameters} <= known
+
+
+# On the emulator
+
+
+def test_every_ladder_has_a_template() -> None:
+    assert set(names()) == set(CONTRACTS)
+    ladders = {name for name, operation in OPERATIONS.items() if len(operation.variants) > 1}
+    assert ladders <= set(names())
+
+
+@on_emulator
+@pytest.mark.parametrize("name", names())
+def test_a_template_is_right(name: str) -> None:
+    operation = find(name)
+    kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
+    found = list(on_cpu.check_kernel(kernel, cases(kernel)))
+    assert [type(each) for each in found] == [Checked] * len(contract(operation).cases)
+    for each in found:
+        assert isinstance(each, Checked)
+        assert each.max_rel <= measure.tolerance(kernel.dtype)
+
+
+def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
+    *_, last = on_cpu.check_kernel(kernel, cases(kernel), limit_s)
+    assert isinstance(last, Finding)
+    return last
+
+
+@on_emulator
+@pytest.mark.parametrize(
+    ("body", "said", "lines"),
+    [
+        ("y[i] = a[i] + b[i];", "reads out of bounds: byte 20 of a, which has 20 bytes", (4,)),
+        ("if (i < n + 1) y[i] = 1.0f;", "writes out of bounds: byte 20 of y", (4,)),
+        ("if (i < n) y[i] = a[i] - b[i];", "5 of 5 elements of y are wrong: y[0, 0] is", ()),
+        ("if (i < n - 1) y[i] = a[i] + b[i];", "1 of 5 elements of y are wrong: they are NaN", ()),
+        (RIGHT + " if (i < n) ((float*)a)[i] = 0;", "the kernel changes its input a", ()),
+        ("if (i) return;\n    __syncthreads();\n", "divergent barrier, block (0, 0, 0)", (5,)),
+        ("y[0] = i;", "race: thread (1, 0, 0) writes byte 0 of y at my.cu:4", (4,)),
+        ("y[i % n] = 1 / (n - 5);", "division by zero", (4,)),
+        ("*(float*)(4096LL * n) = 1;", "accesses an address that belongs to no argument", (4,)),
+        ("__shared__ float s[2];\n    s[i] = 0;", "index 2 out of bounds", (5,)),
+        ("while (n) {\n        y[0] += 1;\n    }", "still running after 1 s", (5,)),
+        ("if (i < n) y[i] = undefined;", "does not compile:\nmy.cu:4: 'undefined'", (4,)),
+        ("asm volatile(\"bar.sync 0;\");", "inline PTX (asm) is for a GPU", (4,)),
+        ("if (i < n) {", "does not compile: a brace is missing", ()),
+        ("if (i < n) y[i] = a[i]", "does not compile:\nmy.cu:4: expected ';'", (4,)),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_its_line(
+    tmp_path: Path, body: str, said: str, lines: tuple[int, ...]
+) -> None:
+    found = problem(add(tmp_path, body), limit_s=1.0)
+    assert said in found.what.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
+    assert found.lines in (lines, *(((4,), (6,)) if said.startswith("still") else ()))
+
+
+@on_emulator
+def test_dynamic_shared_memory(tmp_path: Path) -> None:
+    """Each thread passes its sum through shared memory, of which there may be too little."""
+    body = (
+        "extern __shared__ float s[];\n    s[threadIdx.x] = i < n ? a[i] + b[i] : 0;\n"
+        "    __syncthreads();\n    if (i < n) y[i] = s[threadIdx.x];"
+    )
+    kernel = add(tmp_path, body, shared="4 * block")
+    assert all(isinstance(each, Checked) for each in on_cpu.check_kernel(kernel, cases(kernel)))
+    found = problem(add(tmp_path, body, shared="4 * 63"))
+    assert (found.what, found.lines) == ("writes 4 bytes outside the dynamic shared memory", (5,))
+
+
+@on_emulator
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    assert problem(add(tmp_path, "if (i < n) y[i] = 0.0f;")).what.endswith("(forward order)")
+    kernel = add(tmp_path)
+    assert all(isinstance(each, Checked) for each in on_cpu.check_kernel(kernel, cases(kernel)))
+
+
+@on_emulator
+def test_letters_beyond_ascii_and_a_path_with_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "my kernels é"
+    folder.mkdir()
+    kernel = add(folder, f"// γ · x\n    {RIGHT}")
+    assert all(isinstance(each, Checked) for each in on_cpu.check_kernel(kernel, cases(kernel)))
+    assert problem(add(folder, "// γ\n    y[n] = 0;")).lines == (5,)
+
+
+@on_emulator
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block": "2048"}, "--block 2048: 2048 threads: at most 1024"),
+        ({"block": "0"}, r"--block 0 is \(0,\) at n=5: expected one to three"),
+        ({"grid": "1,1,1,1"}, "--grid 1,1,1,1 is"),
+        ({"grid": "1, 65536"}, r"--grid 1, 65536 is \(1, 65536\)"),
+        ({"grid": "m"}, "grid of my.cu: 'm': unknown name m: expected one of n, block"),
+        ({"shared": "1000000"}, "--shared 1000000 is 1000000 bytes: expected 0 to"),
+        ({"shared": "-1"}, "--shared -1 is -1 bytes"),
+    ],
+)
+def test_a_launch_that_no_device_has_is_refused(
+    tmp_path: Path, options: dict[str, str], said: str
+) -> None:
+    kernel = add(tmp_path, **options)
+    with pytest.raises(InputError, match=said):
+        list(on_cpu.check_kernel(kernel, cases(kernel)))
+
+
+INTRINSICS = """#include <cuda_runtime.h>
+// launch: grid=1 block=32
+extern "C" __global__ void k(const float* a, const float* b, float* y, int n) {
+    const int i = threadIdx.x;
+    const int odd = __ballot_sync(0xffffffffu, i % 2);
+    const bool right = __popc(odd) == 16 && __ffs(odd) == 2 && __clz(odd) == 0 && __clz(0) == 32 &&
+        __all_sync(0xffffffffu, i < 32) && !__all_sync(0xffffffffu, i < 31) &&
+        __fmaf_rn(2.0f, 3.0f, 1.0f) == 7.0f && __fsub_rn(__fadd_rn(1.0f, 2.0f), 3.0f) == 0.0f &&
+        __frcp_rn(4.0f) == __fdiv_rn(1.0f, 4.0f) && __fsqrt_rn(9.0f) == 3.0f &&
+        make_float3(1.0f, 2.0f, 3.0f).z == 3.0f && make_int4(1, 2, 3, 4).w == make_int2(3, 4).y &&
+        fabsf(__sinf(1.0f) * __sinf(1.0f) + __powf(__cosf(1.0f), 2.0f) - 1.0f) < 1e-4f;
+    __shared__ int most, least, turns;
+    if (i == 0) most = turns = 0, least = 99;
+    __syncthreads();
+    atomicMax(&most, i);
+    atomicMin(&least, i);
+    atomicSub(&turns, 1);
+    __syncthreads();
+    if (i == 0 && atomicCAS(&turns, -32, 5) == -32) atomicExch(&most, most + turns);
+    __syncthreads();
+    for (int j = i; j < n; j += 32) y[j] = right && most == 36 && least == 0 ? a[j] + b[j] : -1.0f;
+}
+"""
+
+
+@on_emulator
+def test_intrinsics(tmp_path: Path) -> None:
+    source = read(written(tmp_path, INTRINSICS))
+    kernel = matched(source, find("add"), ("float32", "KN"))
+    assert all(isinstance(each, Checked) for each in on_cpu.check_kernel(kernel, cases(kernel)))
+
+
+def test_intrinsics_are_those_of_cuda(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    assert kernels.compile_for(str(written(tmp_path, INTRINSICS)), "sm_80").cubin
+
+
+@on_emulator
+def test_further_outputs_are_compared(tmp_path: Path) -> None:
+    text = template(find("layernorm")).replace("float* out, ", "float* out, float* rstd,  ")
+    text = text.replace("eps);\n", "eps);\n    FACTOR\n").replace(
+        "const float rstd", "const float r"
+    )
+    text = text.replace("* rstd * gamma", "* r * gamma")
+    for factor, right in (("rstd[row] = r;", True), ("rstd[row] = 2 * r;", False)):
+        source = read(written(tmp_path, text.replace("FACTOR", factor)))
+        kernel = matched(source, find("layernorm"), ("float32", "KN"))
+        *_, last = on_cpu.check_kernel(kernel, cases(kernel))
+        assert isinstance(last, Checked) == right
+        if isinstance(last, Finding):
+            assert "elements of rstd are wrong" in last.what
+
+
+# What a GPU does, on the emulator
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if NO_EMULATOR:
+        pytest.skip(NO_EMULATOR)
+    monkeypatch.setattr(measure, "MOST_SETS", 2)
+    monkeypatch.setattr(variants, "MOST_LAUNCHES", 2)
+    monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(timing, "REPLAYS", 1)
+    monkeypatch.setattr(ceilings, "measured", lambda names: BEST)
+    with emulator.emulated():
+        yield
+
+
+def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
+    """What the child sends, without stages."""
+    sent: list[Any] = []
+    stored = measure.check_storage(kernel.operation)
+    sizes, _ = contract(kernel.operation).cases[1]
+    on_gpu.serve(sent.append, on_gpu.Job(kernel, cases(kernel), variants, sizes, stored))
+    return [each for each in sent if not isinstance(each, Stage)]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("add", ("add",)), ("softmax", ("three_pass",)), ("gelu", ("gelu",))]
+)
+def test_the_race_has_the_chosen_variants_and_the_users(name: str, chosen: tuple[str]) -> None:
+    operation = find(name)
+    kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
+    *checked, raced = served(kernel, chosen)
+    assert [type(each) for each in checked] == [Checked] * 3
+    assert [row.variant for row in raced.rows] == [*chosen, MINE]
+    assert all(row.right for row in raced.rows)
+    assert [row.call_us is None for row in raced.rows] == [
+        row.variant == MINE for row in raced.rows
+    ]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (RIGHT + " y[n] = 1;", "writes out of bounds: byte 20 of y, which has 20 bytes"),
+        (RIGHT + " y[-3] = 1;", "writes out of bounds: byte -12 of y, which has 20 bytes"),
+        ("if (i < n) y[i] = 1;", "of 5 elements of y are wrong"),
+    ],
+)
+def test_guards_around_outputs_find_writes(tmp_path: Path, body: str, said: str) -> None:
+    (found,) = served(add(tmp_path, body))
+    assert isinstance(found, Finding)
+    assert said in found.what
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_size_that_no_launch_can_have_reaches_the_parent(tmp_path: Path) -> None:
+    (error,) = served(add(tmp_path, grid="n - 5"))
+    assert isinstance(error, InputError)
+    assert "--grid n - 5 is (0,) at n=5" in str(error)
+
+
+def finishes(send: Send, count: int) -> None:
+    for i in range(count):
+        send(i)
+
+
+def hangs(send: Send) -> None:
+    send("begun")
+    send(Stage("the second stage", 0.5))
+    time.sleep(600)
+
+
+def dies(send: Send) -> None:
+    send("begun")
+    os._exit(7)
+
+
+def test_a_child_sends_what_it_finds() -> None:
+    assert list(supervised(finishes, (3,), Stage("all", 60.0))) == [0, 1, 2]
+
+
+def test_a_child_that_hangs_is_ended() -> None:
+    begun = time.monotonic()
+    found = list(supervised(hangs, (), Stage("the first stage", 60.0)))
+    assert found == ["begun", Ended(Stage("the second stage", 0.5), None)]
+    assert time.monotonic() - begun < 60
+
+
+def test_a_child_that_dies_is_noticed(tmp_path: Path) -> None:
+    begun, end = supervised(dies, (), Stage("all", 60.0))
+    assert (begun, end) == ("begun", Ended(Stage("all", 60.0), 7))
+    found = on_gpu._ended(add(tmp_path), end)
+    assert found == Finding("the process of the kernel ended with exit code 7", at="during all")
+
+
+@pytest.mark.skipif(doctor.cuda_problem() is None, reason="there is a GPU")
+def test_a_job_reaches_a_child_which_has_no_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="the child imports CuPy")
+    kernel = add(tmp_path)
+    job = on_gpu.Job(kernel, cases(kernel), ("add",), {"N": 1, "C": 5}, ("float32", "KN"))
+    (found,) = on_gpu.run(job)
+    assert isinstance(found, Finding)
+    assert found.what == "the process of the kernel ended with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "cudaErrorIllegalAddress: an illegal memory access was encountered",
+            "out of bounds: --dev",
+        ),
+        ("CUDA_ERROR_MISALIGNED_ADDRESS: misaligned address", "a misaligned access"),
+        ("cudaErrorLaunchFailure: unspecified launch failure", "unspecified launch failure"),
+    ],
+)
+def test_errors_of_cuda_are_findings(error: str, said: str) -> None:
+    found = on_gpu._failed(CUDARuntimeError(error), {"n": 5})
+    assert said in found.what
+    assert found.at == "at n=5"
+
+
+def test_other_errors_are_not() -> None:
+    with pytest.raises(TypeError, match="a bug"):
+        on_gpu._failed(TypeError("a bug"), {"n": 5})
+
+
+class CUDARuntimeError(RuntimeError):
+    """Named as CuPy's."""
+
+
+# NVRTC and listings
+
+
+def test_templates_compile_with_nvrtc(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    for name in names():
+        dtype = find(name).dtypes[0]
+        found = kernels.compile_for(str(HERE / f"{name}.cu"), "sm_80", kernels.stored_as(dtype))
+        assert f"my_{name.removesuffix('_bias')}".encode() in found.cubin
+
+
+def test_errors_of_nvrtc_have_the_users_line(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    kernel = add(tmp_path, "// γ\n    y[i] = undefined;")
+    with pytest.raises(KernelError) as error:
+        kernels.compile_for(str(kernel.source.path), "sm_80")
+    found = of_compiler(kernel.source, str(error.value))
+    assert found == Finding(
+        'my.cu does not compile:\nmy.cu:5: identifier "undefined" is undefined', (5,)
+    )
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda o: o.name)
+def test_a_listing_has_the_kernels_of_its_variant_alone(operation: Any) -> None:
+    for variant in (*operation.variants, *operation.auxiliary):
+        parts = listing(variant)
+        text = "\n\n".join(text for _, text in parts)
+        assert set(kernels.parse(text, "")) == set(variant.kernels)
+        code = kernels.without_comments(text)
+        assert code.count("{") == code.count("}")
+        lines = kernels.read_source(variant.file).splitlines()
+        for start, part in parts:
+            assert part.splitlines() == lines[start - 1 : start - 1 + len(part.splitlines())]
+
+
+def test_a_rung_has_a_name_or_a_place() -> None:
+    layernorm, softmax = find("layernorm"), find("softmax")
+    assert rung(layernorm, "3").name == "3"
+    assert rung(layernorm, "none").kernels[0] == "layernorm768_kernel"
+    assert rung(softmax, "2").name == rung(softmax, "online_warp").name == "online_warp"
+    for wrong in ("0", "5", "-1", "x", "²"):
+        with pytest.raises(InputError, match=r"from 1 to 4, or one of three_pass, online_warp"):
+            rung(softmax, wrong)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_template_is_raced_on_the_gpu() -> None:
+    operation = find("layernorm")
+    stored = measure.check_storage(operation)
+    kernel = matched(read(HERE / "layernorm.cu"), operation, stored)
+    every = tuple(each.name for each in operation.variants)
+    sizes = {"B": 2, "T": 128, "C": 768}
+    *checked, raced = on_gpu.run(on_gpu.Job(kernel, cases(kernel), every, sizes, stored))
+    assert [type(each) for each in checked] == [Checked] * 4
+    assert isinstance(raced, on_gpu.Raced)
+    assert [row.variant for row in raced.rows] == [*every, MINE]
+    assert all(row.right and row.gpu_us > 0 for row in raced.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("while (n) y[0] += 1;", "my_add still runs after 5 s, and was ended"),
+        ("y[1LL << 40] = 1;", "out of bounds: --device cpu shows the line"),
+        (RIGHT + " y[n] = 1;", "writes out of bounds: byte 20 of y"),
+        ("if (i < n) y[i] = undefined;", "my.cu:4: identifier"),
+        ("if (i < n - 1) y[i] = a[i] + b[i];", "they are NaN"),
+    ],
+)
+def test_the_process_survives_a_wrong_kernel_on_the_gpu(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    import cupy  # noqa: PLC0415
+
+    kernel = add(tmp_path, body)
+    stored = ("float32", "KN")
+    sizes = {"N": 64, "C": 64}
+    job = on_gpu.Job(kernel, cases(kernel), ("add",), sizes, stored, check_s=5.0)
+    *_, last = on_gpu.run(job)
+    assert isinstance(last, Finding)
+    assert said in last.what
+    assert int(cupy.arange(5).sum()) == 10

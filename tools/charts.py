@@ -1,0 +1,214 @@
+"""The bar charts in docs/: `python tools/charts.py` draws them from the tables of performance.md.
+
+The tables are the only place of the figures; `tests/test_site.py` compares the charts with
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from svg import BLUE, GREY, INK, ORANGE, Picture
+
+DOCS = Path(__file__).parent.parent / "docs"
+FOLDER = DOCS / "images"
+H200 = "NVIDIA H200"
+LEFT, RIGHT, STEP = 180, 720, 34  # of the bars, and from one to the next
+PAIR = BLUE, "#5f6c7b"  # gpt2block and a peer, whose bar follows without a gap
+Table = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    label: str
+    color: str = BLUE
+
+
+def table(heading: str, nth: int = 0) -> Table:
+    """A table of performance.md by the heading above it: a dict for each row, by column."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    section = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.MULTILINE)[0]
+    blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    lines = [line.strip()[1:-1].split("|") for line in blocks[nth].splitlines()]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def transposed(rows: Table) -> Table:
+    """A table whose columns are the rows: the first column has the names."""
+    first, *names = rows[0]
+    return [{first: name, **{row[first]: row[name] for row in rows}} for name in names]
+
+
+def bars(
+    title: str, note: str, found: Sequence[Bar], limit: tuple[float, str] | None = None
+) -> Picture:
+    """Horizontal bars from zero, each with its name before and its label after it."""
+    about = "; ".join(f"{bar.name}: {bar.label}" for bar in found)
+    tops = [78.0]
+    for bar in found[1:]:
+        tops.append(tops[-1] + (STEP if bar.name else STEP - 9))
+    end = tops[-1] + STEP
+    p = Picture(title, end + (44 if limit else 24), f"{note}. {about}")
+    p.text(24, 58, note, color=GREY)
+    most = max([bar.value for bar in found] + ([limit[0]] if limit else []))
+    for bar, y in zip(found, tops, strict=True):
+        width = (RIGHT - LEFT) * bar.value / most
+        p.text(LEFT - 12, y + 18, bar.name, at="end")
+        p.box(LEFT, y, width, 24, bar.color, bar.color)
+        if width > 9 * len(bar.label) + 16:
+            p.text(LEFT + width - 8, y + 18, bar.label, at="end", color="white")
+        else:
+            p.text(LEFT + width + 8, y + 18, bar.label)
+    p.line((LEFT, 70), (LEFT, end), INK, 1)
+    if limit:
+        at = LEFT + (RIGHT - LEFT) * limit[0] / most
+        p.line((at, 70), (at, end + 2), ORANGE, 1.5, dashed=True)
+        p.text(at, end + 22, limit[1], color=ORANGE, at="end" if at > 600 else "middle")
+    return p
+
+
+def block() -> Picture:
+    """A block compared with PyTorch in the same dtype, in the table of blocks."""
+    found = []
+    for row in table("The GPT-2 block"):
+        ours, peer = float(row["bfloat16"]), float(row["PyTorch"])
+        name = row["B × T, mask"]
+        found.append(Bar(name, peer / ours, f"{peer / ours:.2f}"))
+    return bars(
+        "A GPT-2 block is 1.3 to 1.55 times as fast as compiled PyTorch",
+        f"{H200}, bfloat16; PyTorch's time divided by gpt2block's, by B × T",
+        found,
+        (1.0, "PyTorch 2.11, compiled"),
+    )
+
+
+def layernorm() -> Picture:
+    rows = transposed(table("layernorm"))
+    found = [
+        Bar(f"LayerNorm {row['variant']}", float(row["GB/s"]), f"{row['GB/s']} GB/s")
+        for row in rows
+    ]
+    return bars(
+        "LayerNorm: from 248 GB/s to nearly the rate of a copy",
+        f"{H200}, float32, 8192 rows of 768, each at its best block size",
+        found,
+        (4239.0, "a copy, 4239 GB/s"),
+    )
+
+
+def trimat() -> Picture:
+    rows = transposed(table("trimat"))
+    found = [Bar(row["variant"], 1 / float(row["µs"]), f"{row['µs']} µs") for row in rows]
+    return bars(
+        "Trimat: six kernels, from 3546 to 98 µs",
+        f"{H200}, float32, B = 8, T = 1024, 12 heads of 64; bars: calls per second",
+        found,
+    )
+
+
+def matmul() -> Picture:
+    found = []
+    for row in table("Thread coarsening"):
+        us, rate = row["µs"].split()[0], row["TFLOP/s"].split()[0]
+        found.append(Bar(row["variant"], float(rate), f"{rate} TFLOP/s, {us} µs"))
+    (row,) = (row for row in table("matmul_bias") if row["M"] == "1024")
+    us = row["768, 3072"].split(" / ")[1]
+    rate = f"{tflop_s(1024, 3072, 768, us):.1f}"
+    found.append(Bar("cuBLAS", float(rate), f"{rate} TFLOP/s, {float(us):.0f} µs", PAIR[1]))
+    return bars(
+        "A product in float32: fewer loads for each multiply-add",
+        f"{H200}, M = 1024, K = 768, N = 3072",
+        found,
+    )
+
+
+def products() -> Picture:
+    """Products of 8192 rows by gpt2block and by cuBLAS."""
+    rows = table("gemm")
+    at = next(i for i, row in enumerate(rows) if row["M"] == "8192")
+    found = []
+    for name, text in rows[at].items():
+        sizes = re.search(r"(\d+) → (\d+)", name)
+        if sizes is None:
+            continue
+        K, N = map(int, sizes.groups())
+        for who, us, color in zip(("gpt2block", "cuBLAS"), text.split(" / "), PAIR, strict=True):
+            rate = tflop_s(8192, N, K, us)
+            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
+            found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Products of 8192 rows: closer to the limit than cuBLAS",
+        f"{H200}, bfloat16, with bias, K → N",
+        found,
+        (788.0, "cuBLAS on a square of 8192, 788 TFLOP/s"),
+    )
+
+
+def attention() -> Picture:
+    """Attention with a causal mask by gpt2block and by cuDNN."""
+    found = []
+    for row in table("attention", 1):
+        B, T = (int(size) for size in row["B, T"].split(", "))
+        for who, column, color in zip(
+            ("gpt2block", "cuDNN"), ("hopper", "cuDNN"), PAIR, strict=True
+        ):
+            us = row[column].split(" / ")[1]
+            rate = 4e-6 * B * T * (T + 1) / 2 * 768 / float(us)
+            shown = f"{who} {rate:.0f} TFLOP/s, {us} µs"
+            found.append(Bar(f"{B} × {T}" if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Causal attention: from 12 % faster than cuDNN to 6 % slower",
+        f"{H200}, bfloat16, 12 heads of 64, B × T",
+        found,
+    )
+
+
+def decoding() -> Picture:
+    """The next token of GPT-2 small by gpt2block and by a compiled step of transformers."""
+    found = []
+    for row in table("Decoding"):
+        name = f"{row['weights']}, {row['rows']} row{'' if row['rows'] == '1' else 's'}"
+        for who, column, color in zip(
+            ("gpt2block", "compiled"), ("gpt2block", "torch.compile"), PAIR, strict=True
+        ):
+            us = float(row[column].replace(",", ""))
+            rate = 1e6 * int(row["rows"]) / us
+            shown = f"{who} {rate:,.0f} tokens/s, {us:,.0f} µs"
+            found.append(Bar(name if color == BLUE else "", rate, shown, color))
+    return bars(
+        "Decoding: 1.9 to 8.8 times the tokens of a compiled step",
+        f"{H200}, GPT-2 small; compiled: transformers with torch.compile and a static cache",
+        found,
+    )
+
+
+def tflop_s(M: int, N: int, K: int, us: str) -> float:
+    """The rate of a product."""
+    return 2e-6 * M * N * K / float(us)
+
+
+CHARTS: Mapping[str, Callable[[], Picture]] = {
+    "chart-block": block,
+    "chart-layernorm": layernorm,
+    "chart-trimat": trimat,
+    "chart-matmul": matmul,
+    "chart-products": products,
+    "chart-attention": attention,
+    "chart-decoding": decoding,
+}
+
+
+def main() -> None:
+    """Draw all charts."""
+    for name, draw in CHARTS.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
