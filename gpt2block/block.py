@@ -20,7 +20,7 @@ from gpt2block.errors import DeviceError, InputError, shown
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
 from gpt2block.ops.registry import largest
-from gpt2block.run import Engine
+from gpt2block.run import NOTHING, Engine, Given
 from gpt2block.run.numpy_block import NumpyEngine
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
@@ -160,22 +160,26 @@ class Block:
         return compare_steps(self._engine, exact, x, self.dtype)
 
 
-def compare_steps(engine: Engine, exact: NumpyEngine, x: Any, dtype: str) -> Comparisons:
+def compare_steps(
+    engine: Engine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
+) -> Comparisons:
     """Compare every step of an engine's plan with `exact`, the same plan in float64.
 
-    x: a NumPy array of `dtype`, the block's. Raises InputError for another one.
+    x: a NumPy array of `dtype`, the block's. given: as for an Engine. Raises InputError for
+    another x.
     """
     host = host_array(x)
     if host is None:
         raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
-    traced = engine.trace(host)
-    truth = {"x": host.astype(np.float64)}
+    traced = engine.trace(host, given)
+    truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
     rows = Comparisons()
     for step in engine.plan.steps:
-        truth[step.name] = exact.apply(step, truth)
+        truth[step.name] = exact.apply(step, {**truth, **given})
         rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
-        own = engine.step(step, rounded)
-        expected = exact.apply(step, {n: a.astype(np.float64) for n, a in rounded.items()})
+        own = engine.step(step, {**rounded, **given})
+        wide = {name: array.astype(np.float64) for name, array in rounded.items()}
+        expected = exact.apply(step, {**wide, **given})
         rows.append(
             Comparison(
                 step.name,

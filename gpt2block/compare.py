@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
-from gpt2block.architectures.gpt2 import ROWS_AT_ONCE
+from gpt2block.architectures.passes import ROWS_AT_ONCE, model_plan
 from gpt2block.block import Comparison, Comparisons, errors
 from gpt2block.config import ModelConfig
 from gpt2block.run.model import Ids, TracedEngine
@@ -22,7 +22,7 @@ Exact = NDArray[np.float64]
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     """The tensors of a forward pass of ids (T,) in float64, with the weights as they are stored.
 
-    Keys: the names of the architecture's `model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
+    Keys: the names of `model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
     "h.0.v" for K and V of a layer; "scores" (T,) for the log-likelihoods of the next tokens, where
     the last is that of the first token.
     """
@@ -40,7 +40,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     rows = np.arange(T)
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
-    plan = architecture.model_plan(config, "logits", T)
+    plan = model_plan(config, "logits", T)
     given = {**weights, **architecture.constants(config), **kept, **batch}
     found: dict[str, Exact] = walk(plan, given, plan.names)
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)

@@ -86,6 +86,11 @@ class ModelConfig:
         """Channels of all keys of a token, and of all values."""
         return self.q_width
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text, besides that of the tokenizer."""
+        return ()
+
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
         raise NotImplementedError

@@ -112,7 +112,7 @@ class LlamaConfig(ModelConfig):
     n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
     RoPE. attention_bias: whether the products of attention have biases; mlp_bias: those of the
     feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id,
-    eos_token_ids: the tokens that begin and end a text, which `save_pretrained` writes.
+    eos_token_ids: the tokens that begin and end a text; each of the latter ends a generation.
 
     Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
     (2023).

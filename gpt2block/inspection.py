@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import model_plan
 from gpt2block.config import ModelConfig
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
@@ -63,7 +64,7 @@ def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     """`logit_lens`, from the residual stream before and after each block: (n_layer + 1, T, C)."""
-    norm, _ = architecture_of(engine.config).model_plan(engine.config, "logits", 1).steps[-2:]
+    norm, _ = model_plan(engine.config, "logits", 1).steps[-2:]
     parameters = norm.inputs[1:]
     needed = {*parameters, "wte", "lm_head"}
     weights = {

@@ -10,25 +10,39 @@ from numpy.typing import NDArray
 from gpt2block.architectures.llama import block_plan, fused_plan
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
 from gpt2block.array_checks import MOST_POSITIONS
-from gpt2block.block import Comparisons, check_options, compare_steps, rounded
+from gpt2block.block import (
+    Comparisons,
+    check_options,
+    compare_steps,
+    resolve_device,
+    rounded,
+)
 from gpt2block.checks import check_flag, named_options, plain_array
-from gpt2block.errors import InputError, shown
-from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.cuda import cupy
+from gpt2block.errors import InputError
+from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
+from gpt2block.run import Engine, Given
 from gpt2block.run.numpy_block import NumpyEngine
 
 
 class LlamaBlock:
-    """A Llama transformer block with NumPy.
+    """A Llama transformer block on a GPU, or with NumPy where there is none.
 
-    weights: a LlamaBlockWeights. causal: whether row i sees keys 0…i only. device: "cpu" or None.
+    weights: a LlamaBlockWeights. causal: whether row i sees keys 0…i only. device: "cuda",
+    "cuda:1", "cpu", or None for the GPU where there is one. graph: replay a CUDA graph for repeated
+    calls (same bits as direct launches).
 
     dtype: "float32", "bfloat16" or "float16", of x, the result, all intermediate tensors and the
-    matrices. A step is computed in float32 and its result rounded to the dtype.
+    matrices, on a GPU also of gamma. With NumPy a step is computed in float32 and its result
+    rounded to the dtype.
 
     kernels: "skeleton", a step per operation; "fused", in which products fuse residuals and norms;
-    "auto" is skeleton for float32 and fused for 16 bits. Tensors of the same name are the same.
+    "auto" is skeleton for float32 and fused for 16 bits. Tensors of the same name are the same. On
+    a GPU float32 is skeleton; 16 bits are fused, and need heads that attention on tensor cores
+    takes.
 
-    Raises InputError for wrong arguments.
+    Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
 
     @named_options()
@@ -39,59 +53,94 @@ class LlamaBlock:
         device: str | None = None,
         dtype: str = "float32",
         kernels: str = "auto",
+        graph: bool = True,
     ) -> None:
         if not isinstance(weights, LlamaBlockWeights):
             raise InputError(
                 f"weights: expected a LlamaBlockWeights, got {type(weights).__name__}: see "
                 "LlamaBlockWeights.from_packed, .random and .from_pretrained"
             )
-        if device not in (None, "cpu"):
-            raise InputError(f"device: expected 'cpu' or None for a Llama, got {shown(device)}")
         check_options(dtype, kernels)
-        self.causal = check_flag("causal", causal)
+        self.causal, graph = check_flag("causal", causal), check_flag("graph", graph)
+        index = resolve_device(device)
         self.dtype = dtype
-        self.kernels = (
-            ("fused" if dtype in SIXTEEN_BITS else "skeleton") if kernels == "auto" else kernels
-        )
+        fused = "fused" if dtype in SIXTEEN_BITS else "skeleton"
+        self.kernels = fused if kernels == "auto" else kernels
+        if index is not None:
+            self._check_kernels(weights.config, fused, index)
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
         make_plan = fused_plan if self.kernels == "fused" else block_plan
         self.plan = make_plan(weights.config, self.causal, weights.half_split)
+        self._engine = self._make_engine(index, graph)
+
+    def _check_kernels(self, config: LlamaConfig, supported: str, index: int) -> None:
+        """Raise InputError unless the device computes these kernels and heads in this dtype."""
+        if self.kernels != supported:
+            raise InputError(
+                f"kernels {self.kernels!r}: expected {supported!r} for {self.dtype} on a GPU: use "
+                "kernels='auto', or device='cpu'"
+            )
+        heads = (config.n_head, config.n_kv_head, config.head_size)
+        with cupy.cuda.Device(index):
+            try:
+                check_heads(self.dtype, *heads, self.causal)
+            except InputError as problem:
+                raise InputError(f"dtype {self.dtype!r}: {problem}") from problem
+
+    def _make_engine(self, index: int | None, graph: bool) -> Engine:
+        tensors = {**self.weights.tensors(), "frequencies": self.weights.frequencies}
+        width = self.weights.n_embd
+        if index is None:
+            return NumpyEngine(self.plan, tensors, width, self.dtype)
+        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
+
+        return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
 
     def __repr__(self) -> str:
         c = self.weights.config
         return (
             f"LlamaBlock(n_embd={c.n_embd}, n_head={c.n_head}, n_kv_head={c.n_kv_head}, "
-            f"causal={self.causal}, {self.dtype}, kernels {self.kernels!r}, "
-            f"{self.weights.nbytes:,} bytes)"
+            f"causal={self.causal}, {self.dtype}, kernels {self.kernels!r}, {self.device}, "
+            f"{self.weight_bytes:,} bytes)"
         )
+
+    @property
+    def device(self) -> str:
+        """A description of the device."""
+        return self._engine.describe()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._engine.weight_bytes
 
     def __call__(self, x: Any, positions: Any = None, out: Any | None = None) -> Any:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
 
-        positions: T integers, from 0 to 2^31 - 1; None: 0 … T - 1. The result is a new array, or
-        `out`. NaN propagates. Raises InputError.
+        positions: T integers on the host, from 0 to 2^31 - 1; None: 0 … T - 1. NumPy in, NumPy out;
+        a CUDA array in, a CuPy array out, as for Block. The result is a new array, or `out`. NaN
+        propagates. Raises InputError.
         """
-        return self._engine(self.weights, x, positions, self.dtype).forward(x, out)
+        return self._engine.forward(x, out, _given(positions, x))
 
     def trace(self, x: Any, positions: Any = None) -> dict[str, Any]:
         """Step name → its result, for every step of the plan, rms1 … output."""
-        return self._engine(self.weights, x, positions, self.dtype).trace(x)
+        return self._engine.trace(x, _given(positions, x))
 
     def compare(self, x: Any, positions: Any = None) -> Comparisons:
         """Compare every step with float64 NumPy, in order. x, positions: as for a call.
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
-        engine = self._engine(self.weights, x, positions, self.dtype)
-        exact = self._engine(self.weights.astype(np.float64), x, positions, None)
-        return compare_steps(engine, exact, x, self.dtype)
+        weights = self.weights.astype(np.float64)
+        tensors = {**weights.tensors(), "frequencies": weights.frequencies}
+        exact = NumpyEngine(self.plan, tensors, weights.n_embd)
+        return compare_steps(self._engine, exact, x, self.dtype, _given(positions, x))
 
-    def _engine(
-        self, weights: LlamaBlockWeights, x: Any, positions: Any, dtype: str | None
-    ) -> NumpyEngine:
-        """The plan with these positions."""
-        given = {"positions": _checked(positions, x), "frequencies": weights.frequencies}
-        return NumpyEngine(self.plan, {**weights.tensors(), **given}, weights.n_embd, dtype)
+
+def _given(positions: Any, x: Any) -> Given:
+    """The inputs of the plan that each call determines."""
+    return {"positions": _checked(positions, x)}
 
 
 def _checked(positions: Any, x: Any) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from gpt2block.checks import check_callable, check_flag, named_options
 from gpt2block.compare import compare
 from gpt2block.config import GPT2Config, ModelConfig, check_count
 from gpt2block.config_llama import LlamaConfig
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import CheckpointError, InputError
 from gpt2block.inspection import LogitLens
 from gpt2block.run.model import (
     Floats,
@@ -301,7 +301,7 @@ class Model(Generic[Weights]):
             None chooses a new one, which Generation.seed reports.
         sampling: a Sampling, instead of the keywords from temperature to seed.
         stop: a string, or several; the text ends before the first occurrence.
-        stop_ids: tokens that end the text; None: <|endoftext|> if the model has it.
+        stop_ids: tokens that end the text; None: the model's end tokens, such as <|endoftext|>.
         samples: continuations of each prompt; prompts times samples is at most 2^20.
         overflow: "error" refuses a prompt longer than the context, and ends a text where the
             context is full; "truncate" drops the oldest tokens instead.
@@ -465,10 +465,12 @@ class GPT2(Model[GPT2Weights]):
 
 
 class Llama(Model[LlamaWeights]):
-    """A Llama with NumPy.
+    """A Llama on a GPU, or with NumPy where there is none.
 
-    weights: a LlamaWeights; see `from_pretrained` for checkpoints. device: "cpu" or None. dtype,
-    allow_nonfinite, token ids: as in GPT2. Raises InputError for wrong arguments.
+    weights: a LlamaWeights; see `from_pretrained` for checkpoints. device, dtype, allow_nonfinite,
+    token ids: as in GPT2. Activations are float32. Raises InputError for wrong arguments,
+    DeviceError when the device cannot be used, MemoryError before the weights are loaded when the
+    GPU has no room for them.
     """
 
     CONFIG = LlamaConfig
@@ -531,12 +533,8 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
 def _engine(
     config: ModelConfig, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
 ) -> TracedEngine:
-    if not isinstance(config, GPT2Config):
-        if device not in (None, "cpu"):
-            raise InputError(f"device: expected 'cpu' or None for a Llama, got {shown(device)}")
-        device = "cpu"
     index = resolve_device(device)
-    if isinstance(config, GPT2Config) and index is not None:
+    if index is not None:
         from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
         return CudaModel(config, tensors, dtype, index, allow_nonfinite)

@@ -21,6 +21,7 @@ from gpt2block import cli, sampling
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import model as cli_model
 from gpt2block.errors import CheckpointError
+from gpt2block.run.model import weight_bytes
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 ROOT = Path(__file__).parent.parent
@@ -454,10 +455,10 @@ def test_memory_of_each_dtype() -> None:
     checkpoint = Checkpoint.open("shakespeare")
     matrices = 6 * 12 * 256 * 256 + 256 * 256
     rest = 4 * (4_870_144 - matrices)
-    assert cli_model.memory_of(checkpoint, "bfloat16") == 2 * matrices + rest
-    assert cli_model.memory_of(checkpoint, "float8_e5m2") == matrices + rest
+    assert weight_bytes(checkpoint.config, "bfloat16") == 2 * matrices + rest
+    assert weight_bytes(checkpoint.config, "float8_e5m2") == matrices + rest
     scales = 4 * (6 * (768 + 256 + 1024 + 256) + 256)
-    assert cli_model.memory_of(checkpoint, "float8_e4m3fn") == matrices + rest + scales
+    assert weight_bytes(checkpoint.config, "float8_e4m3fn") == matrices + rest + scales
 
 
 @pytest.mark.parametrize("name", ["generate", "score", "info"])

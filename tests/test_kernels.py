@@ -113,6 +113,8 @@ ODD_CONSTANTS = {
         ("RMS_ROWS", 4),
         ("RMS_RESIDUAL", 1),
     ),
+    "llama/rmsnorm_stream.cu": (("STORAGE_BF16", 1), ("RS_C", 4100), ("RS_THREADS", 32)),
+    "llama/silu_mul.cu": (("STORAGE_FP16", 1), ("SM_WIDTH", 8)),
     "llama/rope.cu": (
         ("STORAGE_FP16", 1),
         ("ROPE_D", 6),

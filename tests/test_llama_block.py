@@ -196,8 +196,10 @@ def test_wrong_arguments_of_a_block() -> None:
     weights = LlamaBlockWeights.random(0, PLAIN)
     with pytest.raises(InputError, match="weights: expected a LlamaBlockWeights, got str"):
         LlamaBlock("7B")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="device: expected 'cpu' or None for a Llama, got 'cuda'"):
-        LlamaBlock(weights, device="cuda")
+    with pytest.raises(
+        InputError, match="device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"
+    ):
+        LlamaBlock(weights, device="gpu")
     with pytest.raises(InputError, match="dtype: expected one of"):
         LlamaBlock(weights, dtype="float64")
     with pytest.raises(InputError, match=r"x: expected shape \(T, 24\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,16 @@ CONFIG = LlamaConfig(
 TEXT = "ab a\nb ab"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint whose logits prefer the tokens of letters."""
+def _weights() -> LlamaWeights:
+    """Logits prefer the tokens of letters."""
     weights = LlamaWeights.random(1, CONFIG)
     weights.wte[259:] *= 10
+    return weights
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    weights = _weights()
     (tmp_path / "tokens").mkdir()
     sentence_piece(tmp_path / "tokens")
     return save_pretrained(tmp_path / "model", weights, tokenizer=tmp_path / "tokens")
@@ -66,6 +72,21 @@ def test_the_end_token_ends_a_text(llama: Llama, folder: Path) -> None:
     ended = [one for one in found if one.finish_reason == "stop"]
     assert ended
     assert all(one.tokens[-1] == 2 and "</s>" not in one.text for one in ended)
+
+
+def test_each_end_token_of_the_config_ends_a_text(llama: Llama) -> None:
+    """Token 700 is outside the vocabulary: no text contains it."""
+    free = [llama.generate([1, 5], seed=n, max_new_tokens=30, stop_ids=()) for n in range(6)]
+    ends = {free[0].tokens[3], free[1].tokens[5]}
+    config = replace(llama.config, eos_token_ids=(*ends, 700))
+    weights = replace(_weights(), config=config)
+    model = Llama(weights, device="cpu")
+    for seed, longer in enumerate(free):
+        found = model.generate([1, 5], seed=seed, max_new_tokens=30)
+        count = next((n for n, t in enumerate(longer.tokens, 1) if t in ends), 30)
+        assert found.tokens == longer.tokens[:count]
+        assert found.finish_reason == ("stop" if longer.tokens[count - 1] in ends else "length")
+    assert len(model.generate([1, 5], seed=0, max_new_tokens=30, stop_ids=()).tokens) == 30
 
 
 def test_commands(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import Block, BlockWeights, GPT2Config, TwoPartMatrix, emulator, random_input
+from gpt2block import (
+    Block,
+    BlockWeights,
+    GPT2Config,
+    LlamaConfig,
+    LlamaWeights,
+    TwoPartMatrix,
+    emulator,
+    random_input,
+)
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import cupy, kernels, overlap
@@ -280,6 +289,32 @@ def test_the_steps_of_decoding_many_rows(device: Any) -> None:
         step = model.steps(cache).next_token(slots, ids[-rows:], positions)
         assert "layernorm" in {each.op for each in step.program.plan.steps}
         assert_steps_wait(step.program, {*model.given(), "row"})
+
+
+@one_order
+@pytest.mark.parametrize("rows", [1, MORE_ROWS + 1])
+def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
+    config = LlamaConfig(1, 4, 64, 40, 53, n_kv_head=2, n_ff=48)
+    model = CudaModel(config, LlamaWeights.random(3, config).tensors(), "bfloat16", 0)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=33, dtype=np.int32)
+    with model.running():
+        cache = model.new_cache(rows, len(ids))
+        model.prefill([ids[:-1]] * rows, cache)
+        positions = np.full(rows, len(ids) - 1, np.int32)
+        step = model.steps(cache).next_token(np.arange(rows, dtype=np.int32), ids[:rows], positions)
+        assert {"rmsnorm", "rope_append", "silu_mul"} < {s.op for s in step.program.plan.steps}
+        assert_steps_wait(step.program, {*model.given(), "row"})
+
+
+@one_order
+def test_the_steps_of_a_prompt_of_a_llama(device: Any) -> None:
+    config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
+    model = CudaModel(config, LlamaWeights.random(3, config).tensors(), "bfloat16", 0)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=21, dtype=np.int32)
+    with model.running():
+        program = model._pass(ids, cached=False)
+        assert {"rmsnorm", "rope_qkv", "silu_mul"} < {step.op for step in program.plan.steps}
+        assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
 
 
 @one_order

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from gpt2block import Block, BlockWeights, GPT2Config, InputError, reference
-from gpt2block.architectures.gpt2 import (
-    Prefill,
-    Products,
-    decode_plan,
-    fused_plan,
-    model_plan,
-    ten_step_plan,
-)
+from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
+from gpt2block.architectures.passes import Prefill, decode_plan, model_plan
+from gpt2block.architectures.steps import Products
 from gpt2block.config import block_shapes
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Step

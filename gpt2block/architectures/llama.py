@@ -1,11 +1,12 @@
 """Llama as plans. All forward passes share one definition of the block, `block`.
 
+    block                    the twelve steps of a block
     block_plan, fused_plan   one block: a step per operation, and fewer steps with the same results
-    model_plan               tokens → logits, a step per operation: the NumPy model
 
-The fused plan is derived from the unfused one; a tensor has one name in all plans. Names of layers
-begin with "h.0.", "h.1." and so on, like their weights. Q, K and V of a token are one row
-[Q | K | V], with fewer heads of K and V than of Q where queries are grouped.
+`architectures.passes` has the forward passes of a model. The fused plan is derived from the unfused
+one; a tensor has one name in all plans. Names of layers begin with "h.0.", "h.1." and so on, like
+their weights. Q, K and V of a token are one row [Q | K | V], with fewer heads of K and V than of Q
+where queries are grouped.
 
 Rows of several sequences are packed into one matrix (N, C), as for GPT-2. "frequencies": the
 radians per position by which RoPE turns each pair of channels, `LlamaConfig.frequencies`.
@@ -16,16 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from gpt2block.architectures.gpt2 import BATCH, Steps, Want, fuse_epilogues
-from gpt2block.config import model_shapes
+from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.plan import Plan, Step
 
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
+FINAL = "rms_f"  # the final norm
+FEED_FORWARD = ("gate", "up")  # buffers of the feed-forward
+PRODUCTS: tuple[Products, ...] = ("float32", "16_bits")  # of a prefill
+TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
+
+# The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
+BUFFERS: Mapping[str, str] = {
+    **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
+    **dict.fromkeys(("rms1", "rms2", "rms_f"), "normed"),
+    **dict.fromkeys(("qkv", "rope"), "qkv"),
+    **dict.fromkeys(("up", "ff"), "up"),
+    **{name: name for name in ("q", "attn", "gate")},
+}
 
 
 def block(
@@ -103,33 +115,35 @@ def fused_plan(config: LlamaConfig, causal: bool = True, half_split: bool = True
     return replace(plan, steps=tuple(fuse(plan.steps)))
 
 
-@lru_cache(maxsize=64)
-def model_plan(config: LlamaConfig, want: Want | None, longest: int) -> Plan:
-    """Tokens to logits or hidden states, a step per operation.
+def embedding() -> Step:
+    """The step before the first block."""
+    return Step("embedding", "encoder_rows", ("tokens", "positions", "wte", ""))
 
-    longest: the number of tokens of the longest sequence. K and V of a layer: "h.0.k", "h.0.v".
+
+def model_block(config: LlamaConfig, attention: Sequence[Step], h: str, x: str) -> Steps:
+    """`block` of a model, whose RoPE turns half-split pairs."""
+    return block(config, attention, True, h, x)
+
+
+def final_norm(config: LlamaConfig, x: str) -> Step:
+    """The norm before the logits."""
+    return Step(FINAL, "rmsnorm", (x, "gamma_f"), {"eps": config.eps})
+
+
+def into_cache(config: LlamaConfig, h: str, step: Step, cache: tuple[str, ...]) -> Step:
+    """Of a decoding step, RoPE that returns q, and appends K and V to the cache.
+
+    step: RoPE of qkv. cache: k, v, row and position.
     """
-    embedding = Step("embedding", "encoder_rows", ("tokens", "positions", "wte", ""))
-    steps, x = [embedding], "embedding"
-    for h in (f"h.{layer}." for layer in range(config.n_layer)):
-        cache, qkv = (f"{h}k", f"{h}v"), f"{h}{QKV}"
-        heads = {"n_head": config.n_head, "longest": longest}
-        attention = [
-            Step(f"{h}kv", "kv_append", (qkv, *cache, "row", "positions")),
-            Step(f"{h}attn", "attention_packed", (qkv, *cache, "cu_seqlens", "start"), heads),
-        ]
-        steps += block(config, attention, True, h, x)
-        x = f"{h}output"
-    if want == "last":
-        steps.append(Step("last.x", "take", (x, "last")))
-        x = "last.x"
-    if want is not None:
-        steps.append(Step("rms_f", "rmsnorm", (x, "gamma_f"), {"eps": config.eps}))
-    if want in ("last", "logits"):
-        steps.append(Step("logits", "matmul_bias", ("rms_f", "lm_head")))
-    caches = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
-    given = (*model_shapes(config), "lm_head", "frequencies", *BATCH[1:], *caches)
-    return Plan(tuple(steps), tuple(dict.fromkeys(given)), input="tokens")
+    turn = {"n_head": config.n_head, "half_split": True}
+    return Step(f"{h}q", "rope_append", (step.inputs[0], "frequencies", *cache), turn)
+
+
+def widths(config: LlamaConfig) -> dict[str, int]:
+    """Channels of the tensors of a prefill that have buffers of their own, besides the stream."""
+    Q = config.q_width
+    normed = {"rms1": config.n_embd, "qkv": Q + 2 * config.kv_width, "attn": Q}
+    return normed | {"gate": config.n_ff, "up": config.n_ff}
 
 
 def constants(config: LlamaConfig) -> dict[str, Any]:
@@ -158,3 +172,8 @@ def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator
         stream += v * config.q_width * largest[f"{h}w_o"] + largest.get(f"{h}b_o", 0.0)
         stream += ff * config.n_ff * largest[f"{h}w_down"] + largest.get(f"{h}b_down", 0.0)
         yield stream
+
+
+def operand_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> dict[str, float]:
+    """None: no pass of a Llama has products in two parts or with converted FP8 weights."""
+    return {}

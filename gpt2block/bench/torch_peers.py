@@ -346,6 +346,7 @@ PEERS: Mapping[str, Function] = {  # by operation
     "rmsnorm_ffn": _rmsnorm_ffn,
     "rmsnorm_matmul": _rmsnorm_matmul,
     "rope": _rope,
+    "silu_mul": lambda gate, up: _functional().silu(gate) * up,
     "softmax": lambda scores: scores.softmax(dim=-1),
     "trimat": _trimat,
 }

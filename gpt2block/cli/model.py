@@ -163,7 +163,8 @@ def generate(
     stop_id: Annotated[
         Optional[list[int]],  # noqa: UP045
         typer.Option(
-            help="Stop at this token id, may be given several times; by default <|endoftext|>."
+            help="Stop at this token id, may be given several times; by default the end tokens of "
+            "the model, such as <|endoftext|>."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Number of continuations.")] = 1,
@@ -588,14 +589,14 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
-    from gpt2block.run.model import kv_cache_dtype  # noqa: PLC0415
+    from gpt2block.run.model import kv_cache_dtype, weight_bytes  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(model, revision)
     c = checkpoint.config
     per_token = 2 * c.n_layer * c.kv_width
     memory = {
         dtype: {
-            "weights": memory_of(checkpoint, dtype),
+            "weights": weight_bytes(c, dtype),
             "kv_cache_dtype": kv_cache_dtype(dtype),
             "kv_cache_per_row": per_token * c.n_ctx * _BYTES[kv_cache_dtype(dtype)],
         }
@@ -624,17 +625,6 @@ def info(
         print(json.dumps(facts))
     else:
         _print_info(checkpoint, facts)
-
-
-def memory_of(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of the weights: matrices in `dtype`, with scales for E4M3; other tensors float32."""
-    total = 0
-    for tensor in checkpoint.stored.values():
-        size = prod(tensor.shape)
-        total += size * (4 if tensor.layout is None else _BYTES[dtype])
-        if tensor.layout is not None and dtype == "float8_e4m3fn":
-            total += 4 * tensor.shape[tensor.layout.index("N")]
-    return total
 
 
 def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import model_plan
 from gpt2block.block import Comparison
 from gpt2block.checks import check_integer
 from gpt2block.compare import compare_tensors, exact_tensors
@@ -90,7 +91,7 @@ class _Plan:
 
     def __init__(self, config: ModelConfig) -> None:
         architecture = architecture_of(config)
-        every = architecture.model_plan(config, "logits", 1).steps
+        every = model_plan(config, "logits", 1).steps
         kept = [step for step in every if step.op != "kv_append"]
         block = [step for step in kept if step.name.startswith("h.0.")]
         self.steps = {_short(step.name): step for step in kept}
@@ -197,7 +198,7 @@ def _tensors(
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
     found = {}
-    for step in architecture_of(config).model_plan(config, "logits", 1).steps:
+    for step in model_plan(config, "logits", 1).steps:
         if step.op == "kv_append":
             continue
         shapes[step.name] = exact[step.name].shape

@@ -14,7 +14,7 @@ from gpt2block.ops.attention_cached import (
     attention_split,
     kv_append,
 )
-from gpt2block.ops.elementwise import add, gelu
+from gpt2block.ops.elementwise import add, gelu, silu_mul
 from gpt2block.ops.encoder import encoder
 from gpt2block.ops.encoder_rows import encoder_rows
 from gpt2block.ops.gemm import gemm
@@ -59,6 +59,7 @@ __all__ = [
     "rope_append",
     "rope_qkv",
     "sample_token",
+    "silu_mul",
     "softmax",
     "to_fp8",
     "trimat",

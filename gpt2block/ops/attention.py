@@ -354,6 +354,12 @@ def check_limits(qkv: Shape, *, n_head: int, causal: bool, n_kv_head: int | None
     OPERATION.choose(Job(None, None, "float32", B, T, n_head, NKV, HS, causal), "mha")
 
 
+def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal: bool) -> None:
+    """Raise InputError if `bind` has no kernel for such heads on the current device."""
+    job = Job(None, None, dtype, 1, 1, n_head, n_kv_head, head_size, causal)
+    OPERATION.choose(job, None, ("mha",) if dtype == "float32" else TENSOR_CORES)
+
+
 def _shape(qkv: Shape, *, n_head: int, n_kv_head: int | None = None, **attrs: Any) -> Shape:
     heads = n_head + 2 * (n_head if n_kv_head is None else n_kv_head)
     return (*qkv[:-1], qkv[-1] // heads * n_head)

@@ -1,6 +1,6 @@
-"""Residual addition and GELU, the elementwise operations of LeetGPU's ten-step GPT-2 block.
+"""Residual addition and GELU of LeetGPU's ten-step GPT-2 block, and the gate of a Llama.
 
-Kernels: elementwise/residual.cu and elementwise/gelu.cu.
+Kernels: elementwise/residual.cu, elementwise/gelu.cu and llama/silu_mul.cu.
 """
 
 from __future__ import annotations
@@ -12,13 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray, check, check_alignment, contiguous, output
-from gpt2block.cuda.kernels import Launch, launch
+from gpt2block.cuda.arrays import (
+    Bound,
+    CudaArray,
+    alignment,
+    check,
+    check_alignment,
+    contiguous,
+    launch_at,
+    output,
+    storage,
+)
+from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 
 CHALLENGE = "LeetGPU's GPT-2 block challenge"
+SILU_MUL_FILE = "llama/silu_mul.cu"
 BLOCK = 256
 
 
@@ -119,3 +130,62 @@ def gelu(x: CudaArray) -> CudaArray:
         check_alignment("x", x)
         x = x.copy(order="C")  # the kernel works in place
     return bind_gelu((x,)).run()
+
+
+def silu_mul_geometry(size: int, aligned: int, itemsize: int) -> Geometry:
+    """For `size` elements; aligned: the alignment of the arrays in bytes."""
+    width = aligned // itemsize  # elements a load
+    while size % width:
+        width //= 2
+    defines = (("SM_WIDTH", width),)
+    return Geometry("silu_mul", (ceil(size / (width * BLOCK)),), (BLOCK,), defines=defines)
+
+
+def _launch_silu_mul(job: tuple[CudaArray, CudaArray, CudaArray]) -> tuple[Launch, ...]:
+    """job: gate, up, out."""
+    first = job[0]
+    aligned = alignment(*(array.data.ptr for array in job))
+    geometry = silu_mul_geometry(first.size, aligned, first.itemsize)
+    return (launch_at(SILU_MUL_FILE, geometry, (*job, first.size), storage=first.dtype.name),)
+
+
+def bind_silu_mul(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (gate, up), out; all of one shape and dtype. out may be gate or up."""
+    gate, up = inputs
+    dtype = storage(gate)
+    check("gate", gate, dtype=dtype)
+    check("up", up, gate.shape, dtype)
+    out = output(out, gate.shape, dtype, apart={}, in_place={"gate": gate, "up": up})
+    return Bound(out, _launch_silu_mul((gate, up, out)))
+
+
+SILU_MUL = Operation(
+    name="silu_mul",
+    document="gpt2block",
+    idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama",
+    sizes={"M": 16, "N": 11008},
+    variants=(
+        Variant(
+            "silu_mul",
+            SILU_MUL_FILE,
+            ("silu_mul",),
+            "one thread per vector; launches may overlap",
+            launch=_launch_silu_mul,
+        ),
+    ),
+    make=lambda s, rng: (_normal(rng, s["M"], s["N"]), _normal(rng, s["M"], s["N"])),
+    traffic=lambda s: 3 * s["itemsize"] * s["M"] * s["N"],
+    flops=lambda s: 4 * s["M"] * s["N"],
+    bound="memory",
+    attrs={},
+    dtypes=("float32", "float16", "bfloat16"),
+    binder=bind_silu_mul,
+)
+
+
+def silu_mul(gate: CudaArray, up: CudaArray) -> CudaArray:
+    """`reference.silu_mul` on CuPy arrays of one shape and dtype, float32 or 16 bits.
+
+    Raises InputError.
+    """
+    return call(bind_silu_mul, contiguous(gate, up)).out

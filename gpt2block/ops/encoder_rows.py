@@ -1,6 +1,7 @@
 """Token plus position embedding of rows with their own positions: out = wte[ids] + wpe[positions].
 
-Kernel: embedding/encoder_rows.cu.
+Without wpe, rows of wte alone, for models that encode positions otherwise. Kernel:
+embedding/encoder_rows.cu.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2block.config import LARGEST_COUNT
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
@@ -40,33 +42,33 @@ def geometry(N: int, C: int, alignment: int) -> Geometry:
 
 
 class Job(NamedTuple):
-    """A checked call: ids and positions (N,), wte (V, C), wpe (n_ctx, C), out (N, C)."""
+    """A checked call: ids and positions (N,), wte (V, C), wpe (n_ctx, C) or None, out (N, C)."""
 
     ids: CudaArray
     positions: CudaArray
     wte: WeightMatrix
-    wpe: CudaArray
+    wpe: CudaArray | None
     out: CudaArray
 
 
 def _launch(job: Job) -> tuple[Launch, ...]:
     wte, data, (N, C) = job.wte, job.wte.data, job.out.shape
-    aligned = min(
-        alignment(job.wpe.data.ptr, job.out.data.ptr), alignment(data.data.ptr) * 4 // data.itemsize
-    )
-    args = (job.ids, job.positions, data, wte.scale, job.wpe, job.out, C, wte.N, len(job.wpe))
+    floats = [array.data.ptr for array in (job.wpe, job.out) if array is not None]
+    aligned = min(alignment(*floats), alignment(data.data.ptr) * 4 // data.itemsize)
+    n_ctx = LARGEST_COUNT if job.wpe is None else len(job.wpe)
+    args = (job.ids, job.positions, data, wte.scale, job.wpe, job.out, C, wte.N, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
     stored = "float32" if fp8 else wte.dtype
     return (launch_at(FILE, geometry(N, C, aligned), args, stored, fp8),)
 
 
 def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (ids (N,), positions (N,), both int32, wte, wpe (n_ctx, C)), out (N, C) float32.
+    """inputs (ids (N,), positions (N,), both int32, wte, wpe (n_ctx, C) or None), out (N, C).
 
     wte: float32 (V, C), or a WeightMatrix of layout "NK" with V outputs. ids and positions are not
-    read back: one that is outside its table makes its row NaN.
+    read back: one that is outside its table makes its row NaN. wpe and out are float32.
     """
-    ids, positions, wte, wpe = inputs
+    ids, positions, wte, wpe = (*inputs, None)[:4]
     if not isinstance(wte, WeightMatrix):
         check_matrix("wte", wte)
         wte = WeightMatrix(wte, "float32", layout="NK")
@@ -79,9 +81,10 @@ def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     if ids.ndim != 1:
         raise InputError(f"ids: expected (N,), got shape {ids.shape}")
     check("positions", positions, ids.shape, "int32")
-    check("wpe", wpe)
-    if wpe.ndim != 2 or wpe.shape[1] != wte.K:
-        raise InputError(f"wpe: expected (n_ctx, {wte.K}), got {wpe.shape}")
+    if wpe is not None:
+        check("wpe", wpe)
+        if wpe.ndim != 2 or wpe.shape[1] != wte.K:
+            raise InputError(f"wpe: expected (n_ctx, {wte.K}), got {wpe.shape}")
     given = {"ids": ids, "positions": positions, "wte": wte, "wpe": wpe}
     out = output(out, (ids.size, wte.K), apart=given)
     job = Job(ids, positions, wte, wpe, out)
@@ -126,7 +129,7 @@ def encoder_rows(
     ids: CudaArray,
     positions: CudaArray,
     wte: CudaArray | WeightMatrix,
-    wpe: CudaArray,
+    wpe: CudaArray | None = None,
 ) -> CudaArray:
     """`reference.encoder_rows` on CuPy arrays; raises InputError.
 

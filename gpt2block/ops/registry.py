@@ -12,7 +12,7 @@ from typing import Any
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
-from gpt2block.ops.elementwise import ADD, GELU
+from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import OPERATION as ENCODER
 from gpt2block.ops.encoder_rows import OPERATION as ENCODER_ROWS
 from gpt2block.ops.gemm import OPERATION as GEMM
@@ -51,6 +51,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ROPE_QKV,
         RMSNORM_MATMUL,
         RMSNORM_FFN,
+        SILU_MUL,
         TO_FP8,
         LINEAR,
         GEMM,

@@ -1,12 +1,12 @@
 """RMSNorm: x / sqrt(mean(x²) + eps) · weight over each row.
 
-Kernel: llama/rmsnorm.cu.
+Kernels: llama/rmsnorm.cu (rows) and, for the passes of a whole model, llama/rmsnorm_stream.cu.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     check,
+    check_address,
     checked_row_stride,
     contiguous,
     device_attribute,
@@ -27,12 +28,15 @@ from gpt2block.cuda.arrays import (
     row_alignment,
     storage,
 )
-from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
+from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
 FILE = "llama/rmsnorm.cu"
+STREAM = "llama/rmsnorm_stream.cu"
+MOST_STREAM_THREADS = 256
 BLOCKS = (32, 64, 128, 256, 512)
 MOST_THREADS = 1024  # of a longer row
 
@@ -93,21 +97,64 @@ def _launch(job: Job) -> tuple[Launch, ...]:
     return (launch_at(FILE, geometry, args, storage=x.dtype.name),)
 
 
+def stream_geometry(rows: int, C: int) -> Geometry:
+    """For `rows` of C channels; the order of additions follows from C alone."""
+    width = gcd(4, C)
+    threads = min(32 * ceil(C / (32 * width)), MOST_STREAM_THREADS)
+    defines = (("RS_C", C), ("RS_WIDTH", width), ("RS_THREADS", threads))
+    return Geometry("rmsnorm_stream", (rows,), (threads,), defines=defines)
+
+
+def _launch_stream(job: Job) -> tuple[Launch, ...]:
+    C = job.x.shape[-1]
+    geometry = stream_geometry(job.x.size // C, C)
+    for name, array in (("x", job.x), ("weight", job.weight), ("out", job.out)):
+        check_address(name, array, array.itemsize * gcd(4, C))
+    args = (job.x, job.weight, job.out, job.eps)
+    return (launch_at(STREAM, geometry, args, storage=job.out.dtype.name),)
+
+
+def _bind_stream(x: Any, weight: Any, out: Any, eps: float, dtype: str | None) -> Bound:
+    """Variant stream: x and weight float32; out float32, float16 or bfloat16."""
+    check("x", x)
+    check("weight", weight, x.shape[-1:])
+    check_rows("x", x)
+    if dtype is None:
+        dtype = "float32" if out is None else storage(out)
+    if dtype not in STORAGE:
+        raise InputError(f"dtype: expected one of {', '.join(STORAGE)}, got {dtype!r}")
+    out = output(out, x.shape, dtype, apart={"x": x, "weight": weight})
+    job = Job(x, weight, None, None, out, x.shape[-1], float(eps), None)
+    return Bound(out, _launch_stream(job))
+
+
 def bind(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
     eps: float = 1e-6,
     block: int | None = None,
+    variant: str | None = None,
+    dtype: str | None = None,
 ) -> Bound:
     """inputs (x (..., C), weight (C,), maybe residual (..., C)), out (..., C), all of one dtype.
 
     With a residual, x + residual takes the place of x, and is what `extra` holds. The rows of x may
     be any constant distance apart. block: the threads that share a row.
+
+    variant: "rows", or "stream", which takes contiguous float32 rows, without residual and block,
+    and writes `dtype`, by default that of out; a row has the same bits in any number of rows.
     """
     x, weight, residual = (*inputs, None)[:3]
     check_eps(eps)
-    check_block(OPERATION.name, OPERATION.variants[0], block)
+    chosen = OPERATION.variant(variant or "rows")
+    if chosen.name == "stream":
+        if residual is not None or block is not None:
+            raise InputError("rmsnorm variant stream: has no residual and no block: use rows")
+        return _bind_stream(x, weight, out, eps, dtype)
+    check_block(OPERATION.name, chosen, block)
+    if dtype is not None:
+        raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
     dtype = storage(x)
     check("x", x, dtype=dtype, strided=True)
     check("weight", weight, x.shape[-1:], dtype)
@@ -142,6 +189,15 @@ OPERATION = Operation(
             BLOCKS,
             launch=_launch,
         ),
+        Variant(
+            "stream",
+            STREAM,
+            ("rmsnorm_stream",),
+            "the float32 rows of a model: bits that do not depend on the batch, out in any dtype, "
+            "overlapping launches",
+            dtypes=("float32",),
+            launch=_launch_stream,
+        ),
     ),
     make=_make,
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
@@ -159,6 +215,7 @@ def rmsnorm(
     eps: float = 1e-6,
     block: int | None = None,
     out: CudaArray | None = None,
+    variant: str | None = None,
 ) -> CudaArray:
     """`reference.rmsnorm` on float16, bfloat16 or float32 CuPy arrays; raises InputError.
 
@@ -166,7 +223,9 @@ def rmsnorm(
     distance apart, such as some columns of a matrix, is read in place; any other is copied first.
     With `out` (..., C), not x itself, the result is written there.
     More threads share a row where there are few rows, so the same row may differ in its last bits
-    in a batch of another size; `block`, the threads of a row, fixes it.
+    in a batch of another size; `block`, the threads of a row, fixes it. variant: "rows", the
+    default, or "stream", see `bind`.
     """
     (weight,) = contiguous(weight)
-    return call(bind, (in_rows(x), weight), out, eps=eps, block=block).out
+    x = contiguous(x)[0] if variant == "stream" else in_rows(x)
+    return call(bind, (x, weight), out, eps=eps, block=block, variant=variant).out

@@ -39,7 +39,7 @@ from gpt2block.ops import _rmsnorm_mma as mma
 from gpt2block.ops._gemm_hopper import SLICE
 from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.operation import Inputs, Operation, Shape, Sizes, Variant
 from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
 from gpt2block.ops.rope import bind as bind_rope
 from gpt2block.ops.rope import check_turn, exponent_step
@@ -350,6 +350,10 @@ def bind_ffn(
     return bound
 
 
+def _shape(x: Shape, gamma: Shape, w: Shape, *_: Shape | None, **attrs: Any) -> Shape:
+    return (*x[:-1], w[1])
+
+
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
@@ -424,6 +428,7 @@ RMSNORM_MATMUL = Operation(
     attrs={"head_dim": 128},
     dtypes=DTYPES,
     matrices=(2,),
+    shape=_shape,
     series=("M", 512),
     binder=bind_matmul,
 )
@@ -446,6 +451,7 @@ RMSNORM_FFN = Operation(
     attrs={},
     dtypes=DTYPES,
     matrices=(2, 3),
+    shape=_shape,
     layout="NK",
     series=("M", 512),
     binder=bind_ffn,

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
 
+Given = Mapping[str, NDArray[np.integer[Any]]]
+NOTHING: Given = {}
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -23,14 +26,18 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """The backend of a Block. It checks its arguments; NumPy in, NumPy out."""
+    """The backend of a block. It checks its arguments; NumPy in, NumPy out.
+
+    given: inputs of the plan that differ from call to call, besides x: NumPy arrays of integers by
+    name, such as positions. Their shapes follow from that of x.
+    """
 
     plan: Plan
 
-    def forward(self, x: Any, out: Any | None) -> Any:
+    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
         """The plan's output for `x`, written to `out`, or to a new array if `out` is None."""
 
-    def trace(self, x: Any) -> dict[str, Any]:
+    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
         """Step name → a copy of its result."""
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from gpt2block.cuda.foreign import as_cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Shape, Step
-from gpt2block.run import StepResult, check_array, check_out
+from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
 from gpt2block.run.program import Program, bind_step
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -35,11 +35,21 @@ MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches a
 class _Workspace:
     """The buffers of one input shape, for every step except the last, and the steps bound to them.
 
-    bounds: the steps that use neither x nor the output, shared by all calls of the shape.
+    bounds: the steps that use neither x nor the output, shared by all calls of the shape. given:
+    int32 arrays that every call can change, in device memory, so that its graph remains the same.
     """
 
     buffers: dict[str, CudaArray]
     bounds: dict[str, Bound]
+    given: dict[str, CudaArray]
+    sent: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def send(self, given: Given) -> None:
+        """Copy to the device what differs from the last call, on the current stream."""
+        for name, array in given.items():
+            if name not in self.sent or not np.array_equal(self.sent[name], array):
+                self.given[name].set(np.ascontiguousarray(array, np.int32))
+                self.sent[name] = array.copy()
 
 
 class CudaEngine:
@@ -67,6 +77,11 @@ class CudaEngine:
         self.device = device
         self._use_graph = graph
         self._two_part = two_part_steps(plan, dtype)
+        self._matrices = {
+            step.inputs[i] for step in plan.steps for i in OPERATIONS[step.op].matrices
+        }
+        normed = (step for step in plan.steps if step.op.startswith("rmsnorm"))
+        self._scales_of_rms = {step.inputs[1] for step in normed}
         self._bounds = largest(plan, weights) if self._two_part else {}
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
@@ -80,10 +95,15 @@ class CudaEngine:
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
-        """A weight in the format of its kernels: a float32 array, or a matrix (N, K)."""
+        """A weight in the format of its kernels: a float32 array, or a matrix (N, K).
+
+        RMSNorm's have the dtype of x; float64 arrays, such as frequencies, keep theirs.
+        """
+        if w.dtype == np.float64:
+            return cupy.asarray(w)
         array = cupy.asarray(w, dtype="float32")
-        if name not in self.plan.matrices:
-            return array
+        if name not in self._matrices:
+            return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         rows = cupy.ascontiguousarray(array.T)
         if self._two_part:
             return TwoPartMatrix.from_float32(rows)
@@ -96,31 +116,32 @@ class CudaEngine:
     def weight_bytes(self) -> int:
         return sum(int(w.nbytes) for w in self._weights.values())
 
-    def forward(self, x: Any, out: Any | None) -> Any:
+    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
             if on_host:
                 target = cupy.empty(array.shape, dtype=self._dtype)
                 if out is not None:
                     check_out(out, array.shape, np.ndarray, self._dtype)
-                self._run(array, target)
+                self._run(array, target, given)
                 return target.get(out=out)
             target = cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out)
             check_out(target, array.shape, cupy.ndarray, self._dtype)
-            self._run(array, target)
+            self._run(array, target, given)
             return target if out is None else out
 
-    def trace(self, x: Any) -> dict[str, Any]:
+    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
         with self._lock, cupy.cuda.Device(self.device):
             array, on_host = self._accept(x)
-            program = self._program(array, cupy.empty(array.shape, dtype=self._dtype))
+            program = self._program(array, cupy.empty(array.shape, dtype=self._dtype), given)
             with self._exclusive():
+                self._workspace(array.shape, given).send(given)
                 copies = program.trace()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
-            known = {**self._weights, **{n: cupy.asarray(t) for n, t in tensors.items()}}
+            known = {**self._weights, **{n: _sendable(t) for n, t in tensors.items()}}
             known |= {
                 n: TwoPartMatrix.from_float32(known[n]) for n in self._two_part & tensors.keys()
             }
@@ -157,15 +178,16 @@ class CudaEngine:
             )
         return array
 
-    def _run(self, x: CudaArray, out: CudaArray) -> None:
+    def _run(self, x: CudaArray, out: CudaArray, given: Given) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
         program = self._calls.get(key)
         repeated = program is not None
         if program is None:
             # Kept alive here, x and out would hold their memory, and no later call could have it.
             caller_owned = (self.plan.input, self.plan.output)
-            program = self._program(x, out, caller_owned)
+            program = self._program(x, out, given, caller_owned)
         with self._exclusive() as stream:
+            self._workspace(x.shape, given).send(given)
             if repeated and self._use_graph:
                 program.replay(stream, self._private)
             else:
@@ -187,21 +209,24 @@ class CudaEngine:
         finally:
             self._done.record(stream)
 
-    def _program(self, x: CudaArray, out: CudaArray, borrowed: Iterable[str] = ()) -> Program:
+    def _program(
+        self,
+        x: CudaArray,
+        out: CudaArray,
+        given: Given = NOTHING,
+        borrowed: Iterable[str] = (),
+    ) -> Program:
         """The plan bound to x, out and the buffers of the shape."""
-        workspace = self._workspace(x.shape)
-        tensors = self._tensors(x, out)
+        workspace = self._workspace(x.shape, given)
+        tensors = {**self._weights, **workspace.given, **workspace.buffers}
+        tensors |= {self.plan.input: x, self.plan.output: out}
         program = Program(self.plan, tensors, workspace.bounds, borrowed=borrowed)
         for step in self.plan.steps:
             if step.name != self.plan.output and self.plan.input not in step.inputs:
                 workspace.bounds[step.name] = program.bounds[step.name]
         return program
 
-    def _tensors(self, x: CudaArray, out: CudaArray) -> dict[str, Any]:
-        buffers = self._workspace(x.shape).buffers
-        return {**self._weights, **buffers, self.plan.input: x, self.plan.output: out}
-
-    def _workspace(self, shape: Shape) -> _Workspace:
+    def _workspace(self, shape: Shape, given: Given) -> _Workspace:
         if shape in self._workspaces:
             self._workspaces.move_to_end(shape)
             return self._workspaces[shape]
@@ -210,8 +235,10 @@ class CudaEngine:
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
-        buffers = allocate(self.plan, shape, self._weights, self._dtype, self._bounds)
-        return self._workspaces.setdefault(shape, _Workspace(buffers, {}))
+        on_device = {name: cupy.empty(array.shape, "int32") for name, array in given.items()}
+        known = {**self._weights, **on_device}
+        buffers = allocate(self.plan, shape, known, self._dtype, self._bounds)
+        return self._workspaces.setdefault(shape, _Workspace(buffers, {}, on_device))
 
 
 def two_part_steps(plan: Plan, dtype: str) -> frozenset[str]:
@@ -222,6 +249,11 @@ def two_part_steps(plan: Plan, dtype: str) -> frozenset[str]:
 def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
     """The bound that determines a two-part result's scale; None where the kernel finds scales."""
     return None if step.op == "attention" else bounds[step.name]
+
+
+def _sendable(array: NDArray[Any]) -> CudaArray:
+    """A copy on the device; integers as int32."""
+    return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
 
 
 def _shape(value: Any, weight: bool) -> Shape:
@@ -251,7 +283,8 @@ def allocate(
         # The limits are those of the ten-step plan's kernels.
         check_limits = OPERATIONS[step.op].check_limits
         if check_limits and dtype == "float32" and not two_part:
-            check_limits(*(known[name] for name in step.inputs), **step.attrs)
+            inputs = (known[name] if name else None for name in step.inputs)
+            check_limits(*inputs, **step.attrs)
     buffers: dict[str, Any] = {}
     for step in plan.steps[:-1]:
         name, target = step.name, plan.in_place.get(step.name)

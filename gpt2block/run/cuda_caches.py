@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2block.architectures.gpt2 import Prefill
+from gpt2block.architectures.passes import Prefill
 from gpt2block.array_checks import FLOATS
-from gpt2block.config import GPT2Config
+from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.ops.attention_cached import SPLIT_KEYS
 from gpt2block.run.model import cache_kind, describe_cache, kv_cache_dtype, rounded_up
@@ -27,17 +27,23 @@ LEAST_CONTEXT = 64  # positions of a decoding's cache
 PROGRAMS = 4  # the rows of all steps of a cache, as a multiple of its slots
 
 
+def free_bytes() -> int:
+    """Bytes of the current device's memory that are free, or that CuPy's pool can give."""
+    free = int(cupy.cuda.Device().mem_info[0])
+    return free + int(cupy.get_default_memory_pool().free_bytes())
+
+
 class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, C), with the programs bound to them."""
+    """Keys and values of each layer, (batch, n_ctx, KV), with the programs bound to them."""
 
     def __init__(
-        self, config: GPT2Config, batch: int, n_ctx: int, dtype: str, layers: int | None = None
+        self, config: ModelConfig, batch: int, n_ctx: int, dtype: str, layers: int | None = None
     ) -> None:
         """layers: the number of layers to store; None for all."""
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
-        shape = (batch, n_ctx, config.n_embd)
+        shape = (batch, n_ctx, config.kv_width)
         self.layers = [
             tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
             for _ in range(config.n_layer if layers is None else layers)
@@ -56,7 +62,7 @@ class CudaCache:
 class DecodingCaches:
     """The caches of a model's decodings; those of ended ones are kept for the next."""
 
-    def __init__(self, config: GPT2Config, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
         self._config, self._dtype = config, kv_cache_dtype(dtype)
         self._itemsize = np.dtype(FLOATS[self._dtype]).itemsize
         self._ended: deque[CudaCache] = deque()
@@ -96,7 +102,7 @@ class DecodingCaches:
             return CudaCache(self._config, batch, n_ctx, self._dtype)
         except cupy.cuda.memory.OutOfMemoryError as error:
             c = self._config
-            size = 2 * c.n_layer * batch * n_ctx * c.n_embd * self._itemsize
+            size = 2 * c.n_layer * batch * n_ctx * c.kv_width * self._itemsize
             raise MemoryError(
                 f"Out of memory: keys and values of {batch:,} rows of {n_ctx:,} tokens take "
                 f"{size / 1e9:.2f} GB, the GPU has {self._free() / 1e9:.2f} GB free: expected "
@@ -127,13 +133,11 @@ class DecodingCaches:
 
     def _free(self) -> int:
         """Bytes of device memory that are free, or that kept caches or CuPy's pool can give."""
-        free = int(cupy.cuda.Device().mem_info[0])
-        pool = int(cupy.get_default_memory_pool().free_bytes())
-        return free + pool + sum(cache.nbytes for cache in tuple(self._ended))
+        return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
         """Bytes of a slot: keys and values, logits, seen tokens, and parts of attention."""
         c = self._config
-        keys = 2 * n_ctx * c.n_embd * self._itemsize
-        parts = PROGRAMS * ceil(n_ctx / SPLIT_KEYS) * (c.n_embd + 2 * c.n_head) * 4
+        keys = 2 * n_ctx * c.kv_width * self._itemsize
+        parts = PROGRAMS * ceil(n_ctx / SPLIT_KEYS) * (c.q_width + 2 * c.n_head) * 4
         return int(c.n_layer * (keys + parts) + 5 * c.vocab_size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2block.architectures.gpt2 import decode_plan
+from gpt2block.architectures.passes import decode_plan
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.linear import MORE_ROWS
@@ -34,16 +34,16 @@ class DecodingSteps:
     """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
 
     def __init__(self, model: CudaModel, cache: CudaCache) -> None:
-        B, (C, V) = cache.batch, (model.config.n_embd, model.config.vocab_size)
+        B, config = cache.batch, model.config
         self.model: CudaModel = weakref.proxy(model)  # the owner of the cache
         self.n_ctx, self.batch = cache.n_ctx, B
-        self.state = SampleState.allocate(B, V)
-        self.logits = cupy.empty((B, V), "float32")
+        self.state = SampleState.allocate(B, config.vocab_size)
+        self.logits = cupy.empty((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
-        self.storage = {
-            name: cupy.zeros((B, C), "float32") for name in ("embedding", "h.0.q", "h.0.attn")
-        }
-        self.cache_tensors = cache_tensors(cache.layers, model.config.n_layer)
+        Q = config.q_width
+        sizes = {"embedding": config.n_embd, "h.0.q": Q, "h.0.attn": Q}
+        self.storage = {name: cupy.zeros((B, size), "float32") for name, size in sizes.items()}
+        self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
         self._steps: dict[int, Step] = {}
         self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
 

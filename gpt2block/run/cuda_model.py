@@ -1,8 +1,8 @@
-"""GPT-2 on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
+"""A model on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Every forward pass is a plan of `architectures.gpt2`, bound to arrays as a Program. A decoding step
-reads its tokens and positions from device memory, where the sampler writes the next ones, so that
-it is the same graph each time.
+Every forward pass is a plan of `architectures.passes`, bound to arrays as a Program. A decoding
+step reads its tokens and positions from device memory, where the sampler writes the next ones, so
+that it is the same graph each time.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.architectures.gpt2 import (
-    ROWS_AT_ONCE,
-    Prefill,
-    Products,
-    head_plan,
-    operand_bounds,
-    parts_of,
-)
-from gpt2block.config import GPT2Config
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
+from gpt2block.architectures.steps import Products, parts_of
+from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches
+from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.model import (
@@ -52,6 +47,7 @@ from gpt2block.run.model import (
     rounded_up,
     stored_tensors,
     vector_magnitude,
+    weight_bytes,
 )
 from gpt2block.run.program import Program
 from gpt2block.weights.matrix import WeightMatrix
@@ -63,30 +59,31 @@ KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 
 
 class CudaModel:
-    """A GPT-2 on one GPU. Matrices are stored in `dtype`, (N, K).
+    """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
-    Activations are float32, except in prefill with heads of 64 channels on a GPU with tensor cores
-    (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with FP8 matrices float16,
-    and with float32 matrices two parts. FP8 matrices are converted for each product; of float32
-    matrices, the parts are stored in addition.
+    Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
+    the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, and in
+    a GPT-2 with FP8 matrices float16, with float32 matrices two parts. FP8 matrices are converted
+    for each product; of float32 matrices, the parts are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         tensors: Tensors,
         dtype: str,
         device: int,
         allow_nonfinite: bool = False,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self._architecture = architecture_of(config)
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self._activations: list[CudaArray] | None = None
+        self._activations: dict[str, CudaArray] | None = None
         self._logits_buffer: CudaArray | None = None
         self._caches = DecodingCaches(config, dtype)
         self._lock = threading.RLock()
@@ -94,6 +91,7 @@ class CudaModel:
         self._scales: tuple[dict[str, float], CudaArray] | None = None
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
+            _check_room(config, dtype)
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
                 largest: dict[str, float] = {}
@@ -109,7 +107,9 @@ class CudaModel:
                 if not allow_nonfinite:
                     check_stream(config, largest)
                 self._matrices.setdefault("lm_head", self._matrices["wte"])
-                self._bounds = operand_bounds(config, largest)
+                constants = self._architecture.constants(config)
+                self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
+                self._bounds = self._architecture.operand_bounds(config, largest)
                 self.products = self._choose_products()
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 if self.products == "two_part":
@@ -131,7 +131,16 @@ class CudaModel:
 
         No activation of a prompt may be infinite, or too large for a scale, for any tokens.
         """
-        if self.config.head_size != TENSOR_HEAD or compute_capability() < MMA_CAPABILITY:
+        found = self._possible_products()
+        return found if found in self._architecture.PRODUCTS else "float32"
+
+    def _possible_products(self) -> Products:
+        if compute_capability() < MMA_CAPABILITY:
+            return "float32"
+        if self.config.head_size not in self._architecture.TENSOR_HEADS:
+            return "float32"
+        sizes = (n for shape in self.config.block_shapes().values() for n in shape)
+        if any(n % MULTIPLE for n in sizes):
             return "float32"
         if self.dtype in SIXTEEN_BITS:
             return "16_bits"
@@ -378,7 +387,7 @@ class CudaModel:
 
     def given(self) -> dict[str, Any]:
         """Weights by their names in a plan, as decoding uses them."""
-        return {**self._vectors, **self._matrices}
+        return {**self._vectors, **self._matrices, **self._constants}
 
     def prompt_weights(self, head: bool) -> dict[str, Any]:
         """Weights as prefill uses them, with memory for converted ones.
@@ -389,8 +398,8 @@ class CudaModel:
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":
-            C, V = self.config.n_embd, 0 if not head else given["head"].N
-            size = max(4 * C, V) * C
+            blocks = (m.N * m.K for name, m in self._matrices.items() if name.startswith("h."))
+            size = max(*blocks, given["head"].N * given["head"].K if head else 0)
             if self._wide is None or self._wide.size < size:
                 self._wide = cupy.empty(size, "float16")
             given["wide"] = self._wide
@@ -422,7 +431,7 @@ class CudaModel:
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
         """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf."""
-        tensors = {**self.prompt_weights(head=True), "ln_f": hidden}
+        tensors = {**self.prompt_weights(head=True), self._architecture.FINAL: hidden}
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             plan = head_plan(self.config, len(hidden), first, self.products)
             count = min(len(hidden) - first, ROWS_AT_ONCE)
@@ -439,16 +448,28 @@ class CudaModel:
             self._logits_buffer = cupy.empty((rounded_up(rows, 1), head.N), "float32")
         return self._logits_buffer[:rows]
 
-    def activations(self, rows: int) -> list[CudaArray]:
-        """Buffers of a prefill: x (rows, C), float32; h (rows, C), qkv (rows, 3C), ff (rows, 4C).
+    def activations(self, rows: int) -> tuple[CudaArray, dict[str, CudaArray]]:
+        """Buffers of a prefill: the stream (rows, C), float32, and those of `widths` by name.
 
         All prefills share them, as one runs at a time. A prefill with more rows allocates buffers
         of the next power of two; earlier programs keep theirs.
         """
-        C = self.config.n_embd
         dtype = {"16_bits": self.dtype, "fp8": "float16"}.get(self.products, "float32")
-        if self._activations is None or len(self._activations[0]) < rows:
+        if self._activations is None or len(self._activations["stream"]) < rows:
             room = rounded_up(rows, 1)
-            sizes = (1, "float32"), (1, dtype), (3, dtype), (4, dtype)
-            self._activations = [cupy.empty((room, n * C), kind) for n, kind in sizes]
-        return [array[:rows] for array in self._activations]
+            sizes = self._architecture.widths(self.config)
+            self._activations = {"stream": cupy.empty((room, self.config.n_embd), "float32")}
+            for name, width in sizes.items():
+                self._activations[name] = cupy.empty((room, width), dtype)
+        made = {name: array[:rows] for name, array in self._activations.items()}
+        return made.pop("stream"), made
+
+
+def _check_room(config: ModelConfig, dtype: str) -> None:
+    """Raise MemoryError, before a tensor is read, if the weights do not fit on the device."""
+    needed, free = weight_bytes(config, dtype), free_bytes()
+    if needed > free:
+        raise MemoryError(
+            f"Out of memory: the weights take {needed:,} bytes in {dtype}, the GPU has {free:,} "
+            "bytes free: expected a narrower dtype, or a GPU with more memory"
+        )

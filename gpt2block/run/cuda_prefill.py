@@ -1,8 +1,8 @@
-"""Prefill of a GPT-2 on a GPU: the new tokens of all sequences as rows of one matrix.
+"""Prefill of a model on a GPU: the new tokens of all sequences as rows of one matrix.
 
-The plans are those of `architectures.gpt2.Prefill`. A row's kernels, and so its bits, depend on its
-own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the same
-shape is a CUDA graph.
+The plans are those of `architectures.passes.Prefill`. A row's kernels, and so its bits, depend on
+its own sequence alone. Tokens, positions and lengths are in device memory: a repeated call of the
+same shape is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.gpt2 import ROWS_AT_ONCE, Prefill, Want
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill
+from gpt2block.architectures.steps import Want
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
 from gpt2block.plan import Plan
@@ -37,7 +39,7 @@ class PrefillPrograms:
 
     After `run`, `out` holds the requested output until the model's next prefill. "last": logits of
     the given sequences, undefined for those without new tokens; "hidden" and "states": the final
-    LayerNorm, (N, C) float32; "logits": the same, in the dtype of the product with lm_head;
+    norm, (N, C) float32; "logits": the same, in the dtype of the product with lm_head;
     "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence.
     """
 
@@ -54,13 +56,14 @@ class PrefillPrograms:
         sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
         ends = np.cumsum(list(sizes.values()))[:-1].tolist()
         batch = dict(zip(sizes, cupy.split(self._numbers, ends), strict=True))
-        self._x, self._h, self._qkv, self._ff = model.activations(N)
+        self._architecture = architecture_of(model.config)
+        self._x, self._made = model.activations(N)
         self._tensors = {
             **model.prompt_weights(head=False),
             **batch,
             **cache_tensors(cache.layers, model.config.n_layer),
         }
-        self._tensors |= {"embedding": self._x, "h.0.ln1": self._h, "h.0.qkv": self._qkv}
+        self._tensors |= {"embedding": self._x}
         self._programs: dict[Want | None, Program] = {}
         self._shared: dict[str, Bound] = {}  # steps up to the last attention, common to all wants
 
@@ -71,18 +74,19 @@ class PrefillPrograms:
         return self._programs[want]
 
     def _bind(self, want: Want | None) -> Program:
-        config, N = self.model.config, self.shape.rows
+        config, N, final = self.model.config, self.shape.rows, self._architecture.FINAL
         plan = self.shape.plan(config, want)
-        storage: dict[str, Any] = {"h.0.gelu": self._ff}
+        storage: dict[str, Any] = {f"h.0.{name}": array for name, array in self._made.items()}
         if self.shape.products == "two_part":
             storage |= self._two_part(plan)
         if want == "last":  # the last layer computes fewer rows
-            gelu = f"h.{config.n_layer - 1}.gelu"
-            few = (self._ends, 4 * config.n_embd)  # tensor cores leave float32 there
-            in_turn = self._ff[: self._ends]
-            storage[gelu] = cupy.empty(few, "float32") if self.shape.tensor_cores else in_turn
-        if want == "hidden" and self.shape.tensor_cores and "ln_f" not in storage:
-            storage["ln_f"] = cupy.empty(self._x.shape, "float32")
+            for name in self._architecture.FEED_FORWARD:
+                few = self._made[name][: self._ends]
+                if self.shape.tensor_cores:  # which leave float32 there
+                    few = cupy.empty(few.shape, "float32")
+                storage[f"h.{config.n_layer - 1}.{name}"] = few
+        if want == "hidden" and self.shape.tensor_cores and final not in storage:
+            storage[final] = cupy.empty(self._x.shape, "float32")
         if want == "log_likelihood":
             scores = cupy.empty(N, "float32")
             logits = self.model.logits_buffer(N)
@@ -102,16 +106,16 @@ class PrefillPrograms:
     def _two_part(self, plan: Plan) -> dict[str, Any]:
         """Storage of steps whose result is a TwoPartMatrix, or float32 in its memory."""
         N, C = self._x.shape
-        kinds = {"ln1": self._h, "attn": self._h, "ln2": self._h, "qkv": self._qkv}
-        kinds["gelu"] = self._ff
-        storage: dict[str, Any] = {"ln_f": self._h}
+        normed, ff = self._made["ln1"], self._made["gelu"]
+        kinds = {**self._made, "attn": normed, "ln2": normed}
+        storage: dict[str, Any] = {self._architecture.FINAL: normed}
         made = {step.name for step in plan.steps if step.op in ("attention_varlen", "two_part")}
         for name in plan.operands | made:
             memory = kinds[name.rpartition(".")[2]]
             parts = memory.view("float16").reshape(2, *memory.shape)
             scale, one_scale = self.model.scales(name, N)
             storage[name] = TwoPartMatrix(parts, scale, memory.shape, one_scale)
-        cached = self._ff.reshape(-1)[: N * C].reshape(N, C)
+        cached = ff.reshape(-1)[: N * C].reshape(N, C)
         return storage | {"h.0.attn_cached": cached}
 
     def run(

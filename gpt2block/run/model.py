@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
+from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling
-from gpt2block.weights.matrix import WeightMatrix, check_finite, on_host
+from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
@@ -27,6 +28,19 @@ DTYPES = (*STORAGE, *FP8)
 def kv_cache_dtype(dtype: str) -> str:
     """The dtype of the KV cache for weights of `dtype`: float16 for FP8 weights."""
     return CACHE_WITH_FP8 if dtype in FP8 else dtype
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of a model's weights: matrices in `dtype`, with scales for E4M3; others in float32."""
+    total = 0
+    for name, shape in model_shapes(config).items():
+        if len(shape) == 1 or name == "wpe":
+            total += 4 * math.prod(shape)
+            continue
+        total += math.prod(shape) * (1 if dtype in FP8 else np.dtype(FLOATS[dtype]).itemsize)
+        if dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
+            total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
+    return total
 
 
 def stored_tensors(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block.array_checks import FLOATS, host_array
 from gpt2block.errors import InputError
 from gpt2block.plan import Plan, Step
-from gpt2block.run import StepResult, check_array, check_out
+from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
 from gpt2block.run.numpy_walk import apply, timed, walk
 
 
@@ -38,17 +38,17 @@ class NumpyEngine:
     def weight_bytes(self) -> int:
         return sum(int(w.nbytes) for w in self._weights.values())
 
-    def forward(self, x: Any, out: Any | None) -> NDArray[Any]:
+    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> NDArray[Any]:
         host = self._accept(x)
         if out is None:
-            return self._walk(host)[self.plan.output]
+            return self._walk(host, given)[self.plan.output]
         check_out(out, host.shape, np.ndarray, self._stored.name)
-        out[...] = self._walk(host)[self.plan.output]
+        out[...] = self._walk(host, given)[self.plan.output]
         result: NDArray[Any] = out
         return result
 
-    def trace(self, x: Any) -> dict[str, NDArray[Any]]:
-        return self._walk(self._accept(x))
+    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, NDArray[Any]]:
+        return self._walk(self._accept(x), given)
 
     def _accept(self, x: Any) -> NDArray[Any]:
         host = host_array(x)
@@ -60,8 +60,9 @@ class NumpyEngine:
         check_array("x", host, self._width, self._stored.name)
         return np.ascontiguousarray(host)
 
-    def _walk(self, x: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        return walk(self.plan, {**self._weights, self.plan.input: x}, self.plan.names, self._apply)
+    def _walk(self, x: NDArray[Any], given: Given) -> dict[str, NDArray[Any]]:
+        tensors = {**self._weights, **given, self.plan.input: x}
+        return walk(self.plan, tensors, self.plan.names, self._apply)
 
     def apply(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         """The step's reference function on its inputs, from `tensors` and the weights."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import model_plan
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.plan import Plan, Step
@@ -167,7 +168,7 @@ class NumpyModel:
         return self._plan("logits", len(ids)), self._tensors([ids], cache)
 
     def _plan(self, want: Want, longest: int) -> Plan:
-        return architecture_of(self.config).model_plan(self.config, want, longest)
+        return model_plan(self.config, want, longest)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []

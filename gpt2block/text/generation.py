@@ -206,10 +206,12 @@ class Run:
         check_choice("overflow", overflow, get_args(Overflow))
         strings = _stop_strings(stop, encoding)
         config, end = engine.config, tokenizer.end_of_text(encoding)
+        V = config.vocab_size
         if stop_ids is None:
-            ids: tuple[int, ...] = () if end is None else (end,)
+            ends_of = (*config.eos_token_ids, *(() if end is None else (end,)))
+            ids = tuple(token for token in ends_of if token < V)
         else:
-            found = tokenizer.token_ids(None, several(stop_ids), config.vocab_size, "stop_ids")
+            found = tokenizer.token_ids(None, several(stop_ids), V, "stop_ids")
             ids = tuple(found.tolist())
         ends = _Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, frozenset(ids))
         sampling = chosen(
@@ -224,7 +226,7 @@ class Run:
         starts = []
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
-            start = tokenizer.token_ids(encoding, prompt, config.vocab_size, name)
+            start = tokenizer.token_ids(encoding, prompt, V, name)
             starts.append(_fitting(start, name, end, ends))
 
         def row(index: int) -> Row:

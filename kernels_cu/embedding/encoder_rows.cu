@@ -1,6 +1,6 @@
 // Token plus position embedding of packed rows: out[n] = wte[ids[n]] * scale[ids[n]] + wpe[position[n]].
 //
-//   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C), out (N, C)
+//   ids, position (N), wte (V, C) of W, scale (V) or null for all ones, wpe (n_ctx, C) or null for none, out (N, C)
 //
 // Compared with embedding/encoder.cu, which takes whole sequences from position 0 on, each token has its own position,
 // and ids and positions are in device memory, so that a CUDA graph can begin with this kernel. For an id or a position
@@ -23,7 +23,7 @@ extern "C" __global__ void encoder_rows(
     const int* position,              // (N)
     const W* __restrict__ wte,        // (V, C)
     const float* __restrict__ scale,  // (V), or null: all ones
-    const float* __restrict__ wpe,    // (n_ctx, C)
+    const float* __restrict__ wpe,    // (n_ctx, C), or null: rows of wte alone
     float* out,                       // (N, C)
     int C, int V, int n_ctx) {
     let_next_start();
@@ -32,16 +32,21 @@ extern "C" __global__ void encoder_rows(
     const int id = __ldcg(ids + n), at = __ldcg(position + n);
     const bool inside = 0 <= id && id < V && 0 <= at && at < n_ctx;
     const W* const token = wte + (inside ? (long long)id * C : 0);
-    const float* const place = wpe + (inside ? (long long)at * C : 0);
+    const float* const place = wpe ? wpe + (inside ? (long long)at * C : 0) : nullptr;
     const float factor = inside ? (scale ? scale[id] : 1.0f) : __int_as_float(0x7fffffff);
     for (int c = threadIdx.x * ER_WIDTH; c < C; c += blockDim.x * ER_WIDTH) {
         const Vec<W, ER_WIDTH> a = Vec<W, ER_WIDTH>::load(token + c);
-        const Floats b = *reinterpret_cast<const Floats*>(place + c);
         float x[ER_WIDTH];
         a.unpack(x);
         Floats y;
+        if (place) {
+            const Floats b = *reinterpret_cast<const Floats*>(place + c);
 #pragma unroll
-        for (int e = 0; e < ER_WIDTH; ++e) y.v[e] = b.v[e] + x[e] * factor;
+            for (int e = 0; e < ER_WIDTH; ++e) y.v[e] = b.v[e] + x[e] * factor;
+        } else {
+#pragma unroll
+            for (int e = 0; e < ER_WIDTH; ++e) y.v[e] = x[e] * factor;
+        }
         *reinterpret_cast<Floats*>(out + n * C + c) = y;
     }
 }

@@ -28,21 +28,6 @@ constexpr int LOADS = (LN_C + 32 * LN_X - 1) / (32 * LN_X);
 constexpr bool HELD = LOADS <= LN_HELD;
 typedef Vec<float, LN_X> Values;
 
-// Loads constants. Inline assembly, because the compiler would move the loads after the wait for the previous kernel.
-__device__ __forceinline__ Values parameters(const float* from) {
-#if defined(__CUDA_ARCH__)
-    if constexpr (LN_X == 4) {
-        Values four;
-        float* v = reinterpret_cast<float*>(&four.raw);
-        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "l"(from));
-        return four;
-    }
-#endif
-    return Values::load(from);
-}
-
 extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
@@ -53,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];
     if constexpr (HELD) {
         each_of_lane<LN_C, LN_X>([&](int i, int k) {
-            gammas[i] = parameters(gamma + k), betas[i] = parameters(beta + k);
+            gammas[i] = load_parameters<LN_X>(gamma + k), betas[i] = load_parameters<LN_X>(beta + k);
         });
     }
     let_next_start();

@@ -1,4 +1,5 @@
-// Vector loads of data that an earlier kernel has written: they bypass the read-only cache (see lib/overlap.cuh).
+// Loads around the wait for the previous kernel (see lib/overlap.cuh): of constants before it, and after it of data that
+// an earlier kernel has written, which bypass the read-only cache.
 #pragma once
 #include "lib/storage.cuh"
 
@@ -19,6 +20,22 @@ __device__ __forceinline__ void load_fresh_floats(const float* from, float* v) {
 #pragma unroll
         for (int e = 0; e < LOAD; ++e) v[first + e] = reinterpret_cast<const float*>(&raw)[e];
     }
+}
+
+// Loads constants. Inline assembly, because the compiler would move the loads after the wait for the previous kernel.
+template <int WIDTH>
+__device__ __forceinline__ Vec<float, WIDTH> load_parameters(const float* from) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (WIDTH == 4) {
+        Vec<float, 4> four;
+        float* v = reinterpret_cast<float*>(&four.raw);
+        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "l"(from));
+        return four;
+    }
+#endif
+    return Vec<float, WIDTH>::load(from);
 }
 
 // Loads a value that another kernel may be writing at the same time: the old value or the new one.

@@ -546,11 +546,11 @@ def _kv_append(rng: Rng) -> Call:
 
 
 def _pair(name: str) -> Callable[[Rng], Call]:
-    """`add` and `gelu`."""
+    """`add`, `gelu` and `silu_mul`."""
 
     def build(rng: Rng) -> Call:
         shape = (*_rows(rng), _size(rng))
-        names = ("a", "b") if name == "add" else ("x",)
+        names = {"add": ("a", "b"), "silu_mul": ("gate", "up")}.get(name, ("x",))
         arrays = {each: _normal(rng, *shape) for each in names}
         return Call(name, arrays, {}, by_reference(name))
 
@@ -645,7 +645,8 @@ def _rmsnorm(rng: Rng) -> Call:
         "x": _normal(rng, *_rows(rng), C, dtype=dtype),
         "weight": _normal(rng, C, dtype=dtype),
     }
-    options = {"eps": _pick(rng, (1e-6, 1e-5)), "block": _pick(rng, BLOCKS)}
+    options: dict[str, Any] = {"eps": _pick(rng, (1e-6, 1e-5))}
+    options |= {"variant": "stream"} if rng.random() < 0.3 else {"block": _pick(rng, BLOCKS)}
     return Call("rmsnorm", arrays, options, by_reference("rmsnorm"))
 
 
@@ -865,6 +866,7 @@ BUILDERS: Mapping[str, Callable[[Rng], Call]] = {
     "kv_append": _kv_append,
     "add": _pair("add"),
     "gelu": _pair("gelu"),
+    "silu_mul": _pair("silu_mul"),
     "layernorm_gelu": _layernorm_gelu,
     "encoder": _encoder,
     "encoder_rows": _encoder_rows,

@@ -1,0 +1,65 @@
+"""What all architectures write their plans with: names, and the fusion of steps.
+
+The fused plans are derived from those with a step per operation: `fuse_epilogues` fuses a GELU or
+addition into the matrix product before it, `fuse_norms` a LayerNorm into the one after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+from gpt2block.plan import Step
+
+Steps = list[Step]
+Want = Literal["last", "logits", "hidden", "log_likelihood"]
+Products = Literal["float32", "16_bits", "fp8", "two_part"]
+
+# The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
+# sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
+# of its last token (ends,); the token after each one (N,).
+BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
+
+
+def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
+    """Every matmul_bias as `op`, which applies the GELU or adds the residual that follows it.
+
+    The fused step has the name of the last of its steps, and inputs (a, w, bias, residual).
+    """
+    fused: Steps = []
+    for step in steps:
+        product = fused[-1] if fused and fused[-1].op == op else None
+        if product is not None and product.name in step.inputs and step.op in ("gelu", "add"):
+            residual = tuple(name for name in step.inputs if name != product.name)
+            attrs = {"gelu": True} if step.op == "gelu" else {}
+            fused[-1] = Step(step.name, op, product.inputs + residual, {**product.attrs, **attrs})
+        else:
+            fused.append(replace(step, op=op) if step.op == "matmul_bias" else step)
+    return fused
+
+
+def fuse_norms(steps: Iterable[Step]) -> Steps:
+    """`fuse_epilogues` for op "linear", which also fuses the LayerNorm of its input."""
+    fused: Steps = []
+    for step in fuse_epilogues(steps, "linear"):
+        if step.op != "linear":
+            fused.append(step)
+        elif fused and fused[-1].op == "layernorm" and fused[-1].name == step.inputs[0]:
+            fused.append(as_linear(step, fused.pop()))
+        else:
+            fused.append(as_linear(step))
+    return fused
+
+
+def as_linear(step: Step, norm: Step | None = None, **attrs: Any) -> Step:
+    """A product (a, w, bias, residual) as `linear`: (x, w, bias, gamma, beta, residual)."""
+    a, w, bias, residual = (*step.inputs, "", "")[:4]
+    x, gamma, beta = norm.inputs if norm else (a, "", "")
+    merged = {**step.attrs, **(norm.attrs if norm else {}), **attrs}
+    return Step(step.name, "linear", (x, w, bias, gamma, beta, residual), merged)
+
+
+def parts_of(w: str) -> str:
+    """The name of a matrix in two parts."""
+    return f"{w}.parts"

@@ -1,0 +1,76 @@
+// RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
+//
+//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores
+//
+// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone and
+// in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded before
+// the previous kernel has ended.
+//
+// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; longer rows are read again
+// from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements.
+// Grid (M), block (RS_THREADS).
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "lib/rows.cuh"
+
+#ifndef RS_C
+#define RS_C 4096
+#endif
+#ifndef RS_WIDTH  // values of a load: gcd(4, RS_C)
+#define RS_WIDTH 4
+#endif
+#ifndef RS_THREADS  // a multiple of 32
+#define RS_THREADS 256
+#endif
+#ifndef RS_HELD  // loads of a row that a thread keeps
+#define RS_HELD 8
+#endif
+
+constexpr int STEP = RS_THREADS * RS_WIDTH;
+constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // of a thread
+constexpr bool HELD = LOADS <= RS_HELD;
+typedef Vec<float, RS_WIDTH> Values;
+
+// Calls use(i, c) for each load of the thread: number i, from channel c on.
+template <typename Use>
+__device__ __forceinline__ void each_load(Use use) {
+#pragma unroll(HELD ? LOADS : 1)
+    for (int i = 0; i < LOADS; ++i) {
+        const int c = i * STEP + threadIdx.x * RS_WIDTH;
+        if (c < RS_C) use(HELD ? i : 0, c);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
+    const float* x,                    // (M, C)
+    const float* __restrict__ weight,  // (C)
+    T* out,                            // (M, C)
+    float eps) {
+    __shared__ float scratch[RS_THREADS / 32];
+    Values rows[HELD ? LOADS : 1], weights[HELD ? LOADS : 1];
+    if (HELD) each_load([&](int i, int c) { weights[i] = load_parameters<RS_WIDTH>(weight + c); });
+    let_next_start();
+    wait_for_previous();
+    const float* from = x + (long long)blockIdx.x * RS_C;
+    if (HELD) each_load([&](int i, int c) { rows[i] = load_fresh<float, RS_WIDTH>(from + c); });
+
+    float square = 0.0f;
+    each_load([&](int i, int c) {
+        float v[RS_WIDTH];
+        (HELD ? rows[i] : load_fresh<float, RS_WIDTH>(from + c)).unpack(v);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) square += v[e] * v[e];
+    });
+    const float r = rsqrtf(Team<RS_THREADS, 1>::sum(square, scratch) * (1.0f / RS_C) + eps);
+
+    T* to = out + (long long)blockIdx.x * RS_C;
+    each_load([&](int i, int c) {
+        float v[RS_WIDTH], w[RS_WIDTH];
+        (HELD ? rows[i] : load_fresh<float, RS_WIDTH>(from + c)).unpack(v);
+        (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
+#pragma unroll
+        for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
+        Vec<T, RS_WIDTH>::store(to + c, v);
+    });
+}

@@ -1,0 +1,32 @@
+// The gate of Llama's feed-forward: out = gate * up / (1 + exp(-gate)), element by element.
+//
+//   gate, up, out   (n) elements of T: float, __half or __nv_bfloat16; arithmetic is float
+//
+// A step of its own for the products of a whole model, whose order of additions must not depend on the number of rows.
+// llama/rmsnorm_matmul.cu and its variants fuse it into the product of a block.
+//
+// One thread per vector of SM_WIDTH elements. Grid (ceil(n / (SM_WIDTH * block))), block (any).
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef SM_WIDTH  // elements of a vector, a divisor of n; all arrays are aligned to a vector of at most 16 bytes
+#define SM_WIDTH 4
+#endif
+
+typedef Vec<T, SM_WIDTH> Vector;
+
+extern "C" __global__ void silu_mul(const T* gate,  // (n)
+                                    const T* up,    // (n)
+                                    T* out,         // (n); may be gate or up
+                                    long long n) {
+    let_next_start();
+    wait_for_previous();
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * SM_WIDTH;
+    if (i >= n) return;
+    float g[SM_WIDTH], u[SM_WIDTH];
+    load_fresh<T, SM_WIDTH>(gate + i).unpack(g);
+    load_fresh<T, SM_WIDTH>(up + i).unpack(u);
+#pragma unroll
+    for (int k = 0; k < SM_WIDTH; ++k) g[k] = g[k] / (1.0f + expf(-g[k])) * u[k];
+    Vector::store(out + i, g);
+}

@@ -1,0 +1,109 @@
+"""The row operations of a whole Llama: RMSNorm of the stream, the gate, embedding without wpe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError, WeightMatrix, ops, reference
+from gpt2block.array_checks import FLOATS
+from gpt2block.cuda import cupy
+from gpt2block.ops.elementwise import bind_silu_mul
+from gpt2block.ops.rmsnorm import bind
+from tests import devices, plain
+from tests.devices import assert_same_bits, every_device, moved, one_order
+
+Array = NDArray[Any]
+device = devices.device
+EPS = 1e-5
+NARROW = ("float32", "float16", "bfloat16")
+
+
+def normalized(x: Array, weight: Array, dtype: str = "float32") -> Array:
+    """The result of variant stream, from poisoned memory."""
+    out = cupy.full(x.shape, np.nan, FLOATS[dtype])
+    arrays = cupy.asarray(x), cupy.asarray(weight)
+    result: Array = bind(arrays, out, eps=EPS, variant="stream").run().get()
+    return result
+
+
+@pytest.mark.parametrize("C", [1, 6, 36, 130, 1028, 4096, 8196])
+@every_device
+def test_the_stream_is_normalized(device: Any, C: int) -> None:
+    """Rows held in registers and rows read again, with loads of 1, 2 and 4 values."""
+    x, weight = plain.normal(0, 3, C), plain.normal(1, C)
+    exact = reference.rmsnorm(x.astype(np.float64), weight.astype(np.float64), EPS)
+    largest = np.abs(exact).max()
+    for dtype in NARROW if C < 1000 else ("float32",):
+        unit = 2.0**-24 + {"float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+        got = normalized(x, weight, dtype)
+        assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * largest
+
+
+@one_order
+def test_a_row_of_the_stream_depends_on_no_other_one(device: Any) -> None:
+    x, weight = plain.normal(0, 40, 132), plain.normal(1, 132)
+    whole = normalized(x, weight)
+    assert_same_bits(normalized(x[7:8], weight), whole[7:8])
+    x[::2] = np.nan
+    assert_same_bits(normalized(x, weight)[1::2], whole[1::2])
+    assert np.isnan(normalized(x, weight)[::2]).all()
+
+
+@one_order
+def test_what_the_stream_refuses(device: Any) -> None:
+    x, weight = cupy.asarray(plain.normal(0, 3, 8)), cupy.asarray(plain.normal(1, 8))
+    assert ops.rmsnorm(x, weight, variant="stream").shape == (3, 8)
+    assert bind((x, weight), variant="stream", dtype="float16").out.dtype == np.float16
+    for inputs, options, message in (
+        ((x, weight), {"block": 64}, "variant stream: has no residual and no block"),
+        ((x, weight, x), {}, "variant stream: has no residual and no block"),
+        ((x, weight), {"dtype": "float64"}, "dtype: expected one of float32"),
+        ((x.astype("float16"), weight), {}, "x: expected float32"),
+        ((moved(plain.normal(0, 3, 8), 1), weight), {}, "x: expected data aligned to 16 bytes"),
+    ):
+        with pytest.raises(InputError, match=message):
+            bind(inputs, variant="stream", **options)
+    with pytest.raises(InputError, match="writes the dtype of x: use variant stream"):
+        bind((x, weight), dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@every_device
+def test_the_gate(device: Any, dtype: str) -> None:
+    """Also in place, at sizes and addresses without vectors, and where exp overflows."""
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    for shape, offset in (((3, 40), 0), ((2, 7), 0), ((2, 8), 1)):
+        gate, up = (plain.normal(seed, *shape).astype(FLOATS[dtype]) for seed in (0, 1))
+        gate[0, :3] = -1000, 1000, 0
+        exact = reference.silu_mul(gate.astype(np.float64), up.astype(np.float64))
+        arrays = moved(gate, offset), moved(up, offset)
+        got = bind_silu_mul(arrays).run().get()
+        assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * np.abs(exact).max()
+        assert bind_silu_mul(arrays, arrays[0]).run() is arrays[0]
+        assert_same_bits(arrays[0].get(), got)
+
+
+@one_order
+def test_what_the_gate_refuses(device: Any) -> None:
+    gate = cupy.zeros((2, 8), "float32")
+    with pytest.raises(InputError, match=r"up: expected shape \(2, 8\)"):
+        bind_silu_mul((gate, cupy.zeros((2, 4), "float32")))
+    with pytest.raises(InputError, match="up: expected float32, got float16"):
+        bind_silu_mul((gate, cupy.zeros((2, 8), "float16")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@every_device
+def test_an_embedding_without_positions(device: Any, dtype: str) -> None:
+    table = plain.normal(0, 12, 20)
+    wte = WeightMatrix.quantize(table, dtype, "NK")
+    expected = wte.dequantized().T
+    ids, positions = np.array([3, 0, 11, 12, -1], np.int32), np.array([9, 0, 4000, 1, 1], np.int32)
+    matrix = WeightMatrix.quantize(cupy.asarray(table), dtype, "NK")
+    got = ops.encoder_rows(cupy.asarray(ids), cupy.asarray(positions), matrix).get()
+    np.testing.assert_array_equal(got[:3], expected[ids[:3]])
+    assert np.isnan(got[3:]).all()
