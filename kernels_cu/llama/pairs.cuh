@@ -1,4 +1,4 @@
-// RoPE's pairs of channels, as a thread holds them: shared by llama/rope.cu, llama/rope_qkv.cu and llama/rope_append.cu.
+// RoPE's pairs of channels as a thread holds them. Included by llama/rope.cu, llama/rope_qkv.cu, llama/rope_append.cu.
 //
 // Pair k of a head is channels 2k and 2k + 1 or, with ROPE_HALF_SPLIT, channels k and k + D / 2.
 #pragma once
