@@ -338,7 +338,7 @@ extern "C" __global__ void turns(int* out, int* counter) {  // who comes when, i
     }
 }
 
-extern "C" __global__ void scalars(double* none, long long* out, long long n, int i, float f) {
+extern "C" __global__ void scalars(short* none, long long* out, long long n, int i, float f) {
     out[0] = none ? 0 : n;
     out[1] = i;
     out[2] = (long long)(f * 4.0f);
@@ -484,8 +484,8 @@ def test_blocks_come_in_the_asked_order() -> None:
 
 def test_numbers_and_null_pointers_arrive() -> None:
     out = np.zeros(3, np.int64)
-    with pytest.raises(ShimError, match=r"double\* none: the loader does not know this type"):
-        probe("scalars", 1, np.zeros(1), out, 2**40, -5, 2.25)
+    with pytest.raises(ShimError, match=r"short\* none: the loader does not know this type"):
+        probe("scalars", 1, np.zeros(1, np.int16), out, 2**40, -5, 2.25)
     probe("scalars", 1, None, out, 2**40, -5, 2.25)
     assert out.tolist() == [2**40, -5, 9]
     with pytest.raises(KernelError, match="int i: 2147483648 does not fit"):

@@ -158,6 +158,12 @@ def _add(inputs: tuple[Any, ...], attrs: Attrs) -> Values:
     return Values({"a": a, "b": b}, {"y": Output(a.shape)}, {"n": int(a.size)}, {"out": "y"})
 
 
+def _silu_mul(inputs: tuple[Any, ...], attrs: Attrs) -> Values:
+    gate, up = inputs
+    out = {"out": Output(gate.shape, _stored(gate))}
+    return Values({"gate": gate, "up": up}, out, {"n": int(gate.size)})
+
+
 def _gelu(inputs: tuple[Any, ...], attrs: Attrs) -> Values:
     (x,) = inputs
     return Values({"x": x}, {"x": Output(x.shape)}, {"n": int(x.size)})
@@ -234,6 +240,7 @@ BUILT_IN: Mapping[str, tuple[Case, ...]] = {  # operations without a contract
     "encoder_rows": _cases({"N": 19, "T": 33, "C": 128, "V": 70}),
     "attention_cached": (({"T": 17, "C": 128}, {"n_head": 2}),),
     "rope": _cases({"T": 5, "H": 3, "D": 8}),
+    "rope_qkv": _cases({"T": 5, "D": 8}),
     "sample_token": _cases({"B": 2, "V": 70}),
 }
 _PRODUCTS = _cases(
@@ -286,6 +293,9 @@ CONTRACTS: Mapping[str, Contract] = {
     ),
     "add": Contract(_add, _ELEMENTS),
     "gelu": Contract(_gelu, _ELEMENTS),
+    "silu_mul": Contract(
+        _silu_mul, _cases({"M": 1, "N": 5}, {"M": 7, "N": 33}, {"M": 3, "N": 1376})
+    ),
     "rmsnorm": Contract(_rmsnorm, _cases({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769})),
     "rmsnorm_matmul": Contract(
         _rmsnorm_matmul,

@@ -55,7 +55,7 @@
 constexpr int HALF = 32 * ATT_WARPS, THREADS = 2 * HALF, QUERIES = 16 * ATT_WARPS;
 #include "attention/mma_tile.cuh"
 constexpr int STAGE = 4 * TILE, OWN = KEYS / 2;  // K hi, K lo, V hi, V lo; keys of a tile that a warp takes
-constexpr int DEPTH = SIZE / 16, COLUMNS = SIZE / 8, SUMS = 4 * COLUMNS;  // operands, results and sums of a thread
+constexpr int COLUMNS = SIZE / 8, SUMS = 4 * COLUMNS;  // results and sums of a thread
 static_assert(ATT_STAGES >= 2 && QUERIES > 0, "one tile travels while another is multiplied");
 static_assert(4 * (SUMS + 6) * HALF <= STAGE, "the sums of half of the warps fit in a stage");
 
@@ -183,7 +183,7 @@ struct Queries {
 #pragma unroll
         for (int n = 0; n < OWN / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
-        for (int k = 0; k < DEPTH; ++k) {
+        for (int k = 0; k < SIZE / 16; ++k) {
             unsigned hi[4], lo[4];
             load_matrices<false>(hi[0], hi[1], hi[2], hi[3], rows + 32 * k);
             load_matrices<false>(lo[0], lo[1], lo[2], lo[3], rows + QUERIES * PITCH + 32 * k);

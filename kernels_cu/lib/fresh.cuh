@@ -1,5 +1,5 @@
-// Loads around the wait for the previous kernel (see lib/overlap.cuh): of constants before it, and after it of data that
-// an earlier kernel has written, which bypass the read-only cache.
+// Loads around the wait for the previous kernel (see lib/overlap.cuh): of constants before it, and after it of data
+// that an earlier kernel has written, which bypass the read-only cache.
 #pragma once
 #include "lib/storage.cuh"
 

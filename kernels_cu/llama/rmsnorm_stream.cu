@@ -2,12 +2,12 @@
 //
 //   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores
 //
-// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone and
-// in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded before
-// the previous kernel has ended.
+// Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone
+// and in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded
+// before the previous kernel has ended.
 //
-// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; longer rows are read again
-// from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements.
+// One block per row. Each thread keeps its part of the row in registers, up to RS_HELD loads; longer rows are read
+// again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements.
 // Grid (M), block (RS_THREADS).
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
