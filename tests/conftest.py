@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 
 from tests.devices import device  # noqa: F401  (a fixture of every test)
 from tests.gpus import context_problem
+
+PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
@@ -28,7 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Programs started by tests can be interrupted, also where a shell runs the tests with `&`.
 
-    With --gpu a machine without a usable device is a failure, never a silent skip."""
+    All processes share what g++ compiles for the emulator. With --gpu a machine without a usable
+    device is a failure, never a silent skip.
+    """
+    if PROGRAMS not in os.environ:
+        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="gpt2block-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--failures") and not is_worker(config):
