@@ -326,9 +326,10 @@ def linear(
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
-    """[residual +] [GELU](n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
+    """[residual +] f(n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
 
-    x (..., K), w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
+    f is GELU if `gelu`, else the identity. x (..., K), w (K, N), bias (N,), gamma and beta (K,),
+    residual (..., N) → (..., N).
     """
     if (gamma is None) != (beta is None):
         raise InputError("expected gamma and beta, or neither")
@@ -371,10 +372,10 @@ def gemm(
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
-    """[residual +] [GELU](a · w [+ bias]), the product of the tensor-core tier.
+    """[residual +] f(a · w [+ bias]), the product of the tensor-core tier.
 
-    a (..., K), w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add
-    up K in parts; it does not change this reference.
+    f is GELU if `gelu`, else the identity. a (..., K), w (K, N), bias (N,), residual (..., N) →
+    (..., N). split_k: whether a kernel may add up K in parts; it does not change this reference.
     """
     return linear(a, w, bias, residual=residual, gelu=gelu)
 

@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):  # workers share the cores, and read it at start
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if config.getoption("--failures") and not is_worker(config):
         config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
     if config.getoption("--gpu"):

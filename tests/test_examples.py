@@ -46,7 +46,7 @@ def test_block_forward() -> None:
     assert 0 < float(lines[-1].split(":")[1]) < 1e-5
 
 
-def test_real_gpt2_with_the_model_on_board() -> None:
+def test_real_gpt2_with_the_bundled_model() -> None:
     text = "GREMIO:\nGood morrow, neighbour Baptist"
     lines = run("real_gpt2", text, "--model", "shakespeare", "--device", "cpu").splitlines()
     assert lines[0].startswith("38 tokens on CPU")

@@ -96,6 +96,7 @@ def test_steps_have_their_kernels_and_what_the_fused_plan_joins() -> None:
         ("fused plan", "matmul/mma.cu", ["gemm_mma"]),
         ("fused plan", "matmul/hopper.cu", ["gemm_hopper"]),
     ]
+    assert steps["ln1"]["kernels"][0]["names"] == ["layernorm_kernel"]  # rows of 64, not 768
     for step in steps.values():
         for kernel in step["kernels"]:
             line = kernels.read_source(kernel["file"]).splitlines()[kernel["line"] - 1]
@@ -153,6 +154,7 @@ def test_a_llama_has_its_own_steps() -> None:
     grid = data["tensors"]["h.1.ff"]["grid"]
     np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
     assert data["tensors"]["h.0.attn"]["inputs"] == [["rope", [5, 64]]]
+    assert data["tensors"]["h.1.x1"]["inputs"] == [["h.0.output", [5, 32]], ["proj", [5, 32]]]
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def parse(text: str, file: str) -> dict[str, Signature]:
 
 
 def without_comments(text: str) -> str:
-    """The text of a source without its comments."""
-    return _COMMENT.sub("", text)
+    """The text of a source without its comments, with as many lines."""
+    return _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
 
 
 def _parameter(text: str) -> Parameter:

@@ -63,6 +63,7 @@ def collect(
     return {
         "model": _model(engine, name),
         "layer": layer,
+        "text": _whole(encoding, ids),
         "tokens": _tokens(encoding, ids, traced["logits"]),
         "texts": {str(i): _text(encoding, i) for i in sorted({*shown, *lens["ids"]})},
         "plan": {"before": plan.before, "block": plan.block, "after": plan.after},
@@ -90,6 +91,7 @@ class _Plan:
     """The steps of a forward pass, of which all blocks have the same."""
 
     def __init__(self, config: ModelConfig) -> None:
+        self.n_embd = config.n_embd
         architecture = architecture_of(config)
         every = model_plan(config, "logits", 1).steps
         kept = [step for step in every if step.op != "kv_append"]
@@ -126,12 +128,12 @@ def _step(
     found = []
     if operation is not None:
         kernel = sources.readable_kernel(operation)
-        found.append(sources.described(kernel, sources.TEN_STEPS))
+        found.append(sources.described(kernel, sources.TEN_STEPS, plan.n_embd))
     fused, names = plan.joined.get(short, (None, [short]))
     fused_operation = fused and sources.operation_of(sources.function_of(fused))
     if fused_operation:
         variants = sources.fused_kernels(fused_operation)
-        found += [sources.described(variant, sources.FUSED) for variant in variants]
+        found += [sources.described(each, sources.FUSED, plan.n_embd) for each in variants]
     row = compared.get(step.name) or (compared.get(fused.name) if fused else None)
     found = [*sources.kernels_run(row.kernel.split(", ") if row else ()), *found]
     files.update({each["file"]: read_source(each["file"]) for each in found})
@@ -179,6 +181,13 @@ def _text(encoding: Encoding | None, token: int) -> str:
     return bytes_of_id(encoding, token).decode(errors="replace")
 
 
+def _whole(encoding: Encoding | None, ids: Ids) -> str:
+    """The text of all tokens: several of them may be the bytes of one character."""
+    if encoding is None:
+        return "".join(_text(encoding, token) for token in ids.tolist())
+    return b"".join(bytes_of_id(encoding, token) for token in ids.tolist()).decode(errors="replace")
+
+
 def _hex(encoding: Encoding | None, token: int) -> str:
     return "" if encoding is None else bytes_of_id(encoding, token).hex(" ")
 
@@ -217,8 +226,16 @@ def _tensors(
 
 
 def _input_shapes(step: Step, shapes: Shapes) -> list[list[Any]]:
-    """Name and shape of each input of a step, without those of a batch of sequences."""
-    return [[_short(name), list(shapes[name])] for name in step.inputs if name in shapes]
+    """Name and shape of each input of a step, without those of a batch of sequences.
+
+    Names of the step's own layer are short; another one is that of the layer before.
+    """
+    own = step.name.rpartition(".")[0]
+    return [
+        [_short(name) if name.startswith(f"{own}.") else name, list(shapes[name])]
+        for name in step.inputs
+        if name in shapes
+    ]
 
 
 def _statistics(tensor: NDArray[Any]) -> dict[str, float | None]:

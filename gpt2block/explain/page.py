@@ -39,7 +39,7 @@ class Page:
     @property
     def title(self) -> str:
         """The name of the model and the beginning of the text."""
-        text = " ".join("".join(token["text"] for token in self.data["tokens"]).split())
+        text = " ".join(self.data["text"].split())
         start = text if len(text) <= 60 else f"{text[:59]}…"
         return f"{start} · {self.data['model']['name']}"
 

@@ -19,6 +19,7 @@ TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # what a kern
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")
 # Operations on packed rows of several sequences → the same on one sequence, which is easier to read
 _OF_ONE_SEQUENCE = {"attention_packed": "attention"}
+_ROW_SIZES = {"layernorm768_kernel": 768}  # kernels for rows of one size alone
 _KERNELS_OF = {"rope_qkv": "rope"}  # functions whose kernels are those of another operation
 
 
@@ -62,14 +63,15 @@ def fused_kernels(operation: Operation) -> list[Variant]:
     return [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
 
 
-def described(variant: Variant, plan: str) -> dict[str, Any]:
-    """A variant for the page; line: of its first kernel in the file."""
+def described(variant: Variant, plan: str, n_embd: int) -> dict[str, Any]:
+    """A variant for the page, with its kernels for rows of n_embd; line: of the first one."""
+    names = [name for name in variant.kernels if _ROW_SIZES.get(name, n_embd) == n_embd]
     return {
         "plan": plan,
         "file": variant.file,
-        "names": list(variant.kernels),
+        "names": names,
         "idea": variant.idea,
-        "line": line_of(variant.file, variant.kernels[0]),
+        "line": line_of(variant.file, names[0]),
     }
 
 

@@ -118,7 +118,7 @@ class Kernel:
         found = tuple(self._value(option, part, sizes) for part in _parts(text))
         if len(found) > 3 or any(extent < 1 for extent in found):
             raise InputError(
-                f"--{option} {text} is {found} at {described(sizes)}: expected one to three "
+                f"--{option} {text} is {found} at {_shown(sizes)}: expected one to three "
                 "numbers of at least 1"
             )
         return found
@@ -159,16 +159,19 @@ def matched(
     all_attrs = {**operation.attrs, **attrs}
     host, _ = measure.inputs_and_truth(replace(operation, attrs=all_attrs), sizes, dtype, layout)
     values = contract(operation).values(host, all_attrs)
-    label = f"{source.file}: {source.name}"
+    label = f"{source.place()}: {source.name}"
     parameters = source.parameters
     given = [p.name for p in parameters] if args is None else [*_parts(args)]
     if len(given) != len(parameters):
         raise InputError(
             f"--args {args}: {label} has {len(parameters)} parameters, not {len(given)}"
         )
-    names = tuple(_known(label, name, operation, values) for name in given)
-    for parameter, name in zip(parameters, names, strict=True):
-        _check_type(label, parameter, name, dtype, values)
+    labels = [f"{source.place(p.name)}: {source.name}" for p in parameters]
+    names = tuple(
+        _known(at, name, operation, values) for at, name in zip(labels, given, strict=True)
+    )
+    for at, parameter, name in zip(labels, parameters, names, strict=True):
+        _check_type(at, parameter, name, dtype, values)
     result = next(iter(values.outputs))
     if result not in names:
         raise InputError(f"{label} has no parameter {result}, the result: see --template")
@@ -177,6 +180,11 @@ def matched(
 
 def described(sizes: Sizes) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _shown(sizes: Sizes) -> str:
+    """Sizes in a message that names the option --block already."""
+    return described({name: size for name, size in sizes.items() if name != "block"})
 
 
 def _parts(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -43,6 +43,17 @@ class Source:
     def file(self) -> str:
         return self.path.name
 
+    def place(self, parameter: str | None = None) -> str:
+        """File and line of the kernel's name, or of one of its parameters: my.cu:12."""
+        plain = kernels.without_comments(self.text)
+        found = re.search(rf"__global__[^;{{]*?\b{self.name}\s*(?=\()", plain)
+        end = found.end() if found else 0
+        if parameter:
+            named = rf"[^)]*?\b{re.escape(parameter)}(?=\s*[,)])"
+            inside = re.compile(named).match(plain, end)
+            end = inside.end() if inside else end
+        return f"{self.file}:{plain.count(chr(10), 0, end) + 1}"
+
     def line(self, number: int) -> str:
         lines = self.text.splitlines()
         return lines[number - 1] if 0 < number <= len(lines) else ""
@@ -63,7 +74,7 @@ def read(
     text = _text(path)
     found = kernels.parse(text, str(path.resolve()))
     if not found:
-        raise InputError(f"{path}: {_no_kernel(text)}")
+        raise InputError(f"{path}{_no_kernel(text)}")
     if kernel is None and len(found) > 1:
         raise InputError(
             f"{path} has {len(found)} kernels: choose one with --kernel {'|'.join(found)}"
@@ -72,15 +83,16 @@ def read(
     if name not in found:
         near = get_close_matches(name, found, 1) or list(found)
         raise InputError(f"--kernel {name}: {path.name} has no such kernel: use {', '.join(near)}")
-    stated = _stated(text, name)
+    source = Source(path.resolve(), text, name, found[name].parameters, LaunchText(""))
+    stated = _stated(source)
     given = {"grid": grid, "block": block, "shared": shared}
     settings = {**stated, **{key: value for key, value in given.items() if value is not None}}
     if "grid" not in settings:
         raise InputError(
-            f"{path.name}: the grid of {name} is not stated: pass --grid, or write a launch line "
-            "above the kernel, as in --template"
+            f"{source.place()}: the grid of {name} is not stated: pass --grid, or write a launch "
+            "line above the kernel, as in --template"
         )
-    return Source(path.resolve(), text, name, found[name].parameters, LaunchText(**settings))
+    return replace(source, launch=LaunchText(**settings))
 
 
 def _text(path: Path) -> str:
@@ -102,20 +114,22 @@ def _text(path: Path) -> str:
 
 
 def _no_kernel(text: str) -> str:
-    """What a file without a readable prototype lacks."""
+    """What a file without a readable prototype lacks, to be written after its name."""
     plain = kernels.without_comments(text)
     found = _GLOBAL.search(plain)
     if found is None:
-        return 'no kernel: expected extern "C" __global__ void name(...), see --template'
+        return ': no kernel: expected extern "C" __global__ void name(...), see --template'
+    line = plain.count("\n", 0, found.end()) + 1
     return (
-        f'kernel {found[1]} is not extern "C": write extern "C" __global__ void {found[1]}(...), '
-        "so that it can be found by name"
+        f':{line}: kernel {found[1]}: expected extern "C" __global__ void {found[1]}(...), so that '
+        "it can be found by name"
     )
 
 
-def _stated(text: str, name: str) -> Mapping[str, str]:
-    """The settings of the last launch line before a kernel."""
-    at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{name}\s*\(", text, re.MULTILINE)
+def _stated(source: Source) -> Mapping[str, str]:
+    """The settings of the last launch line before the kernel."""
+    text = source.text
+    at = re.search(rf"^[^/\n]*__global__[^;{{]*?\b{source.name}\s*\(", text, re.MULTILINE)
     above = [found for found in _LAUNCH.finditer(text) if at is None or found.start() < at.start()]
     if not above:
         return {}
@@ -123,8 +137,9 @@ def _stated(text: str, name: str) -> Mapping[str, str]:
     unknown = [key for key in settings if key not in _KEYS]
     if unknown or not settings:
         number = text[: above[-1].start()].count("\n") + 1
+        what = f"unknown setting {unknown[0]!r}" if unknown else "it has no settings"
         raise InputError(
-            f"line {number}: {above[-1][0].strip()}: expected // launch: grid=... block=... "
-            "shared=..."
+            f"{source.file}:{number}: launch line: {what}: expected 'grid=', 'block=' and "
+            "'shared=', as in --template"
         )
     return settings
