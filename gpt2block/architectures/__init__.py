@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from numpy.typing import NDArray
+
 from gpt2block.architectures import gpt2, llama
-from gpt2block.architectures.steps import Products, Steps
+from gpt2block.architectures.steps import Steps
 from gpt2block.config import ModelConfig
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.plan import Step
+
+RowNorms = Callable[[str, str], NDArray[Any]]
 
 
 class Architecture(Protocol):
@@ -22,7 +26,6 @@ class Architecture(Protocol):
     QKV: str  # the step whose rows are [Q | K | V] as attention reads them
     FINAL: str  # the final norm
     FEED_FORWARD: tuple[str, ...]  # buffers of the feed-forward
-    PRODUCTS: tuple[Products, ...]  # that a prefill can have
     TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
     BUFFERS: Mapping[str, str]  # the last part of a tensor's name → the buffer that it shares
 
@@ -51,8 +54,14 @@ class Architecture(Protocol):
     def constants(self, config: Any) -> dict[str, Any]:
         """Inputs of the plans that the config determines, by name."""
 
-    def operand_bounds(self, config: Any, largest: Mapping[str, float]) -> dict[str, float]:
-        """Upper bounds of the operands of products in two parts or with FP8 weights, by name."""
+    def operand_bounds(
+        self, config: Any, largest: Mapping[str, float], norms: RowNorms
+    ) -> dict[str, float]:
+        """Upper bounds of the operands of products in two parts or with FP8 weights, by name.
+
+        largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
+        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.
+        """
 
     def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
         """Upper bounds of the magnitudes after the embedding and after each block."""

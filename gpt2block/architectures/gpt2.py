@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
+from gpt2block.architectures.steps import Steps, fuse_epilogues
 from gpt2block.config import GPT2Config
 from gpt2block.plan import Plan, Step
 
@@ -27,7 +27,6 @@ NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "ln_f"  # the final norm
 FEED_FORWARD = ("gelu",)  # buffers of the feed-forward
-PRODUCTS: tuple[Products, ...] = ("float32", "16_bits", "fp8", "two_part")  # of a prefill
 TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
@@ -122,7 +121,9 @@ def constants(config: GPT2Config) -> dict[str, Any]:
     return {}
 
 
-def operand_bounds(config: GPT2Config, largest: Mapping[str, float]) -> dict[str, float]:
+def operand_bounds(
+    config: GPT2Config, largest: Mapping[str, float], norms: Any = None
+) -> dict[str, float]:
     """The largest magnitude that the operands of each layer's products can have, by name.
 
     largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The

@@ -15,11 +15,15 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures.steps import Steps, fuse_epilogues
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.plan import Plan, Step
 
@@ -27,7 +31,6 @@ NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "rms_f"  # the final norm
 FEED_FORWARD = ("gate", "up")  # buffers of the feed-forward
-PRODUCTS: tuple[Products, ...] = ("float32", "16_bits")  # of a prefill
 TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
@@ -36,6 +39,7 @@ BUFFERS: Mapping[str, str] = {
     **dict.fromkeys(("rms1", "rms2", "rms_f"), "normed"),
     **dict.fromkeys(("qkv", "rope"), "qkv"),
     **dict.fromkeys(("up", "ff"), "up"),
+    **dict.fromkeys(("attn_cached", "parts"), "parts"),
     **{name: name for name in ("q", "attn", "gate")},
 }
 
@@ -174,6 +178,29 @@ def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator
         yield stream
 
 
-def operand_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> dict[str, float]:
-    """None: no pass of a Llama has products in two parts or with converted FP8 weights."""
-    return {}
+def operand_bounds(
+    config: LlamaConfig,
+    largest: Mapping[str, float],
+    norms: Callable[[str, str], NDArray[Any]],
+) -> dict[str, float]:
+    """The largest magnitude that each layer's operands and what they follow from can have, by name.
+
+    A row of an RMSNorm before γ has a Euclidean norm of at most sqrt(C), so its product with a row
+    of weights, times γ, is at most sqrt(C) times the norm of that row. RoPE turns pairs, attention
+    computes weighted means, and SiLU increases no magnitude: the sums of gate and up are multiplied
+    channel by channel, which is why `norms` has a number for each.
+    """
+    root = math.sqrt(config.n_embd)
+    bounds: dict[str, float] = {}
+    for h in (f"h.{layer}." for layer in range(config.n_layer)):
+
+        def product(n: int, name: str, h: str = h) -> NDArray[Any]:
+            sums = root * norms(f"{h}w_{name}", f"{h}gamma{n}")
+            return np.asarray(sums + largest.get(f"{h}b_{name}", 0.0))
+
+        gate, up = product(2, "gate"), product(2, "up")
+        bounds |= {f"{h}rms{n}": root * largest[f"{h}gamma{n}"] for n in (1, 2)}
+        bounds[f"{h}rope"] = math.sqrt(2) * float(product(1, "qkv").max())
+        bounds |= {f"{h}gate": float(gate.max()), f"{h}up": float(up.max())}
+        bounds[f"{h}ff"] = float((gate * up).max())
+    return bounds

@@ -21,6 +21,7 @@ from gpt2block.architectures.steps import (
     Steps,
     Want,
     as_linear,
+    convert_operands,
     fuse_epilogues,
     fuse_norms,
     parts_of,
@@ -128,6 +129,8 @@ class Prefill:
             fused = [self._converted(step) for step in fuse_epilogues(unfused, "gemm")]
         else:
             fused = [_tiles(step) for step in fuse_epilogues(unfused, "linear")]
+        if self.products == "two_part":
+            fused = convert_operands(fused)
         return [self._norm(step) for step in fused]
 
     def _converted(self, step: Step) -> Step:

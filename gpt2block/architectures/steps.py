@@ -21,6 +21,9 @@ Products = Literal["float32", "16_bits", "fp8", "two_part"]
 # of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
+# Operations that can compute a matrix in two parts, the operand of another product.
+MAKE_PARTS = ("gemm", "layernorm", "attention_varlen", "two_part")
+
 
 def fuse_epilogues(steps: Iterable[Step], op: str) -> Steps:
     """Every matmul_bias as `op`, which applies the GELU or adds the residual that follows it.
@@ -60,6 +63,28 @@ def as_linear(step: Step, norm: Step | None = None, **attrs: Any) -> Step:
     return Step(step.name, "linear", (x, w, bias, gamma, beta, residual), merged)
 
 
-def parts_of(w: str) -> str:
+def parts_of(matrix: str) -> str:
     """The name of a matrix in two parts."""
-    return f"{w}.parts"
+    return f"{matrix}.parts"
+
+
+def convert_operands(steps: Iterable[Step]) -> Steps:
+    """Convert the operands of two-part products and attention, where their steps compute float32.
+
+    A conversion follows the step whose result it converts. Steps of `MAKE_PARTS` need none.
+    """
+    listed = list(steps)
+    reads = ("gemm", "attention_varlen")
+    operands = {step.inputs[0] for step in listed if step.op in reads}
+    converted: dict[str, str] = {}
+    made: Steps = []
+    for step in listed:
+        first, *others = step.inputs
+        if step.op in reads and first in converted:
+            made.append(replace(step, inputs=(converted[first], *others)))
+        else:
+            made.append(step)
+        if step.name in operands and step.op not in MAKE_PARTS:
+            converted[step.name] = parts_of(step.name)
+            made.append(Step(converted[step.name], "two_part", (step.name,)))
+    return made

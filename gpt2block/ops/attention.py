@@ -41,6 +41,7 @@ from gpt2block.ops._attention_tiles import (
     hopper_geometry,
     mma_geometry,
     online_geometry,
+    two_part_bytes,
     two_part_geometry,
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
@@ -358,6 +359,11 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
     """Raise InputError if `bind` has no kernel for such heads on the current device."""
     job = Job(None, None, dtype, 1, 1, n_head, n_kv_head, head_size, causal)
     OPERATION.choose(job, None, ("mha",) if dtype == "float32" else TENSOR_CORES)
+
+
+def two_part_fits(head_size: int) -> bool:
+    """Whether the current device has the shared memory for two-part heads of this size."""
+    return two_part_bytes(head_size) <= device_attribute("MaxSharedMemoryPerBlockOptin")
 
 
 def _shape(qkv: Shape, *, n_head: int, n_kv_head: int | None = None, **attrs: Any) -> Shape:

@@ -8,6 +8,7 @@ that it is the same graph each time.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -50,6 +51,7 @@ from gpt2block.run.model import (
     weight_bytes,
 )
 from gpt2block.run.program import Program
+from gpt2block.run.row_norms import row_norms
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix, scale_for
 
@@ -62,9 +64,9 @@ class CudaModel:
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
     Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
-    the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, and in
-    a GPT-2 with FP8 matrices float16, with float32 matrices two parts. FP8 matrices are converted
-    for each product; of float32 matrices, the parts are stored in addition.
+    the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
+    FP8 matrices float16, and with float32 matrices operands are in two parts. FP8 matrices are
+    converted for each product; of float32 matrices, the parts are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -109,8 +111,7 @@ class CudaModel:
                 self._matrices.setdefault("lm_head", self._matrices["wte"])
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
-                self._bounds = self._architecture.operand_bounds(config, largest)
-                self.products = self._choose_products()
+                self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 if self.products == "two_part":
                     self._parts = {
@@ -126,29 +127,40 @@ class CudaModel:
         rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
-    def _choose_products(self) -> Products:
+    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
         """Those of prefill: on tensor cores if the GPU, the head size and the weights permit it.
 
-        No activation of a prompt may be infinite, or too large for a scale, for any tokens.
+        No activation of a prompt may be infinite, or too large for a scale, for any tokens: also
+        returns their bounds. largest: the largest magnitude of every tensor.
         """
-        found = self._possible_products()
-        return found if found in self._architecture.PRODUCTS else "float32"
-
-    def _possible_products(self) -> Products:
-        if compute_capability() < MMA_CAPABILITY:
-            return "float32"
-        if self.config.head_size not in self._architecture.TENSOR_HEADS:
-            return "float32"
         sizes = (n for shape in self.config.block_shapes().values() for n in shape)
-        if any(n % MULTIPLE for n in sizes):
-            return "float32"
+        known = self.config.head_size in self._architecture.TENSOR_HEADS
+        if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
+            return "float32", {}
         if self.dtype in SIXTEEN_BITS:
-            return "16_bits"
-        fp8 = self.dtype in FP8
-        largest = float(np.finfo(np.float16).max) if fp8 else LARGEST_BOUND
-        if all(bound <= largest for bound in self._bounds.values()):  # not of NaN
-            return "fp8" if fp8 else "two_part"
-        return "float32"
+            return "16_bits", {}
+        found: Products = "fp8" if self.dtype in FP8 else "two_part"
+        if found == "two_part" and not self._room_for_parts():
+            return "float32", {}
+        limit = float(np.finfo(np.float16).max) if found == "fp8" else LARGEST_BOUND
+        bounds = self._operand_bounds(largest)
+        fit = all(bound <= limit for bound in bounds.values())  # not of NaN
+        return (found, bounds) if fit else ("float32", {})
+
+    def _room_for_parts(self) -> bool:
+        """Whether attention has the shared memory, and half of the free memory holds all parts."""
+        sizes = (4 * m.K * m.N for name, m in self._matrices.items() if name.startswith("h."))
+        return two_part_fits(self.config.head_size) and 2 * sum(sizes) <= free_bytes()
+
+    def _operand_bounds(self, largest: Mapping[str, float]) -> dict[str, float]:
+        """Those of the architecture. Only FP8, whose activations are float16, needs near ones."""
+
+        def norms(w: str, gamma: str) -> NDArray[Any]:
+            if self.dtype in FP8:
+                return row_norms(self._matrices[w], self._vectors[gamma])
+            return np.array([math.sqrt(self._matrices[w].K) * largest[w] * largest[gamma]])
+
+        return self._architecture.operand_bounds(self.config, largest, norms)
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -307,7 +319,7 @@ class CudaModel:
         V = self.config.vocab_size
         with self.running():
             program = self._pass(ids, cached)
-            copying = ("kv_append", "rows", "take")
+            copying = ("kv_append", "rows", "take", "two_part")
             names = [step.name for step in program.plan.steps if step.op not in copying]
             copies = {name: copy.get() for name, copy in program.trace(names).items()}
         return {n: a[:, :V] if n.startswith("logits") else a for n, a in copies.items()}
@@ -418,16 +430,18 @@ class CudaModel:
     def scales(self, name: str, rows: int) -> tuple[CudaArray, float | None]:
         """Scales of the rows of a two-part activation, and the one of all rows if it has one.
 
-        It follows from the activation's bound; attention writes its scales itself.
+        It follows from the activation's bound; attention and conversions write scales themselves.
         """
         if self._scales is None or self._scales[1].shape[1] < rows:
             one_scales = {name: scale_for(bound) for name, bound in self._bounds.items()}
-            values = np.array([*one_scales.values(), 1.0], np.float32)
+            values = np.array([*one_scales.values(), 1.0, 1.0], np.float32)
             filled = np.repeat(values[:, None], rounded_up(max(rows, 4), 1), axis=1)
             self._scales = one_scales, cupy.asarray(filled)
         one_scales, arrays = self._scales
-        names = [*one_scales, name]  # attention has the last array
-        return arrays[names.index(name), :rows], one_scales.get(name)
+        written = "attn", "parts"  # the last arrays: attention reads one and writes the other
+        names = [*one_scales, *written]
+        at = names.index(name if name in one_scales else name.rpartition(".")[2])
+        return arrays[at, :rows], one_scales.get(name)
 
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
         """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf."""
@@ -459,6 +473,8 @@ class CudaModel:
             room = rounded_up(rows, 1)
             sizes = self._architecture.widths(self.config)
             self._activations = {"stream": cupy.empty((room, self.config.n_embd), "float32")}
+            if self.products == "two_part" and "parts" in self._architecture.BUFFERS:
+                sizes["parts"] = max(sizes.values())
             for name, width in sizes.items():
                 self._activations[name] = cupy.empty((room, width), dtype)
         made = {name: array[:rows] for name, array in self._activations.items()}

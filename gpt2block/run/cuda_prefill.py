@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill
-from gpt2block.architectures.steps import Want
+from gpt2block.architectures.steps import Want, parts_of
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import Bound, CudaArray, pinned
 from gpt2block.plan import Plan
@@ -105,18 +105,28 @@ class PrefillPrograms:
 
     def _two_part(self, plan: Plan) -> dict[str, Any]:
         """Storage of steps whose result is a TwoPartMatrix, or float32 in its memory."""
-        N, C = self._x.shape
-        normed, ff = self._made["ln1"], self._made["gelu"]
-        kinds = {**self._made, "attn": normed, "ln2": normed}
-        storage: dict[str, Any] = {self._architecture.FINAL: normed}
+        config, buffers = self.model.config, self._architecture.BUFFERS
+        N, Q = len(self._x), config.n_head * config.head_size
+        memory = {buffers[name]: array for name, array in self._made.items()}
+        widths = self._architecture.widths(config)
+        of_buffer = {buffers[name]: width for name, width in widths.items()}
+
+        def float32(name: str, width: int) -> CudaArray:
+            return memory[buffers[name]].reshape(-1)[: N * width].reshape(N, width)
+
+        joined = [name for name in plan.names if name.endswith("attn_cached")]
+        storage: dict[str, Any] = dict.fromkeys(joined, float32("attn_cached", Q))
+        if plan.output != "logits":
+            storage[self._architecture.FINAL] = float32(self._architecture.FINAL, config.n_embd)
         made = {step.name for step in plan.steps if step.op in ("attention_varlen", "two_part")}
         for name in plan.operands | made:
-            memory = kinds[name.rpartition(".")[2]]
-            parts = memory.view("float16").reshape(2, *memory.shape)
+            last = name.removesuffix(parts_of("")).rpartition(".")[2]
+            width = Q if last == "attn" else of_buffer[buffers[last]]
+            held = float32(name.rpartition(".")[2], width)
+            parts = held.view("float16").reshape(2, N, width)
             scale, one_scale = self.model.scales(name, N)
-            storage[name] = TwoPartMatrix(parts, scale, memory.shape, one_scale)
-        cached = ff.reshape(-1)[: N * C].reshape(N, C)
-        return storage | {"h.0.attn_cached": cached}
+            storage[name] = TwoPartMatrix(parts, scale, held.shape, one_scale)
+        return storage
 
     def run(
         self,
