@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.run import cuda_decoding
-from gpt2block.run.model import Ids, Start, start_all
+from gpt2block.run.cuda_caches import PROGRAMS
+from gpt2block.run.model import Ids, Start, rounded_up, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
 from tests.devices import GPU, running_on
@@ -275,6 +276,13 @@ def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch
             stream, others = engine.activations(rows)
             assert set(others) == names
             assert {len(stream), *map(len, others.values())} == {rows}
+
+
+def test_the_rows_of_all_steps() -> None:
+    """The estimate of a slot's memory counts no fewer rows of activations than steps have."""
+    for slots in (*range(1, 70), 100, 255, 384, 512):
+        rows = {min(rounded_up(n, 2), slots) for n in range(1, slots + 1)}
+        assert sum(rows) <= PROGRAMS * slots
 
 
 def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
