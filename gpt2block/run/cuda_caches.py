@@ -23,7 +23,7 @@ KEPT_STARTS = 32  # prefill shapes kept for a decoding
 KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 MOST_SLOTS = 512  # of a decoding, unless more are requested
 LEAST_CONTEXT = 64  # positions of a decoding's cache
-PROGRAMS = 4  # the rows of all steps of a cache, as a multiple of its slots
+PROGRAMS = 5  # the rows of all steps of a cache, at most, as a multiple of its slots
 
 
 def free_bytes() -> int:
