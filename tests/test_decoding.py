@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
-from gpt2block.run.model import Ids, Start, start_all
+from gpt2block.run import cuda_decoding
+from gpt2block.run.cuda_caches import PROGRAMS
+from gpt2block.run.model import Ids, Start, rounded_up, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
 from tests.devices import GPU, running_on
@@ -157,6 +160,27 @@ def test_a_consumer_that_stops_or_fails(device: str) -> None:
     assert m.generate(prompts, **options) == expected
 
 
+@pytest.mark.parametrize("device", ["forward", GPU])
+def test_an_interrupt_after_a_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the host has counted it: the next generation is right."""
+    with running_on(device):
+        m, prompts = model("cuda"), random_prompts([2])
+        options: dict[str, Any] = {"max_new_tokens": 3, "seed": 1}
+        expected = m.generate(prompts, **options)
+        result, calls = cuda_decoding.Step._result, itertools.count()
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return result(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_decoding.Step, "_result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                m.generate(prompts, **options)
+        assert m.generate(prompts, **options) == expected
+
+
 @everywhere
 def test_threads(device: str) -> None:
     m = model(device)
@@ -229,6 +253,36 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(MemoryError, match="Out of memory: keys and values of 1 rows"):
                 m.generate(prompts, **options)
         assert m.generate(prompts, **options) == expected
+
+
+def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later prompt allocates all of them, whichever could not be."""
+    with running_on("forward"):
+        engine: Any = model("cuda").engine
+        empty, missing = cuda.cupy.empty, cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+        names = set(engine.activations(1)[1])
+        for number in range(len(names) + 1):
+            calls, rows = itertools.count(), 2 << number
+
+            def allocate(*args: Any, calls: Any = calls, number: int = number) -> Any:
+                if next(calls) == number:
+                    raise missing
+                return empty(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(cuda.cupy, "empty", allocate)
+                with pytest.raises(MemoryError):
+                    engine.activations(rows)
+            stream, others = engine.activations(rows)
+            assert set(others) == names
+            assert {len(stream), *map(len, others.values())} == {rows}
+
+
+def test_the_rows_of_all_steps() -> None:
+    """The estimate of a slot's memory counts no fewer rows of activations than steps have."""
+    for slots in (*range(1, 70), 100, 255, 384, 512):
+        rows = {min(rounded_up(n, 2), slots) for n in range(1, slots + 1)}
+        assert sum(rows) <= PROGRAMS * slots
 
 
 def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

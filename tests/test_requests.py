@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from queue import Queue
 from types import SimpleNamespace
@@ -66,29 +68,78 @@ def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -
 
 def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    requests._threads.cache_clear()
-    together = threading.Barrier(3)
+    together, running = threading.Barrier(3), set[int]()
 
-    def compile(file: str) -> Any:
+    def compile(turn: int, file: str) -> Any:
+        running.add(threading.get_ident())
         together.wait(WAIT)
         return module_of(raw)
 
-    try:
-        functions = [Function("f", compile, (file,)) for file in ("a.cu", "b.cu", "c.cu")]
+    for turn in range(2):  # new threads, after those of the first turn have ended
+        functions = [Function("f", compile, (turn, file)) for file in ("a.cu", "b.cu", "c.cu")]
         for function in functions:
             function((1,), (1,), ())
-    finally:
-        requests._threads.cache_clear()
-    assert len(raw.calls) == 3
+        assert len(running) == 3
+        running.clear()
+    assert len(raw.calls) == 6
 
 
-def test_many_cores_do_not_mean_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cores_do_not_mean_many_threads(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 192)
-    requests._threads.cache_clear()
-    try:
-        assert requests._threads()._max_workers == requests.MOST_THREADS
-    finally:
-        requests._threads.cache_clear()
+    assert requests.most_threads() == requests.MOST_THREADS
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    begun, may_end = Queue[str](), threading.Event()
+
+    def compile(file: str) -> Any:
+        begun.put(file)
+        assert may_end.wait(WAIT)
+        return module_of(raw)
+
+    functions = [Function("f", compile, (file,)) for file in ("a.cu", "b.cu", "c.cu")]
+    assert {begun.get(timeout=WAIT), begun.get(timeout=WAIT)} == {"a.cu", "b.cu"}
+    assert begun.empty()
+    may_end.set()
+    functions[2]((1,), (1,), ())
+    assert begun.get(timeout=WAIT) == "c.cu"
+
+
+EXIT = """
+import os, sys, threading, time
+from types import SimpleNamespace
+from gpt2block.cuda.requests import Function
+
+def say(what, number):
+    os.write(1, f"{what} {number}\\n".encode())
+
+def compile(number):
+    say("begun", number)
+    time.sleep(0.2)
+    return SimpleNamespace(get_function=lambda name: lambda *args, **named: say("ran", number))
+
+os.cpu_count = lambda: 2
+functions = [Function("f", compile, (number,)) for number in range(40)]
+
+def go_on():
+    threading.main_thread().join()
+    functions[-1]((1,), (1,), ())
+
+if sys.argv[1] == "thread":
+    threading.Thread(target=go_on).start()
+if sys.argv[1] == "interrupt":
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize("way", ["end", "interrupt", "thread"])
+def test_an_exit_waits_only_for_what_is_being_compiled(way: str) -> None:
+    """A thread that outlives the main one compiles what it needs itself."""
+    command = [sys.executable, "-c", EXIT, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stdout.split("\n")[:-1]
+    needed = ["begun 39", "ran 39"] if way == "thread" else []
+    assert sorted(lines) == sorted(["begun 0", "begun 1", *needed])
+    assert ("KeyboardInterrupt" in done.stderr) == (way == "interrupt")
+    assert (done.returncode == 0) == (way != "interrupt")
 
 
 def test_functions_of_a_file_share_a_module(raw: Raw) -> None:

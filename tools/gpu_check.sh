@@ -68,9 +68,11 @@ sanitizers() {
 }
 
 bench() {
-    for command in bench block; do
-        timeout 120 python3 -m gpt2block $command > "$logs/$command.txt" 2>&1 || status=1
-        tee -a "$summary" < "$logs/$command.txt"
+    for command in bench "bench --decode" block; do
+        log="$logs/${command// /}.txt"
+        # shellcheck disable=SC2086
+        timeout 300 python3 -m gpt2block $command > "$log" 2>&1 || status=1
+        tee -a "$summary" < "$log"
     done
 }
 

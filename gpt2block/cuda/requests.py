@@ -1,17 +1,18 @@
 """Kernels that are compiled, or loaded from CuPy's cache, by background threads.
 
 A kernel is requested when a launch is bound, and its first use waits for it. So the kernels of a
-whole plan, which are all bound before the first one runs, are compiled in parallel.
+whole plan, which are all bound before the first one runs, are compiled in parallel. At exit, and
+after Ctrl-C, a process waits for those that are being compiled, and not for the others.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from gpt2block.cuda import replaced
@@ -41,7 +42,7 @@ class Function:
     @property
     def _kernel(self) -> Any:
         if self._found is None:
-            found = _request(self._compile, self._key).result().get_function(self._name)
+            found = _module(self._compile, self._key).get_function(self._name)
             with _LIMITS:
                 if self._shared:
                     found.max_dynamic_shared_size_bytes = self._shared
@@ -75,31 +76,86 @@ class Function:
         self._kernel(grid, block, args, shared_mem=shared_mem)
 
 
+def _module(compile: Compile, key: tuple[Hashable, ...]) -> Any:
+    """The module, when it is ready."""
+    try:
+        return _request(compile, key).result()
+    except CancelledError:  # the main thread has ended, this one goes on
+        return _request(compile, key).result()
+
+
 def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
     """The module; one that failed is requested again."""
     with _REQUESTS:
         known = _modules.get(key)
-        if known is None or (known.done() and known.exception()):
-            submit = _at_once if replaced() else _threads().submit
-            known = _modules[key] = submit(compile, *key)
+        if known is None or (known.done() and (known.cancelled() or known.exception())):
+            known = Future()
+            if replaced() or not _main_thread_runs():  # the emulator is in CuPy's place for a time
+                _run(known, compile, key)
+            else:
+                _threads.submit(known, compile, key)
+            _modules[key] = known
             known.add_done_callback(_report)
         return known
 
 
-def _at_once(compile: Compile, *key: Hashable) -> Future[Any]:
-    """Compile in this thread: on the emulator, which is in CuPy's place for a time only."""
-    done: Future[Any] = Future()
+class _Threads:
+    """Threads that compile what is queued, and end when nothing is.
+
+    NVRTC releases Python's lock, and compiles in parallel. An exiting process waits for a thread
+    that is not a daemon, as it must for one inside NVRTC; the threads of `concurrent.futures` would
+    first compile all that is queued.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Future[Any], Compile, tuple[Hashable, ...]]] = deque()
+        self._running = 0
+
+    def submit(self, future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
+        with self._lock:
+            self._queue.append((future, compile, key))
+            if self._running == most_threads():
+                return
+            self._running += 1
+        try:
+            threading.Thread(target=self._work, name="compile").start()
+        except BaseException:
+            with self._lock:
+                self._running -= 1
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running -= 1
+                    return
+                future, compile, key = self._queue.popleft()
+            if _main_thread_runs():
+                _run(future, compile, key)
+            else:
+                future.cancel()
+
+
+_threads = _Threads()
+
+
+def most_threads() -> int:
+    """The number of kernels that are compiled at the same time."""
+    return min(os.cpu_count() or 1, MOST_THREADS)
+
+
+def _main_thread_runs() -> bool:
+    return threading.main_thread().is_alive()
+
+
+def _run(future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> None:
+    """Compile in this thread."""
     try:
-        done.set_result(compile(*key))
+        future.set_result(compile(*key))
     except Exception as error:
-        done.set_exception(error)
-    return done
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """NVRTC releases Python's lock, and compiles in parallel."""
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), thread_name_prefix="compile")
+        future.set_exception(error)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import Prefill
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.ops.attention_cached import SPLIT_KEYS
 from gpt2block.run.model import cache_kind, describe_cache, kv_cache_dtype, rounded_up
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ KEPT_STARTS = 32  # prefill shapes kept for a decoding
 KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 MOST_SLOTS = 512  # of a decoding, unless more are requested
 LEAST_CONTEXT = 64  # positions of a decoding's cache
-PROGRAMS = 4  # the rows of all steps of a cache, as a multiple of its slots
+PROGRAMS = 5  # the rows of all steps of a cache, at most, as a multiple of its slots
 
 
 def free_bytes() -> int:
@@ -136,8 +135,11 @@ class DecodingCaches:
         return free_bytes() + sum(cache.nbytes for cache in tuple(self._ended))
 
     def _row_bytes(self, n_ctx: int) -> int:
-        """Bytes of a slot: keys and values, logits, seen tokens, and parts of attention."""
+        """Bytes of a slot: keys and values, logits, seen tokens, and the activations of steps.
+
+        All layers of a step share its activations.
+        """
         c = self._config
-        keys = 2 * n_ctx * c.kv_width * self._itemsize
-        parts = PROGRAMS * ceil(n_ctx / SPLIT_KEYS) * (c.q_width + 2 * c.n_head) * 4
-        return int(c.n_layer * (keys + parts) + 5 * c.vocab_size)
+        keys: int = 2 * c.n_layer * n_ctx * c.kv_width * self._itemsize
+        widths: int = c.n_embd + sum(architecture_of(c).widths(c).values())
+        return keys + 5 * c.vocab_size + 4 * PROGRAMS * widths

@@ -47,6 +47,12 @@ class DecodingSteps:
         self._steps: dict[int, Step] = {}
         self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
 
+    def restart(self) -> None:
+        """Begin another decoding, whatever the previous one has left in flight or unfinished."""
+        self._placed = None
+        for step in self._steps.values():
+            step.restart()
+
     def of(self, rows: int) -> Step:
         """The step of this number of rows, or of a few more."""
         rows = min(rounded_up(rows, 2), self.batch)
@@ -110,11 +116,10 @@ class Step:
         model = of.model
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
-        self._results: list[_Result | None] = [None, None]  # that may not have been read yet
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._launched = 0
+        self._turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
-        slots = Slots(row, tokens, positions, cupy.zeros(rows, "int32"))
+        slots = Slots(row, tokens, positions, self._turn)
         logits = of.logits[:rows]
         self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
@@ -122,6 +127,13 @@ class Step:
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
         plan = decode_plan(model.config, fused_norm=rows <= MORE_ROWS)
         self.program = Program(plan, tensors, after=(self._sample,))
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the next launch be the first one, on the device and here."""
+        self._turn.fill(0)
+        self._launched = 0
+        self._results: list[_Result | None] = [None, None]  # that may not have been read yet
 
     def run(self, slots: Ids) -> _Result:
         """Compute the placed rows, of these slots, and sample; a graph from the second run on."""
@@ -188,6 +200,7 @@ class CudaDecoding:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache = model, cache
         self._steps = model.steps(cache)
+        self._steps.restart()
         self._left = np.zeros(slots, np.int32)  # tokens of each slot that are not launched yet
         self._in_flight: deque[_Result] = deque()
 

@@ -472,11 +472,11 @@ class CudaModel:
         if self._activations is None or len(self._activations["stream"]) < rows:
             room = rounded_up(rows, 1)
             sizes = self._architecture.widths(self.config)
-            self._activations = {"stream": cupy.empty((room, self.config.n_embd), "float32")}
             if self.products == "two_part" and "parts" in self._architecture.BUFFERS:
                 sizes["parts"] = max(sizes.values())
-            for name, width in sizes.items():
-                self._activations[name] = cupy.empty((room, width), dtype)
+            stream = cupy.empty((room, self.config.n_embd), "float32")
+            others = {name: cupy.empty((room, width), dtype) for name, width in sizes.items()}
+            self._activations = {"stream": stream, **others}  # all of them, or none
         made = {name: array[:rows] for name, array in self._activations.items()}
         return made.pop("stream"), made
 
