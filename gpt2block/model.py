@@ -108,8 +108,12 @@ class Model(Generic[Weights]):
         """A model of tensors as `Checkpoint.tensors` yields them.
 
         Matrices of layout "NK" that are already in the memory of the GPU, and in the dtype, are not
-        copied.
+        copied. Raises InputError.
         """
+        if not isinstance(config, cls.CONFIG):
+            raise InputError(
+                f"config: expected a {cls.CONFIG.__name__}, got {type(config).__name__}"
+            )
         model: Loaded = cls.__new__(cls)
         model._set_up(config, tensors, device, dtype, False)
         return model
