@@ -101,6 +101,23 @@ class Model(Generic[Weights]):
         model._set_up(checkpoint.config, tensors, device, dtype, allow_nonfinite)
         return model
 
+    @classmethod
+    def from_tensors(
+        cls: type[Loaded], config: ModelConfig, tensors: Tensors, device: str, dtype: str
+    ) -> Loaded:
+        """A model of tensors as `Checkpoint.tensors` yields them.
+
+        Matrices of layout "NK" that are already in the memory of the GPU, and in the dtype, are not
+        copied. Raises InputError.
+        """
+        if not isinstance(config, cls.CONFIG):
+            raise InputError(
+                f"config: expected a {cls.CONFIG.__name__}, got {type(config).__name__}"
+            )
+        model: Loaded = cls.__new__(cls)
+        model._set_up(config, tensors, device, dtype, False)
+        return model
+
     _checkpoint: Checkpoint | None = None
 
     def _set_up(

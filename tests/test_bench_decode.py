@@ -30,7 +30,7 @@ from gpt2block.bench import report as reports
 from gpt2block.bench.contenders import Contender, Run
 from gpt2block.bench.decode_plot import draw_decoding, floor, points
 from gpt2block.bench.race import Timed
-from gpt2block.bench.token_works import RandomModel, Written
+from gpt2block.bench.token_works import RandomGPT2, Written
 from gpt2block.cli.bench import print_report
 from gpt2block.config import SIZES, model_shapes
 from gpt2block.cuda import timing
@@ -46,7 +46,7 @@ TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=53)
 
 def test_bytes_and_operations() -> None:
     """Those of GPT-2 small: 124 million parameters, and 36,864 bytes for a token in bfloat16."""
-    model = RandomModel(SIZES["gpt2"], "bfloat16")
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     shapes = model_shapes(model.config)
     parameters = sum(int(np.prod(shape)) for name, shape in shapes.items() if name != "wpe")
     vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
@@ -58,21 +58,21 @@ def test_bytes_and_operations() -> None:
     assert step.flops == 2 * 8 * (parameters - vectors) + 8 * 4 * 12 * 768 * 512
     assert step.tokens == 8
     assert step.sizes == {"rows": 8, "position": 512, "n_layer": 12, "n_embd": 768}
-    narrow = RandomModel(SIZES["gpt2"], "float8_e5m2")
+    narrow = RandomGPT2(SIZES["gpt2"], "float8_e5m2")
     assert narrow.weight_bytes == parameters + 3 * vectors
     assert narrow.token_bytes == 36_864
-    assert RandomModel(SIZES["gpt2"], "float32").token_bytes == 73_728
+    assert RandomGPT2(SIZES["gpt2"], "float32").token_bytes == 73_728
 
 
 def test_the_position_is_the_middle_of_the_timed_steps() -> None:
-    work = DecodeWork("bfloat16", RandomModel(SIZES["gpt2"], "bfloat16"), 1)
+    work = DecodeWork("bfloat16", RandomGPT2(SIZES["gpt2"], "bfloat16"), 1)
     first = work.start + work.rounds  # the first turn checks the results
     assert (first + work.end) / 2 == 512
     assert work.end - first == work.rounds * work.turns
 
 
 def test_a_new_token_sees_all_before_it() -> None:
-    model = RandomModel(TINY, "float32")
+    model = RandomGPT2(TINY, "float32")
     work = GenerateWork("float32", model, prompts=3, new=2, longest=18)
     seen = sum(n + n + 1 for n in work.lengths)
     assert all(16 <= n <= 18 for n in work.lengths)
@@ -126,11 +126,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def work(short: None) -> DecodeWork:
-    return DecodeWork("float32", RandomModel(TINY, "float32"), 2, position=12)
+    return DecodeWork("float32", RandomGPT2(TINY, "float32"), 2, position=12)
 
 
 def last_token(work: DecodeWork, ids: Any) -> tuple[int, float]:
     """The most likely token after ids, and its log-probability."""
+    assert isinstance(work.model, RandomGPT2)
     logits = GPT2(work.model.weights, device="cpu")(ids, last=True).astype(np.float64)
     return int(logits.argmax()), float(logits.max() - np.log(np.exp(logits).sum()))
 
@@ -175,7 +176,7 @@ def test_a_log_probability_that_is_nan_is_an_error(work: DecodeWork) -> None:
 
 
 def test_a_continuation_of_a_wrong_length_is_refused() -> None:
-    work = GenerateWork("float32", RandomModel(TINY, "float32"), prompts=4, new=2, longest=18)
+    work = GenerateWork("float32", RandomGPT2(TINY, "float32"), prompts=4, new=2, longest=18)
     prompts = work.ids()
     written = token_contenders.continued(work, prompts, [[1, 2]] * 4)
     assert [ids[-2:].tolist() for ids in written.sequences] == [[1, 2]] * 3
@@ -188,7 +189,7 @@ def test_a_continuation_of_a_wrong_length_is_refused() -> None:
 
 
 def few(dtype: str) -> list[Work]:
-    model = RandomModel(TINY, dtype)
+    model = RandomGPT2(TINY, dtype)
     return [
         DecodeWork(dtype, model, 1, position=10),
         DecodeWork(dtype, model, 4, position=10),
@@ -252,7 +253,7 @@ def test_prompts_that_start_in_several_groups(
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
     """NumPy in place of the GPU."""
-    monkeypatch.setattr(RandomModel, "on", lambda model, device: model._reference)
+    monkeypatch.setattr(RandomGPT2, "on", lambda model, device: model._reference)
     if find_spec("cupy") is None or doctor.cuda_problem():
         monkeypatch.setattr(token_contenders, "cupy", Idle())
     monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
@@ -302,7 +303,7 @@ def row(work: Work, contender: str, us: float, peer: bool = False, right: bool =
 
 
 def test_the_table_fits_eighty_columns(report: Report) -> None:
-    model = RandomModel(SIZES["gpt2"], "bfloat16")
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     works = [DecodeWork("bfloat16", model, 256), GenerateWork("bfloat16", model)]
     step, many = works
     rows = [row(step, "gpt2block", 2500.0), row(step, "sampled", 2600.0)]
@@ -421,8 +422,15 @@ def test_a_picture_of_nothing(tmp_path: Path, work: DecodeWork) -> None:
         (["--decode", "--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2, "),
         (["--decode", "--peer", "jax"], "--peer: expected torch, got 'jax'"),
         (["--decode", "--plot", "no/such/place.png"], "there is no directory no/such"),
-        (["--rows", "8"], "--rows is an option of --decode: add it"),
-        (["--size", "gpt2"], "--size is an option of --decode: add it"),
+        (["--decode", "--llama"], "--decode times GPT-2, --llama a Llama: leave out one"),
+        (["--llama", "--what", "all"], "--what chooses kernels, --llama times whole models"),
+        (["--llama", "--plot", "x.png"], "--plot: expected --decode or kernels with it"),
+        (["--llama", "--size", "70b"], "--size: expected one of 7b, 1b, small with --llama"),
+        (["--llama", "--rows", "x"], "--rows: expected numbers from 1 to 4,096 such as 1,8,64"),
+        (["--llama", "--dtype", "int8"], "--dtype: expected one of float32, "),
+        (["--llama", "--peer", "jax"], "--peer: expected torch, got 'jax'"),
+        (["--rows", "8"], "--rows is an option of --decode and --llama: add one"),
+        (["--size", "gpt2"], "--size is an option of --decode and --llama: add one"),
     ],
 )
 def test_options_that_do_not_apply_are_one_line(
@@ -456,7 +464,7 @@ def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) 
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=128, vocab_size=211)
     monkeypatch.setattr(DecodeWork, "rounds", 4)
-    work = DecodeWork("float32", RandomModel(config, "float32"), 4, position=60)
+    work = DecodeWork("float32", RandomGPT2(config, "float32"), 4, position=60)
 
     def repeated(step: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:
         with torch.no_grad():
@@ -476,14 +484,14 @@ def test_pytorch_decodes_the_same(monkeypatch: pytest.MonkeyPatch, short: None) 
 def test_transformers_generates_the_same() -> None:
     pytest.importorskip("torch", reason="compares with transformers")
     pytest.importorskip("transformers", reason="compares with transformers")
-    work = GenerateWork("float32", RandomModel(TINY, "float32"), prompts=3, new=3, longest=18)
+    work = GenerateWork("float32", RandomGPT2(TINY, "float32"), prompts=3, new=3, longest=18)
     run = token_peers._generate(work, "cpu", 1)
     _, relative = work.check(run.replay, run.outs)
     assert relative <= reports.tolerance(work, "float32")
 
 
 def test_a_peer_without_fp8_says_so(short: None) -> None:
-    work = DecodeWork("float8_e5m2", RandomModel(TINY, "float8_e5m2"), 1, position=12)
+    work = DecodeWork("float8_e5m2", RandomGPT2(TINY, "float8_e5m2"), 1, position=12)
     if find_spec("torch"):
         with pytest.raises(InputError, match="no PyTorch operation here takes float8_e5m2 weights"):
             token_peers.steps(work, "cpu", lambda step, arguments: lambda: None, 2)
@@ -507,7 +515,7 @@ def test_replays_on_the_host_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 def test_a_small_race() -> None:
-    model = RandomModel(SIZES["gpt2"], "bfloat16")
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     works: list[Work] = [
         DecodeWork("bfloat16", model, 1),
         DecodeWork("bfloat16", model, 8),
@@ -527,7 +535,7 @@ def test_a_small_race() -> None:
 def test_a_small_race_against_pytorch() -> None:
     pytest.importorskip("torch", reason="races against PyTorch")
     pytest.importorskip("transformers", reason="races against transformers")
-    model = RandomModel(SIZES["gpt2"], "bfloat16")
+    model = RandomGPT2(SIZES["gpt2"], "bfloat16")
     works: list[Work] = [
         DecodeWork("bfloat16", model, 2),
         GenerateWork("bfloat16", model, prompts=20, new=8),

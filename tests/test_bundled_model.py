@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Weights, reference
-from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli.model import DEFAULT_PROMPT
 from gpt2block.run.model import DTYPES
 from gpt2block.text import tokenizer
@@ -209,17 +209,28 @@ def test_a_figure_that_is_elsewhere_is_seen() -> None:
             assert_same_figures(rows(other), committed)
 
 
-def test_its_tokens_are_bytes() -> None:
-    checkpoint = Checkpoint.open(BUNDLED)
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_its_tokens_are_bytes(name: str) -> None:
+    checkpoint = Checkpoint.open(name)
     encoding = tokenizer.load(checkpoint.directory, checkpoint.config.vocab_size)
     text = "Ünïcode, «tabs»\t\r\n\x00 and 🎭 too"
     assert tokenizer.encode(encoding, text) == list(text.encode())
     assert encoding.decode(list(text.encode())) == text
 
 
-def test_its_file_is_small_and_in_hugging_face_layout() -> None:
-    checkpoint = Checkpoint.open(BUNDLED)
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_a_bundled_model_is_small_and_its_loss_is_on_its_card(name: str) -> None:
+    """Its folder has the files that `tools/train_shakespeare.py` writes."""
+    checkpoint = Checkpoint.open(name)
     assert checkpoint.file.stat().st_size <= 10_000_000
+    loss = json.loads((checkpoint.directory / "loss.json").read_text())["validation_loss"]
+    assert loss <= 1.45
+    assert f"**{loss:.4f} nats per byte**" in (checkpoint.directory / "README.md").read_text()
+    assert len((checkpoint.directory / "passage.txt").read_bytes()) == 256
+
+
+def test_its_file_is_in_hugging_face_layout() -> None:
+    checkpoint = Checkpoint.open(BUNDLED)
     assert "h.5.mlp.c_proj.weight" in checkpoint.names
     assert "lm_head.weight" not in checkpoint.names
     assert checkpoint.config.head_size == 64

@@ -1,4 +1,4 @@
-"""The files next to the bundled model's weights: config, tokenizer, loss curves, model card."""
+"""The files next to a bundled model's weights: config, tokenizer, loss curves, model card."""
 
 from __future__ import annotations
 
@@ -14,10 +14,42 @@ if TYPE_CHECKING:
     from train_shakespeare import Settings
 
 LAYER_NORM_EPSILON = 1e-5
+RMS_NORM_EPSILON = 1e-5
+ROPE_THETA = 10000.0
 INITIAL_DEVIATION = 0.02
+NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
+    return gpt2_config(settings) if settings.architecture == "gpt2" else llama_config(settings)
+
+
+def llama_config(settings: Settings) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": settings.n_layer,
+        "num_attention_heads": settings.n_head,
+        "num_key_value_heads": settings.n_kv_head,
+        "hidden_size": settings.n_embd,
+        "intermediate_size": settings.n_ff,
+        "head_dim": settings.n_embd // settings.n_head,
+        "max_position_embeddings": settings.n_ctx,
+        "vocab_size": settings.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": RMS_NORM_EPSILON,
+        "rope_theta": ROPE_THETA,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": INITIAL_DEVIATION,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "float16",
+    }
+
+
+def gpt2_config(settings: Settings) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -106,12 +138,12 @@ def model_card(
     args: argparse.Namespace,
 ) -> str:
     sections = (
-        card_opening(report),
+        card_opening(settings, report),
         card_architecture(settings, report),
         card_data(report),
         card_training(settings, report, args),
         card_choice(logs),
-        card_loss(report),
+        card_loss(settings, report),
         card_licence(),
     )
     paragraphs = "\n\n".join(section.strip() for section in sections).split("\n\n")
@@ -125,11 +157,12 @@ def rewrapped(paragraph: str) -> str:
     return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def card_opening(report: dict[str, Any]) -> str:
+def card_opening(settings: Settings, report: dict[str, Any]) -> str:
+    name = NAMES[settings.architecture]
     return f"""
-# A small byte-level GPT-2 trained on tinyshakespeare
+# A small byte-level {name} trained on tinyshakespeare
 
-A language model with GPT-2's architecture and {report["parameters"]:,} parameters that reads and
+A language model with {name}'s architecture and {report["parameters"]:,} parameters that reads and
 writes bytes. It reaches {report["validation_loss"]:.3f} nats per byte on the last 10 % of its
 text, which it was not trained on.
 
@@ -138,8 +171,8 @@ the layout of the plays; it knows no facts and follows no instructions.
 
 | file | content |
 | --- | --- |
-| `model.safetensors` | weights in fp16, under the names of Hugging Face GPT-2 checkpoints |
-| `config.json` | architecture, as a Hugging Face `GPT2Config` |
+| `model.safetensors` | weights in fp16, under the names of Hugging Face {name} checkpoints |
+| `config.json` | architecture, as a Hugging Face `{"GPT2" if name == "GPT-2" else name}Config` |
 | `tokenizer.json` | byte-level tokenizer without merges: a token's id is the byte's value |
 | `passage.txt` | 256 bytes from the start of the validation text |
 | `loss.json`, `loss.png` | training curve, settings and validation loss |
@@ -147,6 +180,16 @@ the layout of the plays; it knows no facts and follows no instructions.
 
 
 def card_architecture(settings: Settings, report: dict[str, Any]) -> str:
+    where = "before each branch and after the last block, epsilon"
+    if settings.architecture == "gpt2":
+        positions = "learned positions"
+        particular = f"""| activation | GELU, tanh approximation |
+| layer norm | {where} {LAYER_NORM_EPSILON:g} |"""
+    else:
+        positions = f"RoPE with base {ROPE_THETA:g}"
+        particular = f"""| heads of keys and values | {settings.n_kv_head}, shared by groups |
+| feed-forward | {settings.n_ff} channels, SiLU gate |
+| RMSNorm | {where} {RMS_NORM_EPSILON:g} |"""
     return f"""
 ## Architecture
 
@@ -155,10 +198,9 @@ def card_architecture(settings: Settings, report: dict[str, Any]) -> str:
 | blocks | {settings.n_layer} |
 | width | {settings.n_embd} |
 | attention heads | {settings.n_head} of size {settings.n_embd // settings.n_head} |
-| context | {settings.n_ctx} bytes, learned positions |
+| context | {settings.n_ctx} bytes, {positions} |
 | vocabulary | {settings.vocab_size}, a token is one byte |
-| activation | GELU, tanh approximation |
-| layer norm | before each branch and after the last block, epsilon {LAYER_NORM_EPSILON:g} |
+{particular}
 | output layer | tied to the token embedding |
 | parameters | {report["parameters"]:,} |
 """
@@ -245,7 +287,8 @@ def choice_row(log: dict[str, Any], chosen: dict[str, Any]) -> str:
     return f"| {name} | {curve[-1][1]:.4f} | {lowest:.4f} | {step:,} | {log['seconds']:g} |"
 
 
-def card_loss(report: dict[str, Any]) -> str:
+def card_loss(settings: Settings, report: dict[str, Any]) -> str:
+    model = " --model shakespeare-llama" if settings.architecture == "llama" else ""
     window, stride = report["window"], report["stride"]
     return f"""
 ## Validation loss
@@ -259,8 +302,8 @@ each later one only its last {stride} (the last window what is left). So every b
 exactly once, from at least {window - stride} (except near the start) and at most {window - 1}
 preceding bytes.
 
-With the validation text in a file, `gpt2block score validation.txt --stride {stride}` repeats it;
-[docs/dtypes.md](../../../docs/dtypes.md) has the loss with weights in bf16 and FP8.
+With the validation text in a file, `gpt2block score validation.txt{model} --stride {stride}`
+repeats it; [docs/dtypes.md](../../../docs/dtypes.md) has the loss with weights in bf16 and FP8.
 
 ![Loss in nats per byte over the training steps](loss.png)
 """

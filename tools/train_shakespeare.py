@@ -1,8 +1,8 @@
-"""Train the bundled model, a small GPT-2, on tinyshakespeare.
+"""Train a bundled model, a small GPT-2 or Llama, on tinyshakespeare.
 
-The model has GPT-2's architecture and reads bytes: a token's id is the byte's value.  It is
-trained on the first 90 % of the text; the last 10 % is the validation text, which is used neither
-for training nor for choosing settings.
+The model has the architecture of ``--architecture`` and reads bytes: a token's id is the byte's
+value.  It is trained on the first 90 % of the text; the last 10 % is the validation text, which is
+used neither for training nor for choosing settings.
 
 ``--mode choose`` holds out every 20th block of 4096 bytes of the first 90 %, trains on the rest
 and writes the loss on those blocks to ``--dev-log``.  ``--mode final`` trains on the whole first
@@ -41,6 +41,7 @@ from shakespeare_card import (
     model_card,
     model_config,
 )
+from shakespeare_llama import Llama
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -63,8 +64,11 @@ def flag(default: Any, text: str) -> Any:
 class Settings:
     """The settings that determine the trained weights; every field is also a command-line flag."""
 
+    architecture: str = flag("gpt2", "gpt2 or llama")
     n_layer: int = flag(6, "transformer blocks")
     n_head: int = flag(4, "attention heads")
+    n_kv_head: int = flag(2, "heads of keys and values (llama)")
+    n_ff: int = flag(768, "channels of the feed-forward (llama)")
     n_embd: int = flag(256, "width")
     n_ctx: int = flag(256, "context length in bytes")
     vocab_size: int = flag(256, "one id for every byte value")
@@ -180,6 +184,14 @@ class GPT2(nn.Module):
         return F.linear(self.transformer(ids), self.transformer.wte.weight)
 
 
+Model = GPT2 | Llama
+MODELS: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
+
+
+def new_model(settings: Settings) -> Model:
+    return MODELS[settings.architecture](settings)
+
+
 # --- The text ----------------------------------------------------------------------------------
 
 
@@ -226,7 +238,7 @@ def bytes_as_tensor(data: bytes, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: GPT2, data: Tensor, n_ctx: int, stride: int) -> float:
+def evaluate(model: Model, data: Tensor, n_ctx: int, stride: int) -> float:
     """Mean nats per byte over ``data`` after its first byte, as the module's text defines it."""
     if not 0 < stride < n_ctx:
         raise ValueError("the stride must be positive and smaller than the context")
@@ -258,7 +270,7 @@ def scored_targets(first: int, count: int, size: int, n_ctx: int, stride: int) -
     return is_new & (window * stride + column < size)
 
 
-def evaluate_spans(model: GPT2, text: Tensor, spans: list[Span], n_ctx: int, stride: int) -> float:
+def evaluate_spans(model: Model, text: Tensor, spans: list[Span], n_ctx: int, stride: int) -> float:
     """Return the mean loss over spans of equal length, each scored as a separate text."""
     losses: list[float] = [evaluate(model, text[a:b], n_ctx, stride) for a, b in spans]
     return sum(losses) / len(losses)
@@ -269,7 +281,7 @@ def evaluate_spans(model: GPT2, text: Tensor, spans: list[Span], n_ctx: int, str
 
 @dataclass(frozen=True)
 class Trained:
-    model: GPT2
+    model: Model
     curve: Curve
     seconds: float
     compiled: bool
@@ -283,7 +295,7 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.min_lr + (settings.lr - settings.min_lr) * cosine
 
 
-def make_optimizer(model: GPT2, settings: Settings) -> torch.optim.AdamW:
+def make_optimizer(model: Model, settings: Settings) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -300,9 +312,9 @@ def batch_loss(forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Ten
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def try_to_compile(model: GPT2, settings: Settings) -> Callable[[Tensor], Tensor]:
+def try_to_compile(model: Model, settings: Settings) -> Callable[[Tensor], Tensor]:
     """Return the compiled model or, where the compiler fails, the model itself."""
-    device = model.transformer.wte.weight.device
+    device = next(model.parameters()).device
     ids = torch.zeros(settings.batch, settings.n_ctx, dtype=torch.long, device=device)
     compiled: Callable[[Tensor], Tensor] = torch.compile(model)
     try:
@@ -317,7 +329,7 @@ def try_to_compile(model: GPT2, settings: Settings) -> Callable[[Tensor], Tensor
 
 
 @torch.no_grad()
-def update_average(average: GPT2, model: GPT2, decay: float, step: int) -> None:
+def update_average(average: Model, model: Model, decay: float, step: int) -> None:
     """Update an exponential moving average, with a correction for the bias of its start."""
     weight = (1.0 - decay) / (1.0 - decay**step)
     for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
@@ -325,7 +337,7 @@ def update_average(average: GPT2, model: GPT2, decay: float, step: int) -> None:
 
 
 def optimize(
-    model: GPT2, optimizer: torch.optim.AdamW, loss: Tensor, rate: float, clip: float
+    model: Model, optimizer: torch.optim.AdamW, loss: Tensor, rate: float, clip: float
 ) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -340,12 +352,12 @@ def train(
     text: Tensor,
     spans: list[Span],
     args: argparse.Namespace,
-    observe: Callable[[int, GPT2, float], None],
+    observe: Callable[[int, Model, float], None],
 ) -> Trained:
     """Train on ``spans`` of ``text``; ``observe`` receives each step's averaged model."""
     started = time.perf_counter()
     torch.manual_seed(settings.seed)
-    model = GPT2(settings).to(text.device).train()
+    model = new_model(settings).to(text.device).train()
     average = copy.deepcopy(model).requires_grad_(False).eval()
     forward = model if args.no_compile else try_to_compile(model, settings)
     torch.manual_seed(settings.seed)  # so that dropout does not depend on the compiler's trial
@@ -379,7 +391,7 @@ def choose(settings: Settings, text: bytes, args: argparse.Namespace) -> None:
     held_out = development_spans(len(data))
     curve: Curve = []
 
-    def observe(step: int, model: GPT2, train_loss: float) -> None:
+    def observe(step: int, model: Model, train_loss: float) -> None:
         if is_due(step, args.eval_every, settings):
             loss = evaluate_spans(model, data, held_out, settings.n_ctx, args.stride)
             curve.append((step, round(loss, 5)))
@@ -408,7 +420,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def store_weights(model: GPT2, path: Path) -> None:
+def store_weights(model: Model, path: Path) -> None:
     weights = {name: w.half().cpu().contiguous() for name, w in model.state_dict().items()}
     assert all(bool(w.isfinite().all()) for w in weights.values())
     save_file(weights, path, metadata={"format": "pt"})
@@ -416,8 +428,8 @@ def store_weights(model: GPT2, path: Path) -> None:
     assert path.stat().st_size <= MAX_WEIGHT_FILE
 
 
-def load_weights(path: Path, settings: Settings, device: torch.device) -> GPT2:
-    model = GPT2(settings)
+def load_weights(path: Path, settings: Settings, device: torch.device) -> Model:
+    model = new_model(settings)
     model.load_state_dict({name: weight.float() for name, weight in load_file(path).items()})
     model.to(device)
     return model
@@ -446,7 +458,7 @@ def final(settings: Settings, text: bytes, args: argparse.Namespace) -> None:
     split = split_offset(len(text))
     device = torch.device(args.device)
 
-    def observe(step: int, _: GPT2, train_loss: float) -> None:
+    def observe(step: int, _: Model, train_loss: float) -> None:
         if is_due(step, args.eval_every, settings):
             print(f"step {step:5d}  train {train_loss:.4f}", flush=True)
 
@@ -501,7 +513,7 @@ def make_report(
 
 def parse_arguments() -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(
-        description="Train the small byte-level GPT-2 on tinyshakespeare.",
+        description="Train a small byte-level GPT-2 or Llama on tinyshakespeare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--mode", choices=("choose", "final"), required=True)
@@ -534,14 +546,25 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--mode choose needs one --dev-log")
     if args.mode == "final" and args.output is None:
         parser.error("--mode final needs --output")
+    if args.architecture not in MODELS:
+        parser.error(f"--architecture must be one of {', '.join(MODELS)}")
     if args.n_embd % args.n_head:
         parser.error("--n-embd must be a multiple of --n-head")
+    if args.architecture == "llama":
+        check_heads(parser, args)
     if args.vocab_size < 256:
         parser.error("--vocab-size must hold every byte")
     if args.steps < args.log_every:
         parser.error("--log-every must not exceed --steps")
     if not 0 < args.stride < args.n_ctx:
         parser.error("--stride must be positive and smaller than --n-ctx")
+
+
+def check_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.n_kv_head < 1 or args.n_head % args.n_kv_head:
+        parser.error("--n-kv-head must divide --n-head")
+    if args.n_embd // args.n_head % 2:
+        parser.error("--n-embd must be an even multiple of --n-head: RoPE turns pairs of channels")
 
 
 def main() -> None:

@@ -80,27 +80,30 @@ def block(
     ]
 
 
-def fuse(steps: Iterable[Step]) -> Steps:
+def fuse(steps: Iterable[Step], gated: bool = True) -> Steps:
     """Fuse residuals into the products before them, and norms into the products after them.
 
-    A fused step has the name of the last of its steps: rms2, gate, up and ff become ff. A product
-    with a bias keeps its norm as a step of its own.
+    A fused step has the name of the last of its steps: with gated, rms2, gate, up and ff become ff.
+    A product with a bias keeps its norm as a step of its own.
     """
     before = {step.name: step for step in fuse_epilogues(steps, "gemm")}
 
     def fused(step: Step) -> Step:
-        gated = step.op == "silu_mul"
-        products = [before[name] for name in step.inputs] if gated else [step]
+        two = gated and step.op == "silu_mul"
+        products = [before[name] for name in step.inputs] if two else [step]
         norm = before.get(products[0].inputs[0])
         alone = all(p.op == "gemm" and p.inputs[2:] == ("",) for p in products)
         if norm is None or norm.op != "rmsnorm" or not alone:
             return step
-        op = "rmsnorm_ffn" if gated else "rmsnorm_matmul"
+        op = "rmsnorm_ffn" if two else "rmsnorm_matmul"
         matrices = (product.inputs[1] for product in products)
         return Step(step.name, op, (*norm.inputs, *matrices), norm.attrs)
 
     made = list(map(fused, before.values()))
-    while unread := {s.name for s in made[:-1]}.difference(*(s.inputs for s in made)):
+    parts = ("rmsnorm", "gemm", "rmsnorm_matmul")  # others may be read outside the block
+    while unread := {s.name for s in made[:-1] if s.op in parts}.difference(
+        *(s.inputs for s in made)
+    ):
         made = [step for step in made if step.name not in unread]
     return made
 

@@ -3,13 +3,14 @@
     model_plan     tokens → logits, a step per operation: the NumPy model
     Prefill.plan   the same on a GPU, for packed rows of several sequences
     decode_plan    one token for each row of a kv_cache, on a GPU
+    staged_plan    the same with other fusions, to measure what each brings
 
 What a block is, and the names of its tensors, is up to the architecture (`architecture_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -211,19 +212,51 @@ def decode_plan(config: ModelConfig, fused_norm: bool = True) -> Plan:
     architecture = architecture_of(config)
     steps, x = _embedding(architecture)
     for h in _layers(config):
-        cache = (f"{h}k", f"{h}v", "row", "positions")
-        attention = Step(
-            f"{h}attn", "attention_split", (f"{h}q", *cache), {"n_head": config.n_head}
-        )
-        unfused = architecture.model_block(config, [attention], h, x)
+        unfused = architecture.model_block(config, _split_attention(config, h), h, x)
         steps += [
-            architecture.into_cache(config, h, step, cache)
+            architecture.into_cache(config, h, step, _cache_of(h))
             if step.name == f"{h}{architecture.QKV}"
             else step
             for step in _decoding(unfused, fused_norm)
         ]
         x = f"{h}output"
     return _model(config, [*steps, *_lm_head(config, x, fused_norm)], overlapping=True)
+
+
+def staged_plan(
+    config: ModelConfig, fuse: Callable[[Steps], Steps], into_cache: bool, overlapping: bool
+) -> Plan:
+    """`decode_plan` with the fusions of `fuse` in place of its own.
+
+    fuse: from the steps of a block, one for each operation, to fewer, with products as `gemm`. As
+    in decode_plan, they become `linear`. into_cache: one kernel returns q, and appends K and V to
+    the cache, which the attention of decoding then reads; else K and V are appended by a kernel of
+    their own, and attention takes rows [Q | K | V], of cu_seqlens and start. overlapping: as in
+    Plan.
+    """
+    architecture = architecture_of(config)
+    steps, x = _embedding(architecture)
+    for h in _layers(config):
+        attention = _split_attention(config, h) if into_cache else _cached_attention(config, h, 1)
+        for step in fuse(architecture.model_block(config, attention, h, x)):
+            if into_cache and step.name == f"{h}{architecture.QKV}":
+                steps.append(architecture.into_cache(config, h, step, _cache_of(h)))
+            else:
+                product = step.op in ("matmul_bias", "gemm")
+                steps.append(_decoding_step(as_linear(step) if product else step))
+        x = f"{h}output"
+    return _model(config, [*steps, *_lm_head(config, x)], overlapping=overlapping)
+
+
+def _cache_of(h: str) -> tuple[str, ...]:
+    """The names of a layer's kv_cache, and of the rows and positions of new tokens in it."""
+    return f"{h}k", f"{h}v", "row", "positions"
+
+
+def _split_attention(config: ModelConfig, h: str) -> Steps:
+    """Attention of decoding, over the cache."""
+    heads = {"n_head": config.n_head}
+    return [Step(f"{h}attn", "attention_split", (f"{h}q", *_cache_of(h)), heads)]
 
 
 def _embedding(architecture: Architecture) -> tuple[Steps, str]:

@@ -8,6 +8,7 @@ and `variants` the variants of one operation. Both are a `race` of contenders on
 
 from gpt2block.bench.ceilings import Ceilings
 from gpt2block.bench.document import BlockTime, block_against_document
+from gpt2block.bench.llama_works import LlamaDecodeWork, LlamaPromptWork, llama_works
 from gpt2block.bench.report import Report, Row, run
 from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, decode_works
 from gpt2block.bench.variants import Measurement, measure_variants
@@ -22,6 +23,8 @@ __all__ = [
     "DecodeWork",
     "GemmWork",
     "GenerateWork",
+    "LlamaDecodeWork",
+    "LlamaPromptWork",
     "Measurement",
     "PromptWork",
     "Report",
@@ -30,6 +33,7 @@ __all__ = [
     "block_against_document",
     "chosen_works",
     "decode_works",
+    "llama_works",
     "measure_variants",
     "run",
 ]

@@ -9,16 +9,27 @@ from typing import Any
 import numpy as np
 
 from gpt2block.bench.contenders import Contender, Run
+from gpt2block.bench.llama_works import UNFUSED, LlamaDecodeWork, Stage, stages_of
 from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, TokenWork, Written
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
-from gpt2block.model import GPT2
-from gpt2block.run.model import Decoding, Floats, Ids, Sampled, kv_cache_dtype, start_all
+from gpt2block.model import Model
+from gpt2block.run.model import (
+    Decoding,
+    Floats,
+    Ids,
+    Sampled,
+    cache_tensors,
+    kv_cache_dtype,
+    start_all,
+)
+from gpt2block.run.program import Program
 from gpt2block.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
+NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 
 
 def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
@@ -26,16 +37,22 @@ def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
     captures: dict[str, Callable[[int], Run]] = {}
     if isinstance(work, DecodeWork):
         captures[NAME] = partial(_steps, work, device, GREEDY)
-        captures["sampled"] = partial(_steps, work, device, SAMPLED)
+        if isinstance(work, LlamaDecodeWork):
+            shared: list[Any] = []
+            for stage in stages_of(work.dtype):
+                captures[stage.name] = partial(_stage, work, device, stage, shared)
+        else:
+            captures["sampled"] = partial(_steps, work, device, SAMPLED)
     elif isinstance(work, PromptWork):
         captures[NAME] = partial(_prompt, work, device)
     elif isinstance(work, GenerateWork):
         captures[NAME] = partial(_generate, work, device)
     for name, capture in captures.items():
-        yield Contender(name, False, capture, kv_cache_dtype(work.dtype))
+        note = partial(str, NOTES.get(name, ""))
+        yield Contender(name, False, capture, kv_cache_dtype(work.dtype), note)
 
 
-def started(model: GPT2, prompts: Sequence[Ids], sampling: Sampling) -> Decoding:
+def started(model: Model[Any], prompts: Sequence[Ids], sampling: Sampling) -> Decoding:
     """A decoding of these prompts, which a call of `next` continues by a token each."""
     steps = model.config.n_ctx - max(map(len, prompts)) + 1
     return start_all(model.engine, prompts, [sampling] * len(prompts), steps)
@@ -67,6 +84,51 @@ def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Ru
         return Written(sequences, last, sampling.temperature == 0)
 
     return Run(replay, (written,))
+
+
+def _stage(work: LlamaDecodeWork, device: int, stage: Stage, shared: list[Any], rounds: int) -> Run:
+    """Greedy steps of a plan with fewer fusions, or without a graph.
+
+    shared: the kv_cache of all stages, which is large; each one writes it again from the prompts.
+    """
+    prompts, M = work.prompts(), work.rows
+    engine: Any = work.model.on(device).engine
+    with engine.running():
+        if not shared:
+            shared.append(engine.new_cache(M, work.end))
+        cache = shared[0]
+        cache.lengths = [0] * M
+        first = engine.forward(prompts, "last", cache)
+        tokens = cupy.asarray(np.array([logits.argmax() for logits in first], np.int32))
+        positions = cupy.asarray(np.full(M, work.start, np.int32))
+        rows = cupy.asarray(np.arange(M + 1, dtype=np.int32))
+        batch = {"tokens": tokens, "positions": positions, "row": rows[:M]}
+        batch |= {"cu_seqlens": rows, "start": positions}
+        caches = cache_tensors(cache.layers, engine.config.n_layer)
+        program = Program(stage.plan(engine.config), {**engine.given(), **caches, **batch})
+    columns = [tokens.get()]
+
+    def replay() -> None:
+        with engine.running():
+            for _ in range(rounds):
+                if stage.graph:
+                    program.repeat(engine.stream)
+                else:
+                    program.run()
+                tokens[...] = program.out.argmax(axis=1)
+                positions[...] += 1
+                columns.append(tokens.get())
+
+    def written() -> Written:
+        with engine.running():
+            logits = program.out.get().astype(np.float64)
+        of_row = np.stack(columns, axis=1)
+        sequences = [np.concatenate([prompts[row], of_row[row]]) for row in work.checked]
+        largest = logits.max(axis=1, keepdims=True)
+        scores = logits - largest - np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
+        return Written(sequences, [float(scores[row, of_row[row, -1]]) for row in work.checked])
+
+    return Run(replay, (written,), cache)
 
 
 def _prompt(work: PromptWork, device: int, rounds: int) -> Run:

@@ -16,9 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.bench import llama_peers
 from gpt2block.bench.contenders import Contender, Run
+from gpt2block.bench.llama_works import RandomLlama
 from gpt2block.bench.token_contenders import continued
-from gpt2block.bench.token_works import DecodeWork, GenerateWork, RandomModel, TokenWork, Written
+from gpt2block.bench.token_works import (
+    DecodeWork,
+    GenerateWork,
+    PromptWork,
+    RandomGPT2,
+    RandomModel,
+    TokenWork,
+    Written,
+)
 from gpt2block.bench.torch_peers import TorchPeers, captured
 from gpt2block.checkpoints.naming import GPT2_NAMING
 from gpt2block.cuda.kernels import FP8
@@ -33,13 +43,23 @@ CACHE_STEP = 64  # the length of a static kv_cache is a multiple of it
 
 Tensor = Any
 Tensors = dict[str, Tensor]
-Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, NH, S, HS)
+Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, heads, S, HS)
+Forward = Callable[[Tensor, Tensor, Tensors, Caches], Tensor]
 
 
 def contenders(work: TokenWork, peers: TorchPeers) -> Iterator[Contender]:
     """The contenders for a work; capturing shows whether they run."""
     captures: dict[str, Callable[[int], Run]] = {}
-    if isinstance(work, DecodeWork) and work.peers:
+    if isinstance(work, DecodeWork) and isinstance(work.model, RandomLlama):
+        captures["torch"] = partial(steps, work, "cuda", called)
+        captures["torch.compile"] = partial(steps, work, "cuda", partial(_replayed, peers))
+        captures["transformers"] = partial(llama_peers.transformers_steps, work, "cuda")
+    elif isinstance(work, PromptWork) and isinstance(work.model, RandomLlama):
+        captures["torch"] = partial(llama_peers.prompt, work, "cuda", called)
+        compiled = partial(_replayed, peers)
+        captures["torch.compile"] = partial(llama_peers.prompt, work, "cuda", compiled)
+        captures["transformers"] = partial(llama_peers.transformers_prompt, work, "cuda")
+    elif isinstance(work, DecodeWork) and work.peers:
         captures["torch.compile"] = partial(steps, work, "cuda", partial(_replayed, peers))
     elif isinstance(work, GenerateWork):
         captures["transformers"] = partial(_generate, work, "cuda")
@@ -55,16 +75,16 @@ def steps(
     repeated: Callable[[Callable[..., Tensor], tuple[Any, ...]], Callable[[], Tensor]],
     rounds: int,
 ) -> Run:
-    """Decoding by `forward`, with every token on the host.
+    """Decoding with every token on the host.
 
     repeated: gives from a function and its arguments what calls it again, in place.
     """
     import torch  # noqa: PLC0415
 
     c, prompts = work.model.config, work.prompts()
-    weights = weights_of(work.model, device)
+    weights, forward = model_of(work.model, device)
     length = -(-work.end // CACHE_STEP) * CACHE_STEP
-    shape = len(prompts), c.n_head, length, c.head_size
+    shape = len(prompts), c.kv_width // c.head_size, length, c.head_size
     caches = [
         (weights["wte"].new_zeros(shape), weights["wte"].new_zeros(shape)) for _ in range(c.n_layer)
     ]
@@ -72,7 +92,7 @@ def steps(
     position = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step(token: Tensor, position: Tensor, weights: Tensors, caches: Caches) -> Tensor:
-        logits = forward(token[:, None], position, weights, caches, c.eps)
+        logits = forward(token[:, None], position, weights, caches)
         token.copy_(logits.argmax(-1))
         position.add_(1)
         return logits
@@ -82,7 +102,7 @@ def steps(
     first: dict[bytes, int] = {}
     for key, ids in different.items():
         rows = [row for row, each in enumerate(prompts) if each.tobytes() == key]
-        first[key] = prefilled(ids, rows, weights, caches, c.eps)
+        first[key] = prefilled(forward, ids, rows, weights, caches)
     token.copy_(torch.tensor([first[ids.tobytes()] for ids in prompts]))
     position.fill_(work.start)
     tokens = [token.cpu().numpy().copy()]
@@ -116,7 +136,20 @@ def _replayed(
     return replay
 
 
-def prefilled(ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches, eps: float) -> int:
+def called(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Callable[[], Tensor]:
+    """The function itself; a call returns its output."""
+    import torch  # noqa: PLC0415
+
+    def again() -> Tensor:
+        with torch.no_grad():
+            return function(*arguments)
+
+    return again
+
+
+def prefilled(
+    forward: Forward, ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches
+) -> int:
     """The token after a prompt, whose keys and values are stored in these rows of the caches."""
     import torch  # noqa: PLC0415
 
@@ -125,7 +158,7 @@ def prefilled(ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches, e
     positions = torch.arange(len(ids), device=device)
     tokens = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
     with torch.no_grad():
-        logits = forward(tokens, positions, weights, one, eps)
+        logits = forward(tokens, positions, weights, one)
     index = torch.tensor(rows, device=device)
     for pair, halves in zip(caches, one, strict=True):
         for cache, half in zip(pair, halves, strict=True):
@@ -133,8 +166,16 @@ def prefilled(ids: Any, rows: Sequence[int], weights: Tensors, caches: Caches, e
     return int(logits[0].argmax())
 
 
+def model_of(model: RandomModel, device: str) -> tuple[Tensors, Forward]:
+    """The weights, and the function that computes logits with them."""
+    if isinstance(model, RandomLlama):
+        return llama_peers.weights_of(model), partial(llama_peers.forward, model.config)
+    assert isinstance(model, RandomGPT2)
+    return weights_of(model, device), partial(forward, model.config.eps)
+
+
 def forward(
-    tokens: Tensor, positions: Tensor, weights: Tensors, caches: Caches, eps: float
+    eps: float, tokens: Tensor, positions: Tensor, weights: Tensors, caches: Caches
 ) -> Tensor:
     """The logits (B, V) after tokens (B, T) at positions (T,), whose keys and values are stored."""
     import torch  # noqa: PLC0415
@@ -167,7 +208,7 @@ def forward(
     return linear(norm(x[:, -1], "", "_f"), weights.get("lm_head", weights["wte"]))
 
 
-def weights_of(model: RandomModel, device: str) -> Tensors:
+def weights_of(model: RandomGPT2, device: str) -> Tensors:
     """The weights in the model's dtype; matrices are (out, in). Raises InputError for FP8."""
     import torch  # noqa: PLC0415
 
@@ -226,7 +267,7 @@ def _greedy(work: GenerateWork, eos_token_id: int | None = None) -> Any:
     )
 
 
-def transformers_model(model: RandomModel, device: str) -> Any:
+def transformers_model(model: RandomGPT2, device: str) -> Any:
     """The same model in `transformers`. Raises InputError if it is not installed."""
     if find_spec("transformers") is None:
         raise InputError("transformers is not installed")

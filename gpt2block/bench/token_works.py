@@ -6,6 +6,8 @@ Times are those of calls from Python whose results are on the host.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +20,11 @@ from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
-from gpt2block.config import GPT2Config, model_shapes, size
+from gpt2block.config import GPT2Config, ModelConfig, model_shapes, size
 from gpt2block.cuda import timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
-from gpt2block.model import GPT2
+from gpt2block.model import GPT2, Model
 from gpt2block.run.model import DTYPES, Ids, kv_cache_dtype
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -32,33 +34,26 @@ STEPS = 16  # of decoding in one turn
 DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
 
 
-class RandomModel:
-    """GPT-2 with random weights in one dtype, on the host and on a GPU; several works share it."""
+class RandomModel(ABC):
+    """A model with random weights in one dtype; several works share it."""
 
-    def __init__(self, config: GPT2Config, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
         self.config, self.dtype = config, dtype
         self._logits: dict[bytes, NDArray[np.float64]] = {}
-        self._on: dict[int, GPT2] = {}
 
-    @cached_property
-    def weights(self) -> GPT2Weights:
-        return GPT2Weights.random(0, self.config)
-
-    @cached_property
-    def _reference(self) -> GPT2:
-        return GPT2(self.weights, device="cpu", dtype=self.dtype)
-
-    def on(self, device: int) -> GPT2:
+    @abstractmethod
+    def on(self, device: int) -> Model[Any]:
         """The model on a GPU, created at the first call."""
-        if device not in self._on:
-            self._on[device] = GPT2(self.weights, device=f"cuda:{device}", dtype=self.dtype)
-        return self._on[device]
+
+    @abstractmethod
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        """The logits (V,) after a sequence, which results are compared with."""
 
     def last_logits(self, ids: Ids) -> NDArray[np.float64]:
-        """The logits (V,) after a sequence, by NumPy; remembered."""
+        """The logits (V,) after a sequence, which results are compared with; remembered."""
         key = ids.tobytes()
         if key not in self._logits:
-            self._logits[key] = self._reference(ids, last=True).astype(np.float64)
+            self._logits[key] = self._exact_logits(ids).astype(np.float64)
         return self._logits[key]
 
     def prompts(self, lengths: Iterable[int]) -> list[Ids]:
@@ -70,8 +65,9 @@ class RandomModel:
     @property
     def matrix_elements(self) -> int:
         """Elements of the matrices that a token is multiplied with, lm_head included."""
-        c = self.config
-        return c.n_embd * (12 * c.n_layer * c.n_embd + c.vocab_size)
+        shapes = self.config.block_shapes().values()
+        block = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        return self.config.n_layer * block + self.config.vocab_size * self.config.n_embd
 
     @property
     def weight_bytes(self) -> int:
@@ -85,7 +81,34 @@ class RandomModel:
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""
         item = np.dtype(kv_cache_dtype(self.dtype)).itemsize
-        return 2 * self.config.n_layer * self.config.n_embd * item
+        return 2 * self.config.n_layer * self.config.kv_width * item
+
+
+class RandomGPT2(RandomModel):
+    """GPT-2, with weights on the host as well; the results are compared with NumPy's."""
+
+    config: GPT2Config
+
+    def __init__(self, config: GPT2Config, dtype: str) -> None:
+        super().__init__(config, dtype)
+        self._on: dict[int, GPT2] = {}
+
+    @cached_property
+    def weights(self) -> GPT2Weights:
+        return GPT2Weights.random(0, self.config)
+
+    @cached_property
+    def _reference(self) -> GPT2:
+        return GPT2(self.weights, device="cpu", dtype=self.dtype)
+
+    def on(self, device: int) -> GPT2:
+        if device not in self._on:
+            self._on[device] = GPT2(self.weights, device=f"cuda:{device}", dtype=self.dtype)
+        return self._on[device]
+
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._reference(ids, last=True)
+        return logits
 
 
 class Written(NamedTuple):
@@ -138,7 +161,7 @@ class TokenWork(Work):
 
     def attention_flops(self, keys: int) -> int:
         """FLOPs of attention in all layers, for queries that see so many keys in total."""
-        return 4 * self.model.config.n_layer * self.model.config.n_embd * keys
+        return 4 * self.model.config.n_layer * self.model.config.q_width * keys
 
 
 @dataclass(frozen=True)
@@ -207,10 +230,9 @@ class PromptWork(TokenWork):
     @property
     def flops(self) -> int:
         c = self.model.config
-        blocks = 24 * self.T * c.n_layer * c.n_embd**2
-        return (
-            blocks + 2 * c.vocab_size * c.n_embd + self.attention_flops(self.T * (self.T + 1) // 2)
-        )
+        head = c.vocab_size * c.n_embd
+        products = 2 * self.T * (self.model.matrix_elements - head) + 2 * head
+        return products + self.attention_flops(self.T * (self.T + 1) // 2)
 
     @property
     def traffic(self) -> int:
@@ -230,6 +252,7 @@ class PromptWork(TokenWork):
 class GenerateWork(TokenWork):
     """Many prompts of 16 to `longest` tokens, each continued by `new` tokens, greedily."""
 
+    model: RandomGPT2
     prompts: int = 512
     new: int = 128
     longest: int = 256
@@ -297,7 +320,7 @@ def decode_works(
     dtype = dtype or "bfloat16"
     if dtype not in DTYPES:
         raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    model = RandomModel(size(name or "gpt2"), dtype)
+    model = RandomGPT2(size(name or "gpt2"), dtype)
     steps = (
         [DecodeWork(dtype, model, n, n in PEER_ROWS) for n in ROWS]
         if rows is None

@@ -20,7 +20,7 @@ from gpt2block.bulk import identity, paths, records, shards, tasks
 from gpt2block.bulk.predictor import Predictor, record_seed
 from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.records import Record, Shard, Unreadable
-from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.config import check_count, model_shapes
 from gpt2block.errors import CheckpointError, DeviceError, InputError, printable
 from gpt2block.text import tokenizer
@@ -140,7 +140,7 @@ def read_tokenizer(checkpoint: Checkpoint, path: str | None) -> Any:
 def absolute(name: str) -> str:
     """Return an existing path as an absolute one, for workers in other directories; else `name`."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if name != BUNDLED and path.exists() else name
+    return str(path.absolute()) if name not in BUNDLED_NAMES and path.exists() else name
 
 
 def engine_of(device: str | None) -> str:

@@ -3,8 +3,15 @@
 `Checkpoint.open` opens a checkpoint; `save_pretrained` writes one that `transformers` loads.
 """
 
-from gpt2block.checkpoints.checkpoint import BUNDLED, Checkpoint
+from gpt2block.checkpoints.checkpoint import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.checkpoints.saving import TensorSource, save_pretrained
 from gpt2block.checkpoints.stored import Stored
 
-__all__ = ["BUNDLED", "Checkpoint", "Stored", "TensorSource", "save_pretrained"]
+__all__ = [
+    "BUNDLED",
+    "BUNDLED_NAMES",
+    "Checkpoint",
+    "Stored",
+    "TensorSource",
+    "save_pretrained",
+]

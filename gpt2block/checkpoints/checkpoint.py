@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints import hub, hugging_face, llm_c, tokenizer_files
-from gpt2block.checkpoints.locating import BUNDLED, hub_id, locate
+from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
-__all__ = ["BUNDLED", "Checkpoint"]
+__all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
 
 Array = NDArray[np.float32]
 

@@ -1,4 +1,4 @@
-"""Find the file of a checkpoint's name: the bundled model, a path, or a hub id."""
+"""Find the file of a checkpoint's name: a bundled model, a path, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from gpt2block.checkpoints.stored import NO_GGUF, is_file
 from gpt2block.config import ALIASES
 from gpt2block.errors import CheckpointError
 
-BUNDLED = "shakespeare"  # the bundled model
 _MODELS = Path(__file__).parent.parent / "models"
+BUNDLED = "shakespeare"  # the bundled model that is the default
+BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
 _FILE_SUFFIXES = (*SUFFIXES, ".safetensors", ".json", ".gguf")  # a name with one is not a hub id
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def hub_id(name: str) -> str | None:
-    """Return the hub repository of a name; None for a path and for the bundled model.
+    """Return the hub repository of a name; None for a path and for a bundled model.
 
     A name that exists in the file system is a path.
     """
-    if name == BUNDLED or os.path.lexists(name):
+    if name in BUNDLED_NAMES or os.path.lexists(name):
         return None
     repo = ALIASES.get(name, name)
     return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
@@ -34,8 +35,8 @@ def locate(name: str) -> Path:
 
     Raises CheckpointError.
     """
-    if name == BUNDLED:  # a folder of this name can be given as "./shakespeare"
-        return _in_directory(_MODELS / BUNDLED)
+    if name in BUNDLED_NAMES:  # a folder of this name can be given as "./shakespeare"
+        return _in_directory(_MODELS / name)
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
     try:
@@ -54,7 +55,8 @@ def _locate_path(name: str, path: Path) -> Path:
         return path
     raise CheckpointError(
         f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
-        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or '{BUNDLED}'"
+        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or "
+        f"{' or '.join(map(repr, BUNDLED_NAMES))}"
     )
 
 

@@ -192,6 +192,10 @@ def bench(
         bool,
         typer.Option("--decode", help="Time whole GPT-2, from tokens to tokens, random weights."),
     ] = False,
+    llama: Annotated[
+        bool,
+        typer.Option("--llama", help="Time a whole Llama, random weights, with each fusion."),
+    ] = False,
     what: Annotated[
         OptionalStr,
         typer.Option(help="block, gemm, attention or all: compare these with the ceilings."),
@@ -199,18 +203,23 @@ def bench(
     rows: Annotated[
         OptionalStr,
         typer.Option(
-            help="With --decode: rows decoded together, such as 1,8,64; default 1 to 256."
+            help="With --decode or --llama: rows decoded together, such as 1,8,64; default 1 to "
+            "256, with --llama 1,4,16,64."
         ),
     ] = None,
     size: Annotated[
         OptionalStr,
-        typer.Option(help="With --decode: gpt2 (the default), gpt2-medium, -large or -xl."),
+        typer.Option(
+            help="With --decode: gpt2 (the default), gpt2-medium, -large or -xl. With --llama: 7b "
+            "(the default), 1b or small."
+        ),
     ] = None,
     dtype: Annotated[
         OptionalStr,
         typer.Option(
             help="Only bfloat16, float16 or float32; with --decode that of the weights, by default "
-            "bfloat16, also float8_e5m2 or float8_e4m3fn."
+            "bfloat16, also float8_e5m2 or float8_e4m3fn; with --llama by default float16 (1b: "
+            "bfloat16), then float8_e5m2."
         ),
     ] = None,
     only: Annotated[
@@ -233,20 +242,19 @@ def bench(
     With --what, --dtype, --only, --peer or --plot: compare blocks, matrix products and attention
     with the ceilings of this GPU and with PyTorch. With --decode: steps of decoding, a prompt and
     many prompts, compared with the least time that reading weights, keys and values takes, with
-    PyTorch and with transformers. The exit code is then 1 if a result of gpt2block is wrong.
+    PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
+    with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
     """
-    if decode and (what, only) != (None, None):
-        given = "--what" if what is not None else "--only"
-        raise InputError(f"{given} chooses kernels, --decode times whole models: leave out one")
-    if not decode and (rows, size) != (None, None):
+    whole = _whole_model(decode, llama, {"--what": what, "--only": only, "--plot": plot})
+    if not whole and (rows, size) != (None, None):
         given = "--rows" if rows is not None else "--size"
-        raise InputError(f"{given} is an option of --decode: add it")
-    if decode or (what, dtype, only, peer, plot) != (None,) * 5:
-        works = (
-            benches.decode_works(dtype, rows, size)
-            if decode
-            else benches.chosen_works(what or "all", dtype, only)
-        )
+        raise InputError(f"{given} is an option of --decode and --llama: add one of them")
+    if whole or (what, dtype, only, peer, plot) != (None,) * 5:
+        if whole:
+            works_of = benches.llama_works if llama else benches.decode_works
+            works = works_of(dtype, rows, size)
+        else:
+            works = benches.chosen_works(what or "all", dtype, only)
         if plot is not None:
             check_file(plot)
         report = benches.run(works, device, peer, _timed)
@@ -270,6 +278,23 @@ def bench(
     out.print("Document: its own solve on an H200, device memory allocated in every call.")
     out.print("µs: host time of a warm call from Python, which does not wait for the GPU.")
     print_table(out, table)
+
+
+def _whole_model(decode: bool, llama: bool, of_kernels: dict[str, Any]) -> bool:
+    """Whether a whole model is timed. Raises InputError for options that do not apply to it.
+
+    of_kernels: option → value of those that --llama, and except for --plot --decode, do not take.
+    """
+    if decode and llama:
+        raise InputError("--decode times GPT-2, --llama a Llama: leave out one")
+    given = [name for name, value in of_kernels.items() if value is not None]
+    if llama and given == ["--plot"]:
+        raise InputError("--plot: expected --decode or kernels with it, got --llama")
+    chosen = [name for name in given if name != "--plot"]
+    if (decode or llama) and chosen:
+        whole = "--llama" if llama else "--decode"
+        raise InputError(f"{chosen[0]} chooses kernels, {whole} times whole models: leave out one")
+    return decode or llama
 
 
 def _timed(works: list[benches.Work]) -> Iterable[benches.Work]:

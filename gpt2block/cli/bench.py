@@ -63,21 +63,27 @@ _KERNELS = (
 def _decoding(row: Row) -> tuple[str, ...]:
     """The method for works from tokens to tokens, of a model that a row shows."""
     sizes = row.sizes
+    if "n_kv_head" in sizes:
+        name, of, exact, steps = "Llama", "", "float32", ""
+    else:
+        name, of, exact = "GPT-2", f" in {row.dtype}", "NumPy"
+        steps = (
+            f"; sampled: temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, "
+            f"top-p {SAMPLED.top_p}"
+        )
     return (
-        f"GPT-2 of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights in "
-        f"{row.dtype}",
+        f"{name} of {sizes['n_layer']} layers of {sizes['n_embd']} channels, random weights{of}",
         "times of calls from Python, until the result is on the host, contenders in turn",
-        f"a step: median of {DecodeWork.turns} turns of {DecodeWork.rounds}; sampled: temperature "
-        f"{SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}",
+        f"a step: median of {DecodeWork.turns} turns of {DecodeWork.rounds}{steps}",
         "% floor: share of the least time, that of reading all weights once in each step",
         "and the keys and values of all rows once, at the rate of the copy",
-        "max rel: error of logits, log-probabilities against NumPy relative to the largest logit",
+        f"max rel: error of logits, log-probabilities relative to the largest logit, by {exact}",
     )
 
 
 def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
     figures = (*COLUMNS.get(kind, RATES), "x ours", "max rel", "")
-    tokens = kind in COLUMNS
+    tokens = kind in COLUMNS and len({row.dtype for row in rows}) == 1
     title = TITLES[kind].format(**rows[0].sizes)
     table = new_table(("work", "by") if tokens else ("work", "dtype", "by"), figures, title)
     last = None
@@ -97,7 +103,7 @@ def _print_kind(out: Console, kind: str, rows: list[Row]) -> None:
         out.print(f"*: of the {TF32} ceiling, with the rounding error of {TF32}")
     notes = {(row.contender, row.note) for row in rows if row.note}
     for contender, note in sorted(notes):
-        if tokens:
+        if kind in COLUMNS:
             out.print(escape(f"{contender}: {note}"))
             continue
         works = [f"{r.dtype} {r.work}" for r in rows if (r.contender, r.note) == (contender, note)]
@@ -110,7 +116,7 @@ def _figures(row: Row) -> tuple[str, ...]:
         star = "*" if row.arithmetic == TF32 else ""
         percent = f"{row.percent_matmul:.1f}{star}", f"{row.percent_copy:.1f}"
         return f"{row.us:.2f}", f"{row.tflop_s:.1f}", *percent
-    time = f"{row.us:.1f}" if row.what == "decode" else f"{1e-6 * row.us:.3f}"
+    time = f"{row.us:.1f}" if row.what != "generate" else f"{1e-6 * row.us:.3f}"
     return time, f"{row.tokens_s:,.0f}", f"{row.percent_copy:.1f}"
 
 

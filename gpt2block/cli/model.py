@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import (
     compiling,
@@ -190,7 +190,7 @@ def generate(
     begun = perf_counter()
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
-    text = _prompt(prompt, "" if ids or model != BUNDLED else DEFAULT_PROMPT)
+    text = _prompt(prompt, "" if ids or model not in BUNDLED_NAMES else DEFAULT_PROMPT)
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
     loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
@@ -700,7 +700,7 @@ def load_model(
     total = len(checkpoint.stored)
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
-        with progress_bar("loading", hidden=name == BUNDLED) as bar:  # which loads at once
+        with progress_bar("loading", hidden=name in BUNDLED_NAMES) as bar:  # they load at once
             yield from bar.track(tensors, total)
 
     loaded = from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)

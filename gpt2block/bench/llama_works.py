@@ -1,0 +1,227 @@
+"""What `gpt2block bench --llama` times: a Llama with random weights in device memory.
+
+A step of decoding for several numbers of rows, and a prompt, with 16-bit and with FP8 weights.
+Steps are also timed with fewer fusions: one kernel for each operation, launched from Python, then
+each fusion in addition, and last a CUDA graph: the table of kernl's Llama optimisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures import llama
+from gpt2block.architectures.passes import staged_plan
+from gpt2block.architectures.steps import Steps, fuse_epilogues
+from gpt2block.array_checks import FLOATS
+from gpt2block.bench.token_works import DecodeWork, PromptWork, RandomModel, parse_rows
+from gpt2block.bench.works import Work
+from gpt2block.config import ModelConfig, model_shapes
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray
+from gpt2block.cuda.kernels import FP8
+from gpt2block.errors import InputError
+from gpt2block.model import Llama
+from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.plan import Plan
+from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.model import DTYPES, Ids, Tensors
+from gpt2block.weights.matrix import WeightMatrix
+
+SHAPES: Mapping[str, LlamaConfig] = {
+    "7b": LlamaConfig(),
+    "1b": LlamaConfig(
+        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_ff=8192, vocab_size=128256,
+        theta=500000.0, tie_word_embeddings=True,
+    ),
+    "small": LlamaConfig(
+        n_layer=4, n_head=4, n_kv_head=2, n_embd=256, n_ff=768, vocab_size=4096, n_ctx=1024,
+    ),
+}  # fmt: skip
+ROWS = (1, 4, 16, 64)
+NARROW = "float8_e5m2"  # the dtype after the 16-bit one, if none is given
+UNFUSED = "unfused"  # the name of the first stage
+BFLOAT16 = ("1b",)  # sizes whose checkpoints have bfloat16 weights; the others have float16
+NUMBERS = 2**22 - 3  # different random weights; a prime, so that rows of a matrix differ
+DEVIATION = 0.02
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each other
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of decoding with some of the fusions.
+
+    fuse, into_cache, overlapping: as in `staged_plan`. graph: whether it is a CUDA graph.
+    """
+
+    name: str
+    fuse: Callable[[Steps], Steps]
+    into_cache: bool = False
+    graph: bool = False
+    overlapping: bool = False
+
+    def plan(self, config: ModelConfig) -> Plan:
+        return staged_plan(config, self.fuse, self.into_cache, self.overlapping)
+
+
+def stages_of(dtype: str) -> tuple[Stage, ...]:
+    """The stages with weights of a dtype, each with one thing more than the one before it.
+
+    Residuals are fused together with RMSNorm; RoPE, with the append of K and V to the kv_cache.
+    Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
+    not overlap.
+    """
+    first = Stage(UNFUSED, list)
+    if dtype in SIXTEEN_BITS:
+        residuals: Callable[[Steps], Steps] = partial(fuse_epilogues, op="gemm")
+        return (
+            first,
+            Stage("+ residuals", residuals),
+            Stage("+ RoPE", residuals, into_cache=True),
+            Stage("+ graph", residuals, into_cache=True, graph=True),
+            Stage("+ overlap", residuals, into_cache=True, graph=True, overlapping=True),
+        )
+    norms: Callable[[Steps], Steps] = partial(llama.fuse, gated=False)
+    return (
+        first,
+        Stage("+ RMSNorm", norms),
+        Stage("+ RoPE", norms, into_cache=True),
+        Stage("+ feed-forward", llama.fuse, into_cache=True),
+        Stage("+ graph", llama.fuse, into_cache=True, graph=True),
+    )
+
+
+class RandomLlama(RandomModel):
+    """Llama with weights that are made in device memory, in their dtype.
+
+    Results are compared with those of a prompt, for which 16-bit weights are multiplied with
+    float32 activations by other kernels.
+    """
+
+    config: LlamaConfig
+
+    def __init__(self, config: LlamaConfig, dtype: str) -> None:
+        super().__init__(config, dtype)
+        self._on: dict[int, Llama] = {}
+        self._device = 0  # that of the last call of `on`
+        self._exact: CudaModel | None = None
+
+    def on(self, device: int) -> Llama:
+        self._device = device
+        if device not in self._on:
+            with cupy.cuda.Device(device):
+                tensors = random_tensors(self.config, self.dtype)
+                name = f"cuda:{device}"
+                self._on[device] = Llama.from_tensors(self.config, tensors, name, self.dtype)
+        return self._on[device]
+
+    def stored(self) -> Tensors:
+        """The tensors as they are in the memory of the GPU, with layout "NK" for matrices."""
+        given = self.on(self._device).engine.given()  # type: ignore[attr-defined]  # a CudaModel
+        for name in model_shapes(self.config):
+            value = given[name]
+            if isinstance(value, WeightMatrix):
+                yield name, value.data, value.layout
+            else:
+                yield name, value, None
+
+    def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
+        if self._exact is None:
+            engine: Any = self.on(self._device).engine
+            if engine.on_tensor_cores:
+                given = self.config, self.stored(), self.dtype, self._device
+                engine = _Float32Activations(*given)
+            self._exact = engine
+        return self._exact.forward([ids], "last")[0]
+
+
+class _Float32Activations(CudaModel):
+    """A model whose prompts are computed without tensor cores."""
+
+    def _choose_products(self) -> Any:
+        return "float32"
+
+
+def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
+    """Name, array in device memory and layout of every tensor; one at a time.
+
+    Matrices are in the dtype, or in float16 for FP8, of N(0, 0.02), which repeat after NUMBERS
+    weights; gammas are of U(0.8, 1.2) in float32.
+    """
+    stored = FLOATS["float16" if dtype in FP8 else dtype]
+    rng = np.random.default_rng(0)
+    count = min(NUMBERS, max(int(np.prod(shape)) for shape in model_shapes(config).values()))
+    numbers = rng.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
+    block = cupy.asarray(numbers.astype(stored))
+    for n, (name, shape) in enumerate(model_shapes(config).items()):
+        if len(shape) == 1:
+            yield name, cupy.asarray(rng.uniform(0.8, 1.2, shape).astype(np.float32)), None
+            continue
+        made = cupy.empty(shape if name in ("wte", "lm_head") else shape[::-1], stored)
+        _fill(made, block, int(n * GOLDEN_RATIO * count))
+        yield name, made, "NK"
+
+
+def _fill(array: CudaArray, block: CudaArray, start: int) -> None:
+    """Fill an array with copies of a block, from one of its elements on."""
+    bits = np.dtype(f"u{array.dtype.itemsize}")  # which every CuPy can copy
+    to, of = array.reshape(-1).view(bits), block.view(bits)
+    at, start = 0, start % of.size
+    while at < to.size:
+        part = of[start : start + to.size - at]
+        to[at : at + part.size] = part
+        at, start = at + part.size, 0
+
+
+class LlamaDecodeWork(DecodeWork):
+    """A step of decoding of a Llama."""
+
+    model: RandomLlama
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return super().sizes | {"n_kv_head": self.model.config.n_kv_head}
+
+
+class LlamaPromptWork(PromptWork):
+    """A prompt of a Llama."""
+
+    model: RandomLlama
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return super().sizes | {"n_kv_head": self.model.config.n_kv_head}
+
+
+def llama_works(
+    dtype: str | None = None, rows: str | None = None, name: str | None = None
+) -> list[Work]:
+    """The works in the order they are timed. Raises InputError.
+
+    dtype: of the weights; by default those of the checkpoints of this size, then NARROW. rows: as
+    `parse_rows` takes them; by default ROWS. name: one of SHAPES, by default "7b".
+    """
+    name = name or "7b"
+    if name not in SHAPES:
+        raise InputError(f"--size: expected one of {', '.join(SHAPES)} with --llama, got {name!r}")
+    if dtype not in (None, *DTYPES):
+        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    counts = ROWS if rows is None else parse_rows(rows)
+    stored = "bfloat16" if name in BFLOAT16 else "float16"
+    return [
+        w for each in ((dtype,) if dtype else (stored, NARROW)) for w in _works(each, counts, name)
+    ]
+
+
+def _works(dtype: str, rows: tuple[int, ...], name: str) -> Iterator[Work]:
+    model = RandomLlama(SHAPES[name], dtype)
+    for count in rows:
+        yield LlamaDecodeWork(dtype, model, count)
+    if dtype in SIXTEEN_BITS:  # else the exact logits would be those that are timed
+        yield LlamaPromptWork(dtype, model, T=512)
