@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import llama
 from gpt2block.architectures.passes import staged_plan
-from gpt2block.architectures.steps import Steps, fuse_epilogues
+from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
 from gpt2block.array_checks import FLOATS
 from gpt2block.bench.token_works import DecodeWork, PromptWork, RandomModel, parse_rows
 from gpt2block.bench.works import Work
@@ -144,8 +144,8 @@ class RandomLlama(RandomModel):
 class _Float32Activations(CudaModel):
     """A model whose prompts are computed without tensor cores."""
 
-    def _choose_products(self) -> Any:
-        return "float32"
+    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
+        return "float32", {}
 
 
 def random_tensors(config: LlamaConfig, dtype: str) -> Tensors:
