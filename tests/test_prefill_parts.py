@@ -95,7 +95,7 @@ def on(config: GPT2Config, dtype: str) -> CudaModel:
     return model
 
 
-@every_dtype
+@one_fp8
 def test_every_output_of_a_sequence(ran: list[str], dtype: str) -> None:
     config = TWO_LAYERS if dtype == "float32" else TINY
     model = on(config, dtype)

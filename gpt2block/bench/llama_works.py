@@ -134,9 +134,10 @@ class RandomLlama(RandomModel):
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
         if self._exact is None:
             engine: Any = self.on(self._device).engine
-            if engine.on_tensor_cores:
-                given = self.config, self.stored(), self.dtype, self._device
-                engine = _Float32Activations(*given)
+            if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
+                fp8 = self.dtype in FP8
+                tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
+                engine = _Float32Activations(self.config, tensors, self.dtype, self._device)
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
 
