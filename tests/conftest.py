@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):  # workers share the cores, and read it at start
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if hasattr(config.option, "loadscopereorder"):  # files in order: those that wait come early
+        config.option.loadscopereorder = False
     if config.getoption("--failures") and not is_worker(config):
         config.pluginmanager.register(Failures(Path(config.getoption("--failures"))))
     if config.getoption("--gpu"):

@@ -340,7 +340,8 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
-    known = [arch for arch in ("sm_70", *ARCHITECTURES) if arch != "sm_70" or nvrtc[0] < 13]
+    # With CUDA 13, which lacks sm_70, every second one: CI compiles with CUDA 12, too.
+    known = ["sm_70", *ARCHITECTURES] if nvrtc[0] < 13 else ARCHITECTURES[::2]
     if kernels.architecture(file):
         known = [str(kernels.architecture(file))]
     constants: list[kernels.Defines] = list(dict.fromkeys([(), ODD_CONSTANTS.get(file, ())]))
