@@ -16,7 +16,7 @@ OCTET = 8  # columns
 LOADED = 16  # bytes of a row of W that a lane loads at once
 MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
 MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
-FEW_ROWS = 4  # up to here the terms of a row share an mma
+FEW_ROWS = 4  # of an mma
 COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLOAT_COLUMNS = 16  # more do not fit in the registers
 FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; where a split has several units
@@ -26,7 +26,7 @@ MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
 REGISTERS = 96  # of weights in flight
 FLOAT = 4  # bytes
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
-TERMS = {"bfloat16": 3}  # of x, of 16 bits; with the other dtypes 2
+TERMS = 2  # of x, of 16 bits
 
 
 class Layout(NamedTuple):
@@ -125,7 +125,7 @@ def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
     parts, each = splits(K)
     padding = 64 if dtype in BYTES else 16
     term = 2 * each * UNIT + padding
-    split = FLOAT * each * UNIT if dtype == "float32" else TERMS.get(dtype, 2) * term
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + 8 * norm) + sums

@@ -48,10 +48,9 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
     each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
     part = tile.chunks * 64 // weight  # of K, of a slice
     stages = min(tile.stages, ceil(min(each, K) / part))
-    value = 6 if dtype == "bfloat16" else 4  # bytes of x, in terms
     planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * part * (value * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
 
 
 @lru_cache(maxsize=1024)

@@ -9,13 +9,11 @@
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is DT_CHUNKS parts of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
-// the later ones are being copied. Rows of x are the rows of A of an mma here, and columns of w the columns of B:
-// multiplication commutes, and K is at the same positions.
+// A slice is DT_CHUNKS chunks of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
+// the later ones are being copied. Of an mma, A has 8 rows of x, each with both of its terms, and B 8 columns of w.
 //
-//   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their terms, each in the order of a
-//       lane's registers; there is room for a third one. With float weights it only changes the order, and a warp
-//       computes the terms in registers
+//   x   The thread that has copied 4 values of a row replaces them by their terms, {high 0 1, low 0 1, high 2 3,
+//       low 2 3}, which a lane loads at once. Of float weights, a warp computes the terms in registers
 //   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
@@ -104,17 +102,16 @@ struct Total {
     __device__ __forceinline__ void add(int split, Sums& sums, const Warp& warp, int rows) const {
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
+            const int row = warp.row + 8 * m + warp.g;
 #pragma unroll
-            for (int e = 0; e < 4; e += 2) {
-                const int row = warp.row + 16 * m + warp.g + 4 * e;
-#pragma unroll
-                for (int n = 0; n < TILES_N; n += 2) {
-                    if (row < rows) {
-                        add4(split, row, warp.column + 8 * n + 4 * warp.t, sums[m][n][e], sums[m][n][e + 1],
-                             sums[m][n + 1][e], sums[m][n + 1][e + 1]);
-                    }
-                    sums[m][n][e] = sums[m][n][e + 1] = sums[m][n + 1][e] = sums[m][n + 1][e + 1] = 0.0f;
+            for (int n = 0; n < TILES_N; n += 2) {
+                float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
+                if (row < rows) {
+                    add4(split, row, warp.column + 8 * n + 4 * warp.t, left[0] + left[2], left[1] + left[3],
+                         right[0] + right[2], right[1] + right[3]);
                 }
+#pragma unroll
+                for (int e = 0; e < 4; ++e) left[e] = right[e] = 0.0f;
             }
         }
     }
