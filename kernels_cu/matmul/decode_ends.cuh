@@ -23,9 +23,13 @@ struct Add {
 
     __device__ Late late(int m, int n) const { return residual ? __ldcg(residual + (long long)m * N + n) : 0.0f; }
 
-    __device__ void operator()(int m, int n, float v, Late before) const {
+    __device__ float value(float v, Late before) const {
         if (with_gelu) v = gelu(v);
-        out[(long long)m * N + n] = residual ? before + v : v;
+        return residual ? before + v : v;
+    }
+
+    __device__ void operator()(int m, int n, float v, Late before) const {
+        out[(long long)m * N + n] = value(v, before);
     }
 };
 

@@ -26,6 +26,9 @@
 #ifndef LM_WARPS  // of a block, with LM_LOOP; else one for each split
 #define LM_WARPS 8
 #endif
+#ifndef LM_TERMS  // whether x has terms in the place of floats (lib/terms.cuh); not with LM_NORM
+#define LM_TERMS 0
+#endif
 #ifndef LM_BLOCKS  // that an SM has room for
 #define LM_BLOCKS 1
 #endif
@@ -50,7 +53,10 @@ constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
+static_assert(!LM_TERMS || (!LM_NORM && !order::FLOATS), "terms are of 16 bits, and of no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
+
+__device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
 
 // A block's rows of x (M, K), or with LM_NORM their LayerNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
 // each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
@@ -166,8 +172,12 @@ struct Input {
                 *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
             } else {
                 uint2 high, low;
-                order::split_pair(from[0], from[1], high.x, low.x);
-                order::split_pair(from[2], from[3], high.y, low.y);
+                if constexpr (LM_TERMS) {
+                    high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
+                } else {
+                    split_pair<order::BRAIN>(from[0], from[1], high.x, low.x);
+                    split_pair<order::BRAIN>(from[2], from[3], high.y, low.y);
+                }
                 char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
                 *reinterpret_cast<uint2*>(to) = high;
                 *reinterpret_cast<uint2*>(to + TERM) = low;

@@ -3,9 +3,9 @@
 //
 //   out[m, n] = sum over k of x[m, k] w[n, k]       x (M, K) float, w (N, K) of type W, K contiguous
 //
-//   terms   x is the sum of two numbers of the mma's type, each the nearest to what is left: with bfloat16 weights two
-//           of bfloat16, 16 bits; with float16 and FP8 weights two of float16, 22 bits, down to 2^-24; with float
-//           weights two of tf32, 22 bits. In an mma they are two rows of x, whose products with w have separate sums
+//   terms   x is the sum of two numbers of the mma's type (lib/terms.cuh): with bfloat16 weights of bfloat16, 16 bits;
+//           with float16 and FP8 weights of float16, 22 bits; with float weights of tf32, 22 bits. In an mma they are
+//           two rows of x, whose products with w have separate sums
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
 //           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float weights, which
@@ -13,8 +13,8 @@
 //           from 0 on, and such parts outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
-// FP8 weights are converted to float16, which represents all of them. With float16 x may have magnitudes up to 65504.
-// Infinity in x gives NaN. Zeros after K do not change a sum.
+// FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
+// change a sum.
 //
 // Either operand can be the A of an mma, with 16 rows, and the other one B, with 8 columns: a tile is 16 columns of w
 // by 4 rows of x, or 8 rows of x by 8 columns of w. Neither that nor the place of an output in its tile changes its
@@ -29,12 +29,13 @@
 // The including file selects T and W (lib/storage.cuh) and includes lib/sm80.cuh.
 #pragma once
 #include "lib/storage.cuh"
+#include "lib/terms.cuh"
 
 namespace order {
 
 constexpr bool FLOATS = sizeof(W) == 4;
 #if defined(STORAGE_BF16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
-constexpr bool BRAIN = true;                // the mma are of bfloat16
+constexpr bool BRAIN = true;                // of the mma
 #else
 constexpr bool BRAIN = false;
 #endif
@@ -49,20 +50,6 @@ __host__ __device__ constexpr int units(int K) { return (K + UNIT - 1) / UNIT; }
 __host__ __device__ constexpr int split_units(int K) { return (units(K) + MOST_SPLITS - 1) / MOST_SPLITS; }
 __host__ __device__ constexpr int splits(int K) { return (units(K) + split_units(K) - 1) / split_units(K); }
 __host__ __device__ constexpr int split_length(int K) { return UNIT * split_units(K); }  // the last one may be shorter
-
-// Rounds two floats to the type of the mma, the first one into the lower half.
-__device__ __forceinline__ unsigned narrow2(float first, float second) {
-    return BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
-}
-
-// The terms of two values, the first one in the lower half.
-__device__ __forceinline__ void split_pair(float first, float second, unsigned& high, unsigned& low) {
-    float rounded[2];
-    high = narrow2(first, second);
-    if (BRAIN) unpack2_bf16(high, rounded);
-    else unpack2_fp16(high, rounded);
-    low = narrow2(first - rounded[0], second - rounded[1]);
-}
 
 // The terms of a value for tf32, of which tensor cores read the upper 19 bits: the nearest number, then the rest.
 __device__ __forceinline__ void split_tf32(float value, unsigned& high, unsigned& low) {

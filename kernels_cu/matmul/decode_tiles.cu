@@ -12,8 +12,8 @@
 // A slice is DT_CHUNKS chunks of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
 // the later ones are being copied. Of an mma, A has 8 rows of x, each with both of its terms, and B 8 columns of w.
 //
-//   x   The thread that has copied 4 values of a row replaces them by their terms, {high 0 1, low 0 1, high 2 3,
-//       low 2 3}, which a lane loads at once. Of float weights, a warp computes the terms in registers
+//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
+//       at once; with DT_TERMS x has them already. With float weights, a warp computes the terms in registers
 //   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
@@ -46,6 +46,16 @@
 
 #include "matmul/decode_ends.cuh"
 #include "matmul/decode_tiles.cuh"
+
+#if DT_OUT_TERMS
+struct Output : Add {
+    __device__ void operator()(int m, int n, float v, Late before) const {
+        out[(long long)m * N + n] = term_of<order::BRAIN>(value(v, before));
+    }
+};
+#else
+typedef Add Output;
+#endif
 
 // The sums of all splits, in shared memory: a plane for each split, or with DT_CLUSTER 1 a single one.
 struct Total {
@@ -99,19 +109,16 @@ struct Total {
     __device__ __forceinline__ float get(int at, int) const { return planes[at]; }
 #endif
 
-    __device__ __forceinline__ void add(int split, Sums& sums, const Warp& warp, int rows) const {
+    __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
             const int row = warp.row + 8 * m + warp.g;
+            if (row >= rows) continue;
 #pragma unroll
             for (int n = 0; n < TILES_N; n += 2) {
-                float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
-                if (row < rows) {
-                    add4(split, row, warp.column + 8 * n + 4 * warp.t, left[0] + left[2], left[1] + left[3],
-                         right[0] + right[2], right[1] + right[3]);
-                }
-#pragma unroll
-                for (int e = 0; e < 4; ++e) left[e] = right[e] = 0.0f;
+                const float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
+                add4(split, row, warp.column + 8 * n + 4 * warp.t, left[0] + left[2], left[1] + left[3],
+                     right[0] + right[2], right[1] + right[3]);
             }
         }
     }
@@ -187,22 +194,21 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     }
     total.open();
 
-    Sums sums = {};
     const int each = order::split_length(K) / SLICE;  // slices of a split
     char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
-    for (int slice = 0, split = share.first, left = each; slice < slices; ++slice) {
-        wait_for_groups<DT_STAGES - 2>();
-        copies_of_x.convert(stage);
-        __syncthreads();
-        if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
-        end_group();
-        multiply(sums, stage, warp);
-        free = stage;
-        stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
-        if (--left == 0 || slice + 1 == slices) {
-            total.add(split++, sums, warp, rows);
-            left = each;
+    for (int split = share.first, slice = 0; split < share.last; ++split) {
+        Sums sums = {};
+        for (const int end = min(slice + each, slices); slice < end; ++slice) {
+            wait_for_groups<DT_STAGES - 2>();
+            copies_of_x.convert(stage);
+            __syncthreads();
+            if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
+            end_group();
+            multiply(sums, stage, warp);
+            free = stage;
+            stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
         }
+        total.add(split, sums, warp, rows);
     }
 
     store(total, share, scale, bias, end, own, splits, N);
@@ -214,10 +220,10 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N)
+    float* out,                       // (M, N), with DT_OUT_TERMS terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    multiply_all(x, w, scale, bias, Add{residual, out, N, gelu}, M, N, K);
+    multiply_all(x, w, scale, bias, Output{residual, out, N, gelu}, M, N, K);
 #else
     asm("trap;");
 #endif

@@ -22,6 +22,12 @@
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
+#ifndef DT_TERMS  // whether x has terms in the place of floats (lib/terms.cuh)
+#define DT_TERMS 0
+#endif
+#ifndef DT_OUT_TERMS  // whether out has
+#define DT_OUT_TERMS 0
+#endif
 #ifndef DT_BLOCKS  // that an SM has registers for
 #define DT_BLOCKS 1
 #endif
@@ -42,6 +48,7 @@ static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a war
 static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms are of 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -108,15 +115,15 @@ struct CopiesOfX {
 
     // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
     __device__ __forceinline__ void convert(char* stage) const {
-        if constexpr (order::FLOATS) return;
+        if constexpr (DT_TERMS || order::FLOATS) return;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
             if (!has(pass)) continue;
             char* unit = stage + at + pass * STEP * X_PITCH;
             const float4 v = *reinterpret_cast<float4*>(unit);
             uint4 terms;
-            order::split_pair(v.x, v.y, terms.x, terms.y);
-            order::split_pair(v.z, v.w, terms.z, terms.w);
+            split_pair<order::BRAIN>(v.x, v.y, terms.x, terms.y);
+            split_pair<order::BRAIN>(v.z, v.w, terms.z, terms.w);
             *reinterpret_cast<uint4*>(unit) = terms;
         }
     }
