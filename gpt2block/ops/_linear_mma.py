@@ -94,11 +94,13 @@ def geometry(
     norm: bool = False,
     sms: int = 132,
     most_shared: int = 232_448,
+    terms: bool = False,
     cut: Layout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
-    dtype: of the weights. cut: a layout instead of the one that `layout` chooses.
+    dtype: of the weights. terms: x has terms in the place of floats. cut: a layout instead of the
+    one that `layout` chooses.
     """
     cut = cut or layout(M, N, K, dtype, sms)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
@@ -114,6 +116,7 @@ def geometry(
         ("LM_LOOP", int(cut.loop)),
         ("LM_WARPS", cut.warps),
         ("LM_BLOCKS", cut.blocks),
+        *((("LM_TERMS", 1),) if terms else ()),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))

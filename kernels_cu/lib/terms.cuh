@@ -18,12 +18,12 @@ __device__ __forceinline__ void split_pair(float first, float second, unsigned& 
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// What the place of a lane's value then holds. Lanes 2i and 2i + 1 have the values of a pair and call this together.
+// What the place of a lane's value then holds. Lanes 2i and 2i + 1 have a pair; all lanes of a warp call this together.
 template <bool BRAIN>
 __device__ __forceinline__ float term_of(float value) {
-    const int lane = threadIdx.x % 32;
-    const float other = __shfl_xor_sync(3u << (lane & 30), value, 1);
+    const bool odd = threadIdx.x % 2;
+    const float other = __shfl_xor_sync(0xffffffffu, value, 1);
     unsigned high, low;
-    split_pair<BRAIN>(lane % 2 ? other : value, lane % 2 ? value : other, high, low);
-    return __int_as_float((int)(lane % 2 ? low : high));
+    split_pair<BRAIN>(odd ? other : value, odd ? value : other, high, low);
+    return __int_as_float((int)(odd ? low : high));
 }

@@ -158,7 +158,8 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         float total = 0.0f;
 #pragma unroll
         for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + i * THREADS + threadIdx.x];
-        end(last[i].m, last[i].n, fmaf(total, last[i].scale, last[i].bias), last[i].late);
+        const float v = end.value(fmaf(total, last[i].scale, last[i].bias), last[i].late);
+        end.store(last[i].m, last[i].n, v, last[i].late);
     }
 }
 
@@ -199,7 +200,8 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
             const int n = start + column, m = input.first + row;
             if (n >= N || m >= input.M) return;
             const float v = fmaf(sum, scale ? scale[n] : 1.0f, bias ? bias[n] : 0.0f);
-            end(m, n, v, end.late(m, n));
+            const typename End::Late late = end.late(m, n);
+            end.store(m, n, end.value(v, late), late);
         });
         start = next;
     }

@@ -47,16 +47,6 @@
 #include "matmul/decode_ends.cuh"
 #include "matmul/decode_tiles.cuh"
 
-#if DT_OUT_TERMS
-struct Output : Add {
-    __device__ void operator()(int m, int n, float v, Late before) const {
-        out[(long long)m * N + n] = term_of<order::BRAIN>(value(v, before));
-    }
-};
-#else
-typedef Add Output;
-#endif
-
 // The sums of all splits, in shared memory: a plane for each split, or with DT_CLUSTER 1 a single one.
 struct Total {
     float* planes;
@@ -140,7 +130,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
     }
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
-        typename End::Late late[AHEAD][ACROSS];
+        typename End::Late late[AHEAD][ACROSS] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
@@ -155,10 +145,11 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) {
-                if (slot < own && 32 * j < left) {
-                    const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
-                    end(m, share.column + lane + 32 * j, fmaf(sum, scales[j], biases[j]), late[i][j]);
-                }
+                if (slot >= own) continue;
+                const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
+                float v = end.value(fmaf(sum, scales[j], biases[j]), late[i][j]);
+                if constexpr (DT_OUT_TERMS) v = term_of<order::BRAIN>(v);
+                if (32 * j < left) end.store(m, share.column + lane + 32 * j, v, late[i][j]);
             }
         }
     }
@@ -223,7 +214,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     float* out,                       // (M, N), with DT_OUT_TERMS terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    multiply_all(x, w, scale, bias, Output{residual, out, N, gelu}, M, N, K);
+    multiply_all(x, w, scale, bias, Add{residual, out, N, gelu}, M, N, K);
 #else
     asm("trap;");
 #endif

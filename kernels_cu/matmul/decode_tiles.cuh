@@ -115,16 +115,17 @@ struct CopiesOfX {
 
     // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
     __device__ __forceinline__ void convert(char* stage) const {
-        if constexpr (DT_TERMS || order::FLOATS) return;
+        if constexpr (!DT_TERMS && !order::FLOATS) {
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            if (!has(pass)) continue;
-            char* unit = stage + at + pass * STEP * X_PITCH;
-            const float4 v = *reinterpret_cast<float4*>(unit);
-            uint4 terms;
-            split_pair<order::BRAIN>(v.x, v.y, terms.x, terms.y);
-            split_pair<order::BRAIN>(v.z, v.w, terms.z, terms.w);
-            *reinterpret_cast<uint4*>(unit) = terms;
+            for (int pass = 0; pass < PASSES; ++pass) {
+                if (!has(pass)) continue;
+                char* unit = stage + at + pass * STEP * X_PITCH;
+                const float4 v = *reinterpret_cast<float4*>(unit);
+                uint4 terms;
+                split_pair<order::BRAIN>(v.x, v.y, terms.x, terms.y);
+                split_pair<order::BRAIN>(v.z, v.w, terms.z, terms.w);
+                *reinterpret_cast<uint4*>(unit) = terms;
+            }
         }
     }
 };
