@@ -127,7 +127,8 @@ def test_every_tile_has_the_same_bits(device: Any, dtype: str) -> None:
         first = given.launched(ODD)
         for tile in TILES:
             for cluster in (1, 2, 3, 6, 8) if compute_capability() >= 90 else (1,):
-                chunks = 2 if cluster > 1 and dtype in DTYPES else 1
+                pairs = math.prod(tile.warps) % 4 == 0  # the threads copy whole groups of rows
+                chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
                 one = tile._replace(cluster=cluster, chunks=chunks)
                 if shared_bytes(one, K, dtype) <= H200["most_shared"] - 1024:
                     assert_same_bits(given.launched(one), first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
@@ -16,7 +17,7 @@ WARP = 32
 CLUSTER_CAPABILITY = 90
 RESERVED = 1024  # bytes of shared memory of a block that the system takes
 PAD = 16  # floats after a row of sums
-LONG_K = 2048  # from here on x is much larger than a block's other data
+LONG_K = 2048  # from here on a block has much of x to read
 FILLED, FULL = 1.4, 2.0  # blocks for each multiprocessor, of large and of small tiles
 
 
@@ -63,15 +64,14 @@ def choose(
     dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
     the smallest one with which the grid fills the GPU, and shares the splits of K equally.
     """
-    narrow = dtype != "float32"
-    large = LARGE if narrow else EVEN
+    wide, large = (WIDE, LARGE) if dtype != "float32" else (EVEN, EVEN)
     filled = FILLED * sms
     if FEW.rows >= M:
         tile = FEW
-    elif narrow and count_tiles(WIDE, M, N) >= FULL * sms:
-        tile = WIDE
-    elif count_tiles(large, M, N) >= sms or (K >= LONG_K and SLIM.rows < M):
-        tile = large
+    elif count_tiles(wide, M, N) >= filled:
+        tile = wide
+    elif K >= LONG_K and SLIM.rows < M:
+        tile, filled = large, math.inf
     else:
         tile, filled = SLIM, FULL * sms
     parts = splits(K)[0]

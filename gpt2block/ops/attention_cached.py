@@ -125,12 +125,14 @@ def split_geometry(
     teams = NKV * ceil(NH // NKV / queries)
     held = SPLIT_WARPS_OF_SM[itemsize] if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED
     at_once = held * sms // (M * teams)
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, at_once)  # warps of a team
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
-        blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
-        warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two
+        most = min(max(at_once // SPLIT_WARPS, 1), MOST_CLUSTER)
+        warps, cluster = SPLIT_WARPS, _power_of_two(ceil(wanted / SPLIT_WARPS))
+        while cluster > most:
+            cluster //= 2
     else:
-        warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
+        warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
         *heads_defines(NH, NKV, HS),
         ("AS_WIDTH", width),
