@@ -109,7 +109,8 @@ class BlockArrays(ABC):
 
         checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
         directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
-        "shakespeare", the bundled model. revision: of a hub id. Raises CheckpointError.
+        a bundled model, "shakespeare" or "shakespeare-llama". revision: of a hub id. Raises
+        CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
