@@ -32,12 +32,13 @@ class Limits(NamedTuple):
 
     rows: tuple[tuple[int, int], ...]  # up to so many, a block takes so many: more are faster
     most_rows: int
+    columns: int
     nbytes: int  # of weights: more take long on one multiprocessor
     registers: int  # of weights in flight
 
 
-NARROW = Limits(((8, 4), (64, 8)), 16, 150_000, 144)
-FLOATS = Limits(((8, FEW_ROWS),), 8, 200_000, 192)
+NARROW = Limits(((8, 4), (64, 8)), 16, 32, 150_000, 144)
+FLOATS = Limits(((8, FEW_ROWS),), 8, 16, 200_000, 192)
 
 
 class Layout(NamedTuple):
@@ -87,13 +88,11 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     of_rows = ceil(M / rows)  # blocks
     parts, each = splits(K)
     fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
-    short = each == 1 and rows <= FEW_ROWS
-    widest = COLUMNS[0] if not floats else COLUMNS[1] if short else COLUMNS[2]
-    fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= limits.nbytes]
+    fitting = [c for c in COLUMNS if c <= limits.columns and c * K * weight <= limits.nbytes]
     columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
     units = list(range(1, min(each, MOST_FLIGHT) + 1)) if rows <= FEW_ROWS or not floats else [1]
     flight = _flight(units, columns, weight, limits.registers)
-    room = floats and short  # for the next kernel
+    room = floats and each == 1 and rows <= FEW_ROWS  # for the next kernel
     return Layout(columns, flight, False, parts, 1 + room, rows)
 
 

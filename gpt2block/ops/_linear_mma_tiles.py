@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 # so that tensor cores wait less. With float weights large ones need too many registers.
 FEW = Tile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
 SLIM = Tile(64, 32, (4, 1), 5, blocks=3)
-EVEN = Tile(64, 64, (2, 2), 5, blocks=3)  # large with float weights
+EVEN = Tile(64, 64, (2, 2), 5, blocks=2)  # the largest with float weights
 WIDE = Tile(64, 96, (2, 3), 5, blocks=2)
 LARGE = Tile(64, 128, (2, 2), 4, blocks=2)
 TILES = FEW, SLIM, EVEN, WIDE, LARGE

@@ -9,8 +9,8 @@
 //   step    8 of K (float weights) or 16, in one mma
 //   split   `split_units(K)` units of 128 of K. Its steps are added in the tensor cores, in order. These truncate sums
 //           instead of rounding them, which is far less than weights of 16 bits are rounded by. Float weights, which
-//           also have two terms: the steps of w_low, then those of w_high, of 16 of K are added in the tensor cores,
-//           from 0 on, and such parts outside of them. The split is the sum of x_high plus that of x_low
+//           also have two terms: 16 of K are added there, from 0 on, of w_low and of w_high by themselves, and such
+//           parts, low + high, outside of them. The split is the sum of x_high plus that of x_low
 //   total   ((split 0 + split 1) + split 2) + ..., of at most 8 splits
 //
 // FP8 weights are converted to float16, which represents all of them. Infinity in x gives NaN. Zeros after K do not
@@ -140,11 +140,11 @@ struct Rows {
 // Adds a chunk to the sums of its split, of a tile in which x is B: of columns g and g + 8, and both terms of row t.
 __device__ __forceinline__ void add_chunk(float (&sum)[4], const Columns& w, const Rows& x) {
     if constexpr (FLOATS) {
-        float part[4] = {};
-        multiply(part, w.low, x.value);
-        multiply(part, w.high, x.value);
+        float low[4] = {}, high[4] = {};
+        multiply(low, w.low, x.value);
+        multiply(high, w.high, x.value);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += part[i];
+        for (int i = 0; i < 4; ++i) sum[i] += low[i] + high[i];
     } else {
         multiply(sum, w.high, x.value);
     }

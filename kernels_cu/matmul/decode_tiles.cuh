@@ -223,19 +223,16 @@ __device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char*
                                           const ColumnTile* columns) {
     if constexpr (order::FLOATS) {
         const RowTile rows(x + x_unit(g, unit));
-        float part[TILES_N][4] = {};
-#pragma unroll
-        for (int s = 0; s < 2 * order::STEPS; ++s) {
-#pragma unroll
-            for (int n = 0; n < TILES_N; ++n) {
-                const int step = s % order::STEPS;
-                multiply(part[n], rows.value[step], s < order::STEPS ? columns[n].low[step] : columns[n].high[step]);
-            }
-        }
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
+            float low[4] = {}, high[4] = {};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[n][e] += part[n][e];
+            for (int s = 0; s < order::STEPS; ++s) {
+                multiply(low, rows.value[s], columns[n].low[s]);
+                multiply(high, rows.value[s], columns[n].high[s]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[n][e] += low[e] + high[e];
         }
     } else {
 #pragma unroll
