@@ -24,7 +24,7 @@ from gpt2block.ops.rope_qkv import bind as bind_rope
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests.compiling import assert_clean
-from tests.devices import one_order, set_attributes
+from tests.devices import combinations, one_order, set_attributes
 from tests.gpus import A100, H200, cupy_with
 from tests.plain import normal
 from tests.test_attention_mma import assert_right as assert_as_accurate_in_16_bits
@@ -33,10 +33,9 @@ Array = NDArray[Any]
 Heads = tuple[int, int, int]  # of Q, of K and V, and their channels
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 MOST_SHARED = H200["most_shared"]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 RATIOS = [(2, 2, 8), (4, 2, 16), (3, 1, 8), (8, 1, 8)]
 ratios = pytest.mark.parametrize("heads", RATIOS, ids=str)
-both_pairings = pytest.mark.parametrize("half_split", [False, True])
+ROTATED = [(4, 2, 8), (3, 1, 6), (2, 2, 34), (4, 1, 128)]
 
 
 def repeated(rows: Array, heads: Heads) -> Array:
@@ -203,9 +202,7 @@ def packed(
     return result
 
 
-@one_order
-@every_dtype
-@pytest.mark.parametrize("heads", [(2, 2, 8), (3, 1, 8), (2, 1, 128)], ids=str)
+@combinations(heads=[(2, 2, 8), (3, 1, 8), (2, 1, 128)], dtype=list(DTYPES))
 def test_packed_rows(
     device: Any, heads: Heads, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,9 +245,7 @@ def split(device: Any, q: Array, k: Array, v: Array, position: Array, n_head: in
     return result
 
 
-@one_order
-@every_dtype
-@pytest.mark.parametrize("heads", [(8, 1, 8), (4, 1, 128), (3, 1, 256)], ids=str)
+@combinations(heads=[(8, 1, 8), (4, 1, 128), (3, 1, 256)], dtype=list(DTYPES))
 def test_decoding_in_a_dtype(
     device: Any, heads: Heads, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,9 +306,7 @@ def test_heads_of_q_that_share_keys(serves: int, size: int, limit: int, queries:
     assert geometry.shared <= limit
 
 
-@one_order
-@every_dtype
-@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 1, 7), (8, 1, 128)], ids=str)
+@combinations(heads=[(4, 2, 8), (3, 1, 7), (8, 1, 128)], dtype=list(DTYPES))
 def test_kv_append(device: Any, heads: Heads, dtype: str) -> None:
     _, NKV, HS = heads
     row, position = np.array([1, 0, 1, -1], np.int32), np.array([0, 4, 3, 2], np.int32)
@@ -348,10 +341,7 @@ def frequencies(D: int) -> Array:
     return np.asarray(500000.0 ** (-np.arange(0, D, 2) / D))
 
 
-@one_order
-@every_dtype
-@both_pairings
-@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 1, 6), (2, 2, 34), (4, 1, 128)], ids=str)
+@combinations(heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
 def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
     """Also in place, for a batch, and at positions that float32 does not represent."""
     NH, NKV, HS = heads
@@ -373,10 +363,7 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     np.testing.assert_array_equal(x.get(), got)
 
 
-@one_order
-@every_dtype
-@both_pairings
-@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 1, 6), (4, 1, 128)], ids=str)
+@combinations(heads=ROTATED, dtype=list(DTYPES), half_split=[False, True])
 def test_rope_append(device: Any, heads: Heads, dtype: str, half_split: bool) -> None:
     """The bits of rope_qkv and kv_append, one after the other."""
     NH, NKV, HS = heads
