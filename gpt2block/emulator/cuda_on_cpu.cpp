@@ -230,26 +230,21 @@ bool open_barriers() {
     return true;
 }
 
-class Order {
-  public:
-    Order(const std::string& kind, std::uint64_t seed)
-        : reverse_(kind == "reverse"), shuffled_(kind == "shuffled"), seed_(seed) {}
+struct Order {
+    bool reverse, shuffled;
+    std::uint64_t seed;
+    std::vector<std::size_t> places;  // the last one
 
-    const std::vector<std::size_t>& next(std::size_t n) {  // the same memory each time
-        if (places_.size() == n && !shuffled_) return places_;
-        places_.resize(n);
-        for (std::size_t i = 0; i < n; ++i) places_[i] = reverse_ ? n - 1 - i : i;
-        for (std::size_t i = n; shuffled_ && i > 1; --i) {
-            seed_ = seed_ * 6364136223846793005u + 1442695040888963407u;
-            std::swap(places_[i - 1], places_[(seed_ >> 33) % i]);
+    const std::vector<std::size_t>& next(std::size_t n) {
+        if (places.size() == n && !shuffled) return places;
+        places.resize(n);
+        for (std::size_t i = 0; i < n; ++i) places[i] = reverse ? n - 1 - i : i;
+        for (std::size_t i = n; shuffled && i > 1; --i) {
+            seed = seed * 6364136223846793005u + 1442695040888963407u;
+            std::swap(places[i - 1], places[(seed >> 33) % i]);
         }
-        return places_;
+        return places;
     }
-
-  private:
-    bool reverse_, shuffled_;
-    std::uint64_t seed_;
-    std::vector<std::size_t> places_;
 };
 
 void run_block(Order& order, unsigned number) {
@@ -380,7 +375,8 @@ int main(int argc, char** argv) {
     gridDim = {number(2), number(3), number(4)};
     blockDim = {number(5), number(6), number(7)};
     dynamic_bytes = number(8);
-    Order order(argv[9], std::strtoull(argv[10], nullptr, 10));
+    const std::string kind = argv[9];
+    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[10], nullptr, 10), {}};
     for (int i = 11; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
     std::signal(SIGABRT, on_abort);

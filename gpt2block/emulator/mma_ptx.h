@@ -48,13 +48,16 @@ inline void meet() { cuda_on_cpu::exchange(0xffffffffu, 0, cuda_on_cpu::lane(), 
 template <typename V>
 class OfWarp {
   public:
-    explicit OfWarp(const V& own) : count_(++counts_[threadIdx.x]), held_(given_[count_ % 2]) {
-        held_[threadIdx.x] = {own, count_};
+    explicit OfWarp(const V& own) {
+        const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+        count_ = ++counts_[thread];
+        lanes_ = &given_[count_ % 2][thread / 32 * 32];
+        given_[count_ % 2][thread] = {own, count_};
         meet();  // all lanes have then read the value before this one; the next one takes its memory
     }
 
     V operator[](int lane) const {
-        const Given& given = held_[threadIdx.x / 32 * 32 + lane];
+        const Given& given = lanes_[lane];
         V value;
         std::memset(&value, 0xFF, sizeof value);
         return given.count == count_ ? given.value : value;
@@ -70,7 +73,7 @@ class OfWarp {
     static inline unsigned counts_[1024];
 
     unsigned count_;
-    Given* held_;
+    const Given* lanes_;
 };
 
 inline void lag() {
