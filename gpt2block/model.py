@@ -80,10 +80,10 @@ class Model(Generic[Weights]):
         """Load a checkpoint, one tensor at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
-        Hugging Face directory or .safetensors file, an llm.c .bin, or "shakespeare", the
-        bundled model. progress: wraps the tensors as they are read. device, dtype, allow_nonfinite:
-        as in GPT2. revision: of a hub id, a branch, tag or commit. Raises CheckpointError, and
-        InputError for weights that are not finite.
+        Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
+        "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
+        read. device, dtype, allow_nonfinite: as in GPT2. revision: of a hub id, a branch, tag or
+        commit. Raises CheckpointError, and InputError for weights that are not finite.
         """
         check_dtype(dtype)
         check_callable("progress", progress)

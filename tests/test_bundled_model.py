@@ -1,4 +1,4 @@
-"""The model that travels in the package is what its card and docs/dtypes.md say."""
+"""The models that travel in the package are what their cards and docs/dtypes.md say."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Weights, reference
+from gpt2block import GPT2Weights, LlamaWeights, from_pretrained, reference
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli.model import DEFAULT_PROMPT
+from gpt2block.model import Model
 from gpt2block.run.model import DTYPES
 from gpt2block.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 N_CTX, STRIDE = 256, 64
+LLAMA = "shakespeare-llama"
 PROMPTS = {
     "the default": DEFAULT_PROMPT,
     "the first lines": "First Citizen:\nBefore we proceed any further, hear me",
@@ -36,8 +38,8 @@ Nats = NDArray[np.float64]
 
 
 @cache
-def model(device: str) -> GPT2:
-    return GPT2.from_pretrained(device=device)
+def model(name: str, device: str) -> Model[Any]:
+    return from_pretrained(name, device=device)
 
 
 def held_out(data: Path) -> str:
@@ -46,42 +48,59 @@ def held_out(data: Path) -> str:
     return text[len(text) * 9 // 10 :].decode()
 
 
-def card() -> dict[str, float]:
+def card(name: str) -> dict[str, float]:
     loaded: dict[str, float] = json.loads(
-        (Checkpoint.open(BUNDLED).directory / "loss.json").read_text()
+        (Checkpoint.open(name).directory / "loss.json").read_text()
     )
     return loaded
 
 
-def nats_by_hand(text: bytes, dtype: Any) -> Nats:
+def gpt2_logits(ids: NDArray[np.int64], w: GPT2Weights, dtype: Any) -> NDArray[Any]:
+    x = reference.encoder(ids, w.wte.astype(dtype), w.wpe.astype(dtype))
+    for block in w.blocks:
+        x = reference.block_forward(x, block, causal=True)
+    gamma, beta = w.gamma_f.astype(dtype), w.beta_f.astype(dtype)
+    x = reference.layernorm(x, gamma, beta, w.config.eps)
+    logits: NDArray[Any] = x @ w.lm_head.astype(dtype).T
+    return logits
+
+
+def llama_logits(ids: NDArray[np.int64], w: LlamaWeights, dtype: Any) -> NDArray[Any]:
+    x = w.wte.astype(dtype)[ids]
+    for block in w.blocks:
+        x = reference.llama_block_forward(x, block, np.arange(len(ids)))
+    x = reference.rmsnorm(x, w.gamma_f.astype(dtype), w.config.eps)
+    logits: NDArray[Any] = x @ w.lm_head.astype(dtype).T
+    return logits
+
+
+def nats_by_hand(name: str, text: bytes, dtype: Any) -> Nats:
     """Nats of each byte after the first, window by window as the card says, in `dtype`.
 
-    The reference's ten-step blocks: no cache, no engine, nothing of `scoring`.
+    The reference's blocks: no cache, no engine, nothing of `scoring`.
     """
-    w = GPT2Weights.from_pretrained(BUNDLED)
+    loaded = LlamaWeights if name == LLAMA else GPT2Weights
+    by_hand: Any = llama_logits if name == LLAMA else gpt2_logits
+    w = loaded.from_pretrained(name)
     ids = np.frombuffer(text, np.uint8).astype(np.int64)
-    wte, wpe, lm_head = (array.astype(dtype) for array in (w.wte, w.wpe, w.lm_head))
-    gamma, beta = w.gamma_f.astype(dtype), w.beta_f.astype(dtype)
     nats: list[float] = []
     first, end = 0, 0
     while end < len(ids):
         end = min(first + N_CTX, len(ids))
         window = ids[first:end]
-        x = reference.encoder(window, wte, wpe)
-        for block in w.blocks:
-            x = reference.block_forward(x, block, causal=True)
-        logits = reference.layernorm(x, gamma, beta, w.config.eps) @ lm_head.T
+        logits = by_hand(window, w, dtype)
         p = reference.softmax(logits.astype(np.float64))[np.arange(len(window) - 1), window[1:]]
         nats += (-np.log(p)).tolist()[len(nats) - first :]  # the others were scored before
         first += STRIDE
     return np.array(nats)
 
 
-def assert_scored_as_by_hand(device: str, text: bytes) -> None:
+def assert_scored_as_by_hand(name: str, device: str, text: bytes) -> None:
     """In float64 by hand. It may err twice as much a byte as float32 by hand at the beginning."""
-    exact, plain = nats_by_hand(text, np.float64), nats_by_hand(text[:2048], np.float32)
+    exact = nats_by_hand(name, text, np.float64)
+    plain = nats_by_hand(name, text[:2048], np.float32)
     error = np.abs(plain - exact[: len(plain)]).mean()
-    found = model(device).score(text.decode(), stride=STRIDE)
+    found = model(name, device).score(text.decode(), stride=STRIDE)
     assert found.n_tokens == found.bytes == len(text) - 1 == len(exact)
     assert abs(found.nats_per_token - exact.mean()) <= 2 * error
 
@@ -89,46 +108,58 @@ def assert_scored_as_by_hand(device: str, text: bytes) -> None:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_score_of_the_passage_in_the_package(device: str) -> None:
-    text = (Checkpoint.open(BUNDLED).directory / "passage.txt").read_bytes()
+def test_the_score_of_the_passage_in_the_package(name: str, device: str) -> None:
+    text = (Checkpoint.open(name).directory / "passage.txt").read_bytes()
     assert len(text) == N_CTX
-    assert_scored_as_by_hand(device, text)
+    assert_scored_as_by_hand(name, device, text)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_score_of_the_first_4096_bytes_that_were_held_out(data: Path, device: str) -> None:
-    assert_scored_as_by_hand(device, held_out(data)[:4096].encode())
+@pytest.mark.parametrize(
+    ("name", "device", "length"),
+    [
+        (BUNDLED, "cpu", 1024),  # of one model: the windows do not depend on it
+        *(pytest.param(name, "cuda", 4096, marks=pytest.mark.gpu) for name in BUNDLED_NAMES),
+    ],
+)
+def test_the_score_of_the_first_bytes_that_were_held_out(
+    data: Path, name: str, device: str, length: int
+) -> None:
+    assert_scored_as_by_hand(name, device, held_out(data)[:length].encode())
 
 
 @pytest.mark.gpu
-def test_validation_loss_of_the_whole_held_out_text(data: Path) -> None:
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_validation_loss_of_the_whole_held_out_text(data: Path, name: str) -> None:
     """The card's figure, to the digits it prints."""
-    found = model("cuda").score(held_out(data), stride=STRIDE)
+    found = model(name, "cuda").score(held_out(data), stride=STRIDE)
     print(f"validation loss {found.nats_per_token:.6f} nats a byte over {found.bytes:,} bytes")
-    assert (found.n_tokens, found.n_ctx) == (card()["bytes_scored"], card()["window"])
-    assert f"{found.nats_per_token:.4f}" == f"{card()['validation_loss']:.4f}"
+    assert (found.n_tokens, found.n_ctx) == (card(name)["bytes_scored"], card(name)["window"])
+    assert f"{found.nats_per_token:.4f}" == f"{card(name)['validation_loss']:.4f}"
 
 
-def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path) -> None:
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name: str) -> None:
     """A sample of the card's figure: within three standard errors of its own."""
     ids = np.frombuffer(held_out(data).encode(), np.uint8).astype(np.int32)
     starts = np.linspace(0, len(ids) - N_CTX, 48).astype(int)
     windows = [ids[start : start + N_CTX] for start in starts]
-    found = model("cpu").engine.log_likelihood(windows)
+    found = model(name, "cpu").engine.log_likelihood(windows)
     means = np.array([-nats[-STRIDE:].mean() for nats in found])
     error = means.std(ddof=1) / np.sqrt(len(means))
     print(f"{means.mean():.3f}, standard error {error:.3f}")
-    assert abs(means.mean() - card()["validation_loss"]) <= 3 * error
+    assert abs(means.mean() - card(name)["validation_loss"]) <= 3 * error
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PROMPTS)
-def test_greedy_tokens_are_those_of_numpy(name: str) -> None:
-    prompt = PROMPTS[name]
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+@pytest.mark.parametrize("which", PROMPTS)
+def test_greedy_tokens_are_those_of_numpy(name: str, which: str) -> None:
+    prompt = PROMPTS[which]
     tokens = {}
     for device in ("cpu", "cuda"):
-        written = model(device).generate(prompt, temperature=0, max_new_tokens=200)
+        written = model(name, device).generate(prompt, temperature=0, max_new_tokens=200)
         assert len(written.tokens) == 200
         tokens[device] = written.tokens
     same = [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)]
@@ -136,13 +167,13 @@ def test_greedy_tokens_are_those_of_numpy(name: str) -> None:
         at = same.index(False)
         before = [*prompt.encode(), *tokens["cpu"][:at]]
         for device in tokens:
-            logits = model(device)(before, last=True)
+            logits = model(name, device)(before, last=True)
             first, second = np.argsort(-logits)[:2]
             print(
                 f"{device}, token {at}: {bytes([first])!r} before {bytes([second])!r} "
                 f"by {logits[first] - logits[second]:.3g}"
             )
-        pytest.fail(f"{name}: token {at} differs, margins above")
+        pytest.fail(f"{name}, {which}: token {at} differs, margins above")
 
 
 def test_prompts_and_200_bytes_fit_the_context() -> None:
@@ -150,7 +181,7 @@ def test_prompts_and_200_bytes_fit_the_context() -> None:
 
 
 def table(name: str) -> list[list[str]]:
-    """The rows of the table in docs/dtypes.md behind the comment of this name."""
+    """The rows of the table in docs/dtypes.md after the comment of this name."""
     page = (ROOT / "docs" / "dtypes.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- table: {name} -->\n(.*?)(?:\n\n|\Z)", page, re.DOTALL)
     assert found, name
@@ -186,15 +217,18 @@ def assert_same_figures(found: list[list[str]], committed: list[list[str]]) -> N
             assert abs(figure - expected) <= last_digit, (new, old)
 
 
-def test_what_the_dtypes_cost_on_a_short_text(data: Path) -> None:
-    found = printed(data, "--bytes", "4096", "--device", "cpu")
+@pytest.mark.parametrize(("name", "length"), [(BUNDLED, 4096), (LLAMA, 1024)])
+def test_what_the_dtypes_cost_on_a_short_text(data: Path, name: str, length: int) -> None:
+    found = printed(data, "--model", name, "--bytes", str(length), "--device", "cpu")
     assert [row[0] for row in found[2:]] == list(DTYPES)
-    assert_same_figures(found, table("its first 4,096 bytes"))
+    assert_same_figures(found, table(f"{name}, its first {length:,} bytes"))
 
 
 @pytest.mark.gpu
-def test_what_the_dtypes_cost_on_the_whole_text(data: Path) -> None:
-    assert_same_figures(printed(data, "--device", "cuda"), table("the whole text"))
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_what_the_dtypes_cost_on_the_whole_text(data: Path, name: str) -> None:
+    found = printed(data, "--model", name, "--device", "cuda")
+    assert_same_figures(found, table(f"{name}, the whole text"))
 
 
 def test_a_figure_that_is_elsewhere_is_seen() -> None:
@@ -229,8 +263,12 @@ def test_a_bundled_model_is_small_and_its_loss_is_on_its_card(name: str) -> None
     assert len((checkpoint.directory / "passage.txt").read_bytes()) == 256
 
 
-def test_its_file_is_in_hugging_face_layout() -> None:
-    checkpoint = Checkpoint.open(BUNDLED)
-    assert "h.5.mlp.c_proj.weight" in checkpoint.names
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [(BUNDLED, "h.5.mlp.c_proj.weight"), (LLAMA, "layers.5.mlp.down_proj.weight")],
+)
+def test_its_file_is_in_hugging_face_layout(name: str, last: str) -> None:
+    checkpoint = Checkpoint.open(name)
+    assert last in checkpoint.names
     assert "lm_head.weight" not in checkpoint.names
     assert checkpoint.config.head_size == 64

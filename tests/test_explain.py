@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,24 @@ def test_a_llama_has_its_own_steps() -> None:
     grid = data["tensors"]["h.1.ff"]["grid"]
     np.testing.assert_allclose(values(grid), trace["h.1.ff"].ravel(), rtol=2**-11, atol=1e-6)
     assert data["tensors"]["h.0.attn"]["inputs"] == [["rope", [5, 64]]]
+    (attention,) = data["steps"]["attn"]["kernels"]  # tensor cores take no heads of 8 channels
+    assert attention["constants"] == {"NH": 4, "NKV": 2, "HS": 8}
     assert data["tensors"]["h.1.x1"]["inputs"] == [["h.0.output", [5, 32]], ["proj", [5, 32]]]
+
+
+@pytest.mark.parametrize("n_kv_head", [2, 4])
+def test_kernels_of_attention_are_those_for_grouped_queries(n_kv_head: int) -> None:
+    config = replace(LLAMA, n_kv_head=n_kv_head, head_size=64, n_layer=1)
+    data = Llama(LlamaWeights.random(0, config), "cpu").explain([3, 1, 4]).data
+    assert (data["model"]["n_head"], data["model"]["n_kv_head"]) == (4, n_kv_head)
+    found = {k["file"]: k["constants"] for k in data["steps"]["attn"]["kernels"]}
+    on_tensor_cores = {"ATT_SIZE": 64, "ATT_SERVES": 4 // n_kv_head}
+    assert found == {
+        "attention/skeleton.cu": {"NH": 4, "NKV": n_kv_head, "HS": 64},
+        "attention/mma.cu": on_tensor_cores,
+        **({"attention/hopper.cu": on_tensor_cores} if n_kv_head == 4 else {}),
+    }
+    assert data["steps"]["qkv"]["kernels"][0]["constants"] == {}
 
 
 @pytest.mark.parametrize(

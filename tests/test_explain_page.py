@@ -298,6 +298,10 @@ def test_other_pages_load(browser: Any, model: GPT2, tmp_path: Path, kind: str) 
         browser.find_elements("css selector", ".step")[step].click()
         assert find(browser, "#detail canvas").is_displayed()
         assert find(browser, ".formula math").is_displayed()
+    find(browser, '[data-step="attn"]').click()
+    text = find(browser, "#detail").text
+    heads = "2 heads of keys and values serves 2 heads of queries"
+    assert (heads in text, "NH = 4, NKV = 2, HS = 8" in text) == 2 * (kind == "llama",)
     find(browser, '[data-part="logits"]').click()  # no model has a bias here, a Llama none at all
     assert "b" not in find(browser, ".formula math").text
     assert browser.get_log("browser") == []

@@ -167,7 +167,7 @@ def test_the_class_follows_the_architecture() -> None:
         GPT2.from_pretrained(path)
     with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
         Llama.from_pretrained(GOLDEN / "tiny")
-    with pytest.raises(CheckpointError, match="a GPT2Config, got a LlamaConfig"):
+    with pytest.raises(CheckpointError, match="a GPT2, got a Llama"):
         gpt2block.GPT2Weights.from_pretrained(path)
 
 

@@ -67,6 +67,12 @@ class Product:
         result: Array = reference.linear(x, self.w, bias, None, None, residual, True, 1e-5)
         return result
 
+    def rounding_of_terms(self) -> float:
+        """How much the terms of x can change a result: those of float16 and tf32 have 22 bits."""
+        if self.w.dtype != "bfloat16":
+            return 0.0
+        return plain.rounding_of_bfloat16_terms(self.x, self.w.dequantized())
+
     def by_loop(self) -> Array:
         product = plain.matmul_bias(self.x, self.w.dequantized(), self.bias)
         result: Array = self.residual + plain.gelu(product)
@@ -96,7 +102,9 @@ def test_is_as_accurate_as_a_loop(
     device: Any, dtype: str, tile: Tile, shape: tuple[int, int, int]
 ) -> None:
     given = Product(*shape, dtype)
-    plain.assert_as_accurate(given.launched(tile), given.exact(), given.by_loop())
+    plain.assert_as_accurate(
+        given.launched(tile), given.exact(), given.by_loop(), given.rounding_of_terms()
+    )
 
 
 @every_weight
@@ -119,7 +127,8 @@ def test_every_tile_has_the_same_bits(device: Any, dtype: str) -> None:
         first = given.launched(ODD)
         for tile in TILES:
             for cluster in (1, 2, 3, 6, 8) if compute_capability() >= 90 else (1,):
-                chunks = 2 if cluster > 1 and dtype in DTYPES else 1
+                pairs = math.prod(tile.warps) % 4 == 0  # the threads copy whole groups of rows
+                chunks = 2 if cluster > 1 and dtype in DTYPES and pairs else 1
                 one = tile._replace(cluster=cluster, chunks=chunks)
                 if shared_bytes(one, K, dtype) <= H200["most_shared"] - 1024:
                     assert_same_bits(given.launched(one), first)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2block.checkpoints import BUNDLED_NAMES
 from gpt2block.cuda import kernels
 
 ROOT = Path(__file__).parent.parent
@@ -28,13 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_has_both_packages_and_the_model(wheel: Path) -> None:
+def test_the_wheel_has_both_packages_and_the_bundled_models(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert path.relative_to(ROOT).as_posix() in names
     assert {"gpt2block/py.typed", "gpt2block/explain/page.html"} <= names
-    model = zipfile.ZipFile(wheel).getinfo("gpt2block/models/shakespeare/model.safetensors")
-    assert model.file_size <= 10_000_000
+    for name in BUNDLED_NAMES:
+        for file in (ROOT / "gpt2block" / "models" / name).iterdir():
+            assert file.relative_to(ROOT).as_posix() in names
     assert not any(name.startswith(("tests/", "tools/", "examples/")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

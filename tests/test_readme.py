@@ -112,26 +112,34 @@ def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
     assert columns(done.stdout.splitlines()) == columns(shown("gpu"))
 
 
-def test_the_bundled_model_writes_what_is_shown() -> None:
+GENERATED = pytest.mark.parametrize(
+    ("arguments", "output"),
+    [(["--seed", "7"], "generate"), (["GREMIO:", "--model", "shakespeare-llama"], "llama")],
+)
+
+
+@GENERATED
+def test_the_bundled_models_write_what_is_shown(arguments: list[str], output: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "generate", "--seed", "7", "--device", "cpu"],
+        [sys.executable, "-m", "gpt2block", "generate", *arguments, "--device", "cpu"],
         capture_output=True,
         text=True,
         check=True,
         encoding="utf-8",
     )
-    assert done.stdout.splitlines() == shown("generate")
+    assert done.stdout.splitlines() == shown(output)
 
 
 @pytest.mark.gpu
-def test_it_writes_the_same_on_a_gpu() -> None:
+@GENERATED
+def test_they_write_the_same_on_a_gpu(arguments: list[str], output: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpt2block", "generate", "--seed", "7"],
+        [sys.executable, "-m", "gpt2block", "generate", *arguments],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == shown("generate")
+    assert done.stdout.splitlines() == shown(output)
 
 
 def test_the_score_shown(data: Path, tmp_path: Path) -> None:

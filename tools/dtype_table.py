@@ -1,10 +1,11 @@
-"""Print the table of docs/dtypes.md: size and accuracy of the bundled model in each dtype.
+"""Print the table of docs/dtypes.md: size and accuracy of a bundled model in each dtype.
 
     python tools/dtype_table.py input.txt
     python tools/dtype_table.py input.txt --bytes 4096 --device cpu
+    python tools/dtype_table.py input.txt --model shakespeare-llama
 
-input.txt is tinyshakespeare. The tool scores its last 10 %, which the model was not trained on, or
-the first --bytes of them.
+input.txt is tinyshakespeare. The tool scores its last 10 %, which no bundled model was trained on,
+or the first --bytes of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpt2block import GPT2
+from gpt2block import from_pretrained
+from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES
 from gpt2block.run.model import DTYPES, kv_cache_dtype
 from gpt2block.text.scoring import Score
 
@@ -20,6 +22,7 @@ from gpt2block.text.scoring import Score
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path)
+    parser.add_argument("--model", choices=BUNDLED_NAMES, default=BUNDLED)
     parser.add_argument("--bytes", type=int, help="bytes to score; by default the whole last 10 %%")
     parser.add_argument("--stride", type=int, default=64)
     parser.add_argument("--device", help="cuda, cuda:N or cpu; by default a GPU if there is one")
@@ -31,7 +34,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     baseline: Score | None = None
     for dtype in DTYPES:
-        model = GPT2.from_pretrained(device=arguments.device, dtype=dtype)
+        model = from_pretrained(arguments.model, device=arguments.device, dtype=dtype)
         found = model.score(held_out, stride=arguments.stride)
         baseline = baseline or found
         cost = 100 * (found.perplexity / baseline.perplexity - 1)

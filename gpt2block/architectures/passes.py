@@ -25,6 +25,7 @@ from gpt2block.architectures.steps import (
     convert_operands,
     fuse_epilogues,
     fuse_norms,
+    hand_over_terms,
     parts_of,
 )
 from gpt2block.config import ModelConfig, model_shapes
@@ -202,12 +203,13 @@ def head_plan(config: ModelConfig, rows: int, first: int, products: Products) ->
     return Plan(tuple(steps), ("head", "head_bias", "wide"), input=final)
 
 
-def decode_plan(config: ModelConfig, fused_norm: bool = True) -> Plan:
+def decode_plan(config: ModelConfig, fused_norm: bool = True, terms: str | None = None) -> Plan:
     """A token for each row of a kv_cache; logits at the end. GPT-2 has five kernels a layer.
 
     The last step of qkv also appends K and V to the cache, and returns `q`. tokens, row and
     positions (M,) are in device memory, so all steps are one graph. fused_norm: LayerNorm is part
-    of the products; else it has steps of its own, for many rows, with the same bits.
+    of the products; else it has steps of its own, for many rows, with the same bits. terms: the
+    dtype of the terms that the x of products then has in the place of floats.
     """
     architecture = architecture_of(config)
     steps, x = _embedding(architecture)
@@ -220,7 +222,10 @@ def decode_plan(config: ModelConfig, fused_norm: bool = True) -> Plan:
             for step in _decoding(unfused, fused_norm)
         ]
         x = f"{h}output"
-    return _model(config, [*steps, *_lm_head(config, x, fused_norm)], overlapping=True)
+    steps += _lm_head(config, x, fused_norm)
+    if terms is not None and not fused_norm:
+        steps = hand_over_terms(steps, terms)
+    return _model(config, steps, overlapping=True)
 
 
 def staged_plan(

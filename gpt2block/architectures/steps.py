@@ -21,6 +21,9 @@ Products = Literal["float32", "16_bits", "fp8", "two_part"]
 # of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
+# Operations of decoding that can compute terms of the x of a product (kernels_cu/lib/terms.cuh).
+GIVE_TERMS = ("layernorm", "attention_split", "linear")
+
 # Operations that can compute a matrix in two parts, the operand of another product.
 MAKE_PARTS = ("gemm", "layernorm", "attention_varlen", "two_part")
 
@@ -61,6 +64,32 @@ def as_linear(step: Step, norm: Step | None = None, **attrs: Any) -> Step:
     x, gamma, beta = norm.inputs if norm else (a, "", "")
     merged = {**step.attrs, **(norm.attrs if norm else {}), **attrs}
     return Step(step.name, "linear", (x, w, bias, gamma, beta, residual), merged)
+
+
+def hand_over_terms(steps: Iterable[Step], dtype: str) -> Steps:
+    """Let steps of decoding compute the terms of a product's x, once instead of in each block.
+
+    dtype: of the terms. Applies to results that are no more than the x of products. A plan's
+    tensors of these names then have terms in the place of floats.
+    """
+    listed = list(steps)
+
+    def takes(step: Step, name: str) -> bool:
+        product = step.op in ("linear", "linear_qkv") and not step.inputs[3]
+        return product and name == step.inputs[0] and name not in step.inputs[1:]
+
+    def gives(step: Step) -> bool:
+        readers = [reader for reader in listed if step.name in reader.inputs]
+        return step.op in GIVE_TERMS and bool(readers) and all(takes(r, step.name) for r in readers)
+
+    made = {step.name for step in listed if gives(step)}
+    handed: Steps = []
+    for step in listed:
+        attrs: dict[str, Any] = {"to_terms": dtype} if step.name in made else {}
+        if step.inputs[0] in made:
+            attrs["terms"] = True
+        handed.append(replace(step, attrs={**step.attrs, **attrs}) if attrs else step)
+    return handed
 
 
 def parts_of(matrix: str) -> str:

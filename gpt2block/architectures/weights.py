@@ -109,7 +109,8 @@ class BlockArrays(ABC):
 
         checkpoint: an opened Checkpoint, or an argument of `Checkpoint.open`: a Hugging Face
         directory, a `.safetensors` file, a hub id such as "gpt2", a `.bin` of llm.c, or
-        "shakespeare", the bundled model. revision: of a hub id. Raises CheckpointError.
+        a bundled model, "shakespeare" or "shakespeare-llama". revision: of a hub id. Raises
+        CheckpointError.
         """
         opened = Checkpoint.open(checkpoint, revision)
         check_architecture(opened, cls.CONFIG)
@@ -227,9 +228,12 @@ class ModelArrays(Generic[Block]):
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
     """Raise CheckpointError unless the checkpoint's config is of this class."""
     if not isinstance(checkpoint.config, expected):
+        wanted, got = (
+            kind.__name__.removesuffix("Config") for kind in (expected, type(checkpoint.config))
+        )
         raise CheckpointError(
-            f"{checkpoint.name}: expected a checkpoint with a {expected.__name__}, got a "
-            f"{type(checkpoint.config).__name__}: gpt2block.from_pretrained loads either"
+            f"{checkpoint.name}: expected a {wanted}, got a {got}: gpt2block.from_pretrained takes "
+            "either, and so do the commands generate, score, compare and explain"
         )
 
 

@@ -37,10 +37,11 @@ class Checkpoint:
         """Find the files, read and check their headers and the config, without tensor data.
 
         name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several, a hub
-        id such as "gpt2" (or "124M"), a `.bin` of llm.c, or "shakespeare", the bundled model; also
-        the path, or the directory, of a file written by `torch.save`: a state dict such as
-        `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT. No code in a pickle
-        is executed. revision: the branch, tag or commit of a hub id; None is the main branch.
+        id such as "gpt2" (or "124M"), a `.bin` of llm.c, or a bundled model, "shakespeare" or
+        "shakespeare-llama"; also the path, or the directory, of a file written by `torch.save`: a
+        state dict such as `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT.
+        No code in a pickle is executed. revision: the branch, tag or commit of a hub id; None is
+        the main branch.
 
         Raises CheckpointError where the checkpoint cannot be found or used; the message lists
         tensors that are missing, unexpected or misshapen. Raises InputError for a revision without
@@ -165,7 +166,7 @@ def _check_no_revision(name: str, revision: str | None) -> None:
 
 
 def _absolute(path: Path) -> str:
-    """Return a Path as text that is neither a hub id nor the bundled model's name."""
+    """Return a Path as text that is neither a hub id nor a bundled model's name."""
     try:
         return str(path.expanduser().absolute())
     except (OSError, RuntimeError, ValueError) as error:  # no working directory, no such user

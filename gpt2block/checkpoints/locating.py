@@ -55,8 +55,8 @@ def _locate_path(name: str, path: Path) -> Path:
         return path
     raise CheckpointError(
         f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
-        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or "
-        f"{' or '.join(map(repr, BUNDLED_NAMES))}"
+        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or a "
+        f"bundled model: {' or '.join(map(repr, BUNDLED_NAMES))}"
     )
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpt2block.text.generation import Row, Run
     from gpt2block.text.scoring import Score
 
-DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled model
+DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
 MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes: 256 and 16 MiB
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
@@ -65,7 +65,8 @@ Model = Annotated[
     str,
     typer.Option(
         help="gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
-        "(GPT-2 or Llama) or .safetensors file, an llm.c .bin; by default the bundled model."
+        "(GPT-2 or Llama) or .safetensors file, an llm.c .bin, or a bundled model: shakespeare, "
+        "a GPT-2, or shakespeare-llama."
     ),
 ]
 Revision = Annotated[

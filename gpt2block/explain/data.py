@@ -91,7 +91,7 @@ class _Plan:
     """The steps of a forward pass, of which all blocks have the same."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.n_embd = config.n_embd
+        self.config = config
         architecture = architecture_of(config)
         every = model_plan(config, "logits", 1).steps
         kept = [step for step in every if step.op != "kv_append"]
@@ -128,14 +128,15 @@ def _step(
     found = []
     if operation is not None:
         kernel = sources.readable_kernel(operation)
-        found.append(sources.described(kernel, sources.TEN_STEPS, plan.n_embd))
+        found.append(sources.described(kernel, sources.TEN_STEPS, plan.config))
     fused, names = plan.joined.get(short, (None, [short]))
     fused_operation = fused and sources.operation_of(sources.function_of(fused))
     if fused_operation:
-        variants = sources.fused_kernels(fused_operation)
-        found += [sources.described(each, sources.FUSED, plan.n_embd) for each in variants]
+        variants = sources.fused_kernels(fused_operation, plan.config)
+        found += [sources.described(each, sources.FUSED, plan.config) for each in variants]
     row = compared.get(step.name) or (compared.get(fused.name) if fused else None)
-    found = [*sources.kernels_run(row.kernel.split(", ") if row else ()), *found]
+    ran = row.kernel.split(", ") if row else ()
+    found = [*sources.kernels_run(ran, plan.config), *found]
     files.update({each["file"]: read_source(each["file"]) for each in found})
     return {
         "op": sources.function_of(step),
@@ -153,6 +154,7 @@ def _model(engine: TracedEngine, name: str) -> dict[str, Any]:
         "kind": type(config).__name__.removesuffix("Config"),
         "device": engine.describe(),
         "dtype": engine.dtype,
+        "n_kv_head": config.kv_width // config.head_size,
         **{size: getattr(config, size) for size in sizes},
     }
 

@@ -10,7 +10,10 @@ from functools import cache
 from typing import Any
 
 from gpt2block import reference
+from gpt2block.config import ModelConfig
 from gpt2block.cuda import kernels
+from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.attention import head_constants, tensor_cores_take
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.plan import Step
@@ -58,21 +61,52 @@ def readable_kernel(operation: Operation) -> Variant:
     return next(written, every[0])
 
 
-def fused_kernels(operation: Operation) -> list[Variant]:
-    """The variants of an operation that a fused plan runs."""
-    return [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
+def _heads(config: ModelConfig) -> tuple[int, int, int]:
+    """Heads of Q, heads of K and of V, channels of a head."""
+    return config.n_head, config.kv_width // config.head_size, config.head_size
 
 
-def described(variant: Variant, plan: str, n_embd: int) -> dict[str, Any]:
-    """A variant for the page, with its kernels for rows of n_embd; line: of the first one."""
-    names = [name for name in variant.kernels if _ROW_SIZES.get(name, n_embd) == n_embd]
+def fused_kernels(operation: Operation, config: ModelConfig) -> list[Variant]:
+    """The variants of an operation that a fused plan of the model runs on some GPU."""
+    every = [variant for variant in operation.variants if variant.name in _FUSED_VARIANTS]
+    if operation is not ATTENTION:
+        return every
+    return [variant for variant in every if tensor_cores_take(variant.name, *_heads(config))]
+
+
+def described(variant: Variant, plan: str, config: ModelConfig) -> dict[str, Any]:
+    """A variant for the page, with its kernels for the model; line: of the first one."""
+    C = config.n_embd
+    names = [name for name in variant.kernels if _ROW_SIZES.get(name, C) == C]
+    return _shown(plan, variant.file, names, variant.idea, config)
+
+
+def _shown(
+    plan: str, file: str, names: list[str], idea: str, config: ModelConfig
+) -> dict[str, Any]:
     return {
         "plan": plan,
-        "file": variant.file,
+        "file": file,
         "names": names,
-        "idea": variant.idea,
-        "line": line_of(variant.file, names[0]),
+        "idea": idea,
+        "line": line_of(file, names[0]),
+        "constants": heads_of_kernel(file, config),
     }
+
+
+def heads_of_kernel(file: str, config: ModelConfig) -> dict[str, int]:
+    """Name → value of the constants that a file of attention kernels has for the model's heads."""
+    known = _constants(file) if file.startswith("attention/") else set()
+    return {name: int(n) for name, n in head_constants(*_heads(config)) if name in known}
+
+
+@cache
+def _constants(file: str) -> set[str]:
+    """The constants that can be set for a file and the headers of attention that it includes."""
+    text = kernels.read_source(file)
+    found = set(re.findall(r"^#ifndef (\w+)", text, re.MULTILINE))
+    headers = re.findall(r'^#include "(attention/[^"]+)"', text, re.MULTILINE)
+    return found.union(*map(_constants, headers))
 
 
 def line_of(file: str, kernel: str) -> int:
@@ -88,17 +122,11 @@ def file_of_kernel() -> dict[str, str]:
     return {name: file for file in kernels.sources() for name in kernels.signatures(file)}
 
 
-def kernels_run(names: Iterable[str]) -> list[dict[str, Any]]:
+def kernels_run(names: Iterable[str], config: ModelConfig) -> list[dict[str, Any]]:
     """The kernels with these names for the page; names of other libraries are left out."""
     files = file_of_kernel()
     return [
-        {
-            "plan": HERE,
-            "file": files[name],
-            "names": [name],
-            "idea": "",
-            "line": line_of(files[name], name),
-        }
+        _shown(HERE, files[name], [name], "", config)
         for name in dict.fromkeys(names)
         if name in files
     ]

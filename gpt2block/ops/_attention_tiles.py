@@ -140,7 +140,7 @@ def mma_geometry(
     stages = 3 if room(most_shared, tile.blocks) >= 3 * stage else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
-        *_head_defines(HS, serves),
+        *tensor_heads_defines(HS, serves),
         ("ATT_WARPS", tile.warps),
         ("ATT_FRAGS", tile.frags),
         ("ATT_STAGES", stages),
@@ -173,7 +173,7 @@ def two_part_geometry(
     stages = 3 if room(most_shared, blocks) >= 3 * stage + queries else 2
     defines = (
         ("ATT_CAUSAL", int(causal)),
-        *_head_defines(HS, serves),
+        *tensor_heads_defines(HS, serves),
         ("ATT_ONE_SCALE", int(one_scale)),
         ("ATT_WARPS", warps),
         ("ATT_STAGES", stages),
@@ -215,7 +215,8 @@ def mma_stage(HS: int) -> int:
     return 2 * 64 * (2 * HS + 16)
 
 
-def _head_defines(HS: int, serves: int) -> Defines:
+def tensor_heads_defines(HS: int, serves: int) -> Defines:
+    """The same of a kernel on tensor cores; serves: heads of Q that share a head of K."""
     return ("ATT_SIZE", HS), ("ATT_SERVES", serves)
 
 

@@ -15,18 +15,29 @@ MOST_SPLITS = 8
 OCTET = 8  # columns
 LOADED = 16  # bytes of a row of W that a lane loads at once
 MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
-MOST_ROWS = 8, 16  # of x that a block takes; with MANY_COLUMNS
-FEW_ROWS = 4  # up to here the terms of a row share an mma
-COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
-MOST_FLOAT_COLUMNS = 16  # more do not fit in the registers
-FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; where a split has several units
-BLOCK_BYTES = 100_000  # of weights in a block: more take long on one multiprocessor
 LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
+LOOP_ROWS, LOOP_REGISTERS = 16, 96  # of x, and of weights in flight
+FLOAT_LOOP_WARPS = 8  # the sums of 16 rows leave no registers for more
+FEW_ROWS = 4  # of an mma
+COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
-REGISTERS = 96  # of weights in flight
+FEWEST_BLOCKS = 2, 3  # one for so many multiprocessors; of several rows or units, or float weights
 FLOAT = 4  # bytes
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight; 1 with FP8
-TERMS = {"bfloat16": 3}  # of x, of 16 bits; with the other dtypes 2
+TERMS = 2  # of x, of 16 bits
+
+
+class Limits(NamedTuple):
+    """Of blocks that do not loop, measured on an H200."""
+
+    rows: tuple[tuple[int, int], ...]  # up to so many, a block takes so many: more are faster
+    most_rows: int
+    nbytes: int  # of weights: more take long on one multiprocessor
+    registers: int  # of weights in flight
+
+
+NARROW = Limits(((8, 4), (64, 8)), 16, 150_000, 144)
+FLOATS = Limits(((8, FEW_ROWS),), 8, 200_000, 192)
 
 
 class Layout(NamedTuple):
@@ -48,33 +59,47 @@ def splits(K: int) -> tuple[int, int]:
 
 
 def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
-    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights.
+    """The layout for M rows on a GPU with `sms` multiprocessors; dtype: of the weights."""
+    choose = _loop if N >= MANY_COLUMNS else _block
+    return choose(M, N, K, BYTES.get(dtype, 1), sms)
 
-    Two blocks of 4 rows are faster than one of 8, and two of 8 than one of 16, although they read
-    the weights twice: loading x and its LayerNorm takes longer than the second read, from L2.
+
+def _loop(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
+    """A layout for many columns; weight: bytes."""
+    rows = _power_of_two(min(M, LOOP_ROWS))
+    units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
+    registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
+    flight = _flight(units, LOOP_COLUMNS, weight, registers)
+    crowded = weight == FLOAT and rows == LOOP_ROWS
+    return Layout(LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows)
+
+
+def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
+    """A layout in which a block has some columns; weight: bytes.
+
+    Two blocks of 4 rows are faster than one of 8, and so on, although they read the weights twice:
+    loading x and its LayerNorm takes longer than the second read, from L2.
     """
-    weight = BYTES.get(dtype, 1)
-    narrow = weight < FLOAT
-    loop = N >= MANY_COLUMNS
-    most = MOST_ROWS[loop]
-    if not loop and narrow and most >= M:
-        most = FEW_ROWS
-    rows = min(most, 1 << (M - 1).bit_length())
+    floats = weight == FLOAT
+    limits = FLOATS if floats else NARROW
+    rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
+    rows = min(rows, _power_of_two(M))
+    of_rows = ceil(M / rows)  # blocks
     parts, each = splits(K)
-    if loop:
-        units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
-        registers = REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
-        flight = _flight(units, LOOP_COLUMNS, weight, registers)
-        return Layout(LOOP_COLUMNS, flight, True, LOOP_WARPS, 1, rows)
-    fewest = sms / FEWEST_BLOCKS[each > 1]
-    widest = COLUMNS[0] if narrow else MOST_FLOAT_COLUMNS
-    fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= BLOCK_BYTES]
-    columns = next((c for c in fitting if ceil(N / c) >= fewest), OCTET)
-    units = list(range(1, min(each, MOST_FLIGHT) + 1))
-    flight = _flight(units, columns, weight, REGISTERS if narrow or rows <= FEW_ROWS else 32)
-    short = each == 1 or (columns == OCTET and each <= MOST_FLIGHT)
-    room = not narrow and rows <= FEW_ROWS and short
-    return Layout(columns, flight, False, parts, 1 + room, rows)  # room for the next kernel
+    fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
+    short = each == 1 and rows <= FEW_ROWS
+    widest = COLUMNS[0] if not floats else COLUMNS[1] if short else COLUMNS[2]
+    fitting = [c for c in COLUMNS if c <= widest and c * K * weight <= limits.nbytes]
+    columns = next((c for c in fitting if of_rows * ceil(N / c) >= fewest), OCTET)
+    units = list(range(1, min(each, MOST_FLIGHT) + 1)) if rows <= FEW_ROWS or not floats else [1]
+    flight = _flight(units, columns, weight, limits.registers)
+    room = floats and short  # for the next kernel
+    return Layout(columns, flight, False, parts, 1 + room, rows)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:
@@ -94,11 +119,13 @@ def geometry(
     norm: bool = False,
     sms: int = 132,
     most_shared: int = 232_448,
+    terms: bool = False,
     cut: Layout | None = None,
 ) -> Geometry | None:
     """The launch of a kernel; None when a row does not fit in `most_shared` bytes.
 
-    dtype: of the weights. cut: a layout instead of the one that `layout` chooses.
+    dtype: of the weights. terms: x has terms in the place of floats. cut: a layout instead of the
+    one that `layout` chooses.
     """
     cut = cut or layout(M, N, K, dtype, sms)
     while (shared := shared_bytes(cut, K, dtype, norm)) > most_shared:
@@ -114,6 +141,7 @@ def geometry(
         ("LM_LOOP", int(cut.loop)),
         ("LM_WARPS", cut.warps),
         ("LM_BLOCKS", cut.blocks),
+        *((("LM_TERMS", 1),) if terms else ()),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
@@ -125,7 +153,7 @@ def shared_bytes(cut: Layout, K: int, dtype: str, norm: bool) -> int:
     parts, each = splits(K)
     padding = 64 if dtype in BYTES else 16
     term = 2 * each * UNIT + padding
-    split = FLOAT * each * UNIT if dtype == "float32" else TERMS.get(dtype, 2) * term
+    split = FLOAT * each * UNIT if dtype == "float32" else TERMS * term
     row = ceil(parts * split / 128) * 128 + padding
     sums = 0 if cut.loop else FLOAT * parts * cut.rows * cut.columns
     return cut.rows * (row + 8 * norm) + sums

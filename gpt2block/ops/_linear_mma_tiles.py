@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -9,14 +11,14 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.ops._linear_mma import BYTES, UNIT, splits
 from gpt2block.ops._matrix import count_tiles
-from gpt2block.ops._tensor_cores import room
 
 FILE = "matmul/decode_tiles.cu"
 WARP = 32
 CLUSTER_CAPABILITY = 90
-FILLED = 1.4  # blocks on each multiprocessor
-FEWEST_STAGES = 2
+RESERVED = 1024  # bytes of shared memory of a block that the system takes
 PAD = 16  # floats after a row of sums
+LONG_K = 2048  # from here on a block has much of x to read
+FILLED, FULL = 1.4, 2.0  # blocks for each multiprocessor, of large and of small tiles
 
 
 class Tile(NamedTuple):
@@ -31,14 +33,14 @@ class Tile(NamedTuple):
     blocks: int = 1  # that an SM has registers for
 
 
-# Warps of 16x32 need at most 128 registers a thread, so that an SM has room for 16 of them: with 8,
-# which larger tiles have, tensor cores wait for instructions. Where there are tiles enough, 64x96
-# reads x and w less often from the L2 cache; with float weights it needs too many registers.
-FEW = Tile(32, 64, (2, 2), 4, blocks=2)  # up to 32 rows
-WIDE = Tile(32, 128, (2, 4), 4, blocks=2)  # for lm_head
-MANY = Tile(64, 64, (4, 2), 4, blocks=2)
-LARGE = Tile(64, 96, (2, 2), 4, blocks=2)
-TILES = FEW, WIDE, MANY, LARGE
+# Larger tiles read x and w less often from the L2 cache; of small ones more run at the same time,
+# so that tensor cores wait less. With float weights large ones need too many registers.
+FEW = Tile(32, 128, (2, 4), 4, blocks=2)  # up to 32 rows
+SLIM = Tile(64, 32, (4, 1), 5, blocks=3)
+EVEN = Tile(64, 64, (2, 2), 5, blocks=3)  # large with float weights
+WIDE = Tile(64, 96, (2, 3), 5, blocks=2)
+LARGE = Tile(64, 128, (2, 2), 4, blocks=2)
+TILES = FEW, SLIM, EVEN, WIDE, LARGE
 
 
 def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
@@ -48,10 +50,9 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
     each = ceil(parts / tile.cluster) * units * UNIT  # of K, of a block
     part = tile.chunks * 64 // weight  # of K, of a slice
     stages = min(tile.stages, ceil(min(each, K) / part))
-    value = 6 if dtype == "bfloat16" else 4  # bytes of x, in terms
     planes = parts if tile.cluster > 1 else 1
     sums = 4 * planes * ceil(tile.rows / tile.cluster) * (tile.columns + PAD)
-    return ceil(sums / 128) * 128 + stages * part * (value * tile.rows + weight * tile.columns)
+    return ceil(sums / 128) * 128 + stages * part * (4 * tile.rows + weight * tile.columns)
 
 
 @lru_cache(maxsize=1024)
@@ -63,39 +64,56 @@ def choose(
     dtype: of the weights. most_shared: bytes of shared memory that a block can have. The cluster is
     the smallest one with which the grid fills the GPU, and shares the splits of K equally.
     """
-    clusters = capability >= CLUSTER_CAPABILITY
-    full = FILLED * sms
+    wide, large = (WIDE, LARGE) if dtype != "float32" else (EVEN, EVEN)
+    filled = FILLED * sms
     if FEW.rows >= M:
-        tile = WIDE if count_tiles(WIDE, M, N) >= full else FEW
-    elif dtype != "float32" and count_tiles(LARGE, M, N) >= full:
-        tile = LARGE
+        tile = FEW
+    elif count_tiles(wide, M, N) >= filled:
+        tile = wide
+    elif K >= LONG_K and SLIM.rows < M:
+        tile, filled = large, math.inf
     else:
-        tile = MANY if clusters or count_tiles(MANY, M, N) >= sms else FEW
+        tile, filled = SLIM, FULL * sms
     parts = splits(K)[0]
-    fitting = [n for n in range(1, parts + 1) if parts % n == 0] if clusters else [1]
-    tiles = count_tiles(tile, M, N)
-    cluster = next((n for n in fitting if tiles * n >= full), fitting[-1])
-    half = room(most_shared, 2)
-    for most in (half if tiles * cluster > sms else most_shared, most_shared):
-        for one in _pipelines(tile._replace(cluster=cluster), dtype):
-            size = shared_bytes(one, K, dtype)
-            if size <= most:
-                return one if size <= half else one._replace(blocks=1)
-    return tile._replace(stages=FEWEST_STAGES)
+    clusters = range(1, parts + 1) if capability >= CLUSTER_CAPABILITY else (1,)
+    fitting = [n for n in clusters if parts % n == 0]
+    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM where a tile does not fit
+        tiles = count_tiles(one, M, N)
+        enough = [n for n in fitting if tiles * n >= full] or fitting[-1:]
+        for cluster in enough:  # the sums of a larger one take less memory
+            wanted = min(one.blocks, ceil(tiles * cluster / sms))
+            pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
+            for blocks in range(wanted, 0, -1):
+                most = (most_shared + RESERVED) // blocks - RESERVED
+                for found in pipelines:
+                    if shared_bytes(found, K, dtype) <= most:
+                        return found._replace(blocks=blocks)
+    return SLIM._replace(stages=2, blocks=1)
 
 
-def _pipelines(tile: Tile, dtype: str) -> list[Tile]:
-    """The tile with fewer and fewer bytes in flight.
-
-    The short K of a block of a cluster is in flight as a whole: longer slices save barriers.
-    """
-    longer = [tile._replace(chunks=2)] if tile.cluster > 1 and dtype in BYTES else []
-    return longer + [tile._replace(stages=n) for n in range(tile.stages, FEWEST_STAGES - 1, -1)]
+def _pipelines(tile: Tile, dtype: str) -> Iterator[Tile]:
+    """The tile with fewer and fewer bytes in flight."""
+    if dtype in BYTES and tile.warps[0] * tile.warps[1] % 4 == 0:
+        yield tile._replace(chunks=2, stages=FEW.stages)  # longer slices save barriers
+    for stages in range(tile.stages, 1, -1):
+        yield tile._replace(stages=stages)
 
 
 @lru_cache(maxsize=1024)
-def geometry(kernel: str, M: int, N: int, K: int, dtype: str, tile: Tile) -> Geometry:
-    """The launch of a kernel for x (M, K) and weights (N, K) of `dtype`."""
+def geometry(
+    kernel: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    tile: Tile,
+    terms: bool = False,
+    to_terms: bool = False,
+) -> Geometry:
+    """The launch of a kernel for x (M, K) and weights (N, K) of `dtype`.
+
+    terms, to_terms: whether x, and the result, have terms in the place of floats.
+    """
     warps_m, warps_n = tile.warps
     defines = (
         ("DT_ROWS", tile.rows),
@@ -106,6 +124,8 @@ def geometry(kernel: str, M: int, N: int, K: int, dtype: str, tile: Tile) -> Geo
         ("DT_STAGES", tile.stages),
         ("DT_CLUSTER", tile.cluster),
         ("DT_BLOCKS", tile.blocks),
+        *((("DT_TERMS", 1),) if terms else ()),
+        *((("DT_OUT_TERMS", 1),) if to_terms else ()),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n,)

@@ -29,7 +29,7 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Geometry, load
+from gpt2block.cuda.kernels import Defines, Geometry, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
@@ -41,6 +41,7 @@ from gpt2block.ops._attention_tiles import (
     hopper_geometry,
     mma_geometry,
     online_geometry,
+    tensor_heads_defines,
     two_part_bytes,
     two_part_geometry,
 )
@@ -197,6 +198,10 @@ def _mma_problem(job: Job) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer: use float32 and variant online"
     if job.dtype != TWO_PART and (problem := _dtype_problem(job, *SIXTEEN_BITS)):
         return problem
+    return _mma_heads_problem(job)
+
+
+def _mma_heads_problem(job: Job) -> str | None:
     if job.HS not in TENSOR_HEADS:
         sizes = " and ".join(map(str, TENSOR_HEADS))
         return (
@@ -211,6 +216,10 @@ def _hopper_problem(job: Job) -> str | None:
         return problem
     if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
+    return _hopper_heads_problem(job)
+
+
+def _hopper_heads_problem(job: Job) -> str | None:
     if job.HS != TENSOR_HEAD:
         return f"head size {job.HS}: expected {TENSOR_HEAD}: use variant mma"
     if job.NKV != job.NH:
@@ -359,6 +368,22 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
     """Raise InputError if `bind` has no kernel for such heads on the current device."""
     job = Job(None, None, dtype, 1, 1, n_head, n_kv_head, head_size, causal)
     OPERATION.choose(job, None, ("mha",) if dtype == "float32" else TENSOR_CORES)
+
+
+def tensor_cores_take(variant: str, n_head: int, n_kv_head: int, head_size: int) -> bool:
+    """Whether "mma" or "hopper" computes such heads, on a GPU that runs its instructions."""
+    job = Job(None, None, "float16", 1, 1, n_head, n_kv_head, head_size, True)
+    problem = {"mma": _mma_heads_problem, "hopper": _hopper_heads_problem}[variant]
+    return problem(job) is None
+
+
+def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
+    """The constants that kernels of attention are compiled with for such heads.
+
+    Each kernel has some of them: the number of heads is an argument of those on tensor cores.
+    """
+    on_tensor_cores = tensor_heads_defines(head_size, n_head // n_kv_head)
+    return (*heads_defines(n_head, n_kv_head, head_size), *on_tensor_cores)
 
 
 def two_part_fits(head_size: int) -> bool:

@@ -125,12 +125,14 @@ def split_geometry(
     teams = NKV * ceil(NH // NKV / queries)
     held = SPLIT_WARPS_OF_SM[itemsize] if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED
     at_once = held * sms // (M * teams)
-    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS, at_once)  # warps of a team
+    wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
-        blocks = min(max(wanted // SPLIT_WARPS, 1), MOST_CLUSTER)
-        warps, cluster = SPLIT_WARPS, 1 << (blocks.bit_length() - 1)  # a power of two
+        most = min(max(at_once // SPLIT_WARPS, 1), MOST_CLUSTER)
+        warps, cluster = SPLIT_WARPS, _power_of_two(ceil(wanted / SPLIT_WARPS))
+        while cluster > most:
+            cluster //= 2
     else:
-        warps, cluster = min(max(wanted, SPLIT_WARPS), held), 1
+        warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
         *heads_defines(NH, NKV, HS),
         ("AS_WIDTH", width),
@@ -290,12 +292,19 @@ def _launch_tiles(
     return Bound(out, (launch_at(TILES, geometry, args, storage(k)),))
 
 
-def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int) -> Bound:
+def bind_split(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    n_head: int,
+    to_terms: str | None = None,
+) -> Bound:
     """inputs (q (M, Q), k, v (B, n_ctx, C), row, position (M,)); out (M, Q).
 
     Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
     already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
-    position below 0, nothing is written.
+    position below 0, nothing is written. to_terms: the dtype of k, and out has terms of it in the
+    place of floats, as `linear` takes them.
     """
     q, k, v, row, position = inputs
     dtype, B, n_ctx, C = _check_cache(k, v)
@@ -314,6 +323,13 @@ def bind_split(inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head:
     sizes = (M, n_ctx, n_head, n_kv_head, Q // n_head)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(*sizes, k.itemsize, sms, limit, clusters)
+    if to_terms is not None:
+        if to_terms != dtype or k.itemsize != 2 or Q // n_head % 2:
+            raise InputError(
+                f"to_terms {to_terms}, k {dtype}, head size {Q // n_head}: expected the 16-bit "
+                "dtype of k, and an even head size"
+            )
+        geometry = geometry._replace(defines=(*geometry.defines, ("AS_TERMS", 1)))
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_address(name, array, min(16, width * array.itemsize))

@@ -43,7 +43,8 @@ from gpt2block.weights.matrix import WeightMatrix
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
-MORE_ROWS = 16  # from here on mma_tiles is faster than mma
+MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
+FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
@@ -60,6 +61,8 @@ class Job(NamedTuple):
     out: CudaArray = None  # (..., N)
     gelu: bool = False
     eps: float = 1e-5
+    terms: bool = False  # x has terms in the place of floats
+    to_terms: bool = False  # out has
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -71,12 +74,24 @@ class Job(NamedTuple):
         return self.x, self.gamma, self.beta, self.w.data, self.w.scale, self.bias
 
 
+def terms_of(dtype: str, *Ks: int) -> str | None:
+    """The dtype of the terms of x, for products of decoding with weights of `dtype` and these K.
+
+    None: these products take no terms, because they are not on tensor cores, or of tf32.
+    """
+    multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
+    if dtype == "float32" or compute_capability() < MMA_CAPABILITY or any(K % multiple for K in Ks):
+        return None
+    return dtype if dtype == "bfloat16" else "float16"
+
+
 def _most_shared() -> int:
     return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
 
 
 def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
     """module: matvec or mma."""
+    options = {"terms": True} if job.terms else {}
     geometry: Geometry | None = module.geometry(
         kernel,
         job.M,
@@ -86,6 +101,7 @@ def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
         norm=job.gamma is not None,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
+        **options,
     )
     return geometry
 
@@ -93,6 +109,8 @@ def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
 def _decoding_problem(module: Any, job: Job) -> str | None:
     if job.w.N > MAX_OUTPUTS:
         return f"w: expected at most {MAX_OUTPUTS:,} outputs, got {job.w.N:,}"
+    if job.to_terms or (job.terms and module is matvec):
+        return "takes and gives floats: use variant mma_tiles for terms"
     geometry = _geometry(module, job, "")
     if geometry is None:
         return (
@@ -133,8 +151,9 @@ def _order_problem(w: WeightMatrix) -> str | None:
 
 def _decoding_variants(job: Job) -> tuple[str, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
-    many = job.M > MORE_ROWS and job.gamma is None
-    return ("mma_tiles", *DECODING) if many else DECODING
+    few = job.M * job.w.N * job.w.K <= FEW_PRODUCTS or job.M <= MORE_ROWS
+    tiles_first = job.to_terms or (job.gamma is None and not few)
+    return ("mma_tiles", *DECODING) if tiles_first else DECODING
 
 
 def _check_addresses(job: Job, of_w: int) -> None:
@@ -180,7 +199,8 @@ def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
-    geometry = mma_tiles.geometry(kernel, job.M, job.w.N, job.w.K, job.w.dtype, tile)
+    sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
+    geometry = mma_tiles.geometry(kernel, *sizes, tile, job.terms, job.to_terms)
     first = (job.x, job.w.data, job.w.scale, job.bias)
     return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T))
 
@@ -227,11 +247,15 @@ def bind(
     eps: float = 1e-5,
     variant: str | None = None,
     decoding: bool = False,
+    terms: bool = False,
+    to_terms: str | None = None,
 ) -> Bound:
     """inputs (x (..., K), w, bias, gamma, beta, residual (..., N)), out (..., N).
 
     w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out. decoding:
-    choose a variant as for few rows, so that a row has the same bits in any number of rows.
+    choose a variant as for few rows, so that a row has the same bits in any number of rows. terms:
+    x has terms of the dtype `terms_of(w.dtype, K)` in the place of its floats (lib/terms.cuh), and
+    no gamma; to_terms: this dtype, and out has them, for another product with such weights.
     """
     x, w, bias, gamma, beta, residual = (*inputs, *(None,) * 4)[:6]
     gelu = check_flag("gelu", gelu)
@@ -240,7 +264,8 @@ def bind(
     if residual is not None:
         check("residual", residual, shape)
     out = output(out, shape, apart=given, in_place={"residual": residual})
-    job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps))
+    _check_terms(w, gamma, terms, to_terms)
+    job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps), terms, to_terms is not None)
     few = decoding or job.M <= FEW_ROWS or gamma is not None
     return Bound(
         out,
@@ -264,18 +289,20 @@ def bind_qkv(
     position: CudaArray,
     q: CudaArray | None = None,
     eps: float = 1e-5,
+    terms: bool = False,
 ) -> Bound:
     """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
 
     x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, or in
     float16 with FP8 weights, row and position int32 (M,), no two of them alike. k and v of a token
-    outside the cache are dropped. Without gamma and beta, x is not normalized. `out` is q. Raises
-    InputError.
+    outside the cache are dropped. Without gamma and beta, x is not normalized. terms: as in `bind`.
+    `out` is q. Raises InputError.
     """
     if getattr(x, "ndim", 2) != 2:
         raise InputError(f"x: expected (M, K), got {x.shape}")
     given = _check(x, w, bias, gamma, beta, eps)
-    job = Job(x, w, bias, gamma, beta)
+    _check_terms(w, gamma, terms)
+    job = Job(x, w, bias, gamma, beta, terms=terms)
     if w.N % 3:
         raise InputError(f"w: expected 3C outputs for q, k and v, got {w.N}")
     M, C = job.M, w.N // 3
@@ -299,6 +326,18 @@ def bind_qkv(
     args = (*job.products, *arrays, float(eps), M, *sizes)
     module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
     return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
+
+
+def _check_terms(w: WeightMatrix, gamma: Any, terms: bool, to_terms: str | None = None) -> None:
+    if not terms and to_terms is None:
+        return
+    kind = terms_of(w.dtype, w.K)
+    odd = to_terms is not None and (to_terms != kind or w.N % 2)
+    if kind is None or odd or (terms and gamma is not None):
+        raise InputError(
+            f"w: {w.dtype}, {w.K} inputs, {w.N} outputs: expected terms of {kind or 'no dtype'}, "
+            "without gamma and beta, and an even number of outputs: pass floats"
+        )
 
 
 def _check(x: Any, w: Any, bias: Any, gamma: Any, beta: Any, eps: float) -> dict[str, Any]:
@@ -340,7 +379,7 @@ OPERATION = Operation(
             "mma",
             mma.FILE,
             ("linear_decode_mma",),
-            "few rows on tensor cores, x in two or three terms: the same bits in any batch",
+            "few rows on tensor cores, x in two terms: the same bits in any batch",
             launch=_launch_mma,
             problem=_mma_problem,
         ),

@@ -125,7 +125,7 @@ class Step:
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
-        plan = decode_plan(model.config, fused_norm=rows <= MORE_ROWS)
+        plan = decode_plan(model.config, rows <= MORE_ROWS, model.terms)
         self.program = Program(plan, tensors, after=(self._sample,))
         self.restart()
 

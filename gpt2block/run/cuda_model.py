@@ -30,6 +30,7 @@ from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops.linear import terms_of
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -166,6 +167,12 @@ class CudaModel:
     def on_tensor_cores(self) -> bool:
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
+
+    @property
+    def terms(self) -> str | None:
+        """The dtype of the terms of x in decoding's products of many rows; None for floats."""
+        Ks = [shape[0] for shape in self.config.block_shapes().values() if len(shape) == 2]
+        return None if self.config.head_size % 2 else terms_of(self.dtype, *Ks)
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.

@@ -70,7 +70,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "attention_varlen": _varlen,
     "attention_split": bind_split,
     "rope_append": bind_rope_append,
-    "linear_qkv": lambda inputs, out, eps: bind_qkv(*(*inputs, out, eps)),
+    "linear_qkv": lambda inputs, out, **options: bind_qkv(*inputs, out, **options),
 }
 
 

@@ -36,6 +36,8 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
+#include "lib/sm80.cuh"
+#include "lib/terms.cuh"
 
 #ifndef NH
 #define NH 12
@@ -64,6 +66,9 @@
 #ifndef AS_BLOCKS  // on a multiprocessor at a time: limits the registers
 #define AS_BLOCKS 1
 #endif
+#ifndef AS_TERMS  // whether out has terms of T (lib/terms.cuh) in the place of floats, for a product
+#define AS_TERMS 0
+#endif
 #ifndef AS_VECTORS  // of K, and of V, that a thread has in flight
 #define AS_VECTORS 8
 #endif
@@ -89,9 +94,15 @@ constexpr int ITEMS = (SLOTS * CHUNKS + WARPS - 1) / WARPS;   // chunks that a w
 static_assert(NH > 0 && HS > 0 && HS <= 256, "HS: 1 to 256");
 static_assert(HS % AS_WIDTH == 0, "a head is whole vectors");
 static_assert(NH % NKV == 0, "every head of K serves as many heads of q");
+static_assert(!AS_TERMS || HS % 2 == 0, "a pair of channels is of one head");
 static_assert(NKV * TEAMS % AS_HEADS == 0, "a block takes whole teams");
 static_assert(HELD * ROUNDS == SHARE, "a thread's keys make whole rounds");
 
+#if defined(STORAGE_BF16)
+constexpr bool BRAIN = true;
+#else
+constexpr bool BRAIN = false;
+#endif
 typedef Vec<T, AS_WIDTH> Vector;
 
 struct Shared {
@@ -369,8 +380,10 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (rank > 0 || item >= SLOTS * CHUNKS) continue;
             const int slot = item / CHUNKS, own = slot % AS_QUERIES, of = blockIdx.y * AS_HEADS + slot / AS_QUERIES;
             whole[i].add(shared, slot, channel, count, begin > 0);
-            if (more || channel >= HS || own >= queries_of(of)) continue;
-            out[query * ROW + (head_of(of) + own) * HS + channel] = whole[i].o / whole[i].l;
+            if (more || own >= queries_of(of)) continue;
+            float result = whole[i].o / whole[i].l;
+            if (AS_TERMS) result = term_of<BRAIN>(result);
+            if (channel < HS) out[query * ROW + (head_of(of) + own) * HS + channel] = result;
         }
         if (!more) return;
         sync_team();  // before the next span overwrites the splits

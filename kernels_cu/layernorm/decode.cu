@@ -6,9 +6,11 @@
 // in flight at once, and keeps its part of the row in registers, up to LN_HELD loads; gamma and beta are loaded before
 // the previous kernel has ended (lib/overlap.cuh). Longer rows are read again from the L2 cache in each pass.
 //
-// All arrays are float. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
+// All arrays are float; with LN_TERMS, out has their terms (lib/terms.cuh) for a product with these bits. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
+#include "lib/sm80.cuh"
+#include "lib/terms.cuh"
 #include "matmul/decode_norm.cuh"
 
 #ifndef LN_C
@@ -20,6 +22,9 @@
 #ifndef LN_ROWS  // of a block
 #define LN_ROWS 1
 #endif
+#ifndef LN_TERMS  // of out: 1 float16, 2 bfloat16
+#define LN_TERMS 0
+#endif
 #ifndef LN_HELD  // loads of a row that a lane keeps
 #define LN_HELD 6
 #endif
@@ -27,12 +32,13 @@
 constexpr int LOADS = (LN_C + 32 * LN_X - 1) / (32 * LN_X);
 constexpr bool HELD = LOADS <= LN_HELD;
 typedef Vec<float, LN_X> Values;
+static_assert(!LN_TERMS || LN_X % 2 == 0, "a lane has whole pairs");
 
 extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     const float* x,                   // (N, C)
     const float* __restrict__ gamma,  // (C)
     const float* __restrict__ beta,   // (C)
-    float* out,                       // (N, C)
+    float* out,                       // (N, C), or its terms
     float eps, int N) {
     const int row = blockIdx.x * LN_ROWS + threadIdx.x / 32;
     Values held[HELD ? LOADS : 1], gammas[HELD ? LOADS : 1], betas[HELD ? LOADS : 1];
@@ -60,6 +66,14 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
         (HELD ? betas[HELD ? i : 0] : Values::load(beta + k)).unpack(b);
 #pragma unroll
         for (int e = 0; e < LN_X; ++e) v[e] = of.of(v[e], g[e], b[e]);
+        if constexpr (LN_TERMS) {
+#pragma unroll
+            for (int e = 0; e + 1 < LN_X; e += 2) {
+                unsigned high, low;
+                split_pair<LN_TERMS == 2>(v[e], v[e + 1], high, low);
+                v[e] = __int_as_float((int)high), v[e + 1] = __int_as_float((int)low);
+            }
+        }
         Values::store(to + k, v);
     });
 }

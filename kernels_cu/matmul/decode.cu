@@ -207,7 +207,8 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
             float total = 0.0f;
 #pragma unroll
             for (int p = 0; p < LM_SPLIT; ++p) total += from[p * LM_ROWS * ACROSS];
-            end(input.first + last[i].r, n, fmaf(total, last[i].scale, last[i].bias), last[i].late);
+            const float v = end.value(fmaf(total, last[i].scale, last[i].bias), last[i].late);
+            end.store(input.first + last[i].r, n, v, last[i].late);
         }
         if (!more) break;
         start = next;

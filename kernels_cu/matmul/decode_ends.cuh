@@ -1,5 +1,5 @@
-// The epilogues of the products of decoding. late(m, n) loads what an output needs before its sum is complete; the call
-// operator then receives the sum, scaled and with its bias.
+// The epilogues of the products of decoding. late(m, n) loads what an output needs before its sum is complete; value()
+// then receives the sum, scaled and with its bias, and store() what that returns.
 #pragma once
 #include "lib/gelu.cuh"
 #include "lib/storage.cuh"
@@ -23,10 +23,12 @@ struct Add {
 
     __device__ Late late(int m, int n) const { return residual ? __ldcg(residual + (long long)m * N + n) : 0.0f; }
 
-    __device__ void operator()(int m, int n, float v, Late before) const {
+    __device__ float value(float v, Late before) const {
         if (with_gelu) v = gelu(v);
-        out[(long long)m * N + n] = residual ? before + v : v;
+        return residual ? before + v : v;
     }
+
+    __device__ void store(int m, int n, float v, Late) const { out[(long long)m * N + n] = v; }
 };
 
 struct Append {
@@ -43,7 +45,9 @@ struct Append {
         return b >= 0 && b < B && at >= 0 && at < n_ctx ? (long long)b * n_ctx + at : -1;
     }
 
-    __device__ void operator()(int m, int n, float v, Late at) const {
+    __device__ float value(float v, Late) const { return v; }
+
+    __device__ void store(int m, int n, float v, Late at) const {
         if (n < C) {
             q[(long long)m * C + n] = v;
         } else if (at >= 0) {

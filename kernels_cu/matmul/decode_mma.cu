@@ -12,9 +12,8 @@
 //   warp    a split of K, of all columns: its weights, its part of x. Only a LayerNorm and the last sums need a barrier
 //   lane    LM_FLIGHT units of 128 of K in flight: of each eight columns UNIT_CHUNKS vectors of 16 bytes a unit
 //
-// A tile of an mma is 16 columns by 8 rows; up to 4 rows have their terms in one mma. Any number of columns is
-// possible: a last eight columns without a partner, and lanes without a column, multiply zeros. Whole eights are
-// faster: an mma of fewer takes as long.
+// A tile of an mma is 16 columns by 4 rows, of both terms. Any number of columns is possible: a last eight without a
+// partner, and lanes without a column, multiply zeros. Whole eights are faster: an mma of fewer takes as long.
 //
 // With LM_LOOP, a warp has all splits, one after the other, of LM_COLUMNS columns at a time, and continues with others
 // until all are done: for products with more columns than one grid can hold, such as lm_head. There is no barrier in
@@ -29,50 +28,37 @@
 #include "lib/overlap.cuh"
 #include "lib/stream.cuh"
 
-template <bool>
-struct Tiles {
-    typedef order::Rows8 Rows;
-};
-template <>
-struct Tiles<true> {
-    typedef order::PackedRows Rows;
-};
-typedef Tiles<PACKED>::Rows RowsOfTile;
+typedef float Totals[TILES][ROW_TILES][2];  // of columns g and g + 8 of a tile, and row t of TILE_ROWS
 
-struct Sums {  // of a lane
-    static constexpr int EACH = PACKED ? 2 : 4;  // of a tile
-    float of[TILES][ROW_TILES][EACH];
+// The sums of a split of a lane: of both terms of these rows.
+struct Sums {
+    float of[TILES][ROW_TILES][4];
 
-    __device__ __forceinline__ void add(const Sums& sums) {
+    // Adds the split to the totals.
+    __device__ __forceinline__ void add_to(Totals& totals) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) of[tile][r][i] += sums.of[tile][r][i];
-            }
-        }
-    }
-
-    // Calls use(column, row, sum) for each; the columns are those of the warp.
-    template <typename Use>
-    __device__ __forceinline__ void each(Use use) const {
-        constexpr int ROWS = EACH / 2;  // of a lane and tile
-        const int g = threadIdx.x % 32 / 4, first = PACKED ? order::packed_row() : threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int octet = 0; octet < OCTETS; ++octet) {
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-                for (int e = 0; e < ROWS; ++e) {
-                    const int column = 8 * octet + g, row = TILE_ROWS * r + first + e;
-                    const float sum = of[octet / 2][r][octet % 2 * ROWS + e];
-                    if (first < TILE_ROWS && column < LM_COLUMNS && row < LM_ROWS) use(column, row, sum);
-                }
+                const float(&sum)[4] = of[tile][r];
+                totals[tile][r][0] += sum[0] + sum[1], totals[tile][r][1] += sum[2] + sum[3];
             }
         }
     }
 };
+
+// Calls use(column, row, total) for each of a lane; the columns are those of the warp.
+template <typename Use>
+__device__ __forceinline__ void each(const Totals& totals, Use use) {
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            const int column = 8 * octet + threadIdx.x % 32 / 4, row = order::TILE_ROWS * r + threadIdx.x % 4;
+            if (column < LM_COLUMNS && row < LM_ROWS) use(column, row, totals[octet / 2][r][octet % 2]);
+        }
+    }
+}
 
 // The weights of a lane: LM_FLIGHT units of its columns.
 struct Weights {
@@ -101,18 +87,18 @@ struct Weights {
         }
     }
 
-    // Adds the parts of a unit to the sums of its split.
+    // Adds a unit to the sums of its split.
     __device__ __forceinline__ void use(int slot, int unit, const Input& input, Sums& sums) const {
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
-            RowsOfTile x[ROW_TILES];
+            order::Rows x[ROW_TILES];
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) input.get(x[r], r, unit, chunk);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const order::Columns columns(raw[slot][chunk][2 * tile], raw[slot][chunk][2 * tile + 1]);
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) order::add_part(sums.of[tile][r], columns, x[r]);
+                for (int r = 0; r < ROW_TILES; ++r) order::add_chunk(sums.of[tile][r], columns, x[r]);
             }
         }
     }
@@ -160,7 +146,9 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
             if (unit + LM_FLIGHT < UNITS) weights.fetch(i, split * UNITS + unit + LM_FLIGHT, start);
         }
     }
-    sums.each([&](int column, int row, float sum) {
+    Totals of_split = {};
+    sums.add_to(of_split);
+    each(of_split, [&](int column, int row, float sum) {
         totals[split * OUTPUTS + row * LM_COLUMNS + column] = sum;
     });
     __syncthreads();
@@ -170,7 +158,8 @@ __device__ __forceinline__ void multiply(const W* w, const float* scale, const f
         float total = 0.0f;
 #pragma unroll
         for (int p = 0; p < SPLITS; ++p) total += totals[p * OUTPUTS + i * THREADS + threadIdx.x];
-        end(last[i].m, last[i].n, fmaf(total, last[i].scale, last[i].bias), last[i].late);
+        const float v = end.value(fmaf(total, last[i].scale, last[i].bias), last[i].late);
+        end.store(last[i].m, last[i].n, v, last[i].late);
     }
 }
 
@@ -191,7 +180,8 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
 
     while (start < N) {
         const int next = start + (int)gridDim.x * WARPS * LM_COLUMNS;
-        Sums total = {}, sums = {};
+        Totals totals = {};
+        Sums sums = {};
 #pragma unroll 1
         for (int first = 0; first < ALL; first += LM_FLIGHT) {
 #pragma unroll
@@ -201,16 +191,17 @@ __device__ __forceinline__ void multiply_all(const W* w, const float* scale, con
                 if (later < ALL) weights.fetch(i, later, start);
                 else if (next < N) weights.fetch(i, later - ALL, next);
                 if (UNITS == 1 || unit + 1 == ALL || (unit + 1) % UNITS == 0) {
-                    total.add(sums);
+                    sums.add_to(totals);
                     sums = {};
                 }
             }
         }
-        total.each([&](int column, int row, float sum) {
+        each(totals, [&](int column, int row, float sum) {
             const int n = start + column, m = input.first + row;
             if (n >= N || m >= input.M) return;
             const float v = fmaf(sum, scale ? scale[n] : 1.0f, bias ? bias[n] : 0.0f);
-            end(m, n, v, end.late(m, n));
+            const typename End::Late late = end.late(m, n);
+            end.store(m, n, end.value(v, late), late);
         });
         start = next;
     }

@@ -26,6 +26,9 @@
 #ifndef LM_WARPS  // of a block, with LM_LOOP; else one for each split
 #define LM_WARPS 8
 #endif
+#ifndef LM_TERMS  // whether x has terms in the place of floats (lib/terms.cuh); not with LM_NORM
+#define LM_TERMS 0
+#endif
 #ifndef LM_BLOCKS  // that an SM has room for
 #define LM_BLOCKS 1
 #endif
@@ -35,8 +38,7 @@ constexpr int LENGTH = order::split_length(LM_K);                              /
 constexpr int WARPS = LM_LOOP ? LM_WARPS : SPLITS, THREADS = 32 * WARPS;
 constexpr int UNIT_CHUNKS = order::UNIT / order::CHUNK;
 constexpr int OCTETS = (LM_COLUMNS + 7) / 8, TILES = (OCTETS + 1) / 2;  // of columns
-constexpr bool PACKED = LM_ROWS <= 4;  // the terms of a row are columns of one mma
-constexpr int TILE_ROWS = PACKED ? order::PACKED_ROWS : 8, ROW_TILES = (LM_ROWS + TILE_ROWS - 1) / TILE_ROWS;
+constexpr int ROW_TILES = (LM_ROWS + order::TILE_ROWS - 1) / order::TILE_ROWS;
 // Bytes of the values of a split in a term, of all terms, and of a row. The padding gives neighbouring terms and rows
 // different banks, of which a lane reads 16 bytes, or 32 with FP8.
 constexpr int PADDING = sizeof(W) == 1 ? 16 : 64, TERM = 2 * LENGTH + PADDING;
@@ -51,10 +53,13 @@ constexpr int IN_FLIGHT = (order::FLOATS ? 12 : 24) / UNITS;
 constexpr int BROUGHT = IN_FLIGHT < 1 ? 1 : IN_FLIGHT < LM_ROWS ? IN_FLIGHT : LM_ROWS;
 constexpr bool EARLY = !LM_LOOP && UNITS <= 2;  // gamma and beta are loaded before the wait
 typedef Vec<float, 4> Four;
+static_assert(!LM_TERMS || (!LM_NORM && !order::FLOATS), "terms are of 16 bits, and of no LayerNorm");
 static_assert(LM_K * sizeof(W) % 16 == 0, "the rows of w are aligned to 16 bytes");
 
+__device__ __forceinline__ unsigned bits(float v) { return (unsigned)__float_as_int(v); }
+
 // A block's rows of x (M, K), or with LM_NORM their LayerNorm. Shared memory has PITCH bytes a row, SPLIT_BYTES for
-// each split: with LM_NORM first the values as floats; then in their place all lowest terms, followed by the next ones
+// each split: with LM_NORM first the values as floats; then in their place all high terms, followed by the low ones
 // (with float weights the values themselves).
 struct Input {
     const float* x;
@@ -166,14 +171,16 @@ struct Input {
             if constexpr (order::FLOATS) {
                 *floats(r, at(split, unit)) = {from[0], from[1], from[2], from[3]};
             } else {
-                unsigned first[order::TERMS], second[order::TERMS];
-                order::split_pair(from[0], from[1], first);
-                order::split_pair(from[2], from[3], second);
-                char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
-#pragma unroll
-                for (int i = 0; i < order::TERMS; ++i) {
-                    *reinterpret_cast<uint2*>(to + i * TERM) = {first[i], second[i]};
+                uint2 high, low;
+                if constexpr (LM_TERMS) {
+                    high = {bits(from[0]), bits(from[2])}, low = {bits(from[1]), bits(from[3])};
+                } else {
+                    split_pair<order::BRAIN>(from[0], from[1], high.x, low.x);
+                    split_pair<order::BRAIN>(from[2], from[3], high.y, low.y);
                 }
+                char* to = values(r, split) + 2 * (at(split, unit) - split * LENGTH);
+                *reinterpret_cast<uint2*>(to) = high;
+                *reinterpret_cast<uint2*>(to + TERM) = low;
             }
         }
     }
@@ -193,9 +200,8 @@ struct Input {
     }
 
     // A lane's part of a chunk of tile i of rows; rows after the last are copies. unit: of all of K.
-    template <typename RowsOfTile>
-    __device__ __forceinline__ void get(RowsOfTile& to, int i, int unit, int chunk) const {
-        const int g = threadIdx.x % 32 / 4, r = (TILE_ROWS * i + (PACKED ? g / order::PLACES : g)) % LM_ROWS;
+    __device__ __forceinline__ void get(order::Rows& to, int i, int unit, int chunk) const {
+        const int r = (order::TILE_ROWS * i + threadIdx.x % 32 / 8) % LM_ROWS;
         const int k = unit % UNITS * order::UNIT + chunk * order::CHUNK + threadIdx.x % 4 * order::WIDTH;
         const char* from = values(r, unit / UNITS);
         if constexpr (order::FLOATS) to.load(reinterpret_cast<const float*>(from) + k);

@@ -9,13 +9,11 @@
 //
 //   all threads   [ weights of the first slices | wait | x of the first slices | slices ... | sums | epilogue ]
 //
-// A slice is DT_CHUNKS parts of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
-// the later ones are being copied. Rows of x are the rows of A of an mma here, and columns of w the columns of B:
-// multiplication commutes, and K is at the same positions.
+// A slice is DT_CHUNKS chunks of the order of additions. DT_STAGES slices are in shared memory; while one is multiplied
+// the later ones are being copied. Of an mma, A has 8 rows of x, each with both of its terms, and B 8 columns of w.
 //
-//   x   The thread that has copied 4 values of rows r and r + 8 replaces them by their terms, each in the order of a
-//       lane's registers; there is room for a third one. With float weights it only changes the order, and a warp
-//       computes the terms in registers
+//   x   The thread that has copied 4 values of a row replaces them by their terms (lib/terms.cuh), which a lane loads
+//       at once; with DT_TERMS x has them already. With float weights, a warp computes the terms in registers
 //   w   a lane's vector of a column is its registers for two steps; FP8 is converted in registers
 //
 // At the end of each split its sums go to shared memory in the order of rows; from there the epilogue stores rows:
@@ -101,20 +99,16 @@ struct Total {
     __device__ __forceinline__ float get(int at, int) const { return planes[at]; }
 #endif
 
-    __device__ __forceinline__ void add(int split, Sums& sums, const Warp& warp, int rows) const {
+    __device__ __forceinline__ void add(int split, const Sums& sums, const Warp& warp, int rows) const {
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
+            const int row = warp.row + 8 * m + warp.g;
+            if (row >= rows) continue;
 #pragma unroll
-            for (int e = 0; e < 4; e += 2) {
-                const int row = warp.row + 16 * m + warp.g + 4 * e;
-#pragma unroll
-                for (int n = 0; n < TILES_N; n += 2) {
-                    if (row < rows) {
-                        add4(split, row, warp.column + 8 * n + 4 * warp.t, sums[m][n][e], sums[m][n][e + 1],
-                             sums[m][n + 1][e], sums[m][n + 1][e + 1]);
-                    }
-                    sums[m][n][e] = sums[m][n][e + 1] = sums[m][n + 1][e] = sums[m][n + 1][e + 1] = 0.0f;
-                }
+            for (int n = 0; n < TILES_N; n += 2) {
+                const float(&left)[4] = sums[m][n], (&right)[4] = sums[m][n + 1];
+                add4(split, row, warp.column + 8 * n + 4 * warp.t, left[0] + left[2], left[1] + left[3],
+                     right[0] + right[2], right[1] + right[3]);
             }
         }
     }
@@ -136,7 +130,7 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
     }
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < OWN_ROWS; first += AHEAD * WARPS) {
-        typename End::Late late[AHEAD][ACROSS];
+        typename End::Late late[AHEAD][ACROSS] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
@@ -151,10 +145,11 @@ __device__ __forceinline__ void store(const Total& total, const Share& share, co
             const int slot = first + i * WARPS, m = share.row + share.rank + slot * DT_CLUSTER;
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) {
-                if (slot < own && 32 * j < left) {
-                    const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
-                    end(m, share.column + lane + 32 * j, fmaf(sum, scales[j], biases[j]), late[i][j]);
-                }
+                if (slot >= own) continue;
+                const float sum = total.get(slot * PITCH + lane + 32 * j, splits);
+                float v = end.value(fmaf(sum, scales[j], biases[j]), late[i][j]);
+                if constexpr (DT_OUT_TERMS) v = term_of<order::BRAIN>(v);
+                if (32 * j < left) end.store(m, share.column + lane + 32 * j, v, late[i][j]);
             }
         }
     }
@@ -190,22 +185,21 @@ __device__ __forceinline__ void multiply_all(const float* x, const W* w, const f
     }
     total.open();
 
-    Sums sums = {};
     const int each = order::split_length(K) / SLICE;  // slices of a split
     char *stage = stages, *free = stages + (DT_STAGES - 1) * STAGE;
-    for (int slice = 0, split = share.first, left = each; slice < slices; ++slice) {
-        wait_for_groups<DT_STAGES - 2>();
-        copies_of_x.convert(stage);
-        __syncthreads();
-        if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
-        end_group();
-        multiply(sums, stage, warp);
-        free = stage;
-        stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
-        if (--left == 0 || slice + 1 == slices) {
-            total.add(split++, sums, warp, rows);
-            left = each;
+    for (int split = share.first, slice = 0; split < share.last; ++split) {
+        Sums sums = {};
+        for (const int end = min(slice + each, slices); slice < end; ++slice) {
+            wait_for_groups<DT_STAGES - 2>();
+            copies_of_x.convert(stage);
+            __syncthreads();
+            if (slice + DT_STAGES - 1 < slices) copies_of_w.next(free), copies_of_x.next(free);
+            end_group();
+            multiply(sums, stage, warp);
+            free = stage;
+            stage = stage == stages + (DT_STAGES - 1) * STAGE ? stages : stage + STAGE;
         }
+        total.add(split, sums, warp, rows);
     }
 
     store(total, share, scale, bias, end, own, splits, N);
@@ -217,7 +211,7 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     const float* __restrict__ scale,  // (N) or null
     const float* __restrict__ bias,   // (N) or null
     const float* residual,            // (M, N) or null; may be out
-    float* out,                       // (M, N)
+    float* out,                       // (M, N), with DT_OUT_TERMS terms
     int M, int N, int K, int gelu) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     multiply_all(x, w, scale, bias, Add{residual, out, N, gelu}, M, N, K);

@@ -22,28 +22,33 @@
 #ifndef DT_STAGES
 #define DT_STAGES 3
 #endif
+#ifndef DT_TERMS  // whether x has terms in the place of floats (lib/terms.cuh)
+#define DT_TERMS 0
+#endif
+#ifndef DT_OUT_TERMS  // whether out has
+#define DT_OUT_TERMS 0
+#endif
 #ifndef DT_BLOCKS  // that an SM has registers for
 #define DT_BLOCKS 1
 #endif
 
 constexpr int THREADS = 32 * DT_WARPS_M * DT_WARPS_N;
 constexpr int WARP_ROWS = DT_ROWS / DT_WARPS_M, WARP_COLUMNS = DT_COLUMNS / DT_WARPS_N;
-constexpr int TILES_M = WARP_ROWS / 16, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of mma
-constexpr int SLICE = DT_CHUNKS * order::CHUNK;                       // of K
+constexpr int TILES_M = WARP_ROWS / 8, TILES_N = WARP_COLUMNS / 8;  // of a warp: rows and columns of x and w
+constexpr int SLICE = DT_CHUNKS * order::CHUNK;                      // of K
 constexpr int X_UNITS = SLICE / 4, W_UNITS = SLICE * sizeof(W) / 16;  // of 16 bytes, in a row of a slice
-constexpr int X_EACH = order::WIDTH / 4;                                 // units of x that a lane has in a chunk
-constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;            // bytes
-constexpr int HALF = 8 * X_PITCH;                                        // to the second row of a pair
-constexpr int THIRD = DT_ROWS * X_PITCH;                                 // the third terms
-constexpr int X_BYTES = THIRD + (order::TERMS == 3 ? THIRD / 2 : 0), STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
-constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;        // that a block stores
-constexpr int PITCH = DT_COLUMNS + 16;                                   // of the sums: no bank conflicts
-constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;            // outputs of a lane in a row
-static_assert(TILES_M * 16 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 16 rows");
+constexpr int X_EACH = order::WIDTH / 4;                               // units of x that a lane has in a chunk
+constexpr int X_PITCH = 16 * X_UNITS, W_PITCH = 16 * W_UNITS;          // bytes
+constexpr int X_BYTES = DT_ROWS * X_PITCH, STAGE = X_BYTES + DT_COLUMNS * W_PITCH;
+constexpr int OWN_ROWS = (DT_ROWS + DT_CLUSTER - 1) / DT_CLUSTER;      // that a block stores
+constexpr int PITCH = DT_COLUMNS + 16;                                 // of the sums: no bank conflicts
+constexpr int WARPS = THREADS / 32, ACROSS = DT_COLUMNS / 32;          // outputs of a lane in a row
+static_assert(TILES_M * 8 * DT_WARPS_M == DT_ROWS, "a warp has whole tiles of 8 rows");
 static_assert(TILES_N % 2 == 0 && TILES_N * 8 * DT_WARPS_N == DT_COLUMNS, "a warp has whole groups of 16 columns");
-static_assert(THREADS % (8 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
+static_assert(THREADS % (2 * X_UNITS) == 0 && THREADS % (16 * W_UNITS) == 0, "the threads copy whole groups of rows");
 static_assert(WARPS <= 32 && STAGE % 128 == 0, "a block has up to 1024 threads; a stage begins with the first bank");
 static_assert(DT_COLUMNS == 32 * ACROSS, "a warp stores a row");
+static_assert(!(DT_TERMS || DT_OUT_TERMS) || !order::FLOATS, "terms are of 16 bits");
 static_assert(DT_STAGES >= 2, "one slice is copied while another one is multiplied");
 
 // The byte at which a unit is in a row of shared memory: the units that 8 lanes load at a time, 4 of a row and 4 of the
@@ -80,19 +85,17 @@ struct Share {
     __device__ __forceinline__ int slices() const { return (K - k + SLICE - 1) / SLICE; }
 };
 
-// A thread's share of the slices of x: a unit in pairs of rows, 8 apart.
+// A thread's share of the slices of x: a unit of several rows.
 struct CopiesOfX {
-    static constexpr int STEP = THREADS / X_UNITS * 2, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
+    static constexpr int STEP = THREADS / X_UNITS, PASSES = (DT_ROWS + STEP - 1) / STEP;  // rows
     const float* from;  // of the next slice
-    int k, K, row, left;      // left: rows of x from `row` on
-    int at, third;            // bytes in a stage
-    int stride;               // of the rows
+    int k, K, row, left, at, stride;  // left: rows of x from `row` on; at: bytes in a stage; stride: of the rows
 
     __device__ __forceinline__ CopiesOfX(const float* x, const Share& share, int M, int K_) {
-        const int pair = threadIdx.x / X_UNITS, unit = threadIdx.x % X_UNITS;
-        row = pair / 8 * 16 + pair % 8;
+        const int unit = threadIdx.x % X_UNITS;
+        row = threadIdx.x / X_UNITS;
         k = share.k + 4 * unit, K = share.K, left = M - share.row - row;
-        at = row * X_PITCH + x_unit(row, unit), third = THIRD + pair * X_PITCH + x_unit(row, unit);
+        at = row * X_PITCH + x_unit(row, unit);
         from = x + (long long)(share.row + row) * K_ + k;
         stride = K_;
     }
@@ -104,38 +107,24 @@ struct CopiesOfX {
         const float* x = from;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            if (has(pass)) {
-                char* to = stage + at + pass * STEP * X_PITCH;
-                copy16(to, x, pass * STEP < rows);
-                copy16(to + HALF, x + 8ll * stride, pass * STEP + 8 < rows);
-            }
+            if (has(pass)) copy16(stage + at + pass * STEP * X_PITCH, x, pass * STEP < rows);
             x += (long long)STEP * stride;
         }
         from += SLICE, k += SLICE;
     }
 
-    // Replaces the values, when they have arrived, by what a lane loads at once: of rows r and r + 8 alternately, a
-    // term, or the floats of a step.
+    // Replaces the values, when they have arrived, by their terms: a lane then loads what it has of a step at once.
     __device__ __forceinline__ void convert(char* stage) const {
+        if constexpr (!DT_TERMS && !order::FLOATS) {
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            if (!has(pass)) continue;
-            char* pair = stage + at + pass * STEP * X_PITCH;
-            uint4 *upper = reinterpret_cast<uint4*>(pair), *lower = reinterpret_cast<uint4*>(pair + HALF);
-            if constexpr (order::FLOATS) {
-                const uint4 a = *upper, b = *lower;
-                *upper = {a.x, b.x, a.y, b.y}, *lower = {a.z, b.z, a.w, b.w};
-            } else {
-                const float4 a = *reinterpret_cast<float4*>(upper), b = *reinterpret_cast<float4*>(lower);
-                unsigned x[order::TERMS], y[order::TERMS], z[order::TERMS], w[order::TERMS];
-                order::split_pair(a.x, a.y, x);
-                order::split_pair(b.x, b.y, y);
-                order::split_pair(a.z, a.w, z);
-                order::split_pair(b.z, b.w, w);
-                *upper = {x[0], y[0], z[0], w[0]}, *lower = {x[1], y[1], z[1], w[1]};
-                if constexpr (order::TERMS == 3) {
-                    *reinterpret_cast<uint4*>(stage + third + pass * STEP / 2 * X_PITCH) = {x[2], y[2], z[2], w[2]};
-                }
+            for (int pass = 0; pass < PASSES; ++pass) {
+                if (!has(pass)) continue;
+                char* unit = stage + at + pass * STEP * X_PITCH;
+                const float4 v = *reinterpret_cast<float4*>(unit);
+                uint4 terms;
+                split_pair<order::BRAIN>(v.x, v.y, terms.x, terms.y);
+                split_pair<order::BRAIN>(v.z, v.w, terms.z, terms.w);
+                *reinterpret_cast<uint4*>(unit) = terms;
             }
         }
     }
@@ -179,29 +168,25 @@ struct Warp {
           g(threadIdx.x % 32 / 4), t(threadIdx.x % 4) {}
 };
 
+// Of row g and columns 2t, 2t + 1 of each tile: the sums of the high terms, then those of the low ones.
 typedef float Sums[TILES_M][TILES_N][4];
 
-// A lane's part of a chunk of 16 rows of x: a term.
+// A lane's part of a step of 8 rows of x, as A: both terms.
 struct RowTile {
-    unsigned value[order::STEPS][4];
+    unsigned value[order::FLOATS ? order::STEPS : 1][4];  // of floats two steps, which are a unit
 
-    // x: the stage; row: the first one; unit: the lane's first one in the chunk.
-    __device__ __forceinline__ RowTile(const char* x, int row, int g, int unit, int term) {
-#pragma unroll
-        for (int s = 0; s < order::STEPS; ++s) {
-            const int plane = order::FLOATS ? s : term;
-            const char* pair = x + (plane == 2 ? THIRD + (row / 2 + g) * X_PITCH : (row + g) * X_PITCH + plane * HALF);
-            const uint4 v = *reinterpret_cast<const uint4*>(pair + x_unit(g, order::FLOATS ? unit : unit + s));
+    // unit: the lane's in a stage.
+    __device__ __forceinline__ explicit RowTile(const char* unit) {
+        const uint4 v = *reinterpret_cast<const uint4*>(unit);
+        if constexpr (order::FLOATS) {
             const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                unsigned low;
-                value[s][i] = words[i];
-                if constexpr (order::FLOATS) {
-                    order::split_tf32(__int_as_float((int)words[i]), value[s][i], low);
-                    if (term == 0) value[s][i] = low;
-                }
+                unsigned* const to = value[i / 2] + i % 2 * 2;
+                order::split_tf32(__int_as_float((int)words[i]), to[0], to[1]);
             }
+        } else {
+            value[0][0] = v.x, value[0][1] = v.y, value[0][2] = v.z, value[0][3] = v.w;
         }
     }
 };
@@ -226,41 +211,48 @@ struct ColumnTile {
     }
 };
 
-typedef float Part[TILES_N][4];  // of a row of tiles
-
-// A product of terms over the steps of a chunk. The mma of a step follow each other: none waits for the one before it.
-template <bool LOW>
-__device__ __forceinline__ void multiply(Part& part, const RowTile& rows, const ColumnTile* columns) {
-#pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) part[n][e] = 0.0f;
-    }
-#pragma unroll
-    for (int s = 0; s < order::STEPS; ++s) {
-#pragma unroll
-        for (int n = 0; n < TILES_N; ++n) {
-            const unsigned(&w)[2] = LOW ? columns[n].low[s] : columns[n].high[s];
-            if constexpr (order::FLOATS) mma_tf32(part[n], rows.value[s], w);
-            else if constexpr (order::TERMS == 3) mma_bf16(part[n], rows.value[s], w);
-            else mma_fp16(part[n], rows.value[s], w);
-        }
-    }
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&x)[4], const unsigned (&w)[2]) {
+    if constexpr (order::FLOATS) mma_tf32(c, x, w);
+    else if constexpr (order::BRAIN) mma_bf16(c, x, w);
+    else mma_fp16(c, x, w);
 }
 
-__device__ __forceinline__ void add(Part& to, const Part& part) {
+// Adds a chunk of 8 rows: in the tensor cores to the sums of the split, or with float weights to a part of them. The
+// mma of a step follow each other: none waits for the one before it.
+__device__ __forceinline__ void add_chunk(float (&sums)[TILES_N][4], const char* x, int unit, int g,
+                                          const ColumnTile* columns) {
+    if constexpr (order::FLOATS) {
+        const RowTile rows(x + x_unit(g, unit));
+        float part[TILES_N][4] = {};
 #pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
+        for (int s = 0; s < 2 * order::STEPS; ++s) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) to[n][e] += part[n][e];
+            for (int n = 0; n < TILES_N; ++n) {
+                const int step = s % order::STEPS;
+                multiply(part[n], rows.value[step], s < order::STEPS ? columns[n].low[step] : columns[n].high[step]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[n][e] += part[n][e];
+        }
+    } else {
+#pragma unroll
+        for (int s = 0; s < order::STEPS; ++s) {
+            const RowTile rows(x + x_unit(g, unit + s));
+#pragma unroll
+            for (int n = 0; n < TILES_N; ++n) multiply(sums[n], rows.value[0], columns[n].high[s]);
+        }
     }
 }
 
 // Adds the products of a slice.
 __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Warp& warp) {
+    const char* x = stage + (warp.row + warp.g) * X_PITCH;
     const char* w = stage + X_BYTES + (warp.column + warp.g) * W_PITCH;
-#pragma unroll 1  // two at once would not fit in 128 registers
-    for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {  // a part of the order of additions
+#pragma unroll 1  // two at once need too many registers
+    for (int chunk = 0; chunk < DT_CHUNKS; ++chunk) {
         const int unit = 4 * chunk + warp.t;
         ColumnTile columns[TILES_N];
 #pragma unroll
@@ -269,18 +261,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const char* stage, const Wa
         }
 #pragma unroll
         for (int m = 0; m < TILES_M; ++m) {
-            const auto rows = [&](int term) {
-                return RowTile(stage, warp.row + 16 * m, warp.g, unit * X_EACH, term);
-            };
-            Part part, term;
-            if constexpr (order::FLOATS) multiply<true>(part, rows(1), columns);
-            else multiply<false>(part, rows(0), columns);
-#pragma unroll
-            for (int i = order::FLOATS ? 0 : 1; i < order::TERMS; ++i) {
-                multiply<false>(term, rows(i), columns);
-                add(part, term);
-            }
-            add(sums[m], part);
+            add_chunk(sums[m], x + 8 * m * X_PITCH, unit * X_EACH, warp.g, columns);
         }
     }
 }

@@ -60,14 +60,19 @@ struct Row {
     __device__ __forceinline__ u64 mass(float l) const { return (u64)(weight(l) * UNIT); }
 };
 
-// Calls f(column of the first, logits, l) for every COUNT of the columns first, first + step ... before `end`.
-template <int COUNT, typename F>
+// Calls f(column of the first, logits, l) for every COUNT of the columns first, first + step ... before `end`. AHEAD:
+// the next ones are loaded before that.
+template <int COUNT, bool AHEAD = false, typename F>
 __device__ __forceinline__ void visit(const Row& row, int first, int end, int step, F f) {
+    float next[COUNT];
+    if (AHEAD) load_columns(row.x + first, end - first, step, -INFINITY, next);
     for (; first < end; first += COUNT * step) {
         float raw[COUNT], l[COUNT];
-        load_columns(row.x + first, end - first, step, -INFINITY, raw);
+        if (!AHEAD) load_columns(row.x + first, end - first, step, -INFINITY, next);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) l[i] = raw[i];
+        for (int i = 0; i < COUNT; ++i) l[i] = raw[i] = next[i];
+        const int later = first + COUNT * step;
+        if (AHEAD && later < end) load_columns(row.x + later, end - later, step, -INFINITY, next);
         if (row.seen) {
             unsigned char seen[COUNT];
             load_columns(row.seen + first, end - first, step, (unsigned char)0, seen);

@@ -85,7 +85,7 @@ __device__ void first_pass(const Row& row, Shared& s, Best& best, Online& all) {
                 if (l[i] > own.l) own = {l[i], first + i * PASS};
             }
         };
-        visit<FIRST>(row, turn * THREADS + threadIdx.x, row.V, PASS, take);
+        visit<FIRST, true>(row, turn * THREADS + threadIdx.x, row.V, PASS, take);
         best.add(own);
         online = online.of_warp();
         if (lane == 0) s.online[turn * WARPS + warp] = online;

@@ -1,0 +1,146 @@
+"""Terms of x in the place of floats (kernels_cu/lib/terms.cuh), from one step to the next product.
+
+What a step hands over, and what a product computes from it, has the bits of floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import InputError
+from gpt2block.architectures.passes import decode_plan
+from gpt2block.config import GPT2Config
+from gpt2block.cuda import cupy
+from gpt2block.ops.attention_cached import bind_split
+from gpt2block.ops.layernorm import bind as bind_layernorm
+from gpt2block.ops.linear import bind as bind_linear
+from gpt2block.ops.linear import bind_qkv, terms_of
+from gpt2block.weights.matrix import WeightMatrix
+from tests import devices, plain
+from tests.devices import assert_same_bits, one_order
+
+Array = NDArray[Any]
+device = devices.device
+DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+every_kind = pytest.mark.parametrize("kind", DTYPES)
+
+
+def terms(x: Array, kind: str) -> Array:
+    """The floats (..., K) as terms: of each pair of values both high ones, then both low ones."""
+    high = x.astype(DTYPES[kind])
+    low = (x - high.astype(np.float32)).astype(DTYPES[kind])
+    pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
+    words: Array = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
+    return words.view(np.float32)
+
+
+def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
+    w = WeightMatrix.quantize(plain.normal(1, N, K) / np.float32(K**0.5), dtype, "NK")
+    scale = None if w.scale is None else cupy.asarray(w.scale)
+    return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
+@one_order
+def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
+    x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
+    kind = terms_of(dtype, 272)
+    assert kind is not None
+    bias = cupy.asarray(plain.normal(2, 50))
+    floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind))
+    expected = bind_linear((floats, w, bias), gelu=True, variant="mma").run().get()
+    for variant in ("mma", "mma_tiles"):
+        got = bind_linear((pairs, w, bias), gelu=True, variant=variant, terms=True).run().get()
+        assert_same_bits(got, expected)
+    made = bind_linear((pairs, w, bias), gelu=True, decoding=True, terms=True, to_terms=kind)
+    assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
+    assert_same_bits(made.run().get(), terms(expected, kind))
+
+
+@every_kind
+@one_order
+def test_qkv_of_terms(device: Any, kind: str) -> None:
+    x, w, B, C = plain.normal(0, 3, 64), matrix(72, 64, kind), 3, 24
+    found = []
+    for given in (x, terms(x, kind)):
+        caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2)]
+        row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
+        of = (None, None, None, *caches, row, position)
+        rows = cupy.asarray(given)
+        q = bind_qkv(rows, w, *of, terms=given is not x).run().get()
+        found.append([q, *(cache.get() for cache in caches)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@every_kind
+@pytest.mark.parametrize("C", [70, 768])
+@one_order
+def test_layernorm(device: Any, C: int, kind: str) -> None:
+    inputs = [
+        cupy.asarray(plain.normal(seed, *shape)) for seed, shape in enumerate([(9, C), (C,), (C,)])
+    ]
+    floats = bind_layernorm(tuple(inputs), eps=1e-5, variant="decode").run().get()
+    made = bind_layernorm(tuple(inputs), eps=1e-5, variant="decode", to_terms=kind).run().get()
+    assert_same_bits(made, terms(floats, kind))
+
+
+@every_kind
+@pytest.mark.parametrize(("n_head", "HS"), [(3, 6), (2, 40), (1, 64)])
+@one_order
+def test_attention(device: Any, n_head: int, HS: int, kind: str) -> None:
+    C = n_head * HS
+    k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(DTYPES[kind])) for n in (1, 2))
+    row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
+    inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
+    floats = bind_split(inputs, n_head=n_head).run().get()
+    made = bind_split(inputs, n_head=n_head, to_terms=kind).run().get()
+    assert_same_bits(made, terms(floats, kind))
+
+
+@one_order
+def test_what_has_no_terms(device: Any) -> None:
+    assert [terms_of(d, 24) for d in ("float32", "float16", "float8_e4m3fn")] == [
+        None,
+        "float16",
+        None,
+    ]
+    x = cupy.asarray(plain.normal(0, 2, 64))
+    with pytest.raises(
+        InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
+    ):
+        bind_linear((x, matrix(8, 64, "float32")), terms=True)
+    w = matrix(7, 64, "float16")
+    for options in ({"to_terms": "float16"}, {"to_terms": "bfloat16"}):
+        with pytest.raises(
+            InputError, match=r"expected terms of float16, .* even number of outputs"
+        ):
+            bind_linear((x, w), **options)
+    with pytest.raises(InputError, match="takes and gives floats"):
+        bind_linear((x, w), variant="matvec", terms=True)
+    gamma = cupy.asarray(plain.normal(1, 64))
+    with pytest.raises(InputError, match="layernorm: to_terms 'float16', variant 6"):
+        bind_layernorm((x, gamma, gamma), eps=1e-5, variant=6, to_terms="float16")
+    k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
+    with pytest.raises(
+        InputError, match="to_terms float32, k float32, head size 32: expected the 16"
+    ):
+        bind_split((x, k, k, at, at), n_head=2, to_terms="float32")
+
+
+def test_the_steps_that_hand_over_terms() -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+    steps = decode_plan(config, False, "bfloat16").steps
+    gives = [step.name for step in steps if step.attrs.get("to_terms") == "bfloat16"]
+    takes = [step.name for step in steps if step.attrs.get("terms")]
+    of_layer = [("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")]
+    pairs = [(f"h.{n}.{a}", f"h.{n}.{b}") for n in range(2) for a, b in of_layer]
+    assert sorted(gives) == sorted([*(a for a, _ in pairs), "ln_f"])
+    assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
+    for plan in (decode_plan(config), decode_plan(config, True, "bfloat16")):
+        assert not any("terms" in step.attrs for step in plan.steps)
