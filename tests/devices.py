@@ -5,7 +5,8 @@ A test takes `device`, which is CuPy or its stand-in, and calls operations the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,6 +31,36 @@ on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
 on_one_order = pytest.mark.parametrize("where", [ORDERS[-1], GPU])
 on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
 H200 = 132  # multiprocessors
+
+
+def combinations(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """`device` and other parameters: on a GPU all combinations, on the emulator a part of them.
+
+    There each one may be a program to compile. Each value of the longest axis is taken twice, with
+    the others in turn: with different values of each of them.
+    """
+    values = list(axes.values())
+    longest = max(map(len, values))
+    some = {
+        tuple(axis[(i + again * (n > 0)) % len(axis)] for n, axis in enumerate(values)): None
+        for again in range(2)
+        for i in range(longest)
+    }
+    cases = [(SOMEWHERE[0], case) for case in some]
+    cases += [("gpu", case) for case in itertools.product(*values)]
+    return pytest.mark.parametrize(
+        ("device", *axes),
+        [
+            pytest.param(
+                where,
+                *case,
+                id="-".join(map(str, (where, *case))),
+                marks=GPU.marks if where == "gpu" else (),
+            )
+            for where, case in cases
+        ],
+        indirect=["device"],
+    )
 
 
 @contextmanager

@@ -694,6 +694,17 @@ def test_a_small_race() -> None:
 
 
 @pytest.mark.gpu
+def test_a_graph_of_pytorch_keeps_its_inputs() -> None:
+    """PyTorch would give their memory to later tensors, which a replay would then read."""
+    torch = pytest.importorskip("torch", reason="captures a graph of PyTorch")
+    run = torch_peers.captured(lambda x: x + 1, [(torch.full((4,), 2.0, device="cuda"),)], rounds=1)
+    later = [torch.zeros(4, device="cuda") for _ in range(8)]
+    run.replay()
+    assert run.outs[0].tolist() == [3.0] * 4
+    assert not torch.stack(later).any()
+
+
+@pytest.mark.gpu
 def test_a_small_race_against_pytorch() -> None:
     pytest.importorskip("torch", reason="races against PyTorch")
     works: list[Work] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from gpt2block.run.cuda_caches import PROGRAMS
 from gpt2block.run.model import Ids, Start, rounded_up, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
-from tests.devices import GPU, running_on
+from tests.devices import GPU, SOMEWHERE, running_on
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=24, vocab_size=37)
@@ -117,6 +118,24 @@ def test_sequences_come_and_go(device: str) -> None:
         assert tuple(found) == alone[index][: len(found)]
     with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
         decoding.next()
+
+
+@pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
+def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
+    """It gives no result: that of a sequence that started later comes next, or there is none."""
+    with nullcontext() if device == "cpu" else running_on(device):
+        m, ids = model("cpu" if device == "cpu" else "cuda"), random_prompts([3])[0]
+        decoding, greedy = m.engine.decode(2, 24), Sampling(temperature=0)
+        decoding.start([Start(0, ids, greedy, 9)])
+        first = decoding.next()
+        decoding.stop(np.array([0], np.int32))
+        decoding.start([Start(1, ids, greedy, 9)])
+        second = decoding.next()
+        assert (first.slots.tolist(), second.slots.tolist()) == ([0], [1])
+        assert first.tokens == second.tokens
+        decoding.stop(np.array([1], np.int32))
+        with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
+            decoding.next()
 
 
 @everywhere

@@ -40,7 +40,8 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
 from gpt2block.cuda import kernels, overlap
-from gpt2block.run import program
+from gpt2block.run import NOTHING, program
+from gpt2block.run.cuda_block import CudaEngine
 from tests.devices import running_on
 from tests.gpus import cupy_with
 
@@ -345,9 +346,10 @@ def gpt2() -> BlockWeights:
 
 
 def poison(block: Block, shape: tuple[int, ...]) -> None:
-    """NaN in every buffer, so that what is left out shows; but for scales there from the start."""
-    engine: Any = block._engine
-    for buffer in engine._workspace(shape).buffers.values():
+    """NaN in every buffer of this shape, except scales that are fixed, so that gaps show."""
+    engine = block._engine
+    assert isinstance(engine, CudaEngine)
+    for buffer in engine._workspace(shape, NOTHING).buffers.values():
         if isinstance(buffer, TwoPartMatrix):
             buffer.parts.fill(np.nan)
             if buffer.one_scale is None:

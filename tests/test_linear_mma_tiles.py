@@ -36,7 +36,7 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-ODD = Tile(48, 64, (1, 4), 2)  # tiles that end within and after the matrices
+ODD, EVEN = Tile(48, 64, (1, 4), 2), Tile(32, 64, (2, 2), 3)  # end within and after the matrices
 device = devices.device
 every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
 
@@ -93,7 +93,7 @@ def uploaded(w: WeightMatrix) -> WeightMatrix:
 
 @pytest.mark.parametrize(
     ("tile", "shape"),
-    [(ODD, (25, 176, 37)), (Tile(32, 64, (2, 2), 3), (33, 1168, 32))],
+    [(ODD, (25, 176, 37)), (EVEN, (33, 1168, 32))],
     ids=("48x64", "32x64"),
 )
 @every_weight
@@ -111,7 +111,7 @@ def test_is_as_accurate_as_a_loop(
 @one_order
 def test_bits_depend_on_no_other_row(device: Any, dtype: str) -> None:
     given = Product(65, 272, 40, dtype)
-    whole = given.launched(Tile(64, 64, (2, 2), 3))
+    whole = given.launched(EVEN)
     for rows in (slice(0, 1), slice(0, 17), slice(1, 64), slice(64, 65)):
         assert_same_bits(given.launched(ODD, rows), whole[rows])
     given.x[1::2] = np.nan

@@ -105,7 +105,8 @@ def captured(
                 outs = [function(*arguments) for arguments in sets]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    return Run(graph.replay, (outs[0], outs[-1]) if len(outs) > 1 else (outs[0],), (graph, outs))
+    ends = (outs[0], outs[-1]) if len(outs) > 1 else (outs[0],)
+    return Run(graph.replay, ends, (graph, outs, function, sets))
 
 
 def tensor(array: Any) -> Tensor:

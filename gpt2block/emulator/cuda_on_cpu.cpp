@@ -55,7 +55,6 @@ struct Thread {
     char* stack;
     bool started;
     void* resume_point[5];
-    void* fake_stack;
 };
 
 struct Array {  // an argument; data is null for numbers, null pointers and repeated arrays
@@ -74,9 +73,6 @@ bool overlaps, waited, late_visible = true;  // the launch; a thread of the bloc
 void* dynamic;    // the dynamic shared memory of the block
 std::size_t dynamic_bytes;
 void* scheduler_point[5];
-void* scheduler_fake_stack;
-const void* scheduler_stack;
-std::size_t scheduler_stack_bytes;
 
 std::string at(uint3 i) {
     return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
@@ -139,13 +135,10 @@ __attribute__((noipa)) void jump(void** from, void** to) {
 void stop_in(State state) {  // called on the fiber: returns to the scheduler until it resumes this thread
     Thread& self = *current;
     self.state = state;
-    __sanitizer_start_switch_fiber(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
     jump(self.resume_point, scheduler_point);
-    __sanitizer_finish_switch_fiber(self.fake_stack, nullptr, nullptr);
 }
 
 void fiber() {
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
     for (;;) {  // one iteration per block
         kernel->call(slots.data());
         stop_in(State::returned);
@@ -174,19 +167,17 @@ void resume(Thread& thread) {
     show_late_arrays(!overlaps || (waited && thread.passed > 0));
     current = &thread;
     threadIdx = thread.index;
-    __sanitizer_start_switch_fiber(&scheduler_fake_stack, thread.stack, STACK);
     if (thread.started) {
         jump(scheduler_point, thread.resume_point);
     } else {
         start(thread);
     }
-    __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
     current = nullptr;
 }
 
 bool same_place(const Thread& a, const Thread& b) {
     if (a.state != b.state || a.state == State::returned) return a.state == b.state;
-    return a.line == b.line && !std::strcmp(a.file, b.file);
+    return a.line == b.line && (a.file == b.file || !std::strcmp(a.file, b.file));
 }
 
 void open(Thread& thread) {
@@ -240,17 +231,19 @@ bool open_barriers() {
 }
 
 struct Order {
-    std::string kind;
+    bool reverse, shuffled;
     std::uint64_t seed;
+    std::vector<std::size_t> places;  // the last one
 
-    std::vector<std::size_t> next(std::size_t n) {
-        std::vector<std::size_t> order(n);
-        for (std::size_t i = 0; i < n; ++i) order[i] = kind == "reverse" ? n - 1 - i : i;
-        for (std::size_t i = n; kind == "shuffled" && i > 1; --i) {
+    const std::vector<std::size_t>& next(std::size_t n) {
+        if (places.size() == n && !shuffled) return places;
+        places.resize(n);
+        for (std::size_t i = 0; i < n; ++i) places[i] = reverse ? n - 1 - i : i;
+        for (std::size_t i = n; shuffled && i > 1; --i) {
             seed = seed * 6364136223846793005u + 1442695040888963407u;
-            std::swap(order[i - 1], order[(seed >> 33) % i]);
+            std::swap(places[i - 1], places[(seed >> 33) % i]);
         }
-        return order;
+        return places;
     }
 };
 
@@ -276,15 +269,20 @@ void run_block(Order& order, unsigned number) {
 
 void make_threads() {
     threads.resize(blockDim.x * blockDim.y * blockDim.z);
+    // Pages are allocated when touched. The first of a stack is never accessible, so that an overflow is caught.
+    constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* stacks = mmap(nullptr, threads.size() * STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
     for (std::size_t i = 0; i < threads.size(); ++i) {
         const unsigned n = i;
         threads[i].index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
-        // Pages are allocated when touched. The first page is never accessible, so that a stack overflow is caught.
-        constexpr int anonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, anonymous, -1, 0);
-        if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) fail("no memory for the stacks");
-        threads[i].stack = static_cast<char*>(stack);
+        threads[i].stack = static_cast<char*>(stacks) + i * STACK;
+        if (stacks == MAP_FAILED || mprotect(threads[i].stack, 4096, PROT_NONE)) fail("no memory for the stacks");
     }
+    // AddressSanitizer takes them for one stack, so that it need not be told of every switch. The scheduler runs on
+    // another one, but is not compiled with it.
+    void* unused;
+    __sanitizer_start_switch_fiber(&unused, stacks, threads.size() * STACK);
+    __sanitizer_finish_switch_fiber(unused, nullptr, nullptr);
 }
 
 template <typename T>
@@ -377,7 +375,8 @@ int main(int argc, char** argv) {
     gridDim = {number(2), number(3), number(4)};
     blockDim = {number(5), number(6), number(7)};
     dynamic_bytes = number(8);
-    Order order = {argv[9], std::strtoull(argv[10], nullptr, 10)};
+    const std::string kind = argv[9];
+    Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[10], nullptr, 10), {}};
     for (int i = 11; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
     std::signal(SIGABRT, on_abort);
@@ -386,7 +385,8 @@ int main(int argc, char** argv) {
         alarm(std::strtoul(limit, nullptr, 10));
     }
     make_threads();
-    for (std::size_t b : order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z)) {
+    const std::vector<std::size_t> blocks = order.next(std::size_t(gridDim.x) * gridDim.y * gridDim.z);
+    for (std::size_t b : blocks) {
         const unsigned n = b;
         blockIdx = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
         run_block(order, n);

@@ -418,7 +418,7 @@ def compile_ahead(source: Source | str, defines: kernels.Defines = (), races: bo
 
 @cache
 def _runtime(name: str = "cuda_on_cpu.cpp") -> Path:
-    return _build(f"{Path(name).stem}.o", {}, ("-c", str(HERE / name), *_FLAGS))
+    return _build(f"{Path(name).stem}.o", {}, ("-c", str(HERE / name), *_FLAGS, "-O2"))
 
 
 @cache

@@ -42,36 +42,68 @@ void wait_for_groups() {
     groups_of[thread] -= arrived;
 }
 
+inline void meet() { cuda_on_cpu::exchange(0xffffffffu, 0, cuda_on_cpu::lane(), __FILE__, __LINE__); }
+
+// A value of each lane of a warp, which all lanes give at the same time. A lane that has returned gives bytes of 0xFF.
 template <typename V>
-V of_lane(V value, int lane) {
-    return cuda_on_cpu::bits<V>(
-        cuda_on_cpu::exchange(0xffffffffu, cuda_on_cpu::bits<std::uint64_t>(value), lane, __FILE__, __LINE__));
-}
+class OfWarp {
+  public:
+    explicit OfWarp(const V& own) {
+        const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+        count_ = ++counts_[thread];
+        lanes_ = &given_[count_ % 2][thread / 32 * 32];
+        given_[count_ % 2][thread] = {own, count_};
+        meet();  // all lanes have then read the value before this one; the next one takes its memory
+    }
+
+    V operator[](int lane) const {
+        const Given& given = lanes_[lane];
+        V value;
+        std::memset(&value, 0xFF, sizeof value);
+        return given.count == count_ ? given.value : value;
+    }
+
+  private:
+    struct Given {
+        V value;
+        unsigned count;  // of the lane's values so far
+    };
+
+    static inline Given given_[2][1024];
+    static inline unsigned counts_[1024];
+
+    unsigned count_;
+    const Given* lanes_;
+};
 
 inline void lag() {
-    for (int i = 0; i < 10 * (threadIdx.x / 32 % 2); ++i) of_lane(0, cuda_on_cpu::lane());
+    for (int i = 0; i < 10 * (threadIdx.x / 32 % 2); ++i) meet();
 }
 
 template <bool TRANSPOSED>
-unsigned matrix(int i, const void* row) {
+unsigned matrix(int i, const OfWarp<const void*>& rows) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
-    if (!TRANSPOSED) return static_cast<const unsigned*>(of_lane(row, 8 * i + g))[t];
-    const unsigned first = static_cast<const unsigned short*>(of_lane(row, 8 * i + 2 * t))[g];
-    return first | (unsigned)static_cast<const unsigned short*>(of_lane(row, 8 * i + 2 * t + 1))[g] << 16;
+    if (!TRANSPOSED) return static_cast<const unsigned*>(rows[8 * i + g])[t];
+    const unsigned first = static_cast<const unsigned short*>(rows[8 * i + 2 * t])[g];
+    return first | (unsigned)static_cast<const unsigned short*>(rows[8 * i + 2 * t + 1])[g] << 16;
 }
 
 template <bool TRANSPOSED>
 void load_matrices(unsigned& m0, unsigned& m1, const void* row) {
     lag();
-    m0 = matrix<TRANSPOSED>(0, row);
-    m1 = matrix<TRANSPOSED>(1, row);
+    const OfWarp<const void*> rows(row);
+    m0 = matrix<TRANSPOSED>(0, rows);
+    m1 = matrix<TRANSPOSED>(1, rows);
 }
 
 template <bool TRANSPOSED>
 void load_matrices(unsigned& m0, unsigned& m1, unsigned& m2, unsigned& m3, const void* row) {
-    load_matrices<TRANSPOSED>(m0, m1, row);
-    m2 = matrix<TRANSPOSED>(2, row);
-    m3 = matrix<TRANSPOSED>(3, row);
+    lag();
+    const OfWarp<const void*> rows(row);
+    m0 = matrix<TRANSPOSED>(0, rows);
+    m1 = matrix<TRANSPOSED>(1, rows);
+    m2 = matrix<TRANSPOSED>(2, rows);
+    m3 = matrix<TRANSPOSED>(3, rows);
 }
 
 inline void unpack2_bf16(unsigned pair, float (&v)[2]) {
@@ -88,18 +120,22 @@ inline void unpack2(unsigned pair, float (&v)[2]) { Vec<T, 2>{pair}.unpack(v); }
 
 typedef void Unpack(unsigned, float (&)[2]);
 
+struct Operands {
+    unsigned a[4], b[2];
+};
+
 template <Unpack UNPACK>
 void mma_of(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    const OfWarp<Operands> lanes({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
     for (int l = 0; l < 4; ++l) {  // lanes with a part of K: one pair in a[0], a[1] and b[0], one in the others
-        const uint2 columns[2] = {of_lane(uint2{b[0], b[1]}, 8 * t + l), of_lane(uint2{b[0], b[1]}, 8 * t + 4 + l)};
+        const Operands rows = lanes[4 * g + l], columns[2] = {lanes[8 * t + l], lanes[8 * t + 4 + l]};
         for (int i = 0; i < 2; ++i) {
-            const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
             float upper[2], lower[2], left[2], right[2];
-            UNPACK(rows.x, upper);
-            UNPACK(rows.y, lower);
-            UNPACK(i ? columns[0].y : columns[0].x, left);
-            UNPACK(i ? columns[1].y : columns[1].x, right);
+            UNPACK(rows.a[2 * i], upper);
+            UNPACK(rows.a[2 * i + 1], lower);
+            UNPACK(columns[0].b[i], left);
+            UNPACK(columns[1].b[i], right);
             for (int e = 0; e < 2; ++e) {
                 c[0] += upper[e] * left[e];
                 c[1] += upper[e] * right[e];
@@ -118,14 +154,15 @@ inline float tf32(unsigned bits) { return __int_as_float((int)(bits & 0xffffe000
 
 inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const int g = cuda_on_cpu::lane() / 4, t = cuda_on_cpu::lane() % 4;
+    const OfWarp<Operands> lanes({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
     for (int i = 0; i < 2; ++i) {
         for (int l = 0; l < 4; ++l) {  // lanes with a part of K
-            const uint2 rows = of_lane(uint2{a[2 * i], a[2 * i + 1]}, 4 * g + l);
-            const float left = tf32(of_lane(b[i], 8 * t + l)), right = tf32(of_lane(b[i], 8 * t + 4 + l));
-            c[0] += tf32(rows.x) * left;
-            c[1] += tf32(rows.x) * right;
-            c[2] += tf32(rows.y) * left;
-            c[3] += tf32(rows.y) * right;
+            const Operands rows = lanes[4 * g + l];
+            const float left = tf32(lanes[8 * t + l].b[i]), right = tf32(lanes[8 * t + 4 + l].b[i]);
+            c[0] += tf32(rows.a[2 * i]) * left;
+            c[1] += tf32(rows.a[2 * i]) * right;
+            c[2] += tf32(rows.a[2 * i + 1]) * left;
+            c[3] += tf32(rows.a[2 * i + 1]) * right;
         }
     }
 }

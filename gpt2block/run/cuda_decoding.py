@@ -220,11 +220,14 @@ class CudaDecoding:
 
     def next(self) -> Sampled:
         with self._model.running():
-            while len(self._in_flight) < IN_FLIGHT and self._launch():
-                pass
-            if not self._in_flight:
-                raise RuntimeError("next: expected a sequence in at least one slot")
-            return self._in_flight.popleft().get()
+            while True:
+                while len(self._in_flight) < IN_FLIGHT and self._launch():
+                    pass
+                if not self._in_flight:
+                    raise RuntimeError("next: expected a sequence in at least one slot")
+                found = self._in_flight.popleft().get()
+                if len(found.slots):  # else all sequences of that step were stopped after it
+                    return found
 
     def _launch(self) -> bool:
         """Launch a step of the slots that have tokens left to sample; False if none has."""
