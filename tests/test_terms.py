@@ -70,9 +70,11 @@ def test_qkv_of_terms(device: Any, kind: str) -> None:
     for given in (x, terms(x, kind)):
         caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
-        of = (None, None, None, *caches, row, position)
-        rows = cupy.asarray(given)
-        q = bind_qkv(rows, w, *of, terms=given is not x).run().get()
+        rows, terms_given = cupy.asarray(given), given is not x
+        bound = bind_qkv(
+            rows, w, None, None, None, caches[0], caches[1], row, position, terms=terms_given
+        )
+        q = bound.run().get()
         found.append([q, *(cache.get() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
@@ -116,11 +118,11 @@ def test_what_has_no_terms(device: Any) -> None:
     ):
         bind_linear((x, matrix(8, 64, "float32")), terms=True)
     w = matrix(7, 64, "float16")
-    for options in ({"to_terms": "float16"}, {"to_terms": "bfloat16"}):
+    for kind in DTYPES:
         with pytest.raises(
             InputError, match=r"expected terms of float16, .* even number of outputs"
         ):
-            bind_linear((x, w), **options)
+            bind_linear((x, w), to_terms=kind)
     with pytest.raises(InputError, match="takes and gives floats"):
         bind_linear((x, w), variant="matvec", terms=True)
     gamma = cupy.asarray(plain.normal(1, 64))

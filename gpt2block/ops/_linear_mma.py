@@ -17,7 +17,7 @@ LOADED = 16  # bytes of a row of W that a lane loads at once
 MANY_COLUMNS = 16384  # from here on warps go through several groups of columns
 LOOP_COLUMNS, LOOP_WARPS = 16, 12  # 50,257 columns are then two groups for each warp of an H200
 LOOP_ROWS, LOOP_REGISTERS = 16, 96  # of x, and of weights in flight
-FLOAT_LOOP_WARPS = 8  # the sums of 16 rows leave no registers for more
+FLOAT_LOOP_WARPS = 8  # the sums of many rows leave no registers for more
 FEW_ROWS = 4  # of an mma
 COLUMNS = (32, 24, 16, 8)  # of a block: whole octets, because an mma of fewer columns takes as long
 MOST_FLIGHT = 3  # units of K in flight: more are too many instructions
@@ -71,7 +71,7 @@ def _loop(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
     registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
     flight = _flight(units, LOOP_COLUMNS, weight, registers)
-    crowded = weight == FLOAT and rows == LOOP_ROWS
+    crowded = weight == FLOAT and 2 * rows >= LOOP_ROWS
     return Layout(LOOP_COLUMNS, flight, True, FLOAT_LOOP_WARPS if crowded else LOOP_WARPS, 1, rows)
 
 

@@ -55,6 +55,12 @@ def _append(inputs: tuple[Any, ...], out: None = None) -> Bound:
     return bind_append((qkv, row, position), (k, v))
 
 
+def _qkv(inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any) -> Bound:
+    x, w, bias, gamma, beta, *cache = inputs
+    k, v, row, position = cache
+    return bind_qkv(x, w, bias, gamma, beta, k, v, row, position, out, **options)
+
+
 def _varlen(inputs: tuple[Any, ...], out: Any, **options: Any) -> Bound:
     qkv, cu_seqlens = inputs
     return bind_attention((qkv,), out, cu_seqlens=cu_seqlens, **options)
@@ -70,7 +76,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "attention_varlen": _varlen,
     "attention_split": bind_split,
     "rope_append": bind_rope_append,
-    "linear_qkv": lambda inputs, out, **options: bind_qkv(*inputs, out, **options),
+    "linear_qkv": _qkv,
 }
 
 

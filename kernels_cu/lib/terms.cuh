@@ -18,7 +18,7 @@ __device__ __forceinline__ void split_pair(float first, float second, unsigned& 
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// What the place of a lane's value then holds. Lanes 2i and 2i + 1 have a pair; all lanes of a warp call this together.
+// What the place of a lane's value then holds. Lanes 2i and 2i + 1 have a pair; all lanes of a warp call this.
 template <bool BRAIN>
 __device__ __forceinline__ float term_of(float value) {
     const bool odd = threadIdx.x % 2;
