@@ -6,7 +6,8 @@
 // in flight at once, and keeps its part of the row in registers, up to LN_HELD loads; gamma and beta are loaded before
 // the previous kernel has ended (lib/overlap.cuh). Longer rows are read again from the L2 cache in each pass.
 //
-// All arrays are float; with LN_TERMS, out has their terms (lib/terms.cuh) for a product with these bits. grid (ceil(N / LN_ROWS)), block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
+// All arrays are float; with LN_TERMS, out has their terms (lib/terms.cuh), for a product. grid (ceil(N / LN_ROWS)),
+// block (32 * LN_ROWS). The arrays are aligned to LN_X floats.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/sm80.cuh"
