@@ -8,13 +8,13 @@
 #define DT_ROWS 64
 #endif
 #ifndef DT_COLUMNS
-#define DT_COLUMNS 64
+#define DT_COLUMNS 32
 #endif
 #ifndef DT_WARPS_M  // warps along its rows and columns
-#define DT_WARPS_M 2
+#define DT_WARPS_M 4
 #endif
 #ifndef DT_WARPS_N
-#define DT_WARPS_N 2
+#define DT_WARPS_N 1
 #endif
 #ifndef DT_CHUNKS  // in a slice of K: 64 bytes of a row of w
 #define DT_CHUNKS 1
