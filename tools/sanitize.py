@@ -36,8 +36,10 @@ from gpt2block.bench import measure
 from gpt2block.cuda import arrays as _arrays
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS
+from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.registry import OPERATIONS, Operation
-from gpt2block.run.model import DTYPES, start_all
+from gpt2block.run.model import DTYPES, Ids, start_all
 
 SIZES = {"B": 2, "T": 70, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 70, "K": 144, "N": 37}
 HEADS = {"H": 3, "D": 34}
@@ -216,6 +218,7 @@ def model() -> None:
             decoding = start_all(ours.engine, prompts, samplings[rows], 5)
             drawn = np.array([decoding.next().tokens for _ in range(5)])
             assert ((drawn >= 0) & (drawn < 101)).all()
+        many_rows(ours, ids)
         if dtype == "bfloat16":  # two rows reach the end of the context and restart
             for one in ours.generate(ids, max_new_tokens=12, overflow="truncate"):
                 assert len(one.tokens) == 12
@@ -225,6 +228,22 @@ def model() -> None:
         likelihoods = np.concatenate(ours.engine.log_likelihood(ids))
         assert np.isfinite(likelihoods).all()
         print(f"checked GPT-2 {dtype}: error {error:.1e}")
+
+
+def many_rows(ours: GPT2, ids: list[Ids]) -> None:
+    """Greedy decoding of so many rows that x is handed over as terms, with both kinds of products.
+
+    Rows with the same prompt draw the same tokens.
+    """
+    linear = sys.modules[bind_linear.__module__]
+    few = linear.FEW_PRODUCTS
+    for rows, most in ((MORE_ROWS + 3, few), (MORE_ROWS + 10, 0)):  # 0: tiles, however small
+        linear.FEW_PRODUCTS = most  # type: ignore[attr-defined]
+        prompts = [ids[row % 3][:9] for row in range(rows)]
+        decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 3)
+        drawn = np.array([decoding.next().tokens for _ in range(3)])
+        assert (drawn == drawn[:, np.arange(rows) % 3]).all()
+    linear.FEW_PRODUCTS = few  # type: ignore[attr-defined]
 
 
 def main() -> None:
