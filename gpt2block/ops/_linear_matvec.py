@@ -7,6 +7,7 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops._rows import power_of_two
 
 FILE = "matmul/decode.cu"
 WARP = 32
@@ -61,7 +62,7 @@ def order(N: int, K: int, weight: int) -> tuple[int, int, int]:
 def layout(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     """The layout for M rows on a GPU with `sms` multiprocessors."""
     width, split, steps = order(N, K, weight)
-    rows = min(MOST_ROWS[N >= MANY_COLUMNS], 1 << (M - 1).bit_length())
+    rows = min(MOST_ROWS[N >= MANY_COLUMNS], power_of_two(M))
     while rows > 1 and 4 * rows * K > ROW_BYTES:
         rows //= 2
     if N >= MANY_COLUMNS:

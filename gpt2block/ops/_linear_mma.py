@@ -7,6 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops._rows import power_of_two
 
 FILE = "matmul/decode_mma.cu"
 WARP = 32
@@ -67,7 +68,7 @@ def layout(M: int, N: int, K: int, dtype: str, sms: int) -> Layout:
 
 def _loop(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     """A layout for many columns; weight: bytes."""
-    rows = _power_of_two(min(M, LOOP_ROWS))
+    rows = power_of_two(min(M, LOOP_ROWS))
     units = [n for n in range(1, MOST_FLIGHT + 1) if ceil(K / UNIT) % n == 0]
     registers = LOOP_REGISTERS * 8 // (4 + max(rows, FEW_ROWS))  # rows have sums in others
     flight = _flight(units, LOOP_COLUMNS, weight, registers)
@@ -84,7 +85,7 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     floats = weight == FLOAT
     limits = FLOATS if floats else NARROW
     rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.most_rows)
-    rows = min(rows, _power_of_two(M))
+    rows = min(rows, power_of_two(M))
     of_rows = ceil(M / rows)  # blocks
     parts, each = splits(K)
     fewest = sms / FEWEST_BLOCKS[floats or each > 1 or of_rows > 1]
@@ -94,11 +95,6 @@ def _block(M: int, N: int, K: int, weight: int, sms: int) -> Layout:
     flight = _flight(units, columns, weight, limits.registers)
     room = floats and each == 1 and rows <= FEW_ROWS  # for the next kernel
     return Layout(columns, flight, False, parts, 1 + room, rows)
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is n or more."""
-    return 1 << (n - 1).bit_length()
 
 
 def _flight(units: list[int], columns: int, weight: int, registers: int) -> int:

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Literal
 
 from gpt2block.cuda.kernels import Geometry
+from gpt2block.ops._rows import power_of_two
 
 FILE = "llama/rmsnorm_matmul.cu"
 WARP = 32
@@ -36,7 +37,7 @@ def geometry(
     """
     two = pairing == "two matrices"
     halves = pairing == "halves"
-    rows = min(MOST_ROWS, 1 << (M - 1).bit_length())
+    rows = min(MOST_ROWS, power_of_two(M))
     strips = 2 if layout == "NK" or pairing != "neighbours" else 1
     unit = K if layout == "NK" else head_dim // 2 if halves else N  # vectors do not cross its end
     width = 16 // weight

@@ -20,6 +20,11 @@ FILLED = 1024  # threads on an SM that keep its memory busy
 BLOCK = 128  # where a row has one warp or a part of one
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
 class RowShape(NamedTuple):
     """A launch of a kernel that keeps its rows in registers."""
 
@@ -67,7 +72,7 @@ def share(rows: int, n: int, width: int, sms: int, block: int | None = None) -> 
 def _threads(loads: int, most: int, wanted: int) -> int:
     """About `wanted` threads per row, with as few as possible idle."""
     if loads < WARP:
-        return 1 << (loads - 1).bit_length()
+        return power_of_two(loads)
     fewest = min(most, ceil(loads / max(1, min(wanted, FEW_THREADS))))
     choices = range(fewest, min(most, 2 * fewest) + 1)  # loads a thread
     warps = {held: ceil(ceil(loads / held) / WARP) for held in choices}

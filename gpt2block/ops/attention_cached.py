@@ -38,6 +38,7 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
+from gpt2block.ops._rows import power_of_two
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.two_part import check_two_part
@@ -128,7 +129,7 @@ def split_geometry(
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
         most = min(max(at_once // SPLIT_WARPS, 1), MOST_CLUSTER)
-        warps, cluster = SPLIT_WARPS, _power_of_two(ceil(wanted / SPLIT_WARPS))
+        warps, cluster = SPLIT_WARPS, power_of_two(ceil(wanted / SPLIT_WARPS))
         while cluster > most:
             cluster //= 2
     else:
@@ -181,11 +182,6 @@ def append_geometry(
 def _check_head(HS: int) -> None:
     if HS > LARGEST_HEAD:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is n or more."""
-    return 1 << (n - 1).bit_length()
 
 
 def _check_cache(k: Any, v: Any) -> tuple[str, int, int, int]:

@@ -22,7 +22,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, share
+from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 
@@ -70,7 +70,7 @@ def _launch_online_block(job: Job) -> tuple[Launch, ...]:
 def _launch_rows(job: Job) -> tuple[Launch, ...]:
     """Here `block` is the number of threads that share a row; None chooses it."""
     shape = share(job.rows, job.n, job.width, job.sms, job.block)
-    held = 1 << (shape.held - 1).bit_length()  # few kernels for many lengths
+    held = power_of_two(shape.held)  # few kernels for many lengths
     return _launch(
         job,
         "softmax_forward_kernel4",
