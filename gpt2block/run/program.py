@@ -56,8 +56,7 @@ def _append(inputs: tuple[Any, ...], out: None = None) -> Bound:
 
 
 def _qkv(inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any) -> Bound:
-    x, w, bias, gamma, beta, *cache = inputs
-    k, v, row, position = cache
+    x, w, bias, gamma, beta, k, v, row, position = inputs
     return bind_qkv(x, w, bias, gamma, beta, k, v, row, position, out, **options)
 
 
