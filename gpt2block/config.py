@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def check_true_or_false(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """The sizes that every architecture has. A subclass for each adds its own.
 
     Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
@@ -72,9 +73,9 @@ class ModelConfig:
         check_true_or_false("tie_word_embeddings", self.tie_word_embeddings)
 
     @property
+    @abstractmethod
     def head_size(self) -> int:
         """Channels of a head."""
-        raise NotImplementedError
 
     @property
     def q_width(self) -> int:
@@ -91,20 +92,20 @@ class ModelConfig:
         """The tokens that end a text, besides that of the tokenizer."""
         return ()
 
+    @abstractmethod
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
         """Name → shape of the tensors before the blocks and of those after them, without lm_head.
 
         The embedding of tokens is wte, (vocab_size, C).
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
