@@ -127,6 +127,15 @@ __device__ __forceinline__ void load_box(void* to, const TensorMap& map, Barrier
         : "memory");
 }
 
+// Copies `bytes` bytes, a multiple of 16, from global memory. They arrive at the barrier.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+        : "memory");
+}
+
 // Multicast version of load_box: every block of the cluster whose bit is set in `blocks` receives the box at the same
 // address, and its own barrier receives the arrival.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,
@@ -199,6 +208,15 @@ __device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar];\n}" ::"r"(
             shared_address(here)),
         "r"(shared_address(&barrier)), "r"(block), "f"(a), "f"(b), "f"(c), "f"(d)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_at(int block, void* here, Barrier& barrier, float a, float b) {  // of two
+    asm volatile(
+        "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [bar];\n}" ::"r"(
+            shared_address(here)),
+        "r"(shared_address(&barrier)), "r"(block), "f"(a), "f"(b)
         : "memory");
 }
 

@@ -2,8 +2,8 @@
 //
 // A and B lie in shared memory as the copy engine stores boxes of 64 columns: rows of 128 bytes, swizzled, aligned to
 // 1024 bytes. A descriptor holds the address. B is read as (N, K), one row per column of C, or with ACROSS as (K, N),
-// one box after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t
-// holds:
+// one box after the other; or B is not swizzled (unswizzled_at). A can also come from registers, in the layout of the
+// sums. Of C, thread 32 w + 4 g + t holds:
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
@@ -28,6 +28,13 @@ __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16
     unsigned place = shared_address(shared) >> 4;
     if (columns != 16) place &= 0x3fff;  // in a cluster, the bits of `columns` contain the block's rank
     return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
+}
+
+// B as (N, K), not swizzled: 8 values along K of 8 rows are 128 bytes, a row after the other, and the next 8 rows
+// follow. octet: bytes from 8 values along K to the next 8, a multiple of 16.
+__device__ __forceinline__ Matrix unswizzled_at(const void* shared, int octet) {
+    const unsigned eight_rows = 128 >> 4;
+    return (Matrix)eight_rows << 32 | ((unsigned)octet >> 4 << 16 | (shared_address(shared) >> 4 & 0x3fff));
 }
 
 // The descriptor of an address `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.
@@ -119,12 +126,23 @@ PRODUCT(224, 112, 112, 113, 114, 115)
 PRODUCT(256, 128, 128, 129, 130, 131)
 
 // The same with A in registers: a[0] = A[16 w + g][2t, 2t + 1], a[1] = A[16 w + g + 8][2t, 2t + 1], a[2] and a[3] the
-// same 8 columns further. The registers must not change until the product is complete.
-template <bool ACROSS = false>
-__device__ __forceinline__ void multiply(float (&c)[32], const unsigned (&a)[4], Matrix b, bool adds) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {" NAMES32
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
-                 : SUMS32
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));
-}
+// same 8 columns further. The registers must not change until the product is complete. A0 to A3: the operands' numbers.
+#define PRODUCT_OF_REGISTERS(N, COUNT, NAMES, SUMS, A0, A1, A2, A3, B, P, X)                                         \
+    template <bool ACROSS = false>                                                                                   \
+    __device__ __forceinline__ void multiply(float (&c)[COUNT], const unsigned (&a)[4], Matrix b, bool adds) {       \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" NAMES "}, {%" #A0 ", %" #A1      \
+                     ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, %" #X ";\n}"                                          \
+                     : SUMS                                                                                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));        \
+    }
+
+#define FIRST4 "%0, %1, %2, %3"
+#define FIRST8 NAMES8(0, 1, 2, 3, 4, 5, 6, 7)
+#define SUMS4 "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+
+PRODUCT_OF_REGISTERS(8, 4, FIRST4, SUMS4, 4, 5, 6, 7, 8, 9, 10)
+PRODUCT_OF_REGISTERS(16, 8, FIRST8, SUMS8(0), 8, 9, 10, 11, 12, 13, 14)
+PRODUCT_OF_REGISTERS(32, 16, NAMES16, SUMS16, 16, 17, 18, 19, 20, 21, 22)
+PRODUCT_OF_REGISTERS(64, 32, NAMES32, SUMS32, 32, 33, 34, 35, 36, 37, 38)
+PRODUCT_OF_REGISTERS(128, 64, NAMES64, SUMS64, 64, 65, 66, 67, 68, 69, 70)

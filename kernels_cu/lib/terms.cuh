@@ -2,7 +2,8 @@
 // is left. Two of bfloat16 have 16 bits and the range of a float; two of float16 have 22 bits, down to 2^-24, and
 // magnitudes up to 65504. Infinity gives NaN.
 //
-// In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first.
+// In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or the terms
+// of all rows are in the order in which wgmma reads them (term_place), in as much memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
@@ -18,12 +19,26 @@ __device__ __forceinline__ void split_pair(float first, float second, unsigned& 
     low = BRAIN ? pack2_bf16(first, second) : pack2_fp16(first, second);
 }
 
-// What the place of a lane's value then holds. Lanes 2i and 2i + 1 have a pair; all lanes of a warp call this.
-template <bool BRAIN>
+// What the place of a lane's value then holds. A lane and the one DISTANCE further, a power of two, have a pair; all
+// lanes of a warp call this.
+template <bool BRAIN, int DISTANCE = 1>
 __device__ __forceinline__ float term_of(float value) {
-    const bool odd = threadIdx.x % 2;
-    const float other = __shfl_xor_sync(0xffffffffu, value, 1);
+    const bool odd = threadIdx.x & DISTANCE;
+    const float other = __shfl_xor_sync(0xffffffffu, value, DISTANCE);
     unsigned high, low;
     split_pair<BRAIN>(odd ? other : value, odd ? value : other, high, low);
     return __int_as_float((int)(odd ? low : high));
+}
+
+constexpr int TERM_ROWS = 64;  // of a tile of terms
+
+// The place of the float of value k of row m of (M, K), for products by wgmma (matmul/decode_hopper.cu). A tile of rows
+// follows the other. In a tile, an octet of K follows the other, with 16 bytes for the high terms of each row, followed
+// by its low ones. WIDTH, 8 or 16: the values of a row of weights that a lane loads at once. Of each 4 WIDTH of K, an
+// octet has two neighbouring values of each of four lanes.
+template <int WIDTH>
+__device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
+    const int first = m / TERM_ROWS * TERM_ROWS, rows = min(TERM_ROWS, M - first);
+    const int octet = k / (4 * WIDTH) * (WIDTH / 2) + k % WIDTH / 2, lane = k / WIDTH % 4;
+    return (long long)first * K + ((long long)octet * rows + (m - first)) * 8 + k % 2 * 4 + lane;
 }

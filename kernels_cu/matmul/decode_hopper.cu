@@ -1,0 +1,328 @@
+// The products of decoding on Hopper, by wgmma, for weights that stream from memory: any number of rows reads them once.
+//
+//   linear_decode_hopper  out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, of two matrices
+//                         out = silu(x W^T * scale) (x U^T * up_scale)
+//   qkv_decode_hopper     the first without residual and GELU: q goes to an array, k and v to the KV cache
+//
+// The order of additions is that of matmul/decode_order.cuh. W (N, K), of 16 bits or FP8, is the A of the products and
+// goes through registers, where FP8 is converted. x (M, K) is B: its terms (lib/terms.cuh), two columns for each row,
+// which the kernel before has stored in the order in which wgmma reads them.
+//
+//   block        64 DH_GROUPS columns of the output, of up to DH_ROWS rows; with DH_CLUSTER a share of K
+//   last warp    requests slices of K, 128 bytes of each row of W: W through a tensor map, x as one piece of memory. It
+//                requests W before the previous kernel has ended, as much as there is room for
+//   warpgroup    64 columns. A warp has 16 rows of A; with DH_GATED, these are 8 of W and the same 8 of U
+//
+//   ring   [W | x] [W | x] [W | x] ...   full: a slice has arrived    empty: all warps are done with it
+//
+// With two blocks on a multiprocessor, one copies while the other begins, ends or waits. DH_CLUSTER blocks exchange the
+// sums of their splits: tile i of 16 columns by 4 rows is for block i % DH_CLUSTER, which adds the splits in order.
+//
+// Any M and N; K is a multiple of 128. grid (DH_CLUSTER * ceil(M / TERM_ROWS) * ceil(N / columns)), block (128 DH_GROUPS
+// + 32). gpt2block/ops/_linear_hopper.py computes the dynamic shared memory.
+//
+// architecture: sm_90a
+#include "lib/storage.cuh"
+#include "lib/sm80.cuh"
+#include "lib/sm90_wgmma.cuh"
+#include "matmul/decode_ends.cuh"
+#include "matmul/decode_order.cuh"
+
+#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
+#define DH_ROWS 4
+#endif
+#ifndef DH_GROUPS
+#define DH_GROUPS 1
+#endif
+#ifndef DH_CLUSTER
+#define DH_CLUSTER 1
+#endif
+#ifndef DH_STAGES
+#define DH_STAGES 12
+#endif
+#ifndef DH_GATED
+#define DH_GATED 0
+#endif
+#ifndef DH_OUT_TERMS  // whether out has terms, for another of these products
+#define DH_OUT_TERMS 0
+#endif
+#ifndef DH_BLOCKS  // on a multiprocessor
+#define DH_BLOCKS 2
+#endif
+
+constexpr int WARPS = 4 * DH_GROUPS, THREADS = 32 * WARPS + 32;
+constexpr int TERMS = order::TERMS * DH_ROWS;                // columns of B
+constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
+constexpr int OUTPUTS = DH_GATED ? 1 : 2;                    // columns of a lane
+constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
+constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
+constexpr int OWN = (WARPS * TILES + DH_CLUSTER - 1) / DH_CLUSTER;  // tiles that a block finishes
+constexpr int EACH = DH_CLUSTER > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
+static_assert(!order::FLOATS, "terms are of 16 bits");
+
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+
+struct Ring {
+    char* stages;
+    Barrier* full;
+    Barrier* empty;
+
+    __device__ __forceinline__ char* stage(int i) const { return stages + i * STAGE; }
+};
+
+// What a block multiplies: its tile, and its share of K.
+struct Share {
+    int row, rows, column, rank;  // first row, their number, first column, place in the cluster
+    int first, last;              // splits
+    int k, slices;
+
+    __device__ __forceinline__ Share(int M, int K) {
+        const int tile = blockIdx.x / DH_CLUSTER, tiles_m = (M - 1) / TERM_ROWS + 1;
+        const int splits = order::splits(K), each = (splits + DH_CLUSTER - 1) / DH_CLUSTER;
+        row = tile % tiles_m * TERM_ROWS;
+        rows = min(TERM_ROWS, M - row);
+        column = tile / tiles_m * COLUMNS;
+        rank = blockIdx.x % DH_CLUSTER;
+        first = min(rank * each, splits), last = min(first + each, splits);
+        k = first * order::split_length(K);
+        slices = (min(last * order::split_length(K), K) - k) / SLICE;
+    }
+};
+
+// Requests all slices; called by one thread.
+__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const TensorMap& w, const TensorMap& up,
+                                        const float* x, int K) {
+    const int bytes = 4 * SLICE * share.rows;  // of x
+    const auto load_w = [&](int slice, int stage) {
+        char* to = ring.stage(stage);
+        arrive_and_expect(ring.full[stage], W_BYTES + bytes);
+        load_box(to, w, ring.full[stage], share.k + slice * SLICE, share.column, 0);
+        if (DH_GATED) load_box(to + W_BYTES / 2, up, ring.full[stage], share.k + slice * SLICE, share.column, 0);
+    };
+    const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
+    const auto load_x = [&](int slice, int stage) {
+        load_bytes(ring.stage(stage) + W_BYTES, from + (long long)slice * SLICE * share.rows, bytes, ring.full[stage]);
+    };
+    const int early = min(DH_STAGES, share.slices);
+    for (int i = 0; i < early; ++i) load_w(i, i);
+    wait_before_copies();
+    for (int i = 0; i < early; ++i) load_x(i, i);
+    int stage = 0;
+    unsigned phase = 0;
+    for (int slice = early; slice < share.slices; ++slice) {
+        wait(ring.empty[stage], phase, "empty");
+        load_w(slice, stage), load_x(slice, stage);
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+    }
+}
+
+// A warp's position in the ring, and its rows of W in a stage.
+struct Consumer {
+    const Ring& ring;
+    int stage = 0;
+    unsigned phase = 0;
+    int lower, upper;  // rows g and g + 8 of the warp's part of A
+
+    __device__ __forceinline__ explicit Consumer(const Ring& ring) : ring(ring) {
+        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+        lower = (DH_GATED ? 8 : 16) * warp + g;
+        upper = lower + (DH_GATED ? 32 * DH_GROUPS : 8);
+    }
+
+    // Adds the next slice; fresh: in place of the sums.
+    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], int rows, bool fresh) {
+        wait(ring.full[stage], phase, "full");
+        const char* w = ring.stage(stage);
+        const auto unit = [&](int row, int chunk) {
+            return *reinterpret_cast<const uint4*>(w + swizzled(128 * row + 64 * chunk + threadIdx.x % 4 * 16));
+        };
+        Matrix x = unswizzled_at(w + W_BYTES, 32 * rows);
+        const order::Columns first(unit(lower, 0), unit(upper, 0)), second(unit(lower, 1), unit(upper, 1));
+        static_assert(CHUNKS == 2, "a slice is 128 bytes of a row");
+        pin(sums);
+        fence_sums();
+#pragma unroll
+        for (int s = 0; s < CHUNKS * order::STEPS; ++s) {
+            const order::Columns& columns = s < order::STEPS ? first : second;
+            multiply(sums, columns.high[s % order::STEPS], further(x, 64 * rows * s), s > 0 || !fresh);
+        }
+        end_products();
+        wait_for_products<0>();
+        pin(sums);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(ring.empty[stage]);
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// The sums of the splits of a cluster's blocks: (splits, OWN, 32) pairs in shared memory.
+struct Exchange {
+    float2* pairs;
+    Barrier& arrived;
+
+    __device__ __forceinline__ void send(int split, int tile, float a, float b) const {
+        float2* to = pairs + (split * OWN + tile / DH_CLUSTER) * 32 + threadIdx.x % 32;
+        store_at(tile % DH_CLUSTER, to, arrived, a, b);
+    }
+
+    __device__ __forceinline__ float2 get(int own, int splits) const {
+        float2 total = pairs[own * 32 + threadIdx.x % 32];
+        for (int split = 1; split < splits; ++split) {
+            const float2 more = pairs[(split * OWN + own) * 32 + threadIdx.x % 32];
+            total.x += more.x, total.y += more.y;
+        }
+        return total;
+    }
+};
+
+// One output of a lane: what it needs besides its sum.
+template <typename End>
+struct Output {
+    int m, n;
+    bool there;
+    float scale, bias;
+    typename End::Late late;
+
+    __device__ __forceinline__ void prepare(int row, int column, bool inside, const float* scales, const float* biases,
+                                            const End& end) {
+        m = row, n = column, there = inside;
+        scale = there && scales ? constant(scales + n) : 1.0f;
+        bias = there && biases ? constant(biases + n) : 0.0f;
+        late = {};
+        if (there) late = end.late(m, n);
+    }
+};
+
+struct Scales {
+    const float* w;
+    const float* up;
+    const float* bias;
+};
+
+template <typename End>
+__device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Exchange& exchange,
+                                        const Scales& scales, const End& end, int M, int N, int K) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, splits = order::splits(K);
+    const int each = order::split_length(K) / SLICE;
+    float totals[TILES][2] = {};
+    Consumer consumer(ring);
+    if (DH_CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that sums can be sent to them
+    wait_for_previous();
+    for (int split = share.first, slice = 0; split < share.last; ++split) {
+        float sums[TERMS / 2];
+        const int stop = min(slice + each, share.slices);
+#pragma unroll 1
+        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share.rows, fresh);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const float a = sums[4 * tile] + sums[4 * tile + 1], b = sums[4 * tile + 2] + sums[4 * tile + 3];
+            if (DH_CLUSTER > 1) exchange.send(split, warp * TILES + tile, a, b);
+            else totals[tile][0] += a, totals[tile][1] += b;
+        }
+    }
+    constexpr int AHEAD = EACH < 4 ? EACH : 4;  // tiles whose residuals are loaded at once
+#pragma unroll
+    for (int first = 0; first < EACH; first += AHEAD) {
+        Output<End> outputs[AHEAD][OUTPUTS];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int own = warp + WARPS * (first + i), mine = warp * TILES + first + i;
+            const int tile = DH_CLUSTER > 1 ? own * DH_CLUSTER + share.rank : mine;
+            const int row = tile % TILES * 4 + t;
+            const bool there = first + i < EACH && tile < WARPS * TILES && row < share.rows;
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; ++j) {
+                const int n = share.column + tile / TILES * 8 * OUTPUTS + 8 * j + g;
+                outputs[i][j].prepare(share.row + row, n, there && n < N, scales.w, scales.bias, end);
+            }
+        }
+        if (DH_CLUSTER > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
+#pragma unroll
+        for (int i = 0; i < AHEAD && first + i < EACH; ++i) {
+            const int own = warp + WARPS * (first + i);
+            float2 total;
+            if (DH_CLUSTER > 1) total = exchange.get(min(own, OWN - 1), splits);
+            else total = {totals[first + i][0], totals[first + i][1]};
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; ++j) {
+                const Output<End>& o = outputs[i][j];
+                float v = fmaf(j ? total.y : total.x, o.scale, o.bias);
+                if (DH_GATED) v = silu(v) * (total.y * (o.there && scales.up ? constant(scales.up + o.n) : 1.0f));
+                v = end.value(v, o.late);
+                if (DH_OUT_TERMS) v = term_of<order::BRAIN, 4>(v);
+                if (o.there) end.store(o.m, o.n, v, o.late);
+            }
+        }
+    }
+}
+
+template <typename End>
+__device__ __forceinline__ void run(const float* x, const TensorMap& w, const TensorMap& up, const Scales& scales,
+                                    const End& end, int M, int N, int K) {
+    extern __shared__ char unaligned[];
+    __shared__ Barrier full[DH_STAGES], empty[DH_STAGES], arrived;
+    char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+    const Ring ring{stages, full, empty};
+    const Exchange exchange{reinterpret_cast<float2*>(stages + DH_STAGES * STAGE), arrived};
+    const Share share(M, K);
+    if (threadIdx.x == THREADS - 32) {
+        prefetch(w);
+        for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], WARPS);
+        init(arrived, 1);
+        fence_inits();
+        const int tiles = (WARPS * TILES - share.rank + DH_CLUSTER - 1) / DH_CLUSTER;
+        if (DH_CLUSTER > 1) arrive_and_expect(arrived, tiles * order::splits(K) * 32 * (int)sizeof(float2));
+    }
+    __syncthreads();
+    let_next_start();
+    if (DH_CLUSTER > 1) arrive_in_cluster();
+    if (threadIdx.x / 32 == WARPS) {
+        if (threadIdx.x % 32 == 0) produce(ring, share, w, up, x, K);
+        __syncwarp();
+        if (DH_CLUSTER > 1) wait_for_cluster();  // every thread that arrives must also wait
+        return;
+    }
+    consume(ring, share, exchange, scales, end, M, N, K);
+}
+
+// As `Add`, with the terms of out in the order of the next product.
+struct AddTerms : Add {
+    int M;
+
+    __device__ void store(int m, int n, float v, Late) const { out[term_place<order::WIDTH>(m, n, M, N)] = v; }
+};
+
+extern "C" __global__ void __cluster_dims__(DH_CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
+    linear_decode_hopper(const float* x,                      // (M, K), terms
+                         const __grid_constant__ TensorMap w,   // (1, N, K)
+                         const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
+                         const float* __restrict__ scale,       // (N) or null
+                         const float* __restrict__ up_scale,    // (N) or null
+                         const float* __restrict__ bias,        // (N) or null
+                         const float* residual,                 // (M, N) or null; may be out
+                         float* out,                            // (M, N), with DH_OUT_TERMS terms
+                         int M, int N, int K, int gelu) {
+    const Scales scales{scale, up_scale, bias};
+#if DH_OUT_TERMS
+    run(x, w, up, scales, AddTerms{{residual, out, N, gelu}, M}, M, N, K);
+#else
+    run(x, w, up, scales, Add{residual, out, N, gelu}, M, N, K);
+#endif
+}
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(DH_CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
+    qkv_decode_hopper(const float* x,                      // (M, K), terms
+                      const __grid_constant__ TensorMap w,  // (1, 3C, K)
+                      const float* __restrict__ scale,      // (3C) or null
+                      const float* __restrict__ bias,       // (3C) or null
+                      const int* row,                       // (M)
+                      const int* position,                  // (M)
+                      float* q,                             // (M, C)
+                      T* k_cache,                           // (B, n_ctx, C)
+                      T* v_cache,                           // (B, n_ctx, C)
+                      int M, int K, int C, int B, int n_ctx) {
+    const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
+    run(x, w, w, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
+}
