@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2block import reference
 from gpt2block.errors import InputError
 
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
+
+
+class Terms(NamedTuple):
+    """Two numbers of 16 bits for each value of a tensor, in the place of its floats.
+
+    They are for products on tensor cores (kernels_cu/lib/terms.cuh).
+    """
+
+    dtype: str  # float16 or bfloat16
+    width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
+
+    def __str__(self) -> str:
+        return f"{self.dtype} in the order of wgmma" if self.width else self.dtype
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     return result
 
 
-@takes(x="... K", w="matrix K N", bias="N", gamma="K", beta="K", residual="... N")
+@takes(x="... K", w="matrix K N", bias="N", gamma="K", beta="K", residual="... N", up="matrix K N")
 def linear(
     x: Array,
     w: Array | WeightMatrix,
@@ -323,13 +323,14 @@ def linear(
     gamma: Array | None = None,
     beta: Array | None = None,
     residual: Array | None = None,
+    up: Array | WeightMatrix | None = None,
     gelu: bool = False,
     eps: float = 1e-5,
 ) -> Array:
     """[residual +] f(n · w [+ bias]), n = LayerNorm(x) where gamma and beta are given, else x.
 
-    f is GELU if `gelu`, else the identity. x (..., K), w (K, N), bias (N,), gamma and beta (K,),
-    residual (..., N) → (..., N).
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(a) = silu(a) (n · up). x (..., K),
+    w (K, N), bias (N,), gamma and beta (K,), residual (..., N) → (..., N).
     """
     if (gamma is None) != (beta is None):
         raise InputError("expected gamma and beta, or neither")
@@ -337,6 +338,8 @@ def linear(
     product = matmul_bias(n, _matrix(w, x), bias)
     if gelu:
         product = _gelu(product)
+    if up is not None:
+        product = silu_mul(product, n @ _matrix(up, x))
     return product if residual is None else residual + product
 
 

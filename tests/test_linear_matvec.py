@@ -86,7 +86,7 @@ def exact_linear(
     gamma, beta = (wide(given.gamma), wide(given.beta)) if norm else (None, None)
     before = wide(given.residual) if residual else None
     bias = wide(given.bias)
-    exact: Array = reference.linear(wide(x), given.w, bias, gamma, beta, before, gelu, EPS)
+    exact: Array = reference.linear(wide(x), given.w, bias, gamma, beta, before, gelu=gelu, eps=EPS)
     return exact
 
 

@@ -64,7 +64,7 @@ class Product:
     def exact(self) -> Array:
         bias, residual = (a.astype(np.float64) for a in (self.bias, self.residual))
         x = self.x.astype(np.float64)
-        result: Array = reference.linear(x, self.w, bias, None, None, residual, True, 1e-5)
+        result: Array = reference.linear(x, self.w, bias, residual=residual, gelu=True)
         return result
 
     def rounding_of_terms(self) -> float:

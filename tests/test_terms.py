@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from gpt2block import InputError
 from gpt2block.architectures.passes import decode_plan
 from gpt2block.config import GPT2Config
+from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
 from gpt2block.ops.attention_cached import bind_split
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.linear import bind as bind_linear
 from gpt2block.ops.linear import bind_qkv, terms_of
+from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
+from gpt2block.plan import Terms
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
@@ -30,13 +33,27 @@ DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 every_kind = pytest.mark.parametrize("kind", DTYPES)
 
 
-def terms(x: Array, kind: str) -> Array:
-    """The floats (..., K) as terms: of each pair of values both high ones, then both low ones."""
+def terms(x: Array, kind: str, width: int = 0) -> Array:
+    """The floats (M, K) as terms: of each pair of values both high ones, then both low ones.
+
+    width: with it, in the order of wgmma, as lib/terms.cuh defines it.
+    """
     high = x.astype(DTYPES[kind])
     low = (x - high.astype(np.float32)).astype(DTYPES[kind])
     pairs = np.stack([part.reshape(*x.shape[:-1], -1, 2) for part in (high, low)], axis=-2)
-    words: Array = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
-    return words.view(np.float32)
+    words = np.ascontiguousarray(pairs).view(np.uint16).reshape(*x.shape[:-1], -1)
+    floats: Array = words.view(np.float32)
+    if not width:
+        return floats
+    ordered = []
+    for first in range(0, len(x), 64):
+        tile = floats[first : first + 64]  # (rows, chunks, lanes, octets of a chunk, terms)
+        split = tile.reshape(len(tile), -1, 4, width // 2, 2)
+        ordered.append(split.transpose(1, 3, 0, 4, 2).reshape(tile.shape))
+    return np.concatenate(ordered)
+
+
+every_order = pytest.mark.parametrize("width", [0, 8, 16])
 
 
 def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
@@ -49,17 +66,16 @@ def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
 @one_order
 def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
-    kind = terms_of(dtype, 272)
-    assert kind is not None
+    (kind,) = terms_of(dtype, 19, 50, 272)
     bias = cupy.asarray(plain.normal(2, 50))
-    floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind))
+    floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind.dtype))
     expected = bind_linear((floats, w, bias), gelu=True, variant="mma").run().get()
     for variant in ("mma", "mma_tiles"):
-        got = bind_linear((pairs, w, bias), gelu=True, variant=variant, terms=True).run().get()
+        got = bind_linear((pairs, w, bias), gelu=True, variant=variant, terms=kind).run().get()
         assert_same_bits(got, expected)
-    made = bind_linear((pairs, w, bias), gelu=True, decoding=True, terms=True, to_terms=kind)
+    made = bind_linear((pairs, w, bias), gelu=True, decoding=True, terms=kind, to_terms=kind)
     assert [launch.name for launch in made.launches] == ["linear_decode_tiles"]
-    assert_same_bits(made.run().get(), terms(expected, kind))
+    assert_same_bits(made.run().get(), terms(expected, kind.dtype))
 
 
 @every_kind
@@ -70,7 +86,7 @@ def test_qkv_of_terms(device: Any, kind: str) -> None:
     for given in (x, terms(x, kind)):
         caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
-        rows, terms_given = cupy.asarray(given), given is not x
+        rows, terms_given = cupy.asarray(given), None if given is x else Terms(kind)
         bound = bind_qkv(
             rows, w, None, None, None, caches[0], caches[1], row, position, terms=terms_given
         )
@@ -81,68 +97,95 @@ def test_qkv_of_terms(device: Any, kind: str) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("C", [70, 768])
+@pytest.mark.parametrize(("C", "width"), [(70, 0), (768, 0), (768, 8), (768, 16)])
 @one_order
-def test_layernorm(device: Any, C: int, kind: str) -> None:
+def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     inputs = [
         cupy.asarray(plain.normal(seed, *shape)) for seed, shape in enumerate([(9, C), (C,), (C,)])
     ]
     floats = bind_layernorm(tuple(inputs), eps=1e-5, variant="decode").run().get()
-    made = bind_layernorm(tuple(inputs), eps=1e-5, variant="decode", to_terms=kind).run().get()
+    made = (
+        bind_layernorm(tuple(inputs), eps=1e-5, variant="decode", to_terms=Terms(kind)).run().get()
+    )
     assert_same_bits(made, terms(floats, kind))
 
 
 @every_kind
-@pytest.mark.parametrize(("n_head", "HS"), [(3, 6), (2, 40), (1, 64)])
+@pytest.mark.parametrize(
+    ("n_head", "HS", "width"), [(3, 6, 0), (2, 40, 0), (1, 64, 8), (2, 64, 16)]
+)
 @one_order
-def test_attention(device: Any, n_head: int, HS: int, kind: str) -> None:
+def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> None:
     C = n_head * HS
     k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(DTYPES[kind])) for n in (1, 2))
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
     floats = bind_split(inputs, n_head=n_head).run().get()
-    made = bind_split(inputs, n_head=n_head, to_terms=kind).run().get()
-    assert_same_bits(made, terms(floats, kind))
+    made = bind_split(inputs, n_head=n_head, to_terms=Terms(kind, width)).run().get()
+    assert_same_bits(made, terms(floats, kind, width))
 
 
 @one_order
 def test_what_has_no_terms(device: Any) -> None:
-    assert [terms_of(d, 24) for d in ("float32", "float16", "float8_e4m3fn")] == [
-        None,
-        "float16",
-        None,
-    ]
+    found = [terms_of(d, 19, 8, 24) for d in ("float32", "float16", "float8_e4m3fn")]
+    assert found == [(), (Terms("float16"),), ()]
     x = cupy.asarray(plain.normal(0, 2, 64))
     with pytest.raises(
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"
     ):
-        bind_linear((x, matrix(8, 64, "float32")), terms=True)
+        bind_linear((x, matrix(8, 64, "float32")), terms=Terms("float16"))
     w = matrix(7, 64, "float16")
     for kind in DTYPES:
         with pytest.raises(
             InputError, match=r"expected terms of float16, .* even number of outputs"
         ):
-            bind_linear((x, w), to_terms=kind)
+            bind_linear((x, w), to_terms=Terms(kind))
     with pytest.raises(InputError, match="takes and gives floats"):
-        bind_linear((x, w), variant="matvec", terms=True)
+        bind_linear((x, w), variant="matvec", terms=Terms("float16"))
+    with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
+        bind_linear((x, w), variant="hopper")
+    up = matrix(8, 64, "float16")
+    with pytest.raises(InputError, match="up: float16, 8 outputs: expected float16, 7 outputs"):
+        bind_linear((x, w, None, None, None, None, up))
     gamma = cupy.asarray(plain.normal(1, 64))
-    with pytest.raises(InputError, match="layernorm: to_terms 'float16', variant 6"):
-        bind_layernorm((x, gamma, gamma), eps=1e-5, variant=6, to_terms="float16")
+    with pytest.raises(InputError, match="rmsnorm: terms of float16, out float16, 64 channels"):
+        bind_rmsnorm((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
+    with pytest.raises(InputError, match="layernorm: terms of float16, variant 6"):
+        bind_layernorm((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
     k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
     with pytest.raises(
-        InputError, match="to_terms float32, k float32, head size 32: expected the 16"
+        InputError, match="terms of float32, k float32, head size 32: expected the 16"
     ):
-        bind_split((x, k, k, at, at), n_head=2, to_terms="float32")
+        bind_split((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
 
 
 def test_the_steps_that_hand_over_terms() -> None:
+    """In the order of wgmma only to products that take it, from steps that can."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
-    steps = decode_plan(config, False, "bfloat16").steps
-    gives = [step.name for step in steps if step.attrs.get("to_terms") == "bfloat16"]
+    weights = ("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head")
+    terms = {name: (Terms("bfloat16"),) for name in weights}
+    steps = decode_plan(config, False, terms).steps
+    gives = [step.name for step in steps if step.attrs.get("to_terms") == Terms("bfloat16")]
     takes = [step.name for step in steps if step.attrs.get("terms")]
     of_layer = [("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")]
     pairs = [(f"h.{n}.{a}", f"h.{n}.{b}") for n in range(2) for a, b in of_layer]
     assert sorted(gives) == sorted([*(a for a, _ in pairs), "ln_f"])
     assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
-    for plan in (decode_plan(config), decode_plan(config, True, "bfloat16")):
+    for plan in (decode_plan(config), decode_plan(config, False, {})):
         assert not any("terms" in step.attrs for step in plan.steps)
+
+
+def test_the_terms_of_a_llama() -> None:
+    """Gate, up and their product are one step where both take the order of wgmma."""
+    config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
+    wide, pairs = Terms("float16", 8), Terms("float16")
+    known = dict.fromkeys(("w_qkv", "w_gate", "w_up"), (wide,)) | {"w_down": (wide, pairs)}
+    steps = {step.name: step for step in decode_plan(config, True, known).steps}
+    assert not {"h.0.gate", "h.0.up"} & set(steps)
+    assert steps["h.0.ff"].inputs == ("h.0.rms2", "h.0.w_gate", "", "", "", "", "h.0.w_up")
+    found = {name: (s.attrs.get("terms"), s.attrs.get("to_terms")) for name, s in steps.items()}
+    ends = {"rms1": (None, wide), "qkv": (wide, None), "ff": (wide, wide), "output": (wide, None)}
+    for name in ("rms1", "qkv", "attn", "x1", "ff", "output"):
+        assert found[f"h.0.{name}"] == ends.get(name, (None, None))
+    apart = {step.name for step in decode_plan(config, True, {"w_gate": (wide,)}).steps}
+    assert {"h.0.gate", "h.0.up", "h.0.ff"} <= apart

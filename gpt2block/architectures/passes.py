@@ -10,7 +10,7 @@ What a block is, and the names of its tensors, is up to the architecture (`archi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,12 +24,13 @@ from gpt2block.architectures.steps import (
     as_linear,
     convert_operands,
     fuse_epilogues,
+    fuse_gates,
     fuse_norms,
     hand_over_terms,
     parts_of,
 )
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.plan import Plan, Step
+from gpt2block.plan import Plan, Step, Terms
 
 ROWS_AT_ONCE = 1024  # rows of logits computed together
 
@@ -203,13 +204,17 @@ def head_plan(config: ModelConfig, rows: int, first: int, products: Products) ->
     return Plan(tuple(steps), ("head", "head_bias", "wide"), input=final)
 
 
-def decode_plan(config: ModelConfig, fused_norm: bool = True, terms: str | None = None) -> Plan:
+def decode_plan(
+    config: ModelConfig,
+    fused_norm: bool = True,
+    terms: Mapping[str, Sequence[Terms]] | None = None,
+) -> Plan:
     """A token for each row of a kv_cache; logits at the end. GPT-2 has five kernels a layer.
 
     The last step of qkv also appends K and V to the cache, and returns `q`. tokens, row and
     positions (M,) are in device memory, so all steps are one graph. fused_norm: LayerNorm is part
-    of the products; else it has steps of its own, for many rows, with the same bits. terms: the
-    dtype of the terms that the x of products then has in the place of floats.
+    of the products; else it has steps of its own, for many rows, with the same bits. terms: as
+    `hand_over_terms` takes them.
     """
     architecture = architecture_of(config)
     steps, x = _embedding(architecture)
@@ -223,8 +228,8 @@ def decode_plan(config: ModelConfig, fused_norm: bool = True, terms: str | None 
         ]
         x = f"{h}output"
     steps += _lm_head(config, x, fused_norm)
-    if terms is not None and not fused_norm:
-        steps = hand_over_terms(steps, terms)
+    if terms:
+        steps = hand_over_terms(fuse_gates(hand_over_terms(steps, terms)), terms)
     return _model(config, steps, overlapping=True)
 
 

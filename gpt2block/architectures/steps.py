@@ -6,11 +6,11 @@ addition into the matrix product before it, `fuse_norms` a LayerNorm into the on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from gpt2block.plan import Step
+from gpt2block.plan import Step, Terms
 
 Steps = list[Step]
 Want = Literal["last", "logits", "hidden", "log_likelihood"]
@@ -22,7 +22,7 @@ Products = Literal["float32", "16_bits", "fp8", "two_part"]
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 
 # Operations of decoding that can compute terms of the x of a product (kernels_cu/lib/terms.cuh).
-GIVE_TERMS = ("layernorm", "attention_split", "linear")
+GIVE_TERMS = ("layernorm", "rmsnorm", "attention_split", "linear")
 
 # Operations that can compute a matrix in two parts, the operand of another product.
 MAKE_PARTS = ("gemm", "layernorm", "attention_varlen", "two_part")
@@ -66,30 +66,59 @@ def as_linear(step: Step, norm: Step | None = None, **attrs: Any) -> Step:
     return Step(step.name, "linear", (x, w, bias, gamma, beta, residual), merged)
 
 
-def hand_over_terms(steps: Iterable[Step], dtype: str) -> Steps:
+def hand_over_terms(steps: Iterable[Step], known: Mapping[str, Sequence[Terms]]) -> Steps:
     """Let steps of decoding compute the terms of a product's x, once instead of in each block.
 
-    dtype: of the terms. Applies to results that are no more than the x of products. A plan's
+    known: the terms that a product's x can have, the preferred ones first, by the last part of the
+    name of its weights. Applies to results that are no more than the x of products. A plan's
     tensors of these names then have terms in the place of floats.
     """
     listed = list(steps)
-
-    def takes(step: Step, name: str) -> bool:
-        product = step.op in ("linear", "linear_qkv") and not step.inputs[3]
-        return product and name == step.inputs[0] and name not in step.inputs[1:]
-
-    def gives(step: Step) -> bool:
-        readers = [reader for reader in listed if step.name in reader.inputs]
-        return step.op in GIVE_TERMS and bool(readers) and all(takes(r, step.name) for r in readers)
-
-    made = {step.name for step in listed if gives(step)}
-    handed: Steps = []
+    handed: dict[str, Terms] = {}
     for step in listed:
-        attrs: dict[str, Any] = {"to_terms": dtype} if step.name in made else {}
-        if step.inputs[0] in made:
-            attrs["terms"] = True
-        handed.append(replace(step, attrs={**step.attrs, **attrs}) if attrs else step)
-    return handed
+        readers = [_terms_taken(r, step.name, known) for r in listed if step.name in r.inputs]
+        for terms in reversed(readers[0] if readers else ()):
+            if all(terms in each for each in readers) and _gives(step, terms, handed):
+                handed[step.name] = terms
+    made: Steps = []
+    for step in listed:
+        found = {"to_terms": handed.get(step.name), "terms": handed.get(step.inputs[0])}
+        attrs = {name: terms for name, terms in found.items() if terms is not None}
+        made.append(replace(step, attrs={**step.attrs, **attrs}))
+    return made
+
+
+def _terms_taken(step: Step, name: str, known: Mapping[str, Sequence[Terms]]) -> Sequence[Terms]:
+    """The terms that a step can read this tensor as, if it is no more than a product's x."""
+    product = step.op in ("linear", "linear_qkv") and not step.inputs[3]
+    alone = product and name == step.inputs[0] and name not in step.inputs[1:]
+    return known.get(step.inputs[1].rpartition(".")[2], ()) if alone else ()
+
+
+def _gives(step: Step, terms: Terms, handed: Mapping[str, Terms]) -> bool:
+    """Whether a step can compute these terms; a product does so in the order that it takes."""
+    if step.op != "linear":
+        return step.op in GIVE_TERMS
+    own = handed.get(step.inputs[0])
+    return own.width == terms.width if own else terms.width == 0 and not step.inputs[3]
+
+
+def fuse_gates(steps: Iterable[Step]) -> Steps:
+    """Fuse the products of a gated feed-forward whose x has the terms of wgmma, gate, up and ff.
+
+    The fused step has the name of the last one. Products with a bias stay apart.
+    """
+    made: Steps = []
+    for step in steps:
+        pair = made[-2:]
+        gated = step.op == "silu_mul" and [product.name for product in pair] == list(step.inputs)
+        terms = [product.attrs.get("terms") for product in pair]
+        if not gated or not all(t and t.width for t in terms) or any(p.inputs[2] for p in pair):
+            made.append(step)
+            continue
+        gate, up = pair
+        made[-2:] = [Step(step.name, "linear", (*gate.inputs, up.inputs[1]), gate.attrs)]
+    return made
 
 
 def parts_of(matrix: str) -> str:

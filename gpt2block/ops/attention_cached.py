@@ -39,10 +39,12 @@ from gpt2block.ops._attention_tiles import (
     warp_queries,
 )
 from gpt2block.ops._rows import power_of_two
+from gpt2block.ops._terms import order_define
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.two_part import check_two_part
 from gpt2block.ops.warm import call
+from gpt2block.plan import Terms
 from gpt2block.weights.two_part import TwoPartMatrix
 
 TILES = "attention/cached.cu"
@@ -293,14 +295,14 @@ def bind_split(
     out: CudaArray | None = None,
     *,
     n_head: int,
-    to_terms: str | None = None,
+    to_terms: Terms | None = None,
 ) -> Bound:
     """inputs (q (M, Q), k, v (B, n_ctx, C), row, position (M,)); out (M, Q).
 
     Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
     already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
-    position below 0, nothing is written. to_terms: the dtype of k, and out has terms of it in the
-    place of floats, as `linear` takes them.
+    position below 0, nothing is written. to_terms: of the dtype of k, what out has in the place of
+    floats, as `linear` takes them.
     """
     q, k, v, row, position = inputs
     dtype, B, n_ctx, C = _check_cache(k, v)
@@ -320,12 +322,13 @@ def bind_split(
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     geometry = split_geometry(*sizes, k.itemsize, sms, limit, clusters)
     if to_terms is not None:
-        if to_terms != dtype or k.itemsize != 2 or Q // n_head % 2:
+        if to_terms.dtype != dtype or k.itemsize != 2 or Q // n_head % 2:
             raise InputError(
-                f"to_terms {to_terms}, k {dtype}, head size {Q // n_head}: expected the 16-bit "
+                f"terms of {to_terms}, k {dtype}, head size {Q // n_head}: expected the 16-bit "
                 "dtype of k, and an even head size"
             )
-        geometry = geometry._replace(defines=(*geometry.defines, ("AS_TERMS", 1)))
+        ends = (("AS_TERMS", 1), *order_define(to_terms))
+        geometry = geometry._replace(defines=(*geometry.defines, *ends))
     width = int(dict(geometry.defines)["AS_WIDTH"])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_address(name, array, min(16, width * array.itemsize))

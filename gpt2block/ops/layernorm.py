@@ -8,7 +8,6 @@ decode.cu.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any, Literal, NamedTuple, overload
@@ -31,12 +30,14 @@ from gpt2block.cuda.arrays import (
     output,
     storage,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch
+from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
+from gpt2block.ops._terms import stored_defines
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.two_part import TWO_PART, check_one_scale
 from gpt2block.ops.warm import call
+from gpt2block.plan import Terms
 from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -47,11 +48,6 @@ KEPT_BY_MOST = 32  # the same with MAX_THREADS threads, which have 64 registers 
 NARROW = "narrow"  # the variant whose out is narrower than gamma and beta
 DECODE = "decode"  # the variant with the bits of `linear`'s own LayerNorm
 MOST_DECODE_ROWS = 8  # of a block
-TERMS: Mapping[str | None, Defines] = {
-    None: (),
-    "float16": (("LN_TERMS", 1),),
-    "bfloat16": (("LN_TERMS", 2),),
-}
 MANY = 2**31  # rows: the teams of `narrow` are sized for many rows, whatever the number
 TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
@@ -138,7 +134,7 @@ class Job(NamedTuple):
     C: int
     block: int
     requested: bool  # whether the caller chose the block
-    to_terms: str | None  # the dtype of the terms that out has in the place of floats
+    to_terms: Terms | None  # what out has in the place of floats
 
     @property
     def every(self) -> tuple[Any, ...]:
@@ -224,7 +220,8 @@ def _launch_decode(job: Job) -> tuple[Launch, ...]:
     for name in ("x", "gamma", "beta", "out"):
         check_address(name, getattr(job, name), 4 * loaded)
     rows = min(MOST_DECODE_ROWS, ceil(N / device_attribute("MultiProcessorCount")))
-    defines = (("LN_C", C), ("LN_X", loaded), ("LN_ROWS", rows), *TERMS[job.to_terms])
+    sizes = (("LN_C", C), ("LN_X", loaded), ("LN_ROWS", rows))
+    defines = (*sizes, *stored_defines("LN_TERMS", job.to_terms))
     geometry = Geometry("layernorm_decode", (ceil(N / rows),), (32 * rows,), defines=defines)
     return (launch_at("layernorm/decode.cu", geometry, (x, gamma, beta, out, eps, N)),)
 
@@ -273,7 +270,7 @@ def bind(
     rstd: CudaArray | None = None,
     dtype: str | None = None,
     bound: float | None = None,
-    to_terms: str | None = None,
+    to_terms: Terms | None = None,
 ) -> Bound:
     """inputs (x (..., C), gamma (C,), beta (C,)), out (..., C); `extra` is (mean, rstd), (...).
 
@@ -282,7 +279,7 @@ def bind(
     rstd out without `stats`.
 
     "decode", for float32, has the bits of the LayerNorm in `linear`; it has no `extra` either.
-    to_terms: with it, out has terms of this dtype in the place of floats, as `linear` takes them.
+    to_terms: what out has in the place of floats, as `linear` takes them.
 
     "narrow" has no `extra`; gamma and beta are float32, and x is float32 or has the dtype of out.
     Also where out is a TwoPartMatrix with one scale, and x float32; dtype "two_part" makes a new
@@ -304,10 +301,10 @@ def bind(
     check("x", x, dtype=stored)
     C = x.shape[-1]
     vectors = "float32" if chosen.name == NARROW else stored
-    if to_terms not in TERMS or (to_terms and (chosen.name != DECODE or C % 2)):
+    if to_terms and (chosen.name != DECODE or C % 2):
         raise InputError(
-            f"layernorm: to_terms {to_terms!r}, variant {chosen.name}, {C} channels: expected "
-            "float16 or bfloat16, variant decode and an even number of channels"
+            f"layernorm: terms of {to_terms}, variant {chosen.name}, {C} channels: expected "
+            "variant decode and an even number of channels"
         )
     check("gamma", gamma, (C,), vectors)
     check("beta", beta, (C,), vectors)

@@ -2,12 +2,14 @@
 
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
 matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
-more of them, or matmul/decode.cu where these do not apply; matmul/tiles.cu for many rows. `gemm` is
-faster for many rows of 16-bit activations; `matmul_bias` takes plain float32 matrices (K, N).
+more of them and matmul/decode_hopper.cu for large matrices; matmul/decode.cu where these do not
+apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit activations;
+`matmul_bias` takes plain float32 matrices (K, N).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -30,23 +32,33 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, Geometry, Launch
+from gpt2block.cuda.tensor_maps import NO_MAP, Map, tensor_map
 from gpt2block.errors import InputError
+from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import check_weights, storage_of
-from gpt2block.ops._tensor_cores import MMA_CAPABILITY
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
+from gpt2block.plan import Terms
 from gpt2block.weights.matrix import WeightMatrix
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
+# From here on variant hopper is faster, measured on an H200: N K of up to 3, of 17 and of 128 rows,
+# M N K of 4 to 16. Up to 3 rows only with many outputs: few have few tiles, which share K.
+LARGE_MATRIX, MEDIUM_MATRIX, SMALL_MATRIX = 12_000_000, 4_000_000, 1_000_000
+LARGE_PRODUCTS, MANY_ROWS = 30_000_000, 128
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
+
+
+Args = tuple[Any, ...]
 
 
 class Job(NamedTuple):
@@ -61,8 +73,9 @@ class Job(NamedTuple):
     out: CudaArray = None  # (..., N)
     gelu: bool = False
     eps: float = 1e-5
-    terms: bool = False  # x has terms in the place of floats
-    to_terms: bool = False  # out has
+    terms: Terms | None = None  # x has these in the place of floats
+    to_terms: Terms | None = None  # out has
+    up: WeightMatrix | None = None  # (N, K): out = silu(x w) (x up)
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -74,15 +87,26 @@ class Job(NamedTuple):
         return self.x, self.gamma, self.beta, self.w.data, self.w.scale, self.bias
 
 
-def terms_of(dtype: str, *Ks: int) -> str | None:
-    """The dtype of the terms of x, for products of decoding with weights of `dtype` and these K.
+def terms_of(dtype: str, M: int, N: int, K: int, gated: bool = False) -> tuple[Terms, ...]:
+    """The terms that x (M, K) can have for decoding with weights (N, K), the fastest first.
 
-    None: these products take no terms, because they are not on tensor cores, or of tf32.
+    dtype: of the weights. gated: of two matrices. Empty: x has floats, because that is faster for
+    few rows, or because these products are not on tensor cores, or of tf32.
     """
     multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY or any(K % multiple for K in Ks):
-        return None
-    return dtype if dtype == "bfloat16" else "float16"
+    if dtype == "float32" or compute_capability() < MMA_CAPABILITY or K % multiple:
+        return ()
+    kind = dtype if dtype == "bfloat16" else "float16"
+    in_place = (Terms(kind),) if M > MORE_ROWS else ()
+    if M > MORE_ROWS:
+        faster = (MEDIUM_MATRIX if M < MANY_ROWS else SMALL_MATRIX) <= N * K
+    elif M >= hopper.FEWEST_ROWS:
+        faster = M * N * K * (1 + gated) >= LARGE_PRODUCTS
+    else:
+        faster = N * K >= LARGE_MATRIX and N >= 2 * K
+    if compute_capability() != HOPPER_CAPABILITY or K % mma.UNIT or not faster:
+        return in_place
+    return Terms(kind, hopper.width(dtype)), *in_place
 
 
 def _most_shared() -> int:
@@ -91,7 +115,7 @@ def _most_shared() -> int:
 
 def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
     """module: matvec or mma."""
-    options = {"terms": True} if job.terms else {}
+    options = {"terms": True} if job.terms is not None else {}
     geometry: Geometry | None = module.geometry(
         kernel,
         job.M,
@@ -109,8 +133,8 @@ def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
 def _decoding_problem(module: Any, job: Job) -> str | None:
     if job.w.N > MAX_OUTPUTS:
         return f"w: expected at most {MAX_OUTPUTS:,} outputs, got {job.w.N:,}"
-    if job.to_terms or (job.terms and module is matvec):
-        return "takes and gives floats: use variant mma_tiles for terms"
+    if job.to_terms or (job.terms and (module is matvec or job.terms.width)) or job.up:
+        return "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
     geometry = _geometry(module, job, "")
     if geometry is None:
         return (
@@ -135,7 +159,19 @@ def _mma_tiles_problem(job: Job) -> str | None:
         return "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
     if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
         return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+    if job.up or any(terms and terms.width for terms in (job.terms, job.to_terms)):
+        return "takes and gives floats, or terms in their places, of one matrix: use variant hopper"
     return _order_problem(job.w)
+
+
+def _hopper_problem(job: Job) -> str | None:
+    if compute_capability() != HOPPER_CAPABILITY:
+        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
+    if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
+        return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+    if job.terms is None or not job.terms.width or (job.to_terms and not job.to_terms.width):
+        return "takes and gives terms in the order of wgmma: use variant mma_tiles"
+    return hopper.problem(job.w.K)
 
 
 def _order_problem(w: WeightMatrix) -> str | None:
@@ -151,6 +187,8 @@ def _order_problem(w: WeightMatrix) -> str | None:
 
 def _decoding_variants(job: Job) -> tuple[str, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
+    if job.terms and job.terms.width:
+        return ("hopper",)
     few = job.M * job.w.N * job.w.K <= FEW_PRODUCTS or job.M <= MORE_ROWS
     tiles_first = job.to_terms or (job.gamma is None and not few)
     return ("mma_tiles", *DECODING) if tiles_first else DECODING
@@ -200,7 +238,8 @@ def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -
         most_shared=_most_shared(),
     )
     sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
-    geometry = mma_tiles.geometry(kernel, *sizes, tile, job.terms, job.to_terms)
+    ends = job.terms is not None, job.to_terms is not None
+    geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
     first = (job.x, job.w.data, job.w.scale, job.bias)
     return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T))
 
@@ -210,9 +249,49 @@ def _launch_mma_tiles(job: Job) -> Launch:
     return _launch_decode_tiles(job, "linear_decode_tiles", args, "float32")
 
 
+def _launch_decode_hopper(
+    job: Job, kernel: str, T: str, args: Callable[[Map, Map], Args]
+) -> Launch:
+    """Launch a kernel of matmul/decode_hopper.cu; args: its arguments, from maps of both matrices.
+
+    T: its type with FP8 weights.
+    """
+    gated = job.up is not None
+    tile = hopper.choose(
+        job.M,
+        job.w.N,
+        job.w.K,
+        job.w.dtype,
+        gated,
+        device_attribute("MultiProcessorCount"),
+        device_attribute("MaxSharedMemoryPerBlockOptin"),
+    )
+    box = (1, tile.columns(gated), hopper.LINE // job.w.data.itemsize)
+    maps = [
+        NO_MAP if w is None else tensor_map(w.data.reshape(1, w.N, w.K), box)
+        for w in (job.w, job.up)
+    ]
+    check_address("w", job.w.data)
+    check_address("x", job.x)
+    sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
+    ends = {"gated": gated, "to_terms": job.to_terms is not None}
+    geometry = hopper.geometry(kernel, *sizes, tile, **ends)
+    return launch_at(hopper.FILE, geometry, args(*maps), *storage_of(job.w, T))
+
+
+def _launch_hopper(job: Job) -> Launch:
+    scales = job.w.scale, job.up.scale if job.up else None
+    ends = (*scales, job.bias, job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
+    return _launch_decode_hopper(
+        job, "linear_decode_hopper", "float32", lambda w, up: (job.x, w, up, *ends)
+    )
+
+
 def _tiles_problem(job: Job) -> str | None:
     if job.gamma is not None:
         return "takes no gamma and beta: use variant matvec"
+    if job.terms or job.to_terms or job.up:
+        return "takes and gives floats, of one matrix: use variant hopper"
     N, K = job.w.N, job.w.K
     if max(job.M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
         return (
@@ -247,17 +326,18 @@ def bind(
     eps: float = 1e-5,
     variant: str | None = None,
     decoding: bool = False,
-    terms: bool = False,
-    to_terms: str | None = None,
+    terms: Terms | None = None,
+    to_terms: Terms | None = None,
 ) -> Bound:
-    """inputs (x (..., K), w, bias, gamma, beta, residual (..., N)), out (..., N).
+    """inputs (x (..., K), w, bias, gamma, beta, residual (..., N), up), out (..., N).
 
     w: a WeightMatrix (N, K). Later inputs may be None or missing; residual may be out. decoding:
     choose a variant as for few rows, so that a row has the same bits in any number of rows. terms:
-    x has terms of the dtype `terms_of(w.dtype, K)` in the place of its floats (lib/terms.cuh), and
-    no gamma; to_terms: this dtype, and out has them, for another product with such weights.
+    what x has in the place of its floats (lib/terms.cuh), one of `terms_of`, and no gamma;
+    to_terms: what out has, for another product with such weights. up: a second WeightMatrix, of
+    w's dtype and shape: out is silu(x w) (x up), by variant hopper.
     """
-    x, w, bias, gamma, beta, residual = (*inputs, *(None,) * 4)[:6]
+    x, w, bias, gamma, beta, residual, up = (*inputs, *(None,) * 5)[:7]
     gelu = check_flag("gelu", gelu)
     given = _check(x, w, bias, gamma, beta, eps)
     shape = (*x.shape[:-1], w.N)
@@ -265,7 +345,9 @@ def bind(
         check("residual", residual, shape)
     out = output(out, shape, apart=given, in_place={"residual": residual})
     _check_terms(w, gamma, terms, to_terms)
-    job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps), terms, to_terms is not None)
+    if up is not None:
+        _check_up(up, w, x, bias, gelu)
+    job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps), terms, to_terms, up)
     few = decoding or job.M <= FEW_ROWS or gamma is not None
     return Bound(
         out,
@@ -289,7 +371,7 @@ def bind_qkv(
     position: CudaArray,
     q: CudaArray | None = None,
     eps: float = 1e-5,
-    terms: bool = False,
+    terms: Terms | None = None,
 ) -> Bound:
     """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
 
@@ -323,20 +405,41 @@ def bind_qkv(
     if variant == "mma_tiles":
         args = (*arrays, M, w.K, *sizes)
         return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, kept),))
+    if variant == "hopper":
+        ends = (w.scale, bias, *arrays, M, w.K, *sizes)
+        launch = _launch_decode_hopper(
+            job, "qkv_decode_hopper", kept, lambda map_w, _: (x, map_w, *ends)
+        )
+        return Bound(q, (launch,))
     args = (*job.products, *arrays, float(eps), M, *sizes)
     module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
     return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
 
 
-def _check_terms(w: WeightMatrix, gamma: Any, terms: bool, to_terms: str | None = None) -> None:
-    if not terms and to_terms is None:
+def _check_terms(
+    w: WeightMatrix, gamma: Any, terms: Terms | None, to_terms: Terms | None = None
+) -> None:
+    given = [each for each in (terms, to_terms) if each is not None]
+    if not given:
         return
-    kind = terms_of(w.dtype, w.K)
-    odd = to_terms is not None and (to_terms != kind or w.N % 2)
-    if kind is None or odd or (terms and gamma is not None):
+    known = {each for M in (1, MANY_ROWS) for each in terms_of(w.dtype, M, w.N, w.K)}
+    kinds = {each.dtype for each in known}
+    orders = {0, hopper.width(w.dtype)}
+    unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
+    if unknown or (to_terms and w.N % 2) or (terms and gamma is not None):
         raise InputError(
-            f"w: {w.dtype}, {w.K} inputs, {w.N} outputs: expected terms of {kind or 'no dtype'}, "
-            "without gamma and beta, and an even number of outputs: pass floats"
+            f"w: {w.dtype}, {w.K} inputs, {w.N} outputs: expected terms of "
+            f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta, and an even number of "
+            "outputs: pass floats"
+        )
+
+
+def _check_up(up: Any, w: WeightMatrix, x: Any, bias: Any, gelu: bool) -> None:
+    check_weights("up", up, ("x", x))
+    if (up.dtype, up.N) != (w.dtype, w.N) or bias is not None or gelu:
+        raise InputError(
+            f"up: {up.dtype}, {up.N} outputs: expected {w.dtype}, {w.N} outputs as w has, and "
+            "neither bias nor gelu"
         )
 
 
@@ -392,6 +495,14 @@ OPERATION = Operation(
             problem=_mma_tiles_problem,
         ),
         Variant(
+            "hopper",
+            hopper.FILE,
+            ("linear_decode_hopper",),
+            "large matrices on Hopper, with the bits of mma: wgmma, x as terms",
+            launch=_launch_hopper,
+            problem=_hopper_problem,
+        ),
+        Variant(
             "tiles",
             tiles.FILE,
             (tiles.KERNEL,),
@@ -408,6 +519,12 @@ OPERATION = Operation(
             mma_tiles.FILE,
             ("qkv_decode_tiles",),
             "mma_tiles, with k and v into the KV cache",
+        ),
+        Variant(
+            "qkv_hopper",
+            hopper.FILE,
+            ("qkv_decode_hopper",),
+            "hopper, with k and v into the KV cache",
         ),
     ),
     make=_make,

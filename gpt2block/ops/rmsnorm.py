@@ -31,8 +31,10 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
+from gpt2block.ops._terms import stored_defines
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
+from gpt2block.plan import Terms
 
 FILE = "llama/rmsnorm.cu"
 STREAM = "llama/rmsnorm_stream.cu"
@@ -84,10 +86,11 @@ class Job(NamedTuple):
     stride: int
     eps: float
     block: int | None
+    to_terms: Terms | None = None  # what out has in the place of floats
 
 
 def _launch(job: Job) -> tuple[Launch, ...]:
-    x, weight, residual, total, out, stride, eps, block = job
+    x, weight, residual, total, out, stride, eps, block, _ = job
     C, item = x.shape[-1], x.dtype.itemsize
     rows = x.size // C
     aligned = alignment(x.data.ptr, item * stride, row_alignment(C, weight, residual, total, out))
@@ -108,13 +111,17 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 def _launch_stream(job: Job) -> tuple[Launch, ...]:
     C = job.x.shape[-1]
     geometry = stream_geometry(job.x.size // C, C)
+    terms = stored_defines("RS_TERMS", job.to_terms)
+    geometry = geometry._replace(defines=(*geometry.defines, *terms))
     for name, array in (("x", job.x), ("weight", job.weight), ("out", job.out)):
         check_address(name, array, array.itemsize * gcd(4, C))
     args = (job.x, job.weight, job.out, job.eps)
     return (launch_at(STREAM, geometry, args, storage=job.out.dtype.name),)
 
 
-def _bind_stream(x: Any, weight: Any, out: Any, eps: float, dtype: str | None) -> Bound:
+def _bind_stream(
+    x: Any, weight: Any, out: Any, eps: float, dtype: str | None, to_terms: Terms | None
+) -> Bound:
     """Variant stream: x and weight float32; out float32, float16 or bfloat16."""
     check("x", x)
     check("weight", weight, x.shape[-1:])
@@ -124,7 +131,12 @@ def _bind_stream(x: Any, weight: Any, out: Any, eps: float, dtype: str | None) -
     if dtype not in STORAGE:
         raise InputError(f"dtype: expected one of {', '.join(STORAGE)}, got {dtype!r}")
     out = output(out, x.shape, dtype, apart={"x": x, "weight": weight})
-    job = Job(x, weight, None, None, out, x.shape[-1], float(eps), None)
+    if to_terms and (dtype != "float32" or x.shape[-1] % 2):
+        raise InputError(
+            f"rmsnorm: terms of {to_terms}, out {dtype}, {x.shape[-1]} channels: expected float32 "
+            "and an even number of channels"
+        )
+    job = Job(x, weight, None, None, out, x.shape[-1], float(eps), None, to_terms)
     return Bound(out, _launch_stream(job))
 
 
@@ -136,6 +148,7 @@ def bind(
     block: int | None = None,
     variant: str | None = None,
     dtype: str | None = None,
+    to_terms: Terms | None = None,
 ) -> Bound:
     """inputs (x (..., C), weight (C,), maybe residual (..., C)), out (..., C), all of one dtype.
 
@@ -144,6 +157,7 @@ def bind(
 
     variant: "rows", or "stream", which takes contiguous float32 rows, without residual and block,
     and writes `dtype`, by default that of out; a row has the same bits in any number of rows.
+    to_terms: what a float32 out has in the place of floats, as `linear` takes them.
     """
     x, weight, residual = (*inputs, None)[:3]
     check_eps(eps)
@@ -151,9 +165,9 @@ def bind(
     if chosen.name == "stream":
         if residual is not None or block is not None:
             raise InputError("rmsnorm variant stream: has no residual and no block: use rows")
-        return _bind_stream(x, weight, out, eps, dtype)
+        return _bind_stream(x, weight, out, eps, dtype, to_terms)
     check_block(OPERATION.name, chosen, block)
-    if dtype is not None:
+    if dtype is not None or to_terms is not None:
         raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
     dtype = storage(x)
     check("x", x, dtype=dtype, strided=True)

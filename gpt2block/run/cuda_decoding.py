@@ -33,8 +33,10 @@ IN_FLIGHT = 2  # results that are computed ahead of the host
 class DecodingSteps:
     """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
 
-    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
+    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
+        """floats: no step has terms in their place, so that all can be read; with the same bits."""
         B, config = cache.batch, model.config
+        self.floats = floats
         self.model: CudaModel = weakref.proxy(model)  # the owner of the cache
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
@@ -125,7 +127,8 @@ class Step:
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
-        plan = decode_plan(model.config, rows <= MORE_ROWS, model.terms)
+        terms = None if of.floats else model.terms(rows)
+        plan = decode_plan(model.config, rows <= MORE_ROWS, terms)
         self.program = Program(plan, tensors, after=(self._sample,))
         self.restart()
 

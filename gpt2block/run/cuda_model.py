@@ -31,6 +31,7 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.ops.linear import terms_of
+from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -168,11 +169,16 @@ class CudaModel:
         """Whether prefill is computed on tensor cores."""
         return self.products != "float32"
 
-    @property
-    def terms(self) -> str | None:
-        """The dtype of the terms of x in decoding's products of many rows; None for floats."""
-        Ks = [shape[0] for shape in self.config.block_shapes().values() if len(shape) == 2]
-        return None if self.config.head_size % 2 else terms_of(self.dtype, *Ks)
+    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
+        """The terms that x can have in decoding's products of so many rows, by their weights."""
+        if self.config.head_size % 2:
+            return {}
+        shapes = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
+        shapes["lm_head"] = (self.config.n_embd, self.config.vocab_size)
+        return {
+            name: terms_of(self.dtype, rows, N, K, name in ("w_gate", "w_up"))
+            for name, (K, N) in shapes.items()
+        }
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.
@@ -345,7 +351,8 @@ class CudaModel:
         cache = self.new_cache(1, len(ids))
         self.prefill([ids[:-1]], cache)
         at = np.array([len(ids) - 1], np.int32)
-        return self.steps(cache).next_token(np.zeros(1, np.int32), ids[-1:], at).program
+        steps = DecodingSteps(self, cache, floats=True)
+        return steps.next_token(np.zeros(1, np.int32), ids[-1:], at).program
 
     def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> CudaDecoding:
         with self.running():

@@ -383,7 +383,9 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
             if (more || own >= queries_of(of)) continue;
             float result = whole[i].o / whole[i].l;
             if (AS_TERMS) result = term_of<BRAIN>(result);
-            if (channel < HS) out[query * ROW + (head_of(of) + own) * HS + channel] = result;
+            if (channel < HS) {
+                out[term_place((int)query, (head_of(of) + own) * HS + channel, (int)gridDim.z, ROW)] = result;
+            }
         }
         if (!more) return;
         sync_team();  // before the next span overwrites the splits

@@ -52,7 +52,6 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
     wait_for_previous();
     if (row >= N) return;
     const float* from = x + (long long)row * LN_C;
-    float* to = out + (long long)row * LN_C;
     if constexpr (HELD) {
         each_of_lane<LN_C, LN_X>([&](int i, int k) { held[i] = load_fresh<float, LN_X>(from + k); });
     }
@@ -75,6 +74,11 @@ extern "C" __global__ void __launch_bounds__(32 * LN_ROWS) layernorm_decode(
                 v[e] = __int_as_float((int)high), v[e + 1] = __int_as_float((int)low);
             }
         }
-        Values::store(to + k, v);
+        if constexpr (TERM_WIDTH > 0) {
+#pragma unroll
+            for (int e = 0; e < LN_X; ++e) out[term_place(row, k + e, N, LN_C)] = v[e];
+        } else {
+            Values::store(out + (long long)row * LN_C + k, v);
+        }
     });
 }

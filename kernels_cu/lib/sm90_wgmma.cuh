@@ -137,6 +137,7 @@ PRODUCT(256, 128, 128, 129, 130, 131)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds), "n"((int)ACROSS));        \
     }
 
+// Names and constraints of fewer sums than above.
 #define FIRST4 "%0, %1, %2, %3"
 #define FIRST8 NAMES8(0, 1, 2, 3, 4, 5, 6, 7)
 #define SUMS4 "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -8,6 +8,10 @@
 // The including file includes lib/sm80.cuh.
 #pragma once
 
+#ifndef TERM_WIDTH  // order of the terms that a kernel stores: 0 in the places of the floats, 8 or 16 as in term_place
+#define TERM_WIDTH 0
+#endif
+
 // The terms of two values, the first one in the lower half. BRAIN: of bfloat16.
 template <bool BRAIN>
 __device__ __forceinline__ void split_pair(float first, float second, unsigned& high, unsigned& low) {
@@ -32,13 +36,15 @@ __device__ __forceinline__ float term_of(float value) {
 
 constexpr int TERM_ROWS = 64;  // of a tile of terms
 
-// The place of the float of value k of row m of (M, K), for products by wgmma (matmul/decode_hopper.cu). A tile of rows
-// follows the other. In a tile, an octet of K follows the other, with 16 bytes for the high terms of each row, followed
-// by its low ones. WIDTH, 8 or 16: the values of a row of weights that a lane loads at once. Of each 4 WIDTH of K, an
-// octet has two neighbouring values of each of four lanes.
-template <int WIDTH>
+// Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 8 or 16: as the
+// products of matmul/decode_hopper.cu read them, a tile of rows after the other. In a tile, an octet of K follows the
+// other: for each row 16 bytes of high terms, followed by 16 of low ones. WIDTH is the number of values that a lane
+// loads at once of a row of weights: of each 4 WIDTH of K, an octet has two neighbouring values of each of four lanes.
+template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
+    if constexpr (WIDTH == 0) return (long long)m * K + k;
+    constexpr int EACH = WIDTH ? WIDTH : 8;
     const int first = m / TERM_ROWS * TERM_ROWS, rows = min(TERM_ROWS, M - first);
-    const int octet = k / (4 * WIDTH) * (WIDTH / 2) + k % WIDTH / 2, lane = k / WIDTH % 4;
+    const int octet = k / (4 * EACH) * (EACH / 2) + k % EACH / 2, lane = k / EACH % 4;
     return (long long)first * K + ((long long)octet * rows + (m - first)) * 8 + k % 2 * 4 + lane;
 }

@@ -1,6 +1,7 @@
 // RMSNorm of the residual stream of a model: out = x * r * weight, r = 1 / sqrt(mean(x^2) + eps), over each row.
 //
-//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores
+//   x (M, C) float, weight (C) float, out (M, C) of T: float for decoding, 16 bits as the operand of tensor cores; or
+//   with RS_TERMS its terms (lib/terms.cuh), for the products of decoding
 //
 // Compared with llama/rmsnorm.cu, the order of additions follows from C alone, so that a row has the same bits alone
 // and in any batch, x is float whatever out is, and launches may overlap (lib/overlap.cuh): the weights are loaded
@@ -13,6 +14,8 @@
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "lib/rows.cuh"
+#include "lib/sm80.cuh"
+#include "lib/terms.cuh"
 
 #ifndef RS_C
 #define RS_C 4096
@@ -23,6 +26,9 @@
 #ifndef RS_THREADS  // a multiple of 32
 #define RS_THREADS 256
 #endif
+#ifndef RS_TERMS  // of out, which is float: 1 float16, 2 bfloat16
+#define RS_TERMS 0
+#endif
 #ifndef RS_HELD  // loads of a row that a thread keeps
 #define RS_HELD 8
 #endif
@@ -31,6 +37,7 @@ constexpr int STEP = RS_THREADS * RS_WIDTH;
 constexpr int LOADS = (RS_C + STEP - 1) / STEP;  // of a thread
 constexpr bool HELD = LOADS <= RS_HELD;
 typedef Vec<float, RS_WIDTH> Values;
+static_assert(!RS_TERMS || RS_WIDTH % 2 == 0, "a thread has whole pairs");
 
 // Calls use(i, c) for each load of the thread: number i, from channel c on.
 template <typename Use>
@@ -64,13 +71,22 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
     });
     const float r = rsqrtf(Team<RS_THREADS, 1>::sum(square, scratch) * (1.0f / RS_C) + eps);
 
-    T* to = out + (long long)blockIdx.x * RS_C;
     each_load([&](int i, int c) {
         float v[RS_WIDTH], w[RS_WIDTH];
         (HELD ? rows[i] : load_fresh<float, RS_WIDTH>(from + c)).unpack(v);
         (HELD ? weights[i] : Values::load(weight + c)).unpack(w);
 #pragma unroll
         for (int e = 0; e < RS_WIDTH; ++e) v[e] *= r * w[e];
-        Vec<T, RS_WIDTH>::store(to + c, v);
+        if constexpr (RS_TERMS) {
+#pragma unroll
+            for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
+                unsigned high, low;
+                split_pair<RS_TERMS == 2>(v[e], v[e + 1], high, low);
+                out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)] = __int_as_float((int)high);
+                out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)] = __int_as_float((int)low);
+            }
+        } else {
+            Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
+        }
     });
 }

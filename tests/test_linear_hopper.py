@@ -1,0 +1,152 @@
+"""The products of decoding by wgmma (matmul/decode_hopper.cu): the bits of the other kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpt2block import Llama, LlamaConfig, LlamaWeights, reference
+from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import stored_as
+from gpt2block.ops import _linear_hopper as hopper
+from gpt2block.ops._linear_mma import splits
+from gpt2block.ops.linear import bind, bind_qkv
+from gpt2block.plan import Terms
+from tests import devices, gpus, plain
+from tests.compiling import Job, assert_clean
+from tests.devices import assert_same_bits, on_gpu
+from tests.test_terms import DTYPES, matrix, terms
+
+Array = NDArray[Any]
+device = devices.device
+WEIGHTS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
+every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
+# Up to 3, 64 and 65 rows, a part of a tile, several tiles; N with and without whole tiles.
+SHAPES = (
+    (1, 768, 768),
+    (3, 200, 1024),
+    (17, 130, 384),
+    (64, 768, 128),
+    (65, 100, 4096),
+    (200, 64, 768),
+)
+# Groups, cluster, blocks on a multiprocessor.
+TILES = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 4, 3), (2, 8, 1))
+
+
+def wanted(dtype: str) -> Terms:
+    return Terms("bfloat16" if dtype == "bfloat16" else "float16", hopper.width(dtype))
+
+
+def handed(x: Array, dtype: str) -> Any:
+    return cupy.asarray(terms(x, wanted(dtype).dtype, wanted(dtype).width))
+
+
+def on_device(seed: int, *shape: int) -> Any:
+    return cupy.asarray(plain.normal(seed, *shape))
+
+
+@every_weight
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_gpu
+def test_the_bits_are_those_of_mma(
+    device: Any, shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every tile, from poisoned memory, with bias, GELU and residual."""
+    gpus.cupy_with(90)
+    M, N, K = shape
+    x, w = plain.normal(0, M, K), matrix(N, K, dtype)
+    bias, before = on_device(2, N), on_device(3, M, N)
+    expected = bind((cupy.asarray(x), w, bias, None, None, before), gelu=True, variant="mma_tiles")
+    truth = expected.run().get()
+    rows = max(4, 1 << (min(M, 64) - 1).bit_length())
+    given = (handed(x, dtype), w, bias, None, None, before)
+    tried = 0
+    for groups, cluster, blocks in TILES:
+        if cluster > splits(K)[0] or cluster > groups * rows:
+            continue
+        tile = hopper.Tile(rows, groups, cluster, blocks, 2)
+        monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
+        out = cupy.full((M, N), np.nan, "float32")
+        bind(given, out, gelu=True, terms=wanted(dtype), decoding=True).run()
+        assert_same_bits(out.get(), truth)
+        tried += 1
+    assert tried >= 2
+
+
+@every_weight
+@on_gpu
+def test_a_gated_product_and_its_terms(device: Any, dtype: str) -> None:
+    gpus.cupy_with(90)
+    for M in (1, 5, 40, 130):
+        x, gate, up = plain.normal(0, M, 256), matrix(192, 256, dtype), matrix(192, 256, dtype)
+        inputs = (handed(x, dtype), gate, None, None, None, None, up)
+        made = bind(inputs, terms=wanted(dtype), decoding=True)
+        assert [launch.name for launch in made.launches] == ["linear_decode_hopper"]
+        got = made.run().get()
+        parts = (bind((cupy.asarray(x), w), variant="mma").run().get() for w in (gate, up))
+        exact = reference.silu_mul(*(part.astype(np.float64) for part in parts))
+        assert np.abs(got - exact).max() <= 4 * 2.0**-24 * np.abs(exact).max()
+        given = bind(inputs, terms=wanted(dtype), to_terms=wanted(dtype), decoding=True).run().get()
+        assert_same_bits(given, terms(got, wanted(dtype).dtype, wanted(dtype).width))
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@on_gpu
+def test_qkv(device: Any, kind: str) -> None:
+    gpus.cupy_with(90)
+    B, C = 70, 128
+    x, w, bias = plain.normal(0, B, C), matrix(3 * C, C, kind), on_device(2, 3 * C)
+    found = []
+    for rows, order in ((cupy.asarray(x), None), (handed(x, kind), wanted(kind))):
+        k, v = (cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2))
+        row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
+        bound = bind_qkv(rows, w, bias, None, None, k, v, row, position, terms=order)
+        found.append([bound.run().get(), k.get(), v.get()])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+@on_gpu
+def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
+    """Matrices large enough for wgmma in every decoding of 4 rows or more; not for one row."""
+    gpus.cupy_with(90)
+    config = LlamaConfig(
+        n_layer=2, n_head=32, n_kv_head=8, n_embd=2048, n_ff=4096, vocab_size=512, n_ctx=64
+    )
+    model = Llama(LlamaWeights.random(0, config), device="cuda:0", dtype=dtype)
+    prompts = [[n, 3 * n + 1, 7] for n in range(70)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "stop_ids": ()}
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts[:3]]
+    for rows in (4, 17, 70):
+        for one, among in zip(alone, model.generate(prompts[:rows], **options), strict=False):
+            assert one.tokens == among.tokens
+            assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
+
+
+def _chosen() -> list[Job]:
+    jobs: list[Job] = []
+    sms, most_shared = gpus.H200["sms"], gpus.H200["most_shared"]
+    for stored in (("bfloat16",), ("float32", "float8_e5m2"), ("float16", "float8_e4m3fn")):
+        dtype = stored[-1]
+        for M in (1, 16, 64, 256):
+            for N, K, gated in (
+                (2304, 768, False),
+                (12288, 4096, False),
+                (4096, 11008, False),
+                (11008, 4096, True),
+                (32000, 4096, False),
+            ):
+                tile = hopper.choose(M, N, K, dtype, gated, sms, most_shared)
+                made = hopper.geometry("", M, N, K, dtype, tile, gated=gated, to_terms=gated)
+                assert made.shared <= most_shared
+                jobs.append((hopper.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
+    return jobs
+
+
+def test_the_chosen_kernels_compile_without_spills() -> None:
+    assert_clean(_chosen())
