@@ -136,6 +136,16 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes
         : "memory");
 }
 
+// Multicast version of load_bytes, as load_box_for below.
+__device__ __forceinline__ void load_bytes_for(unsigned short blocks, void* to, const void* from, int bytes,
+                                               Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&barrier)), "h"(blocks)
+        : "memory");
+}
+
 // Multicast version of load_box: every block of the cluster whose bit is set in `blocks` receives the box at the same
 // address, and its own barrier receives the arrival.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, void* to, const TensorMap& map, Barrier& barrier,

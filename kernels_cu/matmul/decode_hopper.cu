@@ -8,18 +8,20 @@
 // goes through registers, where FP8 is converted. x (M, K) is B: its terms (lib/terms.cuh), two columns for each row,
 // which the kernel before has stored in the order in which wgmma reads them.
 //
-//   block        64 DH_GROUPS columns of the output, of up to DH_ROWS rows; with DH_CLUSTER a share of K
+//   block        64 DH_GROUPS columns of the output, of up to DH_ROWS rows; with DH_SPLITS a share of K
 //   last warp    requests slices of K, 128 bytes of each row of W: W through a tensor map, x as one piece of memory. It
 //                requests W before the previous kernel has ended, as much as there is room for
 //   warpgroup    64 columns. A warp has 16 rows of A; with DH_GATED, these are 8 of W and the same 8 of U
 //
 //   ring   [W | x] [W | x] [W | x] ...   full: a slice has arrived    empty: all warps are done with it
 //
-// With two blocks on a multiprocessor, one copies while the other begins, ends or waits. DH_CLUSTER blocks exchange the
-// sums of their splits: tile i of 16 columns by 4 rows is for block i % DH_CLUSTER, which adds the splits in order.
+// With two blocks on a multiprocessor, one copies while the other begins, ends or waits. A cluster has DH_SHARES
+// neighbouring tiles of columns, which read the same x: each block copies a part of a slice to all of them, because the
+// L2 cache would otherwise read x as often as W. It has DH_SPLITS blocks for each tile, which exchange the sums of their
+// splits: tile i of 16 columns by 4 rows is for block i % DH_SPLITS, which adds the splits in order.
 //
-// Any M and N; K is a multiple of 128. grid (DH_CLUSTER * ceil(M / TERM_ROWS) * ceil(N / columns)), block (128 DH_GROUPS
-// + 32). gpt2block/ops/_linear_hopper.py computes the dynamic shared memory.
+// Any M and N; K is a multiple of 128. grid (DH_SHARES DH_SPLITS ceil(M / TERM_ROWS) ceil(N / (columns DH_SHARES))),
+// block (128 DH_GROUPS + 32). gpt2block/ops/_linear_hopper.py computes the dynamic shared memory.
 //
 // architecture: sm_90a
 #include "lib/storage.cuh"
@@ -34,8 +36,11 @@
 #ifndef DH_GROUPS
 #define DH_GROUPS 1
 #endif
-#ifndef DH_CLUSTER
-#define DH_CLUSTER 1
+#ifndef DH_SPLITS  // blocks that share K
+#define DH_SPLITS 1
+#endif
+#ifndef DH_SHARES  // blocks that share x
+#define DH_SHARES 1
 #endif
 #ifndef DH_STAGES
 #define DH_STAGES 12
@@ -50,6 +55,7 @@
 #define DH_BLOCKS 2
 #endif
 
+constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
 constexpr int WARPS = 4 * DH_GROUPS, THREADS = 32 * WARPS + 32;
 constexpr int TERMS = order::TERMS * DH_ROWS;                // columns of B
 constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
@@ -57,8 +63,8 @@ constexpr int OUTPUTS = DH_GATED ? 1 : 2;                    // columns of a lan
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
 constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
-constexpr int OWN = (WARPS * TILES + DH_CLUSTER - 1) / DH_CLUSTER;  // tiles that a block finishes
-constexpr int EACH = DH_CLUSTER > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
+constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
+constexpr int EACH = DH_SPLITS > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
 static_assert(!order::FLOATS, "terms are of 16 bits");
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
@@ -73,24 +79,25 @@ struct Ring {
 
 // What a block multiplies: its tile, and its share of K.
 struct Share {
-    int row, rows, column, rank;  // first row, their number, first column, place in the cluster
-    int first, last;              // splits
+    int row, rows, column;  // first row, their number, first column
+    int rank, part;         // of the blocks that share K, and that share x
+    int first, last;        // splits
     int k, slices;
 
     __device__ __forceinline__ Share(int M, int K) {
-        const int tile = blockIdx.x / DH_CLUSTER, tiles_m = (M - 1) / TERM_ROWS + 1;
-        const int splits = order::splits(K), each = (splits + DH_CLUSTER - 1) / DH_CLUSTER;
+        const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / TERM_ROWS + 1;
+        const int splits = order::splits(K), each = (splits + DH_SPLITS - 1) / DH_SPLITS;
+        part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
         row = tile % tiles_m * TERM_ROWS;
         rows = min(TERM_ROWS, M - row);
-        column = tile / tiles_m * COLUMNS;
-        rank = blockIdx.x % DH_CLUSTER;
+        column = (tile / tiles_m * DH_SHARES + part) * COLUMNS;
         first = min(rank * each, splits), last = min(first + each, splits);
         k = first * order::split_length(K);
         slices = (min(last * order::split_length(K), K) - k) / SLICE;
     }
 };
 
-// Requests all slices; called by one thread.
+// Requests all slices; called by one warp.
 __device__ __forceinline__ void produce(const Ring& ring, const Share& share, const TensorMap& w, const TensorMap& up,
                                         const float* x, int K) {
     const int bytes = 4 * SLICE * share.rows;  // of x
@@ -102,19 +109,32 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     };
     const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
     const auto load_x = [&](int slice, int stage) {
-        load_bytes(ring.stage(stage) + W_BYTES, from + (long long)slice * SLICE * share.rows, bytes, ring.full[stage]);
+        const int own = bytes / DH_SHARES, at = share.part * own;
+        char* to = ring.stage(stage) + W_BYTES + at;
+        const char* x_slice = reinterpret_cast<const char*>(from + (long long)slice * SLICE * share.rows) + at;
+        const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
+        if (DH_SHARES > 1) load_bytes_for(all, to, x_slice, own, ring.full[stage]);
+        else load_bytes(to, x_slice, own, ring.full[stage]);
     };
+    const bool one = threadIdx.x % 32 == 0;
     const int early = min(DH_STAGES, share.slices);
-    for (int i = 0; i < early; ++i) load_w(i, i);
+    for (int i = 0; one && i < early; ++i) load_w(i, i);
+    __syncwarp();
+    if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
+    if (!one) return;
     wait_before_copies();
     for (int i = 0; i < early; ++i) load_x(i, i);
     int stage = 0;
     unsigned phase = 0;
-    for (int slice = early; slice < share.slices; ++slice) {
+    const auto next = [&] {
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+    };
+    for (int slice = early; slice < share.slices; ++slice, next()) {
         wait(ring.empty[stage], phase, "empty");
         load_w(slice, stage), load_x(slice, stage);
-        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
     }
+    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+    for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
 }
 
 // A warp's position in the ring, and its rows of W in a stage.
@@ -131,8 +151,9 @@ struct Consumer {
     }
 
     // Adds the next slice; fresh: in place of the sums.
-    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], int rows, bool fresh) {
-        wait(ring.full[stage], phase, "full");
+    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], const Share& share, bool fresh) {
+        wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
+        const int rows = share.rows, lane = threadIdx.x % 32;
         const char* w = ring.stage(stage);
         const auto unit = [&](int row, int chunk) {
             return *reinterpret_cast<const uint4*>(w + swizzled(128 * row + 64 * chunk + threadIdx.x % 4 * 16));
@@ -151,7 +172,8 @@ struct Consumer {
         wait_for_products<0>();
         pin(sums);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(ring.empty[stage]);
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[stage], share.rank * DH_SHARES + lane);
+        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[stage]);
         if (++stage == DH_STAGES) stage = 0, phase ^= 1;
     }
 };
@@ -160,10 +182,11 @@ struct Consumer {
 struct Exchange {
     float2* pairs;
     Barrier& arrived;
+    int part;
 
     __device__ __forceinline__ void send(int split, int tile, float a, float b) const {
-        float2* to = pairs + (split * OWN + tile / DH_CLUSTER) * 32 + threadIdx.x % 32;
-        store_at(tile % DH_CLUSTER, to, arrived, a, b);
+        float2* to = pairs + (split * OWN + tile / DH_SPLITS) * 32 + threadIdx.x % 32;
+        store_at(tile % DH_SPLITS * DH_SHARES + part, to, arrived, a, b);
     }
 
     __device__ __forceinline__ float2 get(int own, int splits) const {
@@ -207,17 +230,17 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int each = order::split_length(K) / SLICE;
     float totals[TILES][2] = {};
     Consumer consumer(ring);
-    if (DH_CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that sums can be sent to them
+    if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
     for (int split = share.first, slice = 0; split < share.last; ++split) {
         float sums[TERMS / 2];
         const int stop = min(slice + each, share.slices);
 #pragma unroll 1
-        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share.rows, fresh);
+        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share, fresh);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const float a = sums[4 * tile] + sums[4 * tile + 1], b = sums[4 * tile + 2] + sums[4 * tile + 3];
-            if (DH_CLUSTER > 1) exchange.send(split, warp * TILES + tile, a, b);
+            if (DH_SPLITS > 1) exchange.send(split, warp * TILES + tile, a, b);
             else totals[tile][0] += a, totals[tile][1] += b;
         }
     }
@@ -228,7 +251,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int own = warp + WARPS * (first + i), mine = warp * TILES + first + i;
-            const int tile = DH_CLUSTER > 1 ? own * DH_CLUSTER + share.rank : mine;
+            const int tile = DH_SPLITS > 1 ? own * DH_SPLITS + share.rank : mine;
             const int row = tile % TILES * 4 + t;
             const bool there = first + i < EACH && tile < WARPS * TILES && row < share.rows;
 #pragma unroll
@@ -237,12 +260,12 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
                 outputs[i][j].prepare(share.row + row, n, there && n < N, scales.w, scales.bias, end);
             }
         }
-        if (DH_CLUSTER > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
+        if (DH_SPLITS > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
 #pragma unroll
         for (int i = 0; i < AHEAD && first + i < EACH; ++i) {
             const int own = warp + WARPS * (first + i);
             float2 total;
-            if (DH_CLUSTER > 1) total = exchange.get(min(own, OWN - 1), splits);
+            if (DH_SPLITS > 1) total = exchange.get(min(own, OWN - 1), splits);
             else total = {totals[first + i][0], totals[first + i][1]};
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
@@ -264,25 +287,20 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
     __shared__ Barrier full[DH_STAGES], empty[DH_STAGES], arrived;
     char* const stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     const Ring ring{stages, full, empty};
-    const Exchange exchange{reinterpret_cast<float2*>(stages + DH_STAGES * STAGE), arrived};
     const Share share(M, K);
+    const Exchange exchange{reinterpret_cast<float2*>(stages + DH_STAGES * STAGE), arrived, share.part};
     if (threadIdx.x == THREADS - 32) {
         prefetch(w);
-        for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], WARPS);
+        for (int i = 0; i < DH_STAGES; ++i) init(full[i], 1), init(empty[i], DH_SHARES * WARPS);
         init(arrived, 1);
         fence_inits();
-        const int tiles = (WARPS * TILES - share.rank + DH_CLUSTER - 1) / DH_CLUSTER;
-        if (DH_CLUSTER > 1) arrive_and_expect(arrived, tiles * order::splits(K) * 32 * (int)sizeof(float2));
+        const int tiles = (WARPS * TILES - share.rank + DH_SPLITS - 1) / DH_SPLITS;
+        if (DH_SPLITS > 1) arrive_and_expect(arrived, tiles * order::splits(K) * 32 * (int)sizeof(float2));
     }
     __syncthreads();
     let_next_start();
-    if (DH_CLUSTER > 1) arrive_in_cluster();
-    if (threadIdx.x / 32 == WARPS) {
-        if (threadIdx.x % 32 == 0) produce(ring, share, w, up, x, K);
-        __syncwarp();
-        if (DH_CLUSTER > 1) wait_for_cluster();  // every thread that arrives must also wait
-        return;
-    }
+    if (CLUSTER > 1) arrive_in_cluster();
+    if (threadIdx.x / 32 == WARPS) return produce(ring, share, w, up, x, K);
     consume(ring, share, exchange, scales, end, M, N, K);
 }
 
@@ -293,7 +311,7 @@ struct AddTerms : Add {
     __device__ void store(int m, int n, float v, Late) const { out[term_place<order::WIDTH>(m, n, M, N)] = v; }
 };
 
-extern "C" __global__ void __cluster_dims__(DH_CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
     linear_decode_hopper(const float* x,                      // (M, K), terms
                          const __grid_constant__ TensorMap w,   // (1, N, K)
                          const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
@@ -312,7 +330,7 @@ extern "C" __global__ void __cluster_dims__(DH_CLUSTER, 1, 1) __launch_bounds__(
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
-extern "C" __global__ void __cluster_dims__(DH_CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
     qkv_decode_hopper(const float* x,                      // (M, K), terms
                       const __grid_constant__ TensorMap w,  // (1, 3C, K)
                       const float* __restrict__ scale,      // (3C) or null
