@@ -47,9 +47,11 @@ def terms(x: Array, kind: str, width: int = 0) -> Array:
         return floats
     ordered = []
     for first in range(0, len(x), 64):
-        tile = floats[first : first + 64]  # (rows, chunks, lanes, octets of a chunk, terms)
-        split = tile.reshape(len(tile), -1, 4, width // 2, 2)
-        ordered.append(split.transpose(1, 3, 0, 4, 2).reshape(tile.shape))
+        tile = floats[first : first + 64]  # (rows, chunks, lanes, units of a chunk, terms)
+        units = tile.reshape(len(tile), -1, 4, width // 2, 2).transpose(1, 3, 0, 4, 2)
+        lines = units.reshape(-1, 8, 2 * len(tile), 4).transpose(0, 2, 1, 3)  # of 8 units of 16 bytes
+        line, unit = np.ogrid[: lines.shape[1], :8]
+        ordered.append(lines[:, line, unit ^ line % 8].reshape(tile.shape))
     return np.concatenate(ordered)
 
 

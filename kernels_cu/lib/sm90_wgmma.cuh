@@ -2,8 +2,8 @@
 //
 // A and B lie in shared memory as the copy engine stores boxes of 64 columns: rows of 128 bytes, swizzled, aligned to
 // 1024 bytes. A descriptor holds the address. B is read as (N, K), one row per column of C, or with ACROSS as (K, N),
-// one box after the other; or B is not swizzled (unswizzled_at). A can also come from registers, in the layout of the
-// sums. Of C, thread 32 w + 4 g + t holds:
+// one box after the other. A can also come from registers, in the layout of the sums. Of C, thread 32 w + 4 g + t
+// holds:
 //
 //   c[4 j], c[4 j + 1]       C[16 w + g    ][8 j + 2t, 8 j + 2t + 1]
 //   c[4 j + 2], c[4 j + 3]   C[16 w + g + 8][8 j + 2t, 8 j + 2t + 1]
@@ -28,13 +28,6 @@ __device__ __forceinline__ Matrix matrix_at(const void* shared, int columns = 16
     unsigned place = shared_address(shared) >> 4;
     if (columns != 16) place &= 0x3fff;  // in a cluster, the bits of `columns` contain the block's rank
     return (Matrix)(swizzle_128 | eight_rows) << 32 | ((unsigned)columns >> 4 << 16 | place);
-}
-
-// B as (N, K), not swizzled: 8 values along K of 8 rows are 128 bytes, a row after the other, and the next 8 rows
-// follow. octet: bytes from 8 values along K to the next 8, a multiple of 16.
-__device__ __forceinline__ Matrix unswizzled_at(const void* shared, int octet) {
-    const unsigned eight_rows = 128 >> 4;
-    return (Matrix)eight_rows << 32 | ((unsigned)octet >> 4 << 16 | (shared_address(shared) >> 4 & 0x3fff));
 }
 
 // The descriptor of an address `bytes` further: 32 for the next 16 columns of 16-bit values, 2048 for the next 16 rows.

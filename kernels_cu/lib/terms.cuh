@@ -37,14 +37,15 @@ __device__ __forceinline__ float term_of(float value) {
 constexpr int TERM_ROWS = 64;  // of a tile of terms
 
 // Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 8 or 16: as the
-// products of matmul/decode_hopper.cu read them, a tile of rows after the other. In a tile, an octet of K follows the
-// other: for each row 16 bytes of high terms, followed by 16 of low ones. WIDTH is the number of values that a lane
-// loads at once of a row of weights: of each 4 WIDTH of K, an octet has two neighbouring values of each of four lanes.
+// products of matmul/decode_hopper.cu have them in shared memory, a tile of rows after the other, and in a tile 64 of K
+// after the other. These have a line of 128 bytes for the high terms of each row, followed by one for its low terms, in
+// which 16-byte units are swizzled for wgmma. WIDTH is the number of values that a lane loads at once of a row of
+// weights: of each 4 WIDTH of K, a unit has two neighbouring values of each of four lanes.
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     if constexpr (WIDTH == 0) return (long long)m * K + k;
     constexpr int EACH = WIDTH ? WIDTH : 8;
-    const int first = m / TERM_ROWS * TERM_ROWS, rows = min(TERM_ROWS, M - first);
-    const int octet = k / (4 * EACH) * (EACH / 2) + k % EACH / 2, lane = k / EACH % 4;
-    return (long long)first * K + ((long long)octet * rows + (m - first)) * 8 + k % 2 * 4 + lane;
+    const int first = m / TERM_ROWS * TERM_ROWS, rows = min(TERM_ROWS, M - first), line = 2 * (m - first) + k % 2;
+    const int unit = k / (4 * EACH) * (EACH / 2) + k % EACH / 2, lane = k / EACH % 4;
+    return (long long)first * K + ((long long)(unit / 8) * 2 * rows + line) * 32 + (unit % 8 ^ line % 8) * 4 + lane;
 }

@@ -63,6 +63,7 @@ constexpr int OUTPUTS = DH_GATED ? 1 : 2;                    // columns of a lan
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
 constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
+constexpr int BOX = 64, BOX_BYTES = 4 * BOX * DH_ROWS;  // of x: K, and bytes in shared memory
 constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
 constexpr int EACH = DH_SPLITS > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
 static_assert(!order::FLOATS, "terms are of 16 bits");
@@ -109,12 +110,15 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     };
     const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
     const auto load_x = [&](int slice, int stage) {
-        const int own = bytes / DH_SHARES, at = share.part * own;
-        char* to = ring.stage(stage) + W_BYTES + at;
-        const char* x_slice = reinterpret_cast<const char*>(from + (long long)slice * SLICE * share.rows) + at;
+        const int box = 4 * BOX * share.rows, own = box / DH_SHARES, at = share.part * own;
         const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
-        if (DH_SHARES > 1) load_bytes_for(all, to, x_slice, own, ring.full[stage]);
-        else load_bytes(to, x_slice, own, ring.full[stage]);
+        char* to = ring.stage(stage) + W_BYTES + at;
+        const char* of_x = reinterpret_cast<const char*>(from + (long long)slice * SLICE * share.rows) + at;
+#pragma unroll
+        for (int i = 0; i < SLICE / BOX; ++i) {
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+            else load_bytes(to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+        }
     };
     const bool one = threadIdx.x % 32 == 0;
     const int early = min(DH_STAGES, share.slices);
@@ -151,14 +155,14 @@ struct Consumer {
     }
 
     // Adds the next slice; fresh: in place of the sums.
-    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], const Share& share, bool fresh) {
+    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], int rank, bool fresh) {
         wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
-        const int rows = share.rows, lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         const char* w = ring.stage(stage);
         const auto unit = [&](int row, int chunk) {
             return *reinterpret_cast<const uint4*>(w + swizzled(128 * row + 64 * chunk + threadIdx.x % 4 * 16));
         };
-        Matrix x = unswizzled_at(w + W_BYTES, 32 * rows);
+        const Matrix x = matrix_at(w + W_BYTES);
         const order::Columns first(unit(lower, 0), unit(upper, 0)), second(unit(lower, 1), unit(upper, 1));
         static_assert(CHUNKS == 2, "a slice is 128 bytes of a row");
         pin(sums);
@@ -166,13 +170,13 @@ struct Consumer {
 #pragma unroll
         for (int s = 0; s < CHUNKS * order::STEPS; ++s) {
             const order::Columns& columns = s < order::STEPS ? first : second;
-            multiply(sums, columns.high[s % order::STEPS], further(x, 64 * rows * s), s > 0 || !fresh);
+            multiply(sums, columns.high[s % order::STEPS], further(x, s / 4 * BOX_BYTES + s % 4 * 32), s > 0 || !fresh);
         }
         end_products();
         wait_for_products<0>();
         pin(sums);
         __syncwarp();
-        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[stage], share.rank * DH_SHARES + lane);
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[stage], rank * DH_SHARES + lane);
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[stage]);
         if (++stage == DH_STAGES) stage = 0, phase ^= 1;
     }
@@ -236,7 +240,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         float sums[TERMS / 2];
         const int stop = min(slice + each, share.slices);
 #pragma unroll 1
-        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share, fresh);
+        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share.rank, fresh);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const float a = sums[4 * tile] + sums[4 * tile + 1], b = sums[4 * tile + 2] + sums[4 * tile + 3];
