@@ -141,44 +141,92 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
 }
 
-// A warp's position in the ring, and its rows of W in a stage.
+// 64 of K: what a lane has of W, as A, and where x is. A slice of 16-bit weights has one, of FP8 two.
+constexpr int PIECE_STEPS = 4, PIECES = CHUNKS * order::STEPS / PIECE_STEPS;
+
+struct Piece {
+    unsigned w[PIECE_STEPS][4];
+    Matrix x;
+};
+
+// A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
+// the order of additions has one pair.
 struct Consumer {
     const Ring& ring;
-    int stage = 0;
+    const int rank;
+    int stage = 0, freed = 0;  // next ones
     unsigned phase = 0;
     int lower, upper;  // rows g and g + 8 of the warp's part of A
 
-    __device__ __forceinline__ explicit Consumer(const Ring& ring) : ring(ring) {
+    __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
         const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
         lower = (DH_GATED ? 8 : 16) * warp + g;
         upper = lower + (DH_GATED ? 32 * DH_GROUPS : 8);
     }
 
-    // Adds the next slice; fresh: in place of the sums.
-    __device__ __forceinline__ void add_slice(float (&sums)[TERMS / 2], int rank, bool fresh) {
-        wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
-        const int lane = threadIdx.x % 32;
+    template <int HALF>
+    __device__ __forceinline__ Piece load() {
+        if (HALF == 0 || PIECES == 1) wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
         const char* w = ring.stage(stage);
-        const auto unit = [&](int row, int chunk) {
-            return *reinterpret_cast<const uint4*>(w + swizzled(128 * row + 64 * chunk + threadIdx.x % 4 * 16));
-        };
-        const Matrix x = matrix_at(w + W_BYTES);
-        const order::Columns first(unit(lower, 0), unit(upper, 0)), second(unit(lower, 1), unit(upper, 1));
-        static_assert(CHUNKS == 2, "a slice is 128 bytes of a row");
-        pin(sums);
+        constexpr int EACH = CHUNKS / PIECES, FIRST = PIECES > 1 ? HALF * EACH : 0;  // chunks
+        Piece piece;
+#pragma unroll
+        for (int chunk = 0; chunk < EACH; ++chunk) {
+            const int at = 64 * (FIRST + chunk) + threadIdx.x % 4 * 16;
+            const order::Columns columns(*reinterpret_cast<const uint4*>(w + swizzled(128 * lower + at)),
+                                         *reinterpret_cast<const uint4*>(w + swizzled(128 * upper + at)));
+#pragma unroll
+            for (int s = 0; s < order::STEPS; ++s) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.high[s][i];
+            }
+        }
+        piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0));
+        if ((HALF == 1 || PIECES == 1) && ++stage == DH_STAGES) stage = 0, phase ^= 1;
+        return piece;
+    }
+
+    // Starts the products of a piece; `adds`: to the sums before, else in their place.
+    __device__ __forceinline__ void start(float (&sums)[TERMS / 2], const Piece& piece, bool adds) const {
         fence_sums();
 #pragma unroll
-        for (int s = 0; s < CHUNKS * order::STEPS; ++s) {
-            const order::Columns& columns = s < order::STEPS ? first : second;
-            multiply(sums, columns.high[s % order::STEPS], further(x, s / 4 * BOX_BYTES + s % 4 * 32), s > 0 || !fresh);
-        }
+        for (int s = 0; s < PIECE_STEPS; ++s) multiply(sums, piece.w[s], further(piece.x, 32 * s), s > 0 || adds);
         end_products();
-        wait_for_products<0>();
-        pin(sums);
+    }
+
+    // Frees the oldest stage, when the products of a piece are complete.
+    template <int HALF>
+    __device__ __forceinline__ void release() {
+        if (HALF == 0 && PIECES > 1) return;
+        const int lane = threadIdx.x % 32;
         __syncwarp();
-        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[stage], rank * DH_SHARES + lane);
-        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[stage]);
-        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[freed], rank * DH_SHARES + lane);
+        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
+        if (++freed == DH_STAGES) freed = 0;
+    }
+
+    // The sums of a split of so many pairs of pieces. While one is multiplied, the next one is loaded into registers.
+    __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int pairs) {
+        Piece a = load<0>(), b;
+        start(sums, a, false);
+#pragma unroll 1
+        for (int i = 1; i < pairs; ++i) {
+            b = load<1>();
+            start(sums, b, true);
+            wait_for_products<1>();
+            release<0>();
+            a = load<0>();
+            start(sums, a, true);
+            wait_for_products<1>();
+            release<1>();
+        }
+        b = load<1>();
+        start(sums, b, true);
+        wait_for_products<1>();
+        release<0>();
+        wait_for_products<0>();
+        release<1>();
+        pin(sums);
     }
 };
 
@@ -233,14 +281,14 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     float totals[TILES][2] = {};
-    Consumer consumer(ring);
+    Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
-    for (int split = share.first, slice = 0; split < share.last; ++split) {
-        float sums[TERMS / 2];
-        const int stop = min(slice + each, share.slices);
+    int left = share.slices;
 #pragma unroll 1
-        for (bool fresh = true; slice < stop; ++slice, fresh = false) consumer.add_slice(sums, share.rank, fresh);
+    for (int split = share.first; split < share.last; ++split, left -= each) {
+        float sums[TERMS / 2];
+        consumer.multiply_split(sums, min(each, left) * SLICE / order::UNIT);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const float a = sums[4 * tile] + sums[4 * tile + 1], b = sums[4 * tile + 2] + sums[4 * tile + 3];
