@@ -149,6 +149,10 @@ struct Piece {
     Matrix x;
 };
 
+// The row of W, of 8, that lane 4 g + t has as row g of A. Eight lanes load at a time, of rows that are 4 apart: their
+// swizzled units are in different banks.
+__device__ __forceinline__ int own_row() { return threadIdx.x % 8 / 4 * 4 + threadIdx.x % 32 / 8; }
+
 // A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
 // the order of additions has one pair.
 struct Consumer {
@@ -156,11 +160,10 @@ struct Consumer {
     const int rank;
     int stage = 0, freed = 0;  // next ones
     unsigned phase = 0;
-    int lower, upper;  // rows g and g + 8 of the warp's part of A
+    int lower, upper;  // of W: rows g and g + 8 of the warp's part of A
 
     __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
-        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-        lower = (DH_GATED ? 8 : 16) * warp + g;
+        lower = (DH_GATED ? 8 : 16) * (threadIdx.x / 32) + own_row();
         upper = lower + (DH_GATED ? 32 * DH_GROUPS : 8);
     }
 
@@ -278,7 +281,7 @@ struct Scales {
 template <typename End>
 __device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Exchange& exchange,
                                         const Scales& scales, const End& end, int M, int N, int K) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, splits = order::splits(K);
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     float totals[TILES][2] = {};
     Consumer consumer(ring, share.rank);
@@ -308,7 +311,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
             const bool there = first + i < EACH && tile < WARPS * TILES && row < share.rows;
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
-                const int n = share.column + tile / TILES * 8 * OUTPUTS + 8 * j + g;
+                const int n = share.column + tile / TILES * 8 * OUTPUTS + 8 * j + own_row();
                 outputs[i][j].prepare(share.row + row, n, there && n < N, scales.w, scales.bias, end);
             }
         }
@@ -325,7 +328,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
                 float v = fmaf(j ? total.y : total.x, o.scale, o.bias);
                 if (DH_GATED) v = silu(v) * (total.y * (o.there && scales.up ? constant(scales.up + o.n) : 1.0f));
                 v = end.value(v, o.late);
-                if (DH_OUT_TERMS) v = term_of<order::BRAIN, 4>(v);
+                if (DH_OUT_TERMS) v = term_of<order::BRAIN, 8>(v);
                 if (o.there) end.store(o.m, o.n, v, o.late);
             }
         }
