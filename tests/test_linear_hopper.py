@@ -33,8 +33,16 @@ SHAPES = (
     (65, 100, 4096),
     (200, 64, 768),
 )
-# Groups, cluster, blocks on a multiprocessor.
-TILES = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 4, 3), (2, 8, 1))
+# Groups, splits, shares, blocks on a multiprocessor.
+TILES = (
+    (1, 1, 1, 2),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 4, 1, 3),
+    (2, 8, 1, 1),
+    (1, 1, 4, 1),
+    (2, 2, 2, 1),
+)
 
 
 def wanted(dtype: str) -> Terms:
@@ -65,16 +73,16 @@ def test_the_bits_are_those_of_mma(
     rows = max(4, 1 << (min(M, 64) - 1).bit_length())
     given = (handed(x, dtype), w, bias, None, None, before)
     tried = 0
-    for groups, cluster, blocks in TILES:
-        if cluster > splits(K)[0] or cluster > groups * rows:
+    for groups, parts, shares, blocks in TILES:
+        if parts > splits(K)[0] or parts > groups * rows:
             continue
-        tile = hopper.Tile(rows, groups, cluster, blocks, 2)
+        tile = hopper.Tile(rows, groups, parts, shares, blocks)
         monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
         out = cupy.full((M, N), np.nan, "float32")
         bind(given, out, gelu=True, terms=wanted(dtype), decoding=True).run()
         assert_same_bits(out.get(), truth)
         tried += 1
-    assert tried >= 2
+    assert tried >= 3
 
 
 @every_weight

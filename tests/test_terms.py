@@ -49,7 +49,7 @@ def terms(x: Array, kind: str, width: int = 0) -> Array:
     for first in range(0, len(x), 64):
         tile = floats[first : first + 64]  # (rows, chunks, lanes, units of a chunk, terms)
         units = tile.reshape(len(tile), -1, 4, width // 2, 2).transpose(1, 3, 0, 4, 2)
-        lines = units.reshape(-1, 8, 2 * len(tile), 4).transpose(0, 2, 1, 3)  # of 8 units of 16 bytes
+        lines = units.reshape(-1, 8, 2 * len(tile), 4).transpose(0, 2, 1, 3)  # 8 units of 16 bytes
         line, unit = np.ogrid[: lines.shape[1], :8]
         ordered.append(lines[:, line, unit ^ line % 8].reshape(tile.shape))
     return np.concatenate(ordered)
@@ -68,7 +68,7 @@ def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
 @one_order
 def test_products_of_terms_and_of_floats(device: Any, dtype: str) -> None:
     x, w = plain.normal(0, 19, 272), matrix(50, 272, dtype)
-    (kind,) = terms_of(dtype, 19, 50, 272)
+    (kind,) = terms_of(dtype, 19, {"w": (272, 50)})["w"]
     bias = cupy.asarray(plain.normal(2, 50))
     floats, pairs = cupy.asarray(x), cupy.asarray(terms(x, kind.dtype))
     expected = bind_linear((floats, w, bias), gelu=True, variant="mma").run().get()
@@ -129,8 +129,10 @@ def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> 
 
 @one_order
 def test_what_has_no_terms(device: Any) -> None:
-    found = [terms_of(d, 19, 8, 24) for d in ("float32", "float16", "float8_e4m3fn")]
-    assert found == [(), (Terms("float16"),), ()]
+    dtypes = ("float32", "float16", "float8_e4m3fn")
+    found = [terms_of(dtype, 19, {"w": (24, 8)}) for dtype in dtypes]
+    assert found == [{}, {"w": (Terms("float16"),)}, {}]
+    assert not terms_of("float16", 3, {"w": (24, 8)})
     x = cupy.asarray(plain.normal(0, 2, 64))
     with pytest.raises(
         InputError, match="float32, 64 inputs, 8 outputs: expected terms of no dtype"

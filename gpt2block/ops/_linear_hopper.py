@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -27,8 +26,9 @@ class Tile(NamedTuple):
 
     rows: int
     groups: int  # warpgroups that multiply, 64 columns each
-    cluster: int  # blocks that share K
-    blocks: int  # that a multiprocessor should have room for
+    splits: int = 1  # blocks that share K
+    shares: int = 1  # blocks that share x
+    blocks: int = 1  # that a multiprocessor should have room for
     stages: int = 2
 
     @property
@@ -37,6 +37,11 @@ class Tile(NamedTuple):
 
     def columns(self, gated: bool) -> int:
         return GROUP_COLUMNS * self.groups // (1 + gated)
+
+    def grid(self, M: int, N: int, gated: bool) -> int:
+        """Blocks of a product (M, N); gated: of two matrices."""
+        clusters = ceil(N / (self.columns(gated) * self.shares)) * ceil(M / TERM_ROWS)
+        return self.splits * self.shares * clusters
 
 
 def width(dtype: str) -> int:
@@ -51,9 +56,9 @@ def _stage(tile: Tile, dtype: str) -> int:
 
 def _sums(tile: Tile, K: int) -> int:
     """Bytes of the sums that a block receives."""
-    if tile.cluster == 1:
-        return LINE  # wgmma may read columns of B that no row has, after the last slice
-    own = ceil(GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS / tile.cluster)
+    if tile.splits == 1:
+        return 0
+    own = ceil(GROUP_WARPS * tile.groups * tile.rows // FEWEST_ROWS / tile.splits)
     return splits(K)[0] * own * 32 * PAIR
 
 
@@ -62,38 +67,55 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
     return ALIGNMENT + tile.stages * _stage(tile, dtype) + _sums(tile, K)
 
 
-def _tiles(rows: int, M: int, N: int, K: int, gated: bool, sms: int) -> Iterator[Tile]:
-    """The tiles in the order in which they are tried, fastest first, as measured on an H200."""
+def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
+    """A tile of more than 32 rows. wgmma and shared memory are the bound: one block on an SM.
+
+    Large clusters find fewer places. x is read less often with two warpgroups, and with shares.
+    """
+    wide = Tile(TERM_ROWS, 2)
+    waves = wide.grid(M, N, gated) / sms
+    if waves >= 0.5:
+        return wide._replace(shares=4 if waves < 1.4 and M <= TERM_ROWS else 2)
     parts = splits(K)[0]
+    pairs = (2, 4), (2, 8), (1, 4), (1, 8), (1, 2), (1, 1)
+    candidates = [Tile(TERM_ROWS, groups, n) for groups, n in pairs if parts % n == 0]
+    grids = {tile: tile.grid(M, N, gated) for tile in candidates}
+    fitting = [t for t, n in grids.items() if n <= sms * (1 if t.splits <= 2 else 0.75)]
+    return max(fitting, key=lambda tile: grids[tile], default=Tile(TERM_ROWS, 1, blocks=2))
 
-    def filling(groups: int, blocks: int, fewest: float) -> Tile:
-        """With the smallest cluster that shares K equally and gives so many blocks."""
-        tile = Tile(rows, groups, 1, blocks)
-        grid = ceil(N / tile.columns(gated)) * ceil(M / TERM_ROWS)
-        fitting = [n for n in (1, 2, 4, 8) if parts % n == 0 and n * FEWEST_ROWS <= 4 * rows]
-        cluster = next((n for n in fitting if n * grid >= fewest), fitting[-1])
-        return tile._replace(cluster=cluster)
 
-    if rows > TERM_ROWS // 2:
-        large = filling(2, 1, 0.6 * sms)
-        yield large if large.cluster == 1 else filling(1, 1, 0.9 * sms)
-    else:
-        waves = ceil(N / (GROUP_COLUMNS // (1 + gated))) / sms
-        yield filling(1, 2 if 3 < waves < 4 else 3, 1.8 * sms)
-    yield filling(1, 1, 0)
+def _few_rows(rows: int, M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
+    """A tile of up to 32 rows. Memory is the bound: many blocks, the next kernel's among them."""
+    tile, parts = Tile(rows, 1, blocks=3), splits(K)[0]
+    grid = tile.grid(M, N, gated)
+    for n in (1, 2, 4, 8):
+        if parts % n == 0 and n <= rows:
+            tile = tile._replace(splits=n)
+            if n * grid >= 1.8 * sms:
+                break
+    if tile.splits > 1:
+        return tile
+    once = grid <= 3 * sms
+    shares = 4 if once and rows >= 16 else 2
+    return tile._replace(shares=shares, blocks=2 if 3 < grid / sms < 4 or grid <= 2 * sms else 3)
 
 
 @lru_cache(maxsize=1024)
 def choose(M: int, N: int, K: int, dtype: str, gated: bool, sms: int, most_shared: int) -> Tile:
-    """The tile for x (M, K) and weights (N, K); gated: of two matrices, N outputs."""
+    """The tile for x (M, K) and weights (N, K), as measured on an H200.
+
+    gated: of two matrices, with N outputs.
+    """
     rows = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
+    few = rows < TERM_ROWS
+    tile = _few_rows(rows, M, N, K, gated, sms) if few else _many_rows(M, N, K, gated, sms)
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
-    for tile in _tiles(rows, M, N, K, gated, sms):
-        left = room(most_shared, tile.blocks) - STATIC - shared_bytes(tile, K, dtype)
+    for blocks in range(tile.blocks, 0, -1):
+        left = room(most_shared, blocks) - STATIC - shared_bytes(tile, K, dtype)
         stages = tile.stages + left // _stage(tile, dtype)
         if stages >= tile.stages:
-            return tile._replace(stages=min(stages, max(2, slices // tile.cluster)))
-    return tile._replace(stages=2)
+            return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))
+    return tile._replace(splits=1, blocks=1)
 
 
 @lru_cache(maxsize=1024)
@@ -115,13 +137,14 @@ def geometry(
     defines = (
         ("DH_ROWS", tile.rows),
         ("DH_GROUPS", tile.groups),
-        ("DH_CLUSTER", tile.cluster),
+        ("DH_SPLITS", tile.splits),
+        ("DH_SHARES", tile.shares),
         ("DH_STAGES", tile.stages),
         ("DH_BLOCKS", tile.blocks),
         *((("DH_GATED", 1),) if gated else ()),
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
     )
-    grid = (tile.cluster * ceil(M / TERM_ROWS) * ceil(N / tile.columns(gated)),)
+    grid = (tile.grid(M, N, gated),)
     return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype), defines)
 
 

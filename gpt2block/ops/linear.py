@@ -9,7 +9,7 @@ apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -50,10 +50,10 @@ FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
-# From here on variant hopper is faster, measured on an H200: N K of up to 3, of 17 and of 128 rows,
-# M N K of 4 to 16. Up to 3 rows only with many outputs: few have few tiles, which share K.
-LARGE_MATRIX, MEDIUM_MATRIX, SMALL_MATRIX = 12_000_000, 4_000_000, 1_000_000
-LARGE_PRODUCTS, MANY_ROWS = 30_000_000, 128
+# From here on variant hopper is faster, measured on an H200: N K for 17 and for 128 rows or more; of a
+# layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
+MEDIUM_MATRIX, SMALL_MATRIX, MANY_ROWS = 4_000_000, 1_000_000, 128
+LARGE_MATRIX, LARGE_PRODUCTS = 12_000_000, 16_000_000
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
@@ -87,26 +87,33 @@ class Job(NamedTuple):
         return self.x, self.gamma, self.beta, self.w.data, self.w.scale, self.bias
 
 
-def terms_of(dtype: str, M: int, N: int, K: int, gated: bool = False) -> tuple[Terms, ...]:
-    """The terms that x (M, K) can have for decoding with weights (N, K), the fastest first.
+def terms_of(
+    dtype: str, M: int, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Terms, ...]]:
+    """The terms that the x of each product of a layer can have for decoding M rows, fastest first.
 
-    dtype: of the weights. gated: of two matrices. Empty: x has floats, because that is faster for
-    few rows, or because these products are not on tensor cores, or of tf32.
+    dtype: of the weights. shapes: (K, N) of the matrices. None where x has floats, because that is
+    faster for few rows, or because these products are not on tensor cores, or of tf32. Up to
+    MORE_ROWS rows all products of a layer are of one kind: with two in turn, launches overlap less.
     """
     multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
-    if dtype == "float32" or compute_capability() < MMA_CAPABILITY or K % multiple:
-        return ()
+    if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
+        return {}
     kind = dtype if dtype == "bfloat16" else "float16"
-    in_place = (Terms(kind),) if M > MORE_ROWS else ()
-    if M > MORE_ROWS:
-        faster = (MEDIUM_MATRIX if M < MANY_ROWS else SMALL_MATRIX) <= N * K
-    elif M >= hopper.FEWEST_ROWS:
-        faster = M * N * K * (1 + gated) >= LARGE_PRODUCTS
-    else:
-        faster = N * K >= LARGE_MATRIX and N >= 2 * K
-    if compute_capability() != HOPPER_CAPABILITY or K % mma.UNIT or not faster:
-        return in_place
-    return Terms(kind, hopper.width(dtype)), *in_place
+    wide = Terms(kind, hopper.width(dtype))
+    smallest = min(K * N for K, N in shapes.values())
+
+    def found(K: int, N: int) -> tuple[Terms, ...]:
+        if M > MORE_ROWS:
+            faster = (MEDIUM_MATRIX if M < MANY_ROWS else SMALL_MATRIX) <= N * K
+        else:
+            enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
+            faster = smallest >= enough
+        possible = compute_capability() == HOPPER_CAPABILITY and K % mma.UNIT == 0
+        in_place = (Terms(kind),) if M > MORE_ROWS and K % multiple == 0 else ()
+        return (wide, *in_place) if possible and faster else in_place
+
+    return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
 
 
 def _most_shared() -> int:
@@ -422,7 +429,7 @@ def _check_terms(
     given = [each for each in (terms, to_terms) if each is not None]
     if not given:
         return
-    known = {each for M in (1, MANY_ROWS) for each in terms_of(w.dtype, M, w.N, w.K)}
+    known = terms_of(w.dtype, MORE_ROWS + 1, {"w": (w.K, w.N)}).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0, hopper.width(w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in given)

@@ -30,7 +30,7 @@ from gpt2block.cuda.arrays import CudaArray, compute_capability
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
-from gpt2block.ops.linear import terms_of
+from gpt2block.ops.linear import MORE_ROWS, terms_of
 from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
@@ -170,15 +170,17 @@ class CudaModel:
         return self.products != "float32"
 
     def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """The terms that x can have in decoding's products of so many rows, by their weights."""
-        if self.config.head_size % 2:
+        """The terms that x can have in decoding's products of so many rows, by their weights.
+
+        None with few rows where LayerNorm is part of the products.
+        """
+        fused = rows <= MORE_ROWS and self._architecture.NORM == "LayerNorm"
+        if fused or self.config.head_size % 2:
             return {}
-        shapes = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
-        shapes["lm_head"] = (self.config.n_embd, self.config.vocab_size)
-        return {
-            name: terms_of(self.dtype, rows, N, K, name in ("w_gate", "w_up"))
-            for name, (K, N) in shapes.items()
-        }
+        matrices = {name: s for name, s in self.config.block_shapes().items() if len(s) == 2}
+        head = self.config.n_embd, self.config.vocab_size
+        shapes = {name: (K, N) for name, (K, N) in matrices.items()} | {"lm_head": head}
+        return terms_of(self.dtype, rows, shapes)
 
     def _whole_head(self) -> tuple[WeightMatrix, CudaArray | None]:
         """lm_head with rows padded to a multiple that tensor cores support, and a bias.
