@@ -251,15 +251,18 @@ def many_rows(ours: GPT2, ids: list[Ids]) -> None:
 
 def large_matrices() -> None:
     """Decoding by wgmma, which is otherwise for larger models: rows of one tile and of two."""
-    limits = ("MEDIUM_MATRIX", "SMALL_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS")
+    limits = ("MEDIUM_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS")
     linear = sys.modules[bind_linear.__module__]
     before = {name: getattr(linear, name) for name in limits}
     vars(linear).update(dict.fromkeys(limits, 1))
     gpt2 = GPT2Weights.random(0, GPT2Config(1, 2, 128, 20, 101))
-    sizes = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 256, "n_ff": 384}
-    llama = LlamaWeights.random(0, LlamaConfig(vocab_size=101, n_ctx=20, **sizes))
+    config = LlamaConfig(
+        n_layer=1, n_head=4, n_kv_head=2, n_embd=256, n_ff=384, vocab_size=101, n_ctx=20
+    )
+    llama = LlamaWeights.random(0, config)
     for weights, dtype in product((gpt2, llama), ("bfloat16", "float8_e4m3fn")):
-        ours = (GPT2 if weights is gpt2 else Llama)(weights, "cuda", dtype)  # type: ignore[arg-type]
+        kind: Any = GPT2 if weights is gpt2 else Llama
+        ours = kind(weights, "cuda", dtype)
         for rows in (1, 7, 66):
             prompts = [np.array([row % 5, 3], np.int32) for row in range(rows)]
             decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 3)

@@ -50,10 +50,9 @@ FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
 DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
-# From here on variant hopper is faster, measured on an H200: N K for 17 and for 128 rows or more; of a
-# layer's smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
-MEDIUM_MATRIX, SMALL_MATRIX, MANY_ROWS = 4_000_000, 1_000_000, 128
-LARGE_MATRIX, LARGE_PRODUCTS = 12_000_000, 16_000_000
+# From here on variant hopper is faster, measured on an H200: N K for 17 rows or more; of a layer's
+# smallest matrix N K for up to 3 rows, and M N K for 4 to 16.
+MEDIUM_MATRIX, LARGE_MATRIX, LARGE_PRODUCTS = 4_000_000, 12_000_000, 16_000_000
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
 
@@ -105,7 +104,7 @@ def terms_of(
 
     def found(K: int, N: int) -> tuple[Terms, ...]:
         if M > MORE_ROWS:
-            faster = (MEDIUM_MATRIX if M < MANY_ROWS else SMALL_MATRIX) <= N * K
+            faster = N * K >= MEDIUM_MATRIX
         else:
             enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
             faster = smallest >= enough

@@ -34,7 +34,7 @@ __device__ __forceinline__ float term_of(float value) {
     return __int_as_float((int)(odd ? low : high));
 }
 
-constexpr int TERM_ROWS = 64;  // of a tile of terms
+constexpr unsigned TERM_ROWS = 64;  // of a tile of terms
 
 // Where the float of value k of row m of (M, K) has its place. WIDTH 0: in the order of rows. WIDTH 8 or 16: as the
 // products of matmul/decode_hopper.cu have them in shared memory, a tile of rows after the other, and in a tile 64 of K
@@ -44,8 +44,9 @@ constexpr int TERM_ROWS = 64;  // of a tile of terms
 template <int WIDTH = TERM_WIDTH>
 __device__ __forceinline__ long long term_place(int m, int k, int M, int K) {
     if constexpr (WIDTH == 0) return (long long)m * K + k;
-    constexpr int EACH = WIDTH ? WIDTH : 8;
-    const int first = m / TERM_ROWS * TERM_ROWS, rows = min(TERM_ROWS, M - first), line = 2 * (m - first) + k % 2;
-    const int unit = k / (4 * EACH) * (EACH / 2) + k % EACH / 2, lane = k / EACH % 4;
+    constexpr unsigned EACH = WIDTH ? WIDTH : 8;
+    const unsigned first = (unsigned)m / TERM_ROWS * TERM_ROWS, rows = min((unsigned)TERM_ROWS, M - first);
+    const unsigned at = k, line = 2 * (m - first) + at % 2, lane = at / EACH % 4;
+    const unsigned unit = at / (4 * EACH) * (EACH / 2) + at % EACH / 2;
     return (long long)first * K + ((long long)(unit / 8) * 2 * rows + line) * 32 + (unit % 8 ^ line % 8) * 4 + lane;
 }

@@ -86,11 +86,11 @@ struct Share {
     int k, slices;
 
     __device__ __forceinline__ Share(int M, int K) {
-        const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / TERM_ROWS + 1;
+        const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
         const int splits = order::splits(K), each = (splits + DH_SPLITS - 1) / DH_SPLITS;
         part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
-        row = tile % tiles_m * TERM_ROWS;
-        rows = min(TERM_ROWS, M - row);
+        row = tile % tiles_m * (int)TERM_ROWS;
+        rows = min((int)TERM_ROWS, M - row);
         column = (tile / tiles_m * DH_SHARES + part) * COLUMNS;
         first = min(rank * each, splits), last = min(first + each, splits);
         k = first * order::split_length(K);
@@ -254,36 +254,39 @@ struct Exchange {
     }
 };
 
-// One output of a lane: what it needs besides its sum.
-template <typename End>
-struct Output {
-    int m, n;
-    bool there;
-    float scale, bias;
-    typename End::Late late;
-
-    __device__ __forceinline__ void prepare(int row, int column, bool inside, const float* scales, const float* biases,
-                                            const End& end) {
-        m = row, n = column, there = inside;
-        scale = there && scales ? constant(scales + n) : 1.0f;
-        bias = there && biases ? constant(biases + n) : 0.0f;
-        late = {};
-        if (there) late = end.late(m, n);
-    }
-};
-
 struct Scales {
     const float* w;
     const float* up;
     const float* bias;
 };
 
+// A column of the output, of a lane.
+struct Column {
+    int n;
+    bool there;
+    float scale, up_scale, bias;
+
+    __device__ __forceinline__ void prepare(int n_, int N, const Scales& scales) {
+        n = n_, there = n < N;
+        scale = there && scales.w ? constant(scales.w + n) : 1.0f;
+        up_scale = DH_GATED && there && scales.up ? constant(scales.up + n) : 1.0f;
+        bias = there && scales.bias ? constant(scales.bias + n) : 0.0f;
+    }
+};
+
 template <typename End>
 __device__ __forceinline__ void consume(const Ring& ring, const Share& share, const Exchange& exchange,
-                                        const Scales& scales, const End& end, int M, int N, int K) {
+                                        const Scales& scales, const End& end, int N, int K) {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     float totals[TILES][2] = {};
+    Column columns[OUTPUTS];
+    const auto prepare_columns = [&](int of_warp) {
+#pragma unroll
+        for (int j = 0; j < OUTPUTS; ++j) {
+            columns[j].prepare(share.column + (of_warp * OUTPUTS + j) * 8 + own_row(), N, scales);
+        }
+    };
     Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
@@ -299,37 +302,39 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
             else totals[tile][0] += a, totals[tile][1] += b;
         }
     }
-    constexpr int AHEAD = EACH < 4 ? EACH : 4;  // tiles whose residuals are loaded at once
+
+    if (DH_SPLITS == 1) prepare_columns(warp);
+    constexpr int AHEAD = DH_SPLITS > 1 || EACH < 4 ? 1 : 4;  // tiles whose residuals are loaded at once
 #pragma unroll
     for (int first = 0; first < EACH; first += AHEAD) {
-        Output<End> outputs[AHEAD][OUTPUTS];
+        typename End::Late late[AHEAD][OUTPUTS] = {};
+        int m[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int own = warp + WARPS * (first + i), mine = warp * TILES + first + i;
             const int tile = DH_SPLITS > 1 ? own * DH_SPLITS + share.rank : mine;
+            if (DH_SPLITS > 1) prepare_columns(tile / TILES);
             const int row = tile % TILES * 4 + t;
-            const bool there = first + i < EACH && tile < WARPS * TILES && row < share.rows;
+            m[i] = tile < WARPS * TILES && row < share.rows ? share.row + row : -1;
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
-                const int n = share.column + tile / TILES * 8 * OUTPUTS + 8 * j + own_row();
-                outputs[i][j].prepare(share.row + row, n, there && n < N, scales.w, scales.bias, end);
+                if (m[i] >= 0 && columns[j].there) late[i][j] = end.late(m[i], columns[j].n);
             }
         }
         if (DH_SPLITS > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
 #pragma unroll
-        for (int i = 0; i < AHEAD && first + i < EACH; ++i) {
-            const int own = warp + WARPS * (first + i);
+        for (int i = 0; i < AHEAD; ++i) {
             float2 total;
-            if (DH_SPLITS > 1) total = exchange.get(min(own, OWN - 1), splits);
+            if (DH_SPLITS > 1) total = exchange.get(min(warp + WARPS * (first + i), OWN - 1), splits);
             else total = {totals[first + i][0], totals[first + i][1]};
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
-                const Output<End>& o = outputs[i][j];
-                float v = fmaf(j ? total.y : total.x, o.scale, o.bias);
-                if (DH_GATED) v = silu(v) * (total.y * (o.there && scales.up ? constant(scales.up + o.n) : 1.0f));
-                v = end.value(v, o.late);
+                const Column& column = columns[j];
+                float v = fmaf(j ? total.y : total.x, column.scale, column.bias);
+                if (DH_GATED) v = silu(v) * (total.y * column.up_scale);
+                v = end.value(v, late[i][j]);
                 if (DH_OUT_TERMS) v = term_of<order::BRAIN, 8>(v);
-                if (o.there) end.store(o.m, o.n, v, o.late);
+                if (m[i] >= 0 && column.there) end.store(m[i], column.n, v, late[i][j]);
             }
         }
     }
@@ -356,7 +361,7 @@ __device__ __forceinline__ void run(const float* x, const TensorMap& w, const Te
     let_next_start();
     if (CLUSTER > 1) arrive_in_cluster();
     if (threadIdx.x / 32 == WARPS) return produce(ring, share, w, up, x, K);
-    consume(ring, share, exchange, scales, end, M, N, K);
+    consume(ring, share, exchange, scales, end, N, K);
 }
 
 // As `Add`, with the terms of out in the order of the next product.
