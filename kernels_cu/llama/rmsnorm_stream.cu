@@ -82,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) rmsnorm_stream(
             for (int e = 0; e + 1 < RS_WIDTH; e += 2) {
                 unsigned high, low;
                 split_pair<RS_TERMS == 2>(v[e], v[e + 1], high, low);
-                out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)] = __int_as_float((int)high);
-                out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)] = __int_as_float((int)low);
+                narrow_to(out[term_place(blockIdx.x, c + e, gridDim.x, RS_C)], __int_as_float((int)high));
+                narrow_to(out[term_place(blockIdx.x, c + e + 1, gridDim.x, RS_C)], __int_as_float((int)low));
             }
         } else {
             Vec<T, RS_WIDTH>::store(out + (long long)blockIdx.x * RS_C + c, v);
