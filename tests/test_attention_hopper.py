@@ -37,8 +37,9 @@ def test_the_grid() -> None:
         for causal in (False, True):
             geometry, band = hopper_geometry(B, T, NH, causal, sms=132)
             assert geometry.grid == (blocks,)
-            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS,), HOPPER_SHARED)
-            assert geometry.defines == (("ATT_CAUSAL", int(causal)),)
+            assert (geometry.block, geometry.shared) == ((HOPPER_THREADS[64],), HOPPER_SHARED[64])
+            heads = (("ATT_SIZE", 64), ("ATT_SERVES", 1))
+            assert geometry.defines == (("ATT_CAUSAL", int(causal)), *heads)
             assert 1 <= band <= B * NH
     with pytest.raises(InputError, match="use smaller batches"):
         hopper_geometry(2**20, 2**20, 12, True, sms=132)

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
-from gpt2block.ops._attention_tiles import mma_geometry, two_part_geometry
-from gpt2block.ops.attention import MMA, MMA_TWO_PART
+from gpt2block.ops._attention_tiles import hopper_geometry, mma_geometry, two_part_geometry
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops.attention import HOPPER, MMA, MMA_TWO_PART
 from gpt2block.ops.attention import bind as bind_attention
 from gpt2block.ops.attention_cached import SPLIT, bind_append, bind_split, split_geometry
 from gpt2block.ops.attention_cached import bind as bind_packed
@@ -24,7 +25,7 @@ from gpt2block.ops.rope_qkv import bind as bind_rope
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests.compiling import assert_clean
-from tests.devices import combinations, one_order, set_attributes
+from tests.devices import combinations, on_gpu, one_order, set_attributes
 from tests.gpus import A100, H200, cupy_with
 from tests.plain import normal
 from tests.test_attention_mma import assert_right as assert_as_accurate_in_16_bits
@@ -102,18 +103,18 @@ def test_attention_of_whole_heads(
         ((2, 1, 64), "bfloat16", True),
         ((4, 2, 128), "bfloat16", False),
         ((3, 1, 128), "float16", True),
+        ((8, 2, 64), "float16", False),
     ],
     ids=str,
 )
-def test_attention_on_tensor_cores(device: Any, heads: Heads, dtype: str, causal: bool) -> None:
-    """A ragged batch: the bits of repeated heads of K and V, and of a sequence alone.
-
-    For repeated heads of 64 channels, Hopper GPUs have a variant with 128 keys in a tile instead of
-    64: a weight is rounded after another reference was subtracted from its score.
-    """
-    cupy_with()
+@pytest.mark.parametrize("variant", ["mma", "hopper"])
+def test_attention_on_tensor_cores(
+    device: Any, variant: str, heads: Heads, dtype: str, causal: bool
+) -> None:
+    """A ragged batch: the bits of repeated heads of K and V, and of a sequence alone."""
+    cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
     NH, NKV, _ = heads
-    lengths = [37, 0, 70, 1]
+    lengths = [37, 0, 70, 1] if variant == "mma" else [37, 0, 400, 1, 129]
     qkv = normal(NH, sum(lengths), width(heads)).astype(DTYPES[dtype])
 
     def evaluate(rows: Array, lengths: list[int], **options: Any) -> Array:
@@ -121,17 +122,43 @@ def test_attention_on_tensor_cores(device: Any, heads: Heads, dtype: str, causal
         seams = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
         out = device.asarray(np.full((len(rows), NH * heads[2]), np.nan, rows.dtype))
         ragged: dict[str, Any] = {"cu_seqlens": seams, "max_seqlen": max(lengths)}
-        bound = bind_attention((array,), out, n_head=NH, causal=causal, **ragged, **options)
+        options |= {"n_head": NH, "causal": causal, "variant": variant}
+        bound = bind_attention((array,), out, **ragged, **options)
         result: Array = bound.run().get()
         return result
 
     got = evaluate(qkv, lengths, n_kv_head=NKV)
     wide = expanded(qkv, heads)
-    same = evaluate(wide, lengths, variant="mma")
+    same = evaluate(wide, lengths)
     np.testing.assert_array_equal(got.view(np.uint16), same.view(np.uint16))
     assert_as_accurate_in_16_bits(got, wide, lengths, NH, causal)
-    alone = evaluate(qkv[37:107], [70], n_kv_head=NKV)
-    np.testing.assert_array_equal(alone.view(np.uint16), got[37:107].view(np.uint16))
+    one = slice(37, 37 + lengths[2])
+    alone = evaluate(qkv[one], lengths[2:3], n_kv_head=NKV)
+    np.testing.assert_array_equal(alone.view(np.uint16), got[one].view(np.uint16))
+
+
+@on_gpu
+@pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 128), (4, 2, 64)], ids=str)
+@pytest.mark.parametrize("T", [1, 127, 128, 129, 640, 2048])
+def test_attention_on_hopper(device: Any, T: int, heads: Heads) -> None:
+    """Whole and partial tiles, and values that are not finite, which later rows alone see."""
+    cupy_with(HOPPER_CAPABILITY)
+    NH, NKV, HS = heads
+    qkv = normal(T, 2, T, width(heads)).astype(np.float16)
+    for causal in (True, False):
+        truth = reference.attention(qkv.astype(np.float64), NH, causal, NKV)
+        options: dict[str, Any] = {"n_head": NH, "n_kv_head": NKV, "causal": causal}
+        got = bind_attention((device.asarray(qkv),), variant="hopper", **options).run().get()
+        assert_close(got, truth, "float16")
+    if T < 129:
+        return
+    spoiled = qkv.copy()
+    spoiled[:, -1, -NKV * HS :] = np.inf
+    options = {"n_head": NH, "n_kv_head": NKV, "causal": True, "variant": "hopper"}
+    whole = bind_attention((device.asarray(qkv),), **options).run().get()
+    got = bind_attention((device.asarray(spoiled),), **options).run().get()
+    np.testing.assert_array_equal(got[:, :-1].view(np.uint16), whole[:, :-1].view(np.uint16))
+    assert not np.isfinite(got[:, -1].astype(np.float32)).any()
 
 
 @one_order
@@ -155,9 +182,10 @@ def test_attention_in_two_parts(
 @one_order
 def test_what_tensor_cores_refuse(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy_with()
-    x = device.zeros((5, 4 * 64), "float16")
-    with pytest.raises(InputError, match=r"variant hopper: .*use variant mma"):
-        ops.attention(x, 2, variant="hopper", n_kv_head=1)
+    if replaced():
+        x = device.zeros((5, 4 * 64), "float16")
+        with pytest.raises(InputError, match=r"variant hopper: .*use variant mma"):
+            ops.attention(x, 2, variant="hopper", n_kv_head=1)
     set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=101376)
     if replaced():
         large = TwoPartMatrix.from_float32(device.zeros((5, 4 * 128), "float32"))
@@ -174,6 +202,9 @@ def test_nothing_spills() -> None:
         jobs.append((SPLIT, arch, (*kernels.stored_as("bfloat16"), *defines)))
         mma, _ = mma_geometry(8, 1024, 32, True, **gpu, HS=128, serves=4)
         jobs.append((MMA, arch, (*kernels.stored_as("bfloat16"), *mma.defines)))
+    for causal in (True, False):
+        hopper, _ = hopper_geometry(8, 1024, 32, causal, sms=H200["sms"], HS=128, serves=4)
+        jobs.append((HOPPER, "sm_90a", (*kernels.stored_as("bfloat16"), *hopper.defines)))
     most: dict[str, int] = {"most_shared": MOST_SHARED, "HS": 128, "serves": 4}
     parts, _ = two_part_geometry(8, 1024, 32, False, True, **most)
     jobs.append((MMA_TWO_PART, "sm_90", parts.defines))

@@ -21,8 +21,10 @@ KEYS = (64, 32)  # of a tile of `online`
 
 TENSOR_HEADS = (64, 128)  # channels of a head that the mma kernels take
 HOPPER_TILE = 128  # queries, and keys
-HOPPER_THREADS = 288  # two warpgroups that multiply, a warp that copies
-HOPPER_SHARED = 181408  # bytes: eight tiles of K or V, two of queries, the output to be copied
+# By the size of a head. Two warpgroups multiply; a warp copies, or a warpgroup of which one does.
+HOPPER_THREADS = {64: 288, 128: 384}
+# Bytes: eight or four tiles of K or V, two of queries, the output to be copied, barriers.
+HOPPER_SHARED = {64: 181408, 128: 230496}
 HOPPER_MOST_TILES = 2**30 - 1  # that the kernel's counters hold
 CACHED = 32 << 20  # bytes of K and V that the L2 cache keeps
 
@@ -194,7 +196,16 @@ def two_part_bytes(HS: int) -> int:
     return 2 * mma_stage(HS) * 2 + mma_stage(HS)
 
 
-def hopper_geometry(B: int, T: int, NH: int, causal: bool, *, sms: int) -> tuple[Geometry, int]:
+def hopper_geometry(
+    B: int,
+    T: int,
+    NH: int,
+    causal: bool,
+    *,
+    sms: int,
+    HS: int = TENSOR_HEADS[0],
+    serves: int = 1,
+) -> tuple[Geometry, int]:
     """As `mma_geometry`, for `hopper`, whose blocks take several tiles each.
 
     Raises InputError for more tiles than the kernel can count.
@@ -205,9 +216,10 @@ def hopper_geometry(B: int, T: int, NH: int, causal: bool, *, sms: int) -> tuple
             f"B {B:,}, T {T:,} and {NH:,} heads make {tiles:,} tiles, variant hopper counts to "
             f"{HOPPER_MOST_TILES:,}: use smaller batches"
         )
-    grid, block, defines = (min(tiles, sms),), (HOPPER_THREADS,), (("ATT_CAUSAL", int(causal)),)
-    geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED, defines)
-    return geometry, together(B, T, NH, causal)
+    grid, block = (min(tiles, sms),), (HOPPER_THREADS[HS],)
+    defines = (("ATT_CAUSAL", int(causal)), *tensor_heads_defines(HS, serves))
+    geometry = Geometry("attention_hopper", grid, block, HOPPER_SHARED[HS], defines)
+    return geometry, together(B, T, NH, causal, HS, serves)
 
 
 def mma_stage(HS: int) -> int:

@@ -216,14 +216,6 @@ def _hopper_problem(job: Job) -> str | None:
         return problem
     if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
-    return _hopper_heads_problem(job)
-
-
-def _hopper_heads_problem(job: Job) -> str | None:
-    if job.HS != TENSOR_HEAD:
-        return f"head size {job.HS}: expected {TENSOR_HEAD}: use variant mma"
-    if job.NKV != job.NH:
-        return f"n_kv_head {job.NKV}: expected as many heads as n_head {job.NH}: use variant mma"
     return None
 
 
@@ -252,7 +244,8 @@ def _launch_hopper(job: Job, out: CudaArray) -> Bound:
     check_address("out", out)
     qkv, sizes = job.qkv, (job.B, job.T, job.NH)
     sms = device_attribute("MultiProcessorCount")
-    geometry, together = hopper_geometry(*sizes, job.causal, sms=sms)
+    heads = {"HS": job.HS, "serves": job.NH // job.NKV}
+    geometry, together = hopper_geometry(*sizes, job.causal, sms=sms, **heads)
     boxes = tensor_map(qkv.reshape(-1, *qkv.shape[-2:]), (1, HOPPER_TILE, TENSOR_HEAD))
     args = (boxes, qkv, job.cu_seqlens, out, *sizes, together)
     return Bound(out, (launch_at(HOPPER, geometry, args, job.dtype),))
@@ -373,8 +366,7 @@ def check_heads(dtype: str, n_head: int, n_kv_head: int, head_size: int, causal:
 def tensor_cores_take(variant: str, n_head: int, n_kv_head: int, head_size: int) -> bool:
     """Whether "mma" or "hopper" computes such heads, on a GPU that runs its instructions."""
     job = Job(None, None, "float16", 1, 1, n_head, n_kv_head, head_size, True)
-    problem = {"mma": _mma_heads_problem, "hopper": _hopper_heads_problem}[variant]
-    return problem(job) is None
+    return variant in TENSOR_CORES and _mma_heads_problem(job) is None
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
@@ -461,7 +453,7 @@ OPERATION = Operation(
             ("attention_hopper",),
             "tensor cores (wgmma), 64 queries per warpgroup: one warp copies K and V (TMA), the "
             "softmax overlaps the products, each block processes many tiles; ragged batches",
-            block=HOPPER_THREADS,
+            block=HOPPER_THREADS[TENSOR_HEAD],
             source="gpt2block",
             dtypes=SIXTEEN_BITS,
             launch=_launch_hopper,
@@ -515,9 +507,8 @@ def attention(
     256 channels.
 
     float16 and bfloat16, with heads of 64 or 128 channels: variant mma and, on GPUs of compute
-    capability 9.0, hopper, which takes heads of 64 channels, as many of K and V as of Q. The
-    default is the faster one that supports the call. Both run on tensor cores: sums
-    and the softmax are float32, the softmax's weights are rounded to the dtype of qkv before they
+    capability 9.0, hopper, which is then the default. Both run on tensor cores: sums and the
+    softmax are float32, the softmax's weights are rounded to the dtype of qkv before they
     are multiplied, and the result has that dtype. They support any T. The bits of a row's result
     depend only on its own sequence.
 

@@ -1,8 +1,9 @@
-// Attention on Hopper, for heads of 64 channels: TMA, wgmma, warp specialisation, a persistent grid.
+// Attention on Hopper, for heads of 64 and 128 channels: TMA, wgmma, warp specialisation, a persistent grid.
 //
-//   out[i] = sum over j of softmax_j(q[i] . k[j] / 8) v[j]      j <= i with ATT_CAUSAL, else all of the sequence
+//   out[i] = sum over j of softmax_j(q[i] . k[j] / sqrt(SIZE)) v[j]     j <= i with ATT_CAUSAL, else all of the sequence
 //
-//   qkv (rows, 3C)   a row is [Q | K | V], C = 64 n_head, with the heads packed next to each other in each
+//   qkv (rows, W)    a row is [Q | K | V], Q of C = SIZE n_head channels, K and V of C / ATT_SERVES, with the heads packed
+//                    next to each other in each; a head of K and V serves ATT_SERVES neighbouring heads of Q
 //   out (rows, C)    the rows of all sequences, one sequence after the other
 //
 // A tile is 128 queries of a head. One warp has the copy engine load its queries and then keys and values, 128 at a
@@ -26,8 +27,10 @@
 // Source of the idea: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024).
 //
-// map: qkv as (B, T, 3C), or (1, rows, 3C), boxes (1, 128, 64). Block (THREADS), grid: one block per multiprocessor, or
-// per tile if that is fewer, dynamic shared memory sizeof(Shared) + 1024. qkv and out are aligned to 16 bytes.
+// map: qkv as (B, T, W), or (1, rows, W), boxes (1, 128, 64); 128 rows of a head are one box, or two, one after the other.
+// Block (THREADS), grid: one block per multiprocessor, or per tile if that is fewer, dynamic shared memory sizeof(Shared)
+// + 1024. qkv and out are aligned to 16 bytes. With 128 channels the sums take so many registers that the copying warp
+// is in a warpgroup of its own, which leaves its registers to the others.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_FP16) && !defined(STORAGE_BF16)
@@ -44,7 +47,7 @@
 #define ATT_CAUSAL 1
 #endif
 #ifndef ATT_SLOTS  // of the ring
-#define ATT_SLOTS 8
+#define ATT_SLOTS (SIZE == 64 ? 8 : 4)
 #endif
 #ifndef ATT_TURNS  // 1: the warpgroups issue their products in turn
 #define ATT_TURNS 1
@@ -52,8 +55,10 @@
 
 constexpr int KEYS = 128, GROUP_QUERIES = 64, GROUPS = 2;
 constexpr int GROUP = 128, CONSUMERS = GROUPS * GROUP;
-constexpr int THREADS = CONSUMERS + 32;
+constexpr bool TIGHT = SIZE > 64;  // registers
+constexpr int THREADS = CONSUMERS + (TIGHT ? GROUP : 32);
 constexpr int ROW_BYTES = 2 * SIZE, SLOT = KEYS * ROW_BYTES;
+constexpr int LINE = 128, BOX = KEYS * LINE, BOXES = SIZE / 64;  // bytes of a row in a box, and of a box
 static_assert(QUERIES == GROUPS * GROUP_QUERIES && QUERIES == KEYS,
               "one kind of box, of which one has keys that are later than some of a tile's queries");
 static_assert((ATT_SLOTS & (ATT_SLOTS - 1)) == 0, "slots are counted without a division");
@@ -77,7 +82,13 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map, Wo
     for (int tile = 0; work.next(); ++tile) {
         const auto load = [&](void* to, Barrier& barrier, int part, int first) {
             arrive_and_expect(barrier, SLOT);
-            load_box(to, map, barrier, part * C + SIZE * work.head, work.map_row + first, work.map_z);
+            const int start = part ? C + (part - 1) * C / ATT_SERVES : 0;
+            const int column = start + SIZE * (part ? work.head / ATT_SERVES : work.head);
+#pragma unroll
+            for (int box = 0; box < BOXES; ++box) {
+                char* at = static_cast<char*>(to) + box * BOX;
+                load_box(at, map, barrier, column + 64 * box, work.map_row + first, work.map_z);
+            }
         };
         const auto load_slot = [&](int part, int step) {
             const int slot = count % ATT_SLOTS;
@@ -108,8 +119,8 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(Shared& shared)
         : shared(shared), group(uniform(threadIdx.x / GROUP)), warp(uniform(threadIdx.x / 32)), lane(threadIdx.x % 32),
-          first_slot(matrix_at(shared.slots[0])),
-          first_query(matrix_at(shared.queries[0] + group * GROUP_QUERIES * ROW_BYTES)) {}
+          first_slot(matrix_at(shared.slots[0], BOXES > 1 ? BOX : 16)),
+          first_query(matrix_at(shared.queries[0] + group * GROUP_QUERIES * LINE)) {}
 
     __device__ __forceinline__ void take_turn() const {
         if (ATT_TURNS) sync_threads(4 + group, CONSUMERS);
@@ -139,13 +150,16 @@ struct Consumer {
     __device__ __forceinline__ void ask_for_scores(float (&s)[KEYS / 2], int tile, Matrix keys) const {
         const Matrix queries = further(first_query, tile % 2 * SLOT);
 #pragma unroll
-        for (int i = 0; i < SIZE / 16; ++i) multiply(s, further(queries, 32 * i), further(keys, 32 * i), i > 0);
+        for (int i = 0; i < SIZE / 16; ++i) {
+            const int at = i / 4 * BOX + i % 4 * 32;
+            multiply(s, further(queries, at), further(keys, at), i > 0);
+        }
         end_products();
     }
 
     __device__ __forceinline__ void ask_for_out(Matrix values) {
 #pragma unroll
-        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(out, p[i], further(values, 16 * ROW_BYTES * i), true);
+        for (int i = 0; i < KEYS / 16; ++i) multiply<true>(out, p[i], further(values, 16 * LINE * i), true);
         end_products();
     }
 
@@ -260,7 +274,7 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const __grid_constant__ TensorMap map,  // of qkv
-    const T* qkv,                           // (rows, 3C)
+    const T* qkv,                           // (rows, W)
     const int* cu_seqlens,                  // (B + 1), not decreasing; null: B sequences of seq_len rows
     T* out,                                 // (rows, C)
     int B,
@@ -279,15 +293,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     __syncthreads();
     wait_before_copies();
     Work work{cu_seqlens, B, seq_len, n_head, together};
-    if (uniform(threadIdx.x / 32) == CONSUMERS / 32) {
-        if (elect_one()) produce(shared, map, work);
+    if (uniform(threadIdx.x / 32) >= CONSUMERS / 32) {
+        if constexpr (TIGHT) give_registers<40>();
+        if (uniform(threadIdx.x / 32) == CONSUMERS / 32 && elect_one()) produce(shared, map, work);
         __syncwarp();
         return;
     }
+    if constexpr (TIGHT) take_registers<232>();
     if (!work.next()) return;
     Consumer own(shared);
     if (own.group == 1) own.pass_turn();
-    const int C = SIZE * n_head;
+    const int C = SIZE * n_head, to_values = C + C / ATT_SERVES;
+    const long long stride = C + 2 * C / ATT_SERVES;
     bool more = true;
     float s[KEYS / 2], factor[2];
     const auto ask_for_first = [&](int tile) {  // its first scores; unused ones if there is no next tile
@@ -354,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
         }
         own.release(shared.answered[tile % 2]);
         T* const to = out + (work.row + warp_row) * C + SIZE * work.head;
-        const T* const values = qkv + (work.row * 3 + 2) * C + SIZE * work.head;
+        const T* const values = qkv + work.row * stride + to_values + SIZE * (work.head / ATT_SERVES);
         const int rows = work.length - warp_row, from = last * KEYS, end = min(work.length, from + KEYS);
         more = work.next();
         const unsigned number = own.count++;
@@ -367,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
         wait_for_products<1>();
         pin(own.out);
         own.release(shared.empty[number % ATT_SLOTS]);
-        if (!finite) own.add_not_finite(values, 3LL * C, from, end, row);
+        if (!finite) own.add_not_finite(values, stride, from, end, row);
         own.store(to, C, rows);
     }
     wait_for_products<0>();
