@@ -206,7 +206,7 @@ def test_bad_input(cp: ModuleType) -> None:
             (x.astype("float32"), 2),
             "variant hopper: qkv: expected float16 or bfloat16, got float32",
         ),
-        ((x, 1), "variant hopper: head size 128: expected 64: use variant mma"),
+        ((cp.zeros((5, 96), "float16"), 1), "variant hopper: head size 32: tensor cores take 64"),
     ):
         with pytest.raises(InputError, match=message):
             ops.attention(*args, variant="hopper")

@@ -40,8 +40,9 @@ class Tile(NamedTuple):
 
 
 # Fitted to the products of GPT-2 at M from 128 to 8192, and of Llama 7B at 512 to 2048, in a row of
-# overlapping launches: the three times are apart only roughly. What a slice takes is mostly shared memory's, which takes it in and
-# gives its rows to wgmma. Where each warpgroup has a tile of its own, epilogues cost little.
+# overlapping launches: the three times are apart only roughly. What a slice takes is mostly shared
+# memory's, which takes it in and gives its rows to wgmma. Where each warpgroup has a tile of its
+# own, epilogues cost little.
 TILES = (
     Tile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     Tile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),
