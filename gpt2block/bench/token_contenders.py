@@ -29,6 +29,7 @@ from gpt2block.sampling import Sampling
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
+SPARE_STEPS = 64
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 
 
@@ -52,15 +53,20 @@ def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
         yield Contender(name, False, capture, kv_cache_dtype(work.dtype), note)
 
 
-def started(model: Model[Any], prompts: Sequence[Ids], sampling: Sampling) -> Decoding:
-    """A decoding of these prompts, which a call of `next` continues by a token each."""
-    steps = model.config.n_ctx - max(map(len, prompts)) + 1
+def started(model: Model[Any], prompts: Sequence[Ids], sampling: Sampling, end: int) -> Decoding:
+    """A decoding of these prompts, which a call of `next` continues by a token each.
+
+    end: the most tokens of a sequence, which the kv_cache has room for.
+    """
+    steps = end - max(map(len, prompts)) + 1
     return start_all(model.engine, prompts, [sampling] * len(prompts), steps)
 
 
 def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Run:
     prompts = work.prompts()
-    decoding = started(work.model.on(device), prompts, sampling)
+    # A step more is in flight, and the rate of a step is also measured after the turns.
+    end = min(work.model.config.n_ctx, work.end + SPARE_STEPS)
+    decoding = started(work.model.on(device), prompts, sampling, end)
     steps: list[Sampled] = []
     waiting = set(range(work.rows))
     while waiting:  # prompts that start in several groups have separate first steps

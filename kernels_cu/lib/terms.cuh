@@ -2,8 +2,8 @@
 // is left. Two of bfloat16 have 16 bits and the range of a float; two of float16 have 22 bits, down to 2^-24, and
 // magnitudes up to 65504. Infinity gives NaN.
 //
-// In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or the terms
-// of all rows are in the order in which wgmma reads them (term_place), in as much memory.
+// In memory the terms of a pair of neighbouring values take the place of their floats, the high ones first; or all are
+// in the order in which wgmma reads them (term_place), in as much memory.
 //
 // The including file includes lib/sm80.cuh.
 #pragma once

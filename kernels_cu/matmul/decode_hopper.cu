@@ -1,4 +1,4 @@
-// The products of decoding on Hopper, by wgmma, for weights that stream from memory: any number of rows reads them once.
+// The products of decoding on Hopper, by wgmma, for weights that stream from memory: 64 rows read them once.
 //
 //   linear_decode_hopper  out = [residual +] [gelu] (x W^T * scale + bias), or with DH_GATED, of two matrices
 //                         out = silu(x W^T * scale) (x U^T * up_scale)
@@ -16,14 +16,24 @@
 //   ring   [W | x] [W | x] [W | x] ...   full: a slice has arrived    empty: all warps are done with it
 //
 // With two blocks on a multiprocessor, one copies while the other begins, ends or waits. A cluster has DH_SHARES
-// neighbouring tiles of columns, which read the same x: each block copies a part of a slice to all of them, because the
-// L2 cache would otherwise read x as often as W. It has DH_SPLITS blocks for each tile, which exchange the sums of their
-// splits: tile i of 16 columns by 4 rows is for block i % DH_SPLITS, which adds the splits in order.
+// neighbouring tiles of columns, which read the same x: each block copies a part of a slice to all of them. Otherwise
+// as much of x as of W would be read from the L2 cache. It has DH_SPLITS blocks for each tile, which exchange the sums
+// of their splits: tile i of 16 columns by 4 rows is for block i % DH_SPLITS, which adds the splits in order.
 //
 // Any M and N; K is a multiple of 128. grid (DH_SHARES DH_SPLITS ceil(M / TERM_ROWS) ceil(N / (columns DH_SHARES))),
 // block (128 DH_GROUPS + 32). gpt2block/ops/_linear_hopper.py computes the dynamic shared memory.
 //
+// On an NVIDIA H200, float16 weights of Llama 7B, in microseconds, in brackets at the rate of a copy and for matmul/
+// decode_mma.cu and decode_tiles.cu (1, 16 and 64 rows):
+//
+//   4096 -> 12288         23.8   26.1   31.5   (23.8; 27.5, 65.3, 79.3)
+//   4096 -> 2 x 11008     45.0   44.6   63.4   (42.7; 53.5, 120, 162, with silu_mul)
+//   11008 -> 4096         26.2   27.7   32.8   (21.3; 23.3, 138, 108)
+//
 // architecture: sm_90a
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define STORAGE_BF16
+#endif
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"
 #include "lib/sm90_wgmma.cuh"
@@ -371,16 +381,16 @@ struct AddTerms : Add {
     __device__ void store(int m, int n, float v, Late) const { out[term_place<order::WIDTH>(m, n, M, N)] = v; }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
-    linear_decode_hopper(const float* x,                      // (M, K), terms
-                         const __grid_constant__ TensorMap w,   // (1, N, K)
-                         const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
-                         const float* __restrict__ scale,       // (N) or null
-                         const float* __restrict__ up_scale,    // (N) or null
-                         const float* __restrict__ bias,        // (N) or null
-                         const float* residual,                 // (M, N) or null; may be out
-                         float* out,                            // (M, N), with DH_OUT_TERMS terms
-                         int M, int N, int K, int gelu) {
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) linear_decode_hopper(
+    const float* x,                        // (M, K), terms
+    const __grid_constant__ TensorMap w,   // (1, N, K)
+    const __grid_constant__ TensorMap up,  // (1, N, K), with DH_GATED
+    const float* __restrict__ scale,       // (N) or null
+    const float* __restrict__ up_scale,    // (N) or null
+    const float* __restrict__ bias,        // (N) or null
+    const float* residual,                 // (M, N) or null; may be out
+    float* out,                            // (M, N), with DH_OUT_TERMS terms
+    int M, int N, int K, int gelu) {
     const Scales scales{scale, up_scale, bias};
 #if DH_OUT_TERMS
     run(x, w, up, scales, AddTerms{{residual, out, N, gelu}, M}, M, N, K);
@@ -390,17 +400,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 }
 
 // Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, DH_BLOCKS)
-    qkv_decode_hopper(const float* x,                      // (M, K), terms
-                      const __grid_constant__ TensorMap w,  // (1, 3C, K)
-                      const float* __restrict__ scale,      // (3C) or null
-                      const float* __restrict__ bias,       // (3C) or null
-                      const int* row,                       // (M)
-                      const int* position,                  // (M)
-                      float* q,                             // (M, C)
-                      T* k_cache,                           // (B, n_ctx, C)
-                      T* v_cache,                           // (B, n_ctx, C)
-                      int M, int K, int C, int B, int n_ctx) {
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) qkv_decode_hopper(
+    const float* x,                       // (M, K), terms
+    const __grid_constant__ TensorMap w,  // (1, 3C, K)
+    const float* __restrict__ scale,      // (3C) or null
+    const float* __restrict__ bias,       // (3C) or null
+    const int* row,                       // (M)
+    const int* position,                  // (M)
+    float* q,                             // (M, C)
+    T* k_cache,                           // (B, n_ctx, C)
+    T* v_cache,                           // (B, n_ctx, C)
+    int M, int K, int C, int B, int n_ctx) {
     const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, w, w, Scales{scale, nullptr, bias}, end, M, 3 * C, K);
 }
