@@ -39,7 +39,7 @@ from gpt2block.ops._attention_tiles import (
     warp_queries,
 )
 from gpt2block.ops._rows import power_of_two
-from gpt2block.ops._terms import order_define
+from gpt2block.ops._terms import check_terms, order_define
 from gpt2block.ops.attention import LARGEST_HEAD
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.two_part import check_two_part
@@ -327,6 +327,7 @@ def bind_split(
                 f"terms of {to_terms}, k {dtype}, head size {Q // n_head}: expected the 16-bit "
                 "dtype of k, and an even head size"
             )
+        check_terms(to_terms, Q)
         ends = (("AS_TERMS", 1), *order_define(to_terms))
         geometry = geometry._replace(defines=(*geometry.defines, *ends))
     width = int(dict(geometry.defines)["AS_WIDTH"])

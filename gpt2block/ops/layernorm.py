@@ -33,7 +33,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import stored_defines
+from gpt2block.ops._terms import check_terms, stored_defines
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.two_part import TWO_PART, check_one_scale
 from gpt2block.ops.warm import call
@@ -301,11 +301,11 @@ def bind(
     check("x", x, dtype=stored)
     C = x.shape[-1]
     vectors = "float32" if chosen.name == NARROW else stored
-    if to_terms and (chosen.name != DECODE or C % 2):
+    if to_terms and chosen.name != DECODE:
         raise InputError(
-            f"layernorm: terms of {to_terms}, variant {chosen.name}, {C} channels: expected "
-            "variant decode and an even number of channels"
+            f"layernorm: terms of {to_terms}, variant {chosen.name}: expected variant decode"
         )
+    check_terms(to_terms, C)
     check("gamma", gamma, (C,), vectors)
     check("beta", beta, (C,), vectors)
     N = check_rows("x", x)

@@ -41,6 +41,7 @@ from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
 from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
+from gpt2block.ops._terms import check_terms
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.warm import call
 from gpt2block.plan import Terms
@@ -273,12 +274,13 @@ def _launch_decode_hopper(
         device_attribute("MaxSharedMemoryPerBlockOptin"),
     )
     box = (1, tile.columns(gated), hopper.LINE // job.w.data.itemsize)
+    for name, array in (("w", job.w.data), ("up", job.up.data if job.up else None), ("x", job.x)):
+        if array is not None:
+            check_address(name, array)
     maps = [
         NO_MAP if w is None else tensor_map(w.data.reshape(1, w.N, w.K), box)
         for w in (job.w, job.up)
     ]
-    check_address("w", job.w.data)
-    check_address("x", job.x)
     sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
     ends = {"gated": gated, "to_terms": job.to_terms is not None}
     geometry = hopper.geometry(kernel, *sizes, tile, **ends)
@@ -432,12 +434,12 @@ def _check_terms(
     kinds = {each.dtype for each in known}
     orders = {0, hopper.width(w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
-    if unknown or (to_terms and w.N % 2) or (terms and gamma is not None):
+    if unknown or (terms and gamma is not None):
         raise InputError(
             f"w: {w.dtype}, {w.K} inputs, {w.N} outputs: expected terms of "
-            f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta, and an even number of "
-            "outputs: pass floats"
+            f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta: pass floats"
         )
+    check_terms(to_terms, w.N)
 
 
 def _check_up(up: Any, w: WeightMatrix, x: Any, bias: Any, gelu: bool) -> None:

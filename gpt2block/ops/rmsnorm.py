@@ -31,7 +31,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import stored_defines
+from gpt2block.ops._terms import check_terms, stored_defines
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
 from gpt2block.ops.warm import call
 from gpt2block.plan import Terms
@@ -131,11 +131,9 @@ def _bind_stream(
     if dtype not in STORAGE:
         raise InputError(f"dtype: expected one of {', '.join(STORAGE)}, got {dtype!r}")
     out = output(out, x.shape, dtype, apart={"x": x, "weight": weight})
-    if to_terms and (dtype != "float32" or x.shape[-1] % 2):
-        raise InputError(
-            f"rmsnorm: terms of {to_terms}, out {dtype}, {x.shape[-1]} channels: expected float32 "
-            "and an even number of channels"
-        )
+    if to_terms and dtype != "float32":
+        raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")
+    check_terms(to_terms, x.shape[-1])
     job = Job(x, weight, None, None, out, x.shape[-1], float(eps), None, to_terms)
     return Bound(out, _launch_stream(job))
 
