@@ -1,0 +1,201 @@
+// The loop of matmul/decode_hopper.cu over K: its constants, the ring of slices, the warp that requests them and those
+// that multiply. The including file includes lib/sm80.cuh.
+#pragma once
+#include "lib/sm90_wgmma.cuh"
+#include "matmul/decode_order.cuh"
+
+#ifndef DH_ROWS  // 4, 8, 16, 32 or 64, at least min(M, 64)
+#define DH_ROWS 4
+#endif
+#ifndef DH_GROUPS
+#define DH_GROUPS 1
+#endif
+#ifndef DH_SPLITS  // blocks that share K
+#define DH_SPLITS 1
+#endif
+#ifndef DH_SHARES  // blocks that share x
+#define DH_SHARES 1
+#endif
+#ifndef DH_STAGES
+#define DH_STAGES 12
+#endif
+#ifndef DH_GATED
+#define DH_GATED 0
+#endif
+#ifndef DH_BLOCKS  // on a multiprocessor
+#define DH_BLOCKS 2
+#endif
+
+constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
+constexpr int WARPS = 4 * DH_GROUPS, THREADS = 32 * WARPS + 32;
+constexpr int TERMS = order::TERMS * DH_ROWS;                // columns of B
+constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
+constexpr int OUTPUTS = DH_GATED ? 1 : 2;                    // columns of a lane
+constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
+constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
+constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
+constexpr int BOX = 64, BOX_BYTES = 4 * BOX * DH_ROWS;  // of x: K, and bytes in shared memory
+static_assert(!order::FLOATS, "terms are of 16 bits");
+
+struct Ring {
+    char* stages;
+    Barrier* full;
+    Barrier* empty;
+
+    __device__ __forceinline__ char* stage(int i) const { return stages + i * STAGE; }
+};
+
+// What a block multiplies: its tile, and its share of K.
+struct Share {
+    int row, rows, column;  // first row, their number, first column
+    int rank, part;         // of the blocks that share K, and that share x
+    int first, last;        // splits
+    int k, slices;
+
+    __device__ __forceinline__ Share(int M, int K) {
+        const int tile = blockIdx.x / CLUSTER, tiles_m = (M - 1) / (int)TERM_ROWS + 1;
+        const int splits = order::splits(K), each = (splits + DH_SPLITS - 1) / DH_SPLITS;
+        part = blockIdx.x % DH_SHARES, rank = blockIdx.x % CLUSTER / DH_SHARES;
+        row = tile % tiles_m * (int)TERM_ROWS;
+        rows = min((int)TERM_ROWS, M - row);
+        column = (tile / tiles_m * DH_SHARES + part) * COLUMNS;
+        first = min(rank * each, splits), last = min(first + each, splits);
+        k = first * order::split_length(K);
+        slices = (min(last * order::split_length(K), K) - k) / SLICE;
+    }
+};
+
+// Requests all slices; called by one warp.
+__device__ __forceinline__ void produce(const Ring& ring, const Share& share, const TensorMap& w, const TensorMap& up,
+                                        const float* x, int K) {
+    const int bytes = 4 * SLICE * share.rows;  // of x
+    const auto load_w = [&](int slice, int stage) {
+        char* to = ring.stage(stage);
+        arrive_and_expect(ring.full[stage], W_BYTES + bytes);
+        load_box(to, w, ring.full[stage], share.k + slice * SLICE, share.column, 0);
+        if (DH_GATED) load_box(to + W_BYTES / 2, up, ring.full[stage], share.k + slice * SLICE, share.column, 0);
+    };
+    const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
+    const auto load_x = [&](int slice, int stage) {
+        const int box = 4 * BOX * share.rows, own = box / DH_SHARES, at = share.part * own;
+        const unsigned short all = ((1 << DH_SHARES) - 1) << share.rank * DH_SHARES;
+        char* to = ring.stage(stage) + W_BYTES + at;
+        const char* of_x = reinterpret_cast<const char*>(from + (long long)slice * SLICE * share.rows) + at;
+#pragma unroll
+        for (int i = 0; i < SLICE / BOX; ++i) {
+            if (DH_SHARES > 1) load_bytes_for(all, to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+            else load_bytes(to + i * BOX_BYTES, of_x + i * box, own, ring.full[stage]);
+        }
+    };
+    const bool one = threadIdx.x % 32 == 0;
+    const int early = min(DH_STAGES, share.slices);
+    for (int i = 0; one && i < early; ++i) load_w(i, i);
+    __syncwarp();
+    if (CLUSTER > 1) wait_for_cluster();  // the barriers of the other blocks are initialised
+    if (!one) return;
+    wait_before_copies();
+    for (int i = 0; i < early; ++i) load_x(i, i);
+    int stage = 0;
+    unsigned phase = 0;
+    const auto next = [&] {
+        if (++stage == DH_STAGES) stage = 0, phase ^= 1;
+    };
+    for (int slice = early; slice < share.slices; ++slice, next()) {
+        wait(ring.empty[stage], phase, "empty");
+        load_w(slice, stage), load_x(slice, stage);
+    }
+    // Other blocks arrive at these barriers: the block must not exit before the last arrivals.
+    for (int i = 0; DH_SHARES > 1 && i < early; ++i, next()) wait(ring.empty[stage], phase, "empty at the end");
+}
+
+// 64 of K: what a lane has of W, as A, and where x is. A slice of 16-bit weights has one, of FP8 two.
+constexpr int PIECE_STEPS = 4, PIECES = CHUNKS * order::STEPS / PIECE_STEPS;
+
+struct Piece {
+    unsigned w[PIECE_STEPS][4];
+    Matrix x;
+};
+
+// The row of W, of 8, that lane 4 g + t has as row g of A. Eight lanes load at a time, of rows that are 4 apart: their
+// swizzled units are in different banks.
+__device__ __forceinline__ int own_row() { return threadIdx.x % 8 / 4 * 4 + threadIdx.x % 32 / 8; }
+
+// A warp's position in the ring, and its rows of W in a stage. Pieces are in pairs, of which HALF is 0 or 1: a unit of
+// the order of additions has one pair.
+struct Consumer {
+    const Ring& ring;
+    const int rank;
+    int stage = 0, freed = 0;  // next ones
+    unsigned phase = 0;
+    int lower, upper;  // of W: rows g and g + 8 of the warp's part of A
+
+    __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
+        lower = (DH_GATED ? 8 : 16) * (threadIdx.x / 32) + own_row();
+        upper = lower + (DH_GATED ? 32 * DH_GROUPS : 8);
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ Piece load() {
+        if (HALF == 0 || PIECES == 1) wait<(DH_SHARES > 1)>(ring.full[stage], phase, "full");
+        const char* w = ring.stage(stage);
+        constexpr int EACH = CHUNKS / PIECES, FIRST = PIECES > 1 ? HALF * EACH : 0;  // chunks
+        Piece piece;
+#pragma unroll
+        for (int chunk = 0; chunk < EACH; ++chunk) {
+            const int at = 64 * (FIRST + chunk) + threadIdx.x % 4 * 16;
+            const order::Columns columns(*reinterpret_cast<const uint4*>(w + swizzled(128 * lower + at)),
+                                         *reinterpret_cast<const uint4*>(w + swizzled(128 * upper + at)));
+#pragma unroll
+            for (int s = 0; s < order::STEPS; ++s) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) piece.w[chunk * order::STEPS + s][i] = columns.high[s][i];
+            }
+        }
+        piece.x = matrix_at(w + W_BYTES + (PIECES > 1 ? HALF * BOX_BYTES : 0));
+        if ((HALF == 1 || PIECES == 1) && ++stage == DH_STAGES) stage = 0, phase ^= 1;
+        return piece;
+    }
+
+    // Starts the products of a piece; `adds`: to the sums before, else in their place.
+    __device__ __forceinline__ void start(float (&sums)[TERMS / 2], const Piece& piece, bool adds) const {
+        fence_sums();
+#pragma unroll
+        for (int s = 0; s < PIECE_STEPS; ++s) multiply(sums, piece.w[s], further(piece.x, 32 * s), s > 0 || adds);
+        end_products();
+    }
+
+    // Frees the oldest stage, when the products of a piece are complete.
+    template <int HALF>
+    __device__ __forceinline__ void release() {
+        if (HALF == 0 && PIECES > 1) return;
+        const int lane = threadIdx.x % 32;
+        __syncwarp();
+        if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[freed], rank * DH_SHARES + lane);
+        if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
+        if (++freed == DH_STAGES) freed = 0;
+    }
+
+    // The sums of a split of so many pairs of pieces. While one is multiplied, the next one is loaded into registers.
+    __device__ __forceinline__ void multiply_split(float (&sums)[TERMS / 2], int pairs) {
+        Piece a = load<0>(), b;
+        start(sums, a, false);
+#pragma unroll 1
+        for (int i = 1; i < pairs; ++i) {
+            b = load<1>();
+            start(sums, b, true);
+            wait_for_products<1>();
+            release<0>();
+            a = load<0>();
+            start(sums, a, true);
+            wait_for_products<1>();
+            release<1>();
+        }
+        b = load<1>();
+        start(sums, b, true);
+        wait_for_products<1>();
+        release<0>();
+        wait_for_products<0>();
+        release<1>();
+        pin(sums);
+    }
+};
