@@ -31,7 +31,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PEER_ROWS = (1, 8, 64, 256)  # of ROWS; compiling PyTorch's step takes seconds for each
 MOST_ROWS = 4096
 STEPS = 16  # of decoding in one turn
-FEW_LAYERS = 12
 DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
 
 
@@ -130,12 +129,7 @@ class TokenWork(Work):
 
     model: RandomModel
     turns: ClassVar[int] = timing.REPLAYS
-
-    @property
-    def roundings(self) -> float:
-        """Those of a block up to GPT-2's 12 layers. Errors of layers are independent: of more
-        layers they grow as the square root of their number."""
-        return STEPS_OF_A_BLOCK * max(1.0, math.sqrt(self.model.config.n_layer / FEW_LAYERS))
+    roundings = STEPS_OF_A_BLOCK
 
     def sets(self) -> list[Host]:
         return [{}]  # the model has its weights, which exceed the L2 cache

@@ -40,17 +40,13 @@ class Work(ABC):
     dtype: str
     what: ClassVar[str]
     named: ClassVar[tuple[str, ...]]  # the fields that are sizes
+    roundings: ClassVar[int] = 1  # consecutive results that are rounded to the dtype
     rounds: ClassVar[int | None] = None  # of all copies in one turn; None: some milliseconds
 
     @property
     @abstractmethod
     def name(self) -> str:
         """Its sizes in words, such as "8x1024 causal"; the same for all dtypes."""
-
-    @property
-    def roundings(self) -> float:
-        """Consecutive results that are rounded to the dtype, whose errors add up."""
-        return 1
 
     @property
     @abstractmethod
@@ -139,10 +135,7 @@ class BlockWork(_SequenceWork):
     """The whole block on (B, T, C)."""
 
     what = "block"
-
-    @property
-    def roundings(self) -> float:
-        return STEPS_OF_A_BLOCK
+    roundings = STEPS_OF_A_BLOCK
 
     @property
     def flops(self) -> int:
