@@ -14,6 +14,7 @@ from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, To
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.model import Model
+from gpt2block.run.cuda_decoding import IN_FLIGHT
 from gpt2block.run.model import (
     Decoding,
     Floats,
@@ -29,7 +30,6 @@ from gpt2block.sampling import Sampling
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
-SPARE_STEPS = 64
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 
 
@@ -64,8 +64,7 @@ def started(model: Model[Any], prompts: Sequence[Ids], sampling: Sampling, end: 
 
 def _steps(work: DecodeWork, device: int, sampling: Sampling, rounds: int) -> Run:
     prompts = work.prompts()
-    # A step more is in flight, and the rate of a step is also measured after the turns.
-    end = min(work.model.config.n_ctx, work.end + SPARE_STEPS)
+    end = min(work.model.config.n_ctx, work.end + IN_FLIGHT)
     decoding = started(work.model.on(device), prompts, sampling, end)
     steps: list[Sampled] = []
     waiting = set(range(work.rows))
