@@ -545,6 +545,25 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
+def linear_rope(
+    x: Array,
+    w: Array | WeightMatrix,
+    bias: Array | None,
+    frequencies: Array,
+    k: Array,
+    v: Array,
+    row: NDArray[np.integer[Any]],
+    position: NDArray[np.integer[Any]],
+    n_head: int,
+) -> Array:
+    """`rope_append` of x w + bias, with half-split pairs.
+
+    x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), frequencies (D / 2,), k, v (B, n_ctx, KV), row,
+    position (M,) → (M, Q).
+    """
+    return rope_append(linear(x, w, bias), frequencies, k, v, row, position, n_head, True)
+
+
 def _turned(x: Array, angle: Array, half_split: bool) -> Array:
     """Turn the pairs of channels of x (..., T, H, D) by angle (T, 1, D / 2)."""
     D = x.shape[-1]

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from gpt2block import Llama, LlamaConfig, LlamaWeights, reference
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import stored_as
+from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._linear_mma import splits
 from gpt2block.ops.linear import bind, bind_qkv
+from gpt2block.ops.linear_rope import bind as bind_rope
+from gpt2block.ops.rope_qkv import bind_append
 from gpt2block.plan import Terms
 from tests import devices, gpus, plain
 from tests.compiling import Job, assert_clean
@@ -44,6 +47,8 @@ TILES = (
     (2, 8, 1, 1),
     (1, 1, 4, 1),
     (2, 2, 2, 1),
+    (3, 1, 1, 1),
+    (3, 2, 2, 1),
 )
 
 
@@ -79,6 +84,8 @@ def test_the_bits_are_those_of_mma(
         if parts > splits(K)[0] or parts > groups * rows:
             continue
         tile = hopper.Tile(rows, groups, parts, shares, blocks)
+        if hopper.shared_bytes(tile, K, dtype) > gpus.H200["most_shared"]:
+            continue
         monkeypatch.setattr(hopper, "choose", lambda *_, tile=tile: tile)
         out = cupy.full((M, N), np.nan, "float32")
         bind(given, out, gelu=True, terms=wanted(dtype), decoding=True).run()
@@ -120,6 +127,63 @@ def test_qkv(device: Any, kind: str) -> None:
         assert_same_bits(ours, theirs)
 
 
+@every_weight
+@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (3, 3, 192)], ids=str)
+@on_gpu
+def test_rope_has_the_bits_of_the_step_alone(
+    device: Any, heads: tuple[int, int, int], dtype: str
+) -> None:
+    """Of one head of q or more for each of k, with biases, and rows outside the cache."""
+    gpus.cupy_with(90)
+    n_head, n_kv_head, D = heads
+    N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
+    w, bias = matrix(N, K, dtype), on_device(1, N)
+    frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
+    kept = DTYPES["bfloat16" if dtype == "bfloat16" else "float16"]
+    for M in (1, 9, 64, 130):
+        x = plain.normal(0, M, K)
+        row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
+        position = cupy.asarray(np.arange(M, dtype=np.int32) % (n_ctx + 1))
+        found = []
+        for fused in (False, True):
+            shape = (B, n_ctx, n_kv_head * D)
+            k, v = (cupy.asarray(np.zeros(shape, kept)) for _ in range(2))
+            cache = (frequencies, k, v, row, position)
+            if fused:
+                inputs = (handed(x, dtype), w, bias, *cache)
+                bound = bind_rope(inputs, n_head=n_head, terms=wanted(dtype))
+                assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
+                q = bound.run()
+            else:
+                qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
+                q = bind_append((qkv, *cache), n_head=n_head, half_split=True).run()
+            found.append([q.get(), k.get(), v.get()])
+        for ours, theirs in zip(*found, strict=True):
+            assert_same_bits(ours, theirs)
+        assert all(array.any() for array in found[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_head": 3}, "w of 512 outputs: expected .M, K. and 640 outputs"),
+        ({"terms": Terms("float16", 16)}, "terms of float16 .* expected bfloat16"),
+        ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
+    ],
+)
+@on_gpu
+def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None:
+    gpus.cupy_with(90)
+    options: dict[str, Any] = {"n_head": 2, "terms": wanted("bfloat16"), **change}
+    D = options.pop("D", 128)
+    w = matrix(4 * D, 128, "bfloat16")
+    k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
+    one = cupy.zeros(1, "int32")
+    x, frequencies = cupy.zeros((1, 128), "float32"), cupy.zeros(D // 2)
+    with pytest.raises(InputError, match=message):
+        bind_rope((x, w, None, frequencies, k, v, one, one), **options)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 @on_gpu
 def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: str) -> None:
@@ -148,6 +212,9 @@ def _chosen() -> list[Job]:
                 sizes = (M, N, K, stored[-1], tile)
                 made = hopper.geometry("", *sizes, gated=gated, to_terms=gated)
                 jobs.append((hopper.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
+            tile = hopper.choose(M, 6144, 4096, stored[-1], True, sms, most_shared)
+            made = hopper.geometry("", M, 6144, 4096, stored[-1], tile, head=128)
+            jobs.append((hopper.ROPE_FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
     return jobs
 
 

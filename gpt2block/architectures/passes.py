@@ -26,6 +26,7 @@ from gpt2block.architectures.steps import (
     fuse_epilogues,
     fuse_gates,
     fuse_norms,
+    fuse_rope,
     hand_over_terms,
     parts_of,
 )
@@ -230,6 +231,7 @@ def decode_plan(
     steps += _lm_head(config, x, fused_norm)
     if terms:
         steps = hand_over_terms(fuse_gates(hand_over_terms(steps, terms)), terms)
+        steps = fuse_rope(steps, config.head_size)
     return _model(config, steps, overlapping=True)
 
 

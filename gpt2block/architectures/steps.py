@@ -121,6 +121,24 @@ def fuse_gates(steps: Iterable[Step]) -> Steps:
     return made
 
 
+def fuse_rope(steps: Iterable[Step], head_size: int) -> Steps:
+    """Fuse RoPE that appends to a kv_cache into the product before it.
+
+    It has x as terms in the order of wgmma. head_size: of which the kernel needs a multiple of 64.
+    """
+    made: Steps = []
+    for step in steps:
+        product = made[-1] if made and step.op == "rope_append" else None
+        terms = product.attrs.get("terms") if product else None
+        turned = product and step.inputs[0] == product.name and step.attrs["half_split"]
+        if not (product and turned and terms and terms.width) or head_size % 64:
+            made.append(step)
+            continue
+        attrs = {"n_head": step.attrs["n_head"], "terms": terms}
+        made[-1:] = [Step(step.name, "linear_rope", (*product.inputs[:3], *step.inputs[1:]), attrs)]
+    return made
+
+
 def parts_of(matrix: str) -> str:
     """The name of a matrix in two parts."""
     return f"{matrix}.parts"

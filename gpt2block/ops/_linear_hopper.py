@@ -1,24 +1,36 @@
-"""The linear layer for decoding by wgmma, matmul/decode_hopper.cu: its geometry."""
+"""The linear layer for decoding by wgmma: its geometry and launches.
+
+Kernels: matmul/decode_hopper.cu and, with RoPE, matmul/decode_hopper_rope.cu.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.arrays import CudaArray, check_address, device_attribute, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.tensor_maps import NO_MAP, Map, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, UNIT, splits
+from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import room
+from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
+ROPE_FILE = "matmul/decode_hopper_rope.cu"
 TERM_ROWS = 64  # of a tile of terms, and the most that a block has
 FEWEST_ROWS = 4
 LINE = 128  # bytes of a row of W, in a slice
 GROUP_COLUMNS, GROUP_WARPS = 64, 4  # of A, and of a warpgroup
+MOST_GROUPS = 3
+ROPE_BOX = 32  # rows of W that are copied at once, with RoPE: what half a head is a multiple of
 ALIGNMENT = 1024  # of shared memory
 STATIC = 1024  # bytes of barriers, at most
 PAIR = 8  # bytes of two sums
+LONG_ROW = 16_384  # bytes of a row of weights
+LEAST_STAGES = 4
 
 
 class Tile(NamedTuple):
@@ -33,7 +45,8 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return 32 * (GROUP_WARPS * self.groups + 1)
+        """Those that multiply, and a warp that copies; with three warpgroups it is one of four."""
+        return 32 * (GROUP_WARPS * self.groups + (GROUP_WARPS if self.groups == MOST_GROUPS else 1))
 
     def columns(self, gated: bool) -> int:
         return GROUP_COLUMNS * self.groups // (1 + gated)
@@ -70,12 +83,14 @@ def shared_bytes(tile: Tile, K: int, dtype: str) -> int:
 def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
     """A tile of more than 32 rows. wgmma and shared memory are the bound: one block on an SM.
 
-    Large clusters find fewer places. x is read less often with two warpgroups, and with shares.
+    Large clusters find fewer places. x is read less often with more warpgroups, and with shares.
     """
-    wide = Tile(TERM_ROWS, 2)
-    waves = wide.grid(M, N, gated) / sms
+    wide = [Tile(TERM_ROWS, groups) for groups in (2, MOST_GROUPS)]
+    grids = {tile: tile.grid(M, N, gated) for tile in wide}
+    tile = min(wide, key=lambda tile: tile.groups * ceil(grids[tile] / sms))
+    waves = grids[tile] / sms
     if waves >= 0.5:
-        return wide._replace(shares=4 if waves < 1.4 and M <= TERM_ROWS else 2)
+        return tile._replace(shares=4 if waves < 1.4 and M <= TERM_ROWS else 2)
     parts = splits(K)[0]
     pairs = (2, 4), (2, 8), (1, 4), (1, 8), (1, 2), (1, 1)
     candidates = [Tile(TERM_ROWS, groups, n) for groups, n in pairs if parts % n == 0]
@@ -84,38 +99,59 @@ def _many_rows(M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
     return max(fitting, key=lambda tile: grids[tile], default=Tile(TERM_ROWS, 1, blocks=2))
 
 
-def _few_rows(rows: int, M: int, N: int, K: int, gated: bool, sms: int) -> Tile:
-    """A tile of up to 32 rows. Memory is the bound: many blocks, the next kernel's among them."""
+def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: int) -> list[Tile]:
+    """Tiles of up to 32 rows, the preferred one first. Memory is the bound.
+
+    One block on each SM, with a deep ring, reads long rows of weights at the highest rate. Else
+    there are many blocks, the next kernel's among them.
+    """
     tile, parts = Tile(rows, 1, blocks=3), splits(K)[0]
     grid = tile.grid(M, N, gated)
+    found: list[Tile] = []
+    alone = parts % 2 == 0 and 0.9 * sms <= 2 * grid <= sms
+    if alone and (K * BYTES.get(dtype, 1) >= LONG_ROW or rows > 16):
+        found.append(tile._replace(splits=2, blocks=1))
     for n in (1, 2, 4, 8):
         if parts % n == 0 and n <= rows:
             tile = tile._replace(splits=n)
             if n * grid >= 1.8 * sms:
                 break
     if tile.splits > 1:
-        return tile
-    once = grid <= 3 * sms
-    shares = 4 if once and rows >= 16 else 2
-    return tile._replace(shares=shares, blocks=2 if 3 < grid / sms < 4 or grid <= 2 * sms else 3)
+        found.append(tile)
+    if not found or grid >= sms:
+        blocks = 2 if 3 < grid / sms < 4 or grid <= 2 * sms else 3
+        shares = 4 if grid <= 3 * sms else 2
+        found.append(tile._replace(splits=1, shares=shares, blocks=blocks))
+    return found
 
 
-@lru_cache(maxsize=1024)
-def choose(M: int, N: int, K: int, dtype: str, gated: bool, sms: int, most_shared: int) -> Tile:
-    """The tile for x (M, K) and weights (N, K), as measured on an H200.
-
-    gated: of two matrices, with N outputs.
-    """
-    rows = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
-    few = rows < TERM_ROWS
-    tile = _few_rows(rows, M, N, K, gated, sms) if few else _many_rows(M, N, K, gated, sms)
+def _with_stages(tile: Tile, K: int, dtype: str, most_shared: int) -> Tile | None:
+    """The tile with as many stages as fit, with fewer blocks on an SM where two do not."""
     slices = ceil(K * BYTES.get(dtype, 1) / LINE)
     for blocks in range(tile.blocks, 0, -1):
         left = room(most_shared, blocks) - STATIC - shared_bytes(tile, K, dtype)
         stages = tile.stages + left // _stage(tile, dtype)
         if stages >= tile.stages:
             return tile._replace(blocks=blocks, stages=min(stages, max(2, slices // tile.splits)))
-    return tile._replace(splits=1, blocks=1)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def choose(M: int, N: int, K: int, dtype: str, gated: bool, sms: int, most_shared: int) -> Tile:
+    """The tile for x (M, K) and weights (N, K), as measured on an H200.
+
+    gated: of two matrices, with N outputs. Where received sums leave few stages, K is not split.
+    """
+    rows = max(FEWEST_ROWS, power_of_two(min(M, TERM_ROWS)))
+    if rows < TERM_ROWS:
+        tiles = _few_rows(rows, M, N, K, dtype, gated, sms)
+    else:
+        tiles = [_many_rows(M, N, K, gated, sms)]
+    for tile in tiles:
+        fitted = _with_stages(tile, K, dtype, most_shared)
+        if fitted and (fitted.stages >= LEAST_STAGES or tile is tiles[-1]):
+            return fitted
+    return tiles[-1]._replace(splits=1, blocks=1)
 
 
 @lru_cache(maxsize=1024)
@@ -129,10 +165,12 @@ def geometry(
     *,
     gated: bool = False,
     to_terms: bool = False,
+    head: int = 0,
 ) -> Geometry:
-    """The launch of a kernel for x (M, K) and weights (N, K) of `dtype`.
+    """The launch of a kernel for x (M, K) and N outputs, of weights of `dtype`.
 
-    gated: of two matrices. to_terms: whether the result has terms.
+    gated: of two matrices. to_terms: whether the result has terms. head: the channels of a head
+    whose pairs RoPE turns; an output is a pair.
     """
     defines = (
         ("DH_ROWS", tile.rows),
@@ -143,9 +181,46 @@ def geometry(
         ("DH_BLOCKS", tile.blocks),
         *((("DH_GATED", 1),) if gated else ()),
         *((("DH_OUT_TERMS", 1),) if to_terms else ()),
+        *((("DH_ROPE", head),) if head else ()),
     )
-    grid = (tile.grid(M, N, gated),)
+    grid = (tile.grid(M, N, gated or head > 0),)
     return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype), defines)
+
+
+class Given(NamedTuple):
+    """A product's operands, and what it does with the sums."""
+
+    x: CudaArray  # (..., K), terms
+    matrices: tuple[WeightMatrix | None, ...]  # w (N, K), and maybe up (N, K) of a gated product
+    to_terms: bool = False
+    head: int = 0  # channels, with RoPE
+
+
+def launch(kernel: str, given: Given, T: str, args: tuple[Any, ...]) -> Launch:
+    """Launch a kernel of one of both files; args: its arguments after x and the matrices.
+
+    T: its type with FP8 weights.
+    """
+    x, (w, *rest), to_terms, head = given
+    assert w is not None
+    gated = rest != [] and rest[0] is not None
+    two = gated or head > 0
+    sizes = x.size // w.K, w.N // 2 if head else w.N, w.K, w.dtype
+    sms = device_attribute("MultiProcessorCount")
+    most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
+    tile = choose(*sizes, two, sms, most_shared)
+    box = (1, ROPE_BOX if head else tile.columns(two), LINE // w.data.itemsize)
+    check_address("x", x)
+    maps: list[Map] = []
+    for name, matrix in zip(("w", "up"), given.matrices, strict=False):
+        if matrix is not None:
+            check_address(name, matrix.data)
+            maps.append(tensor_map(matrix.data.reshape(1, matrix.N, matrix.K), box))
+        else:
+            maps.append(NO_MAP)
+    made = geometry(kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head)
+    file = ROPE_FILE if head else FILE
+    return launch_at(file, made, (x, *maps, *args), *storage_of(w, T))
 
 
 def problem(K: int) -> str | None:

@@ -9,7 +9,7 @@ apply; matmul/tiles.cu for many rows. `gemm` is faster for many rows of 16-bit a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, Geometry, Launch
-from gpt2block.cuda.tensor_maps import NO_MAP, Map, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
@@ -56,9 +55,6 @@ FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with
 MEDIUM_MATRIX, LARGE_MATRIX, LARGE_PRODUCTS = 4_000_000, 12_000_000, 16_000_000
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
-
-
-Args = tuple[Any, ...]
 
 
 class Job(NamedTuple):
@@ -256,43 +252,11 @@ def _launch_mma_tiles(job: Job) -> Launch:
     return _launch_decode_tiles(job, "linear_decode_tiles", args, "float32")
 
 
-def _launch_decode_hopper(
-    job: Job, kernel: str, T: str, args: Callable[[Map, Map], Args]
-) -> Launch:
-    """Launch a kernel of matmul/decode_hopper.cu; args: its arguments, from maps of both matrices.
-
-    T: its type with FP8 weights.
-    """
-    gated = job.up is not None
-    tile = hopper.choose(
-        job.M,
-        job.w.N,
-        job.w.K,
-        job.w.dtype,
-        gated,
-        device_attribute("MultiProcessorCount"),
-        device_attribute("MaxSharedMemoryPerBlockOptin"),
-    )
-    box = (1, tile.columns(gated), hopper.LINE // job.w.data.itemsize)
-    for name, array in (("w", job.w.data), ("up", job.up.data if job.up else None), ("x", job.x)):
-        if array is not None:
-            check_address(name, array)
-    maps = [
-        NO_MAP if w is None else tensor_map(w.data.reshape(1, w.N, w.K), box)
-        for w in (job.w, job.up)
-    ]
-    sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
-    ends = {"gated": gated, "to_terms": job.to_terms is not None}
-    geometry = hopper.geometry(kernel, *sizes, tile, **ends)
-    return launch_at(hopper.FILE, geometry, args(*maps), *storage_of(job.w, T))
-
-
 def _launch_hopper(job: Job) -> Launch:
     scales = job.w.scale, job.up.scale if job.up else None
     ends = (*scales, job.bias, job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
-    return _launch_decode_hopper(
-        job, "linear_decode_hopper", "float32", lambda w, up: (job.x, w, up, *ends)
-    )
+    given = hopper.Given(job.x, (job.w, job.up), to_terms=job.to_terms is not None)
+    return hopper.launch("linear_decode_hopper", given, "float32", ends)
 
 
 def _tiles_problem(job: Job) -> str | None:
@@ -415,10 +379,7 @@ def bind_qkv(
         return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, kept),))
     if variant == "hopper":
         ends = (w.scale, bias, *arrays, M, w.K, *sizes)
-        launch = _launch_decode_hopper(
-            job, "qkv_decode_hopper", kept, lambda map_w, _: (x, map_w, *ends)
-        )
-        return Bound(q, (launch,))
+        return Bound(q, (hopper.launch("qkv_decode_hopper", hopper.Given(x, (w,)), kept, ends),))
     args = (*job.products, *arrays, float(eps), M, *sizes)
     module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
     return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
@@ -533,6 +494,12 @@ OPERATION = Operation(
             hopper.FILE,
             ("qkv_decode_hopper",),
             "hopper, with k and v into the KV cache",
+        ),
+        Variant(
+            "rope_hopper",
+            hopper.ROPE_FILE,
+            ("rope_decode_hopper",),
+            "qkv_hopper with RoPE of q and k",
         ),
     ),
     make=_make,

@@ -96,22 +96,14 @@ def bind_append(
     """
     qkv, frequencies, k, v, row, position = inputs
     check("qkv", qkv)
-    D = _check_frequencies(frequencies)
-    dtype = storage(k)
-    check("k", k, dtype=dtype)
-    if k.ndim != 3 or k.shape[2] % D:
-        raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
-    check("v", v, k.shape, dtype)
-    check_apart("v", v, {"k": k})
-    B, n_ctx, C = k.shape
-    n_kv_head = C // D
+    D, n_kv_head = check_cache(frequencies, k, v)
     _, heads = _heads(n_head, n_kv_head)
     if qkv.ndim != 2 or qkv.shape[1] != heads * D:
         raise InputError(
-            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {C} of "
-            f"k, got {qkv.shape}"
+            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the "
+            f"{n_kv_head * D} of k, got {qkv.shape}"
         )
-    N = len(qkv)
+    N, (B, n_ctx, _) = len(qkv), k.shape
     check("row", row, (N,), "int32")
     check("position", position, (N,), "int32")
     apart = {"qkv": qkv, "frequencies": frequencies, "row": row, "position": position}
@@ -122,7 +114,19 @@ def bind_append(
     aligned = min(4, alignment(qkv.data.ptr, out.data.ptr) // 4, of_cache)
     geometry = _geometry("rope_append", 1, N, heads, D, half_split, aligned)
     args = (qkv, row, position, frequencies, k, v, out, N, n_head, n_kv_head, B, n_ctx)
-    return Bound(out, (launch_at(APPEND, geometry, args, dtype),), (k, v))
+    return Bound(out, (launch_at(APPEND, geometry, args, storage(k)),), (k, v))
+
+
+def check_cache(frequencies: Any, k: Any, v: Any) -> tuple[int, int]:
+    """Check a kv_cache, k and v (B, n_ctx, C): the channels of a head, and its heads."""
+    D = _check_frequencies(frequencies)
+    dtype = storage(k)
+    check("k", k, dtype=dtype)
+    if k.ndim != 3 or k.shape[2] % D:
+        raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
+    check("v", v, k.shape, dtype)
+    check_apart("v", v, {"k": k})
+    return D, k.shape[2] // D
 
 
 def _check_frequencies(frequencies: Any) -> int:

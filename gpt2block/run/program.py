@@ -18,6 +18,7 @@ from gpt2block.ops.attention import bind as bind_attention
 from gpt2block.ops.attention_cached import bind as bind_attention_packed
 from gpt2block.ops.attention_cached import bind_append, bind_split
 from gpt2block.ops.linear import bind_qkv
+from gpt2block.ops.linear_rope import bind as bind_linear_rope
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
 from gpt2block.ops.two_part import bind as bind_two_part
@@ -76,6 +77,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "attention_split": bind_split,
     "rope_append": bind_rope_append,
     "linear_qkv": _qkv,
+    "linear_rope": bind_linear_rope,
 }
 
 

@@ -61,11 +61,7 @@ struct Pairs {  // pairs of one head, as they are stored
         for (int n = 0; n < LOADS; ++n) raw[n].unpack(v[n]);
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
-            float& real = TOGETHER ? v[0][2 * p] : v[0][p];
-            float& imaginary = TOGETHER ? v[0][2 * p + 1] : v[LOADS - 1][p];
-            const float r = real, i = imaginary;
-            real = r * by[p].cos - i * by[p].sin;
-            imaginary = r * by[p].sin + i * by[p].cos;
+            ::turn(by[p], TOGETHER ? v[0][2 * p] : v[0][p], TOGETHER ? v[0][2 * p + 1] : v[LOADS - 1][p]);
         }
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) Vec<To, ROPE_WIDTH>::store(to + n * APART, v[n]);

@@ -71,3 +71,10 @@ __device__ __forceinline__ Rotation rotation(double radians) {
     const double within = fma(-4.0, rint(0.25 * quarters), quarters);  // of a whole turn
     return rotation((int)within, (float)fma(-0.5, quarters, half_turns));
 }
+
+// Turns a pair. The roundings are stated, so that all kernels have the same.
+__device__ __forceinline__ void turn(const Rotation& by, float& real, float& imaginary) {
+    const float r = real, i = imaginary;
+    real = fmaf(r, by.cos, -__fmul_rn(i, by.sin));
+    imaginary = fmaf(r, by.sin, __fmul_rn(i, by.cos));
+}

@@ -22,20 +22,33 @@
 #ifndef DH_GATED
 #define DH_GATED 0
 #endif
+#ifndef DH_ROPE  // channels of a head, whose pairs RoPE turns: a multiple of 64
+#define DH_ROPE 0
+#endif
 #ifndef DH_BLOCKS  // on a multiprocessor
 #define DH_BLOCKS 2
 #endif
 
 constexpr int CLUSTER = DH_SHARES * DH_SPLITS;
-constexpr int WARPS = 4 * DH_GROUPS, THREADS = 32 * WARPS + 32;
+constexpr int WARPS = 4 * DH_GROUPS;  // that multiply
+// Three warpgroups need more registers than a block of 13 warps can have: a fourth one gives them its own.
+constexpr bool MOVES_REGISTERS = DH_GROUPS == 3;
+constexpr int FEW_REGISTERS = 32, MANY_REGISTERS = 160;  // 128 on average
+constexpr int THREADS = 32 * WARPS + (MOVES_REGISTERS ? 128 : 32);
 constexpr int TERMS = order::TERMS * DH_ROWS;                // columns of B
 constexpr int TILES = DH_ROWS / 4;                           // of 4 rows, of a warp
-constexpr int OUTPUTS = DH_GATED ? 1 : 2;                    // columns of a lane
+constexpr bool TWO = DH_GATED || DH_ROPE;                    // an output is of two rows of A: of W and U, or a pair
+constexpr int OUTPUTS = TWO ? 1 : 2;                         // columns of a lane
 constexpr int COLUMNS = 32 * OUTPUTS * DH_GROUPS;            // of a block
 constexpr int SLICE = 128 / sizeof(W), CHUNKS = SLICE / order::CHUNK;
 constexpr int W_BYTES = 64 * DH_GROUPS * 128, X_BYTES = 4 * SLICE * DH_ROWS, STAGE = W_BYTES + X_BYTES;
 constexpr int BOX = 64, BOX_BYTES = 4 * BOX * DH_ROWS;  // of x: K, and bytes in shared memory
+constexpr int HALF_HEAD = DH_ROPE ? DH_ROPE / 2 : 1, ROPE_BOX = 32;  // pairs of a head, rows of a box of W
 static_assert(!order::FLOATS, "terms are of 16 bits");
+static_assert(HALF_HEAD % ROPE_BOX == 0 || !DH_ROPE, "a box is of one half of a head");
+
+// The first row of W of column n; of a pair, the second one is HALF_HEAD further.
+__device__ __forceinline__ int first_row(int n) { return DH_ROPE ? n / HALF_HEAD * DH_ROPE + n % HALF_HEAD : n; }
 
 struct Ring {
     char* stages;
@@ -49,7 +62,7 @@ struct Ring {
 struct Share {
     int row, rows, column;  // first row, their number, first column
     int rank, part;         // of the blocks that share K, and that share x
-    int first, last;        // splits
+    int first;              // split
     int k, slices;
 
     __device__ __forceinline__ Share(int M, int K) {
@@ -59,7 +72,8 @@ struct Share {
         row = tile % tiles_m * (int)TERM_ROWS;
         rows = min((int)TERM_ROWS, M - row);
         column = (tile / tiles_m * DH_SHARES + part) * COLUMNS;
-        first = min(rank * each, splits), last = min(first + each, splits);
+        first = min(rank * each, splits);
+        const int last = min(first + each, splits);
         k = first * order::split_length(K);
         slices = (min(last * order::split_length(K), K) - k) / SLICE;
     }
@@ -71,9 +85,17 @@ __device__ __forceinline__ void produce(const Ring& ring, const Share& share, co
     const int bytes = 4 * SLICE * share.rows;  // of x
     const auto load_w = [&](int slice, int stage) {
         char* to = ring.stage(stage);
+        const auto load = [&](const TensorMap& map, int at, int row) {
+            load_box(to + at, map, ring.full[stage], share.k + slice * SLICE, row, 0);
+        };
         arrive_and_expect(ring.full[stage], W_BYTES + bytes);
-        load_box(to, w, ring.full[stage], share.k + slice * SLICE, share.column, 0);
-        if (DH_GATED) load_box(to + W_BYTES / 2, up, ring.full[stage], share.k + slice * SLICE, share.column, 0);
+        if (!DH_ROPE) load(w, 0, share.column);
+        if (DH_GATED) load(up, W_BYTES / 2, share.column);
+#pragma unroll
+        for (int box = 0; DH_ROPE && box < DH_GROUPS; ++box) {
+            const int row = first_row(share.column + ROPE_BOX * box), at = 128 * ROPE_BOX * box;
+            load(w, at, row), load(w, W_BYTES / 2 + at, row + HALF_HEAD);
+        }
     };
     const float* from = x + (long long)share.row * K + (long long)share.k * share.rows;
     const auto load_x = [&](int slice, int stage) {
@@ -125,13 +147,14 @@ __device__ __forceinline__ int own_row() { return threadIdx.x % 8 / 4 * 4 + thre
 struct Consumer {
     const Ring& ring;
     const int rank;
-    int stage = 0, freed = 0;  // next ones
+    int stage = 0;  // the next one
     unsigned phase = 0;
-    int lower, upper;  // of W: rows g and g + 8 of the warp's part of A
+    int own;  // where a stage has the lane's first 16 bytes of row g of the warp's part of A
+    static constexpr int FURTHER = 128 * (TWO ? 32 * DH_GROUPS : 8);  // bytes to row g + 8, which is swizzled alike
 
     __device__ __forceinline__ Consumer(const Ring& ring, int rank) : ring(ring), rank(rank) {
-        lower = (DH_GATED ? 8 : 16) * (threadIdx.x / 32) + own_row();
-        upper = lower + (DH_GATED ? 32 * DH_GROUPS : 8);
+        const int of_warp = (TWO ? 1024 : 2048) * (threadIdx.x / 32);
+        own = of_warp + swizzled(128 * own_row() + threadIdx.x % 4 * 16);
     }
 
     template <int HALF>
@@ -142,9 +165,9 @@ struct Consumer {
         Piece piece;
 #pragma unroll
         for (int chunk = 0; chunk < EACH; ++chunk) {
-            const int at = 64 * (FIRST + chunk) + threadIdx.x % 4 * 16;
-            const order::Columns columns(*reinterpret_cast<const uint4*>(w + swizzled(128 * lower + at)),
-                                         *reinterpret_cast<const uint4*>(w + swizzled(128 * upper + at)));
+            const char* from = w + (own ^ 64 * (FIRST + chunk));
+            const order::Columns columns(*reinterpret_cast<const uint4*>(from),
+                                         *reinterpret_cast<const uint4*>(from + FURTHER));
 #pragma unroll
             for (int s = 0; s < order::STEPS; ++s) {
 #pragma unroll
@@ -164,15 +187,16 @@ struct Consumer {
         end_products();
     }
 
-    // Frees the oldest stage, when the products of a piece are complete.
-    template <int HALF>
+    // Frees the stage of a piece whose products are complete. LATER: whether the piece after it is loaded.
+    template <int HALF, bool LATER = true>
     __device__ __forceinline__ void release() {
         if (HALF == 0 && PIECES > 1) return;
         const int lane = threadIdx.x % 32;
+        int freed = stage - (LATER && PIECES == 1 ? 2 : 1);
+        if (freed < 0) freed += DH_STAGES;
         __syncwarp();
         if (DH_SHARES > 1 && lane < DH_SHARES) arrive_at(ring.empty[freed], rank * DH_SHARES + lane);
         if (DH_SHARES == 1 && lane == 0) arrive(ring.empty[freed]);
-        if (++freed == DH_STAGES) freed = 0;
     }
 
     // The sums of a split of so many pairs of pieces. While one is multiplied, the next one is loaded into registers.
@@ -195,7 +219,7 @@ struct Consumer {
         wait_for_products<1>();
         release<0>();
         wait_for_products<0>();
-        release<1>();
+        release<1, false>();
         pin(sums);
     }
 };

@@ -1,0 +1,72 @@
+// The product of q, k and v of a step of decoding, with RoPE: q goes to an array, k and v to the KV cache.
+//
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position frequencies[k]   for pair k of a head of q or k
+//
+// A pair is channels k and k + D / 2 of a head. The product is that of matmul/decode_hopper.cu, which describes tiles
+// and launches: a warp has 8 rows of W and those half a head further, so that a lane has both sums of a pair. The
+// result has the bits of that product followed by llama/rope_append.cu.
+//
+// architecture: sm_90a
+#if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define STORAGE_BF16
+#endif
+#ifndef DH_ROPE  // D
+#define DH_ROPE 128
+#endif
+#include "llama/rotation.cuh"
+#include "matmul/decode_hopper_tile.cuh"
+
+// Heads of D channels, first those of q, then of k, then of v. Pair n is channels n % (D / 2) and D / 2 further, of
+// head n / (D / 2). late(m, n) loads what it needs before its sums are complete.
+struct RopeAppend {
+    static constexpr int D = DH_ROPE;
+    struct Late {
+        Rotation by;
+        long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
+    };
+    const double* frequencies;  // (D / 2): radians per position
+    float* q;                   // (M, n_head D)
+    T* k_cache;                 // (B, n_ctx, n_kv_head D)
+    T* v_cache;
+    const int* row;       // (M)
+    const int* position;  // (M)
+    int n_head, n_kv_head, B, n_ctx;
+
+    __device__ Late late(int m, int n) const {
+        const int b = __ldcg(row + m), at = __ldcg(position + m);
+        const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
+        const bool turns = n / (D / 2) < n_head + n_kv_head;
+        const Rotation by = turns ? rotation(at * frequencies[n % (D / 2)]) : Rotation{1.0f, 0.0f};
+        return {by, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+    }
+
+    __device__ void store_pair(int m, int n, float first, float second, const Late& late) const {
+        const int head = n / (D / 2), channel = n % (D / 2), of_k = head - n_head, of_v = of_k - n_kv_head;
+        if (of_v < 0) turn(late.by, first, second);
+        if (of_k < 0) {
+            float* to = q + ((long long)m * n_head + head) * D + channel;
+            to[0] = first, to[D / 2] = second;
+        } else if (late.place >= 0) {
+            T* to = (of_v < 0 ? k_cache + (late.place + of_k) * D : v_cache + (late.place + of_v) * D) + channel;
+            to[0] = narrow(first), to[D / 2] = narrow(second);
+        }
+    }
+};
+
+// Row m is the next token of sequence row[m], at position[m] of its cache. Tokens outside the cache are not stored.
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, DH_BLOCKS) rope_decode_hopper(
+    const float* x,                       // (M, K), terms
+    const __grid_constant__ TensorMap w,  // (1, heads D, K), heads = n_head + 2 n_kv_head
+    const float* __restrict__ scale,      // (heads D) or null
+    const float* __restrict__ bias,       // (heads D) or null
+    const double* frequencies,            // (D / 2): radians per position
+    const int* row,                       // (M)
+    const int* position,                  // (M)
+    float* q,                             // (M, n_head D)
+    T* k_cache,                           // (B, n_ctx, n_kv_head D)
+    T* v_cache,                           // (B, n_ctx, n_kv_head D)
+    int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
+    const RopeAppend end{frequencies, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
+    run(x, w, w, scales, end, M, (n_head + 2 * n_kv_head) * HALF_HEAD, K);
+}
