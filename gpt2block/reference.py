@@ -494,7 +494,8 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
     if D % 2:
         raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
     position, k = np.arange(start, start + T)[:, None, None], np.arange(D // 2)
-    return _turned(x, position / float(theta) ** (2 * k / D), half_split)
+    angle = position / float(theta) ** (2 * k / D)
+    return _turned(x, np.cos(angle), np.sin(angle), half_split)
 
 
 @takes(qkv="... T W", positions="int T", frequencies="P")
@@ -519,7 +520,7 @@ def rope_qkv(
         )
     heads = qkv.reshape(*qkv.shape[:-1], -1, D)
     angle = positions[:, None, None] * frequencies
-    turned = _turned(heads[..., :turning, :], angle, half_split)
+    turned = _turned(heads[..., :turning, :], np.cos(angle), np.sin(angle), half_split)
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
 
 
@@ -549,25 +550,40 @@ def linear_rope(
     x: Array,
     w: Array | WeightMatrix,
     bias: Array | None,
-    frequencies: Array,
+    by: Array,
     k: Array,
     v: Array,
     row: NDArray[np.integer[Any]],
     position: NDArray[np.integer[Any]],
     n_head: int,
 ) -> Array:
-    """`rope_append` of x w + bias, with half-split pairs.
+    """`rope_append` of x w + bias, with half-split pairs turned by given rotations.
 
-    x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), frequencies (D / 2,), k, v (B, n_ctx, KV), row,
-    position (M,) → (M, Q).
+    x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2) as of `rotations`, k, v
+    (B, n_ctx, KV), row, position (M,) → (M, Q).
     """
-    return rope_append(linear(x, w, bias), frequencies, k, v, row, position, n_head, True)
+    D = 2 * by.shape[1]
+    turning = n_head + k.shape[-1] // D
+    heads = linear(x, w, bias).reshape(len(x), -1, D)
+    heads[:, :turning] = _turned(heads[:, :turning], by[:, None, :, 0], by[:, None, :, 1], True)
+    qkv = heads.reshape(len(x), -1)
+    kv_append(qkv, k, v, row, position)
+    return qkv[:, : n_head * D]
 
 
-def _turned(x: Array, angle: Array, half_split: bool) -> Array:
-    """Turn the pairs of channels of x (..., T, H, D) by angle (T, 1, D / 2)."""
+def rotations(position: NDArray[np.integer[Any]], frequencies: Array) -> Array:
+    """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
+
+    An angle is position times frequency, in radians.
+    """
+    angle = np.asarray(position)[:, None] * np.asarray(frequencies, np.float64)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+
+
+def _turned(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
+    """Turn the pairs of channels of x (..., T, H, D) by angles of cos and sin (T, 1, D / 2)."""
     D = x.shape[-1]
-    cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = (np.s_[: D // 2], np.s_[D // 2 :]) if half_split else (np.s_[::2], np.s_[1::2])
     r, i = x[..., first], x[..., second]
     out = np.empty_like(x)

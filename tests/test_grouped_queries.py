@@ -23,6 +23,7 @@ from gpt2block.ops.attention_cached import SPLIT, bind_append, bind_split, split
 from gpt2block.ops.attention_cached import bind as bind_packed
 from gpt2block.ops.rope_qkv import bind as bind_rope
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
+from gpt2block.ops.rope_qkv import bind_rotations
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests.compiling import assert_clean
 from tests.devices import combinations, on_gpu, one_order, set_attributes
@@ -425,6 +426,28 @@ def test_rope_append_on_numpy() -> None:
     np.testing.assert_array_equal(k[row, position], turned[:, 16:24])
     np.testing.assert_array_equal(v[row, position], qkv[:, 24:])
     np.testing.assert_array_equal(v[row, position], turned[:, 24:])
+
+
+@combinations(shape=[(1, 8), (3, 64), (64, 128)])
+def test_rotations(device: Any, shape: tuple[int, int]) -> None:
+    N, D = shape
+    position = (np.arange(N, dtype=np.int32) * 977) % 131_072
+    given = device.asarray(position), device.asarray(frequencies(D))
+    got = bind_rotations(given).run().get()
+    assert np.abs(got - reference.rotations(position, frequencies(D))).max() <= 2.0**-23
+
+
+def test_rotations_and_linear_rope_on_numpy() -> None:
+    """The product and rope_append in one, from rotations of all positions."""
+    x, w = normal(0, 2, 5).astype(np.float64), normal(1, 5, 4 * 8).astype(np.float64)
+    row, position = np.array([1, 0]), np.array([2, 1])
+    k, v, k2, v2 = np.zeros((4, 2, 3, 8))
+    by = reference.rotations(position, frequencies(8))
+    q = reference.linear_rope(x, w, None, by, k, v, row, position, 2)
+    expected = reference.rope_append(x @ w, frequencies(8), k2, v2, row, position, 2, True)
+    for ours, theirs in ((q, expected), (k, k2), (v, v2)):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert k.any()
 
 
 # --- inputs that do not fit

@@ -18,7 +18,7 @@ from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._linear_mma import splits
 from gpt2block.ops.linear import bind, bind_qkv
 from gpt2block.ops.linear_rope import bind as bind_rope
-from gpt2block.ops.rope_qkv import bind_append
+from gpt2block.ops.rope_qkv import bind_append, bind_rotations
 from gpt2block.plan import Terms
 from tests import devices, gpus, plain
 from tests.compiling import Job, assert_clean
@@ -148,15 +148,16 @@ def test_rope_has_the_bits_of_the_step_alone(
         for fused in (False, True):
             shape = (B, n_ctx, n_kv_head * D)
             k, v = (cupy.asarray(np.zeros(shape, kept)) for _ in range(2))
-            cache = (frequencies, k, v, row, position)
+            cache = (k, v, row, position)
             if fused:
-                inputs = (handed(x, dtype), w, bias, *cache)
+                by = bind_rotations((position, frequencies)).run()
+                inputs = (handed(x, dtype), w, bias, by, *cache)
                 bound = bind_rope(inputs, n_head=n_head, terms=wanted(dtype))
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
             else:
                 qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
-                q = bind_append((qkv, *cache), n_head=n_head, half_split=True).run()
+                q = bind_append((qkv, frequencies, *cache), n_head=n_head, half_split=True).run()
             found.append([q.get(), k.get(), v.get()])
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)
@@ -179,9 +180,9 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
     w = matrix(4 * D, 128, "bfloat16")
     k, v = (cupy.asarray(np.zeros((2, 4, D), DTYPES["bfloat16"])) for _ in range(2))
     one = cupy.zeros(1, "int32")
-    x, frequencies = cupy.zeros((1, 128), "float32"), cupy.zeros(D // 2)
+    x, by = cupy.zeros((1, 128), "float32"), cupy.zeros((1, D // 2, 2), "float32")
     with pytest.raises(InputError, match=message):
-        bind_rope((x, w, None, frequencies, k, v, one, one), **options)
+        bind_rope((x, w, None, by, k, v, one, one), **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
@@ -219,7 +220,10 @@ def _chosen() -> list[Job]:
 
 
 def test_the_chosen_kernels_compile_without_spills() -> None:
-    assert_clean(_chosen())
+    """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
+    jobs = _chosen()
+    gated = [("DH_GATED", 1) in defines for _, _, defines in jobs]
+    assert_clean(jobs, ["linear_decode_hopper" if each else "" for each in gated])
 
 
 @settings(max_examples=200)

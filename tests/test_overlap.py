@@ -36,6 +36,7 @@ from gpt2block.ops.linear import MORE_ROWS
 from gpt2block.ops.rmsnorm_matmul import bind_matmul
 from gpt2block.ops.rope_qkv import bind as bind_rope
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
+from gpt2block.ops.rope_qkv import bind_rotations
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.program import Program
@@ -356,6 +357,8 @@ def test_rope_of_packed_rows(device: Any) -> None:
     assert_waits(turned.launches, [qkv, position], [out])
     appended = bind_rope_append((qkv, frequencies, k, v, row, position), q, n_head=2)
     assert_waits(appended.launches, [qkv, row, position, k, v], [q])
+    turns = bind_rotations((position, frequencies))
+    assert_waits(turns.launches, [position], [turns.out])
 
 
 @one_order

@@ -194,8 +194,34 @@ def test_the_terms_of_a_llama() -> None:
     assert not {"h.0.gate", "h.0.up"} & set(steps)
     assert steps["h.0.ff"].inputs == ("h.0.rms2", "h.0.w_gate", "", "", "", "", "h.0.w_up")
     found = {name: (s.attrs.get("terms"), s.attrs.get("to_terms")) for name, s in steps.items()}
-    ends = {"rms1": (None, wide), "qkv": (wide, None), "ff": (wide, wide), "output": (wide, None)}
-    for name in ("rms1", "qkv", "attn", "x1", "ff", "output"):
+    ends = {"rms1": (None, wide), "q": (wide, None), "ff": (wide, wide), "output": (wide, None)}
+    for name in ("rms1", "q", "attn", "x1", "ff", "output"):
         assert found[f"h.0.{name}"] == ends.get(name, (None, None))
     apart = {step.name for step in decode_plan(config, True, {"w_gate": (wide,)}).steps}
     assert {"h.0.gate", "h.0.up", "h.0.ff"} <= apart
+
+
+def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
+    """With the rotations of all layers in the first step; else, and for other heads, it is not."""
+    sizes: dict[str, Any] = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_kv_head": 1,
+        "n_ff": 64,
+        "vocab_size": 53,
+    }
+    known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
+    config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)
+    plan = decode_plan(config, True, known)
+    assert plan.names[0] == "rotations"
+    assert plan.steps[0].inputs == ("positions", "frequencies")
+    fused = [step for step in plan.steps if step.op == "linear_rope"]
+    assert [step.name for step in fused] == ["h.0.q", "h.1.q"]
+    cache = ("h.0.k", "h.0.v", "row", "positions")
+    assert fused[0].inputs == ("h.0.rms1", "h.0.w_qkv", "", "rotations", *cache)
+    others = {"w_qkv": (Terms("float16"),)}, {"w_o": (Terms("float16", 8),)}
+    plans = [decode_plan(config, True, terms) for terms in others]
+    plans.append(decode_plan(LlamaConfig(n_embd=192, vocab_size=53, **sizes), True, known))
+    for apart in plans:
+        assert {"rope_append", "linear"} <= {step.op for step in apart.steps}
+        assert not {"linear_rope", "rotations"} & {step.op for step in apart.steps}

@@ -125,8 +125,10 @@ def fuse_rope(steps: Iterable[Step], head_size: int) -> Steps:
     """Fuse RoPE that appends to a kv_cache into the product before it.
 
     It has x as terms in the order of wgmma. head_size: of which the kernel needs a multiple of 64.
+    All of these products use the same rotations, of the first step.
     """
     made: Steps = []
+    rotations: Steps = []
     for step in steps:
         product = made[-1] if made and step.op == "rope_append" else None
         terms = product.attrs.get("terms") if product else None
@@ -135,8 +137,11 @@ def fuse_rope(steps: Iterable[Step], head_size: int) -> Steps:
             made.append(step)
             continue
         attrs = {"n_head": step.attrs["n_head"], "terms": terms}
-        made[-1:] = [Step(step.name, "linear_rope", (*product.inputs[:3], *step.inputs[1:]), attrs)]
-    return made
+        _, frequencies, *cache = step.inputs
+        inputs = (*product.inputs[:3], "rotations", *cache)
+        made[-1:] = [Step(step.name, "linear_rope", inputs, attrs)]
+        rotations = [Step("rotations", "rotations", (cache[-1], frequencies))]
+    return rotations + made
 
 
 def parts_of(matrix: str) -> str:

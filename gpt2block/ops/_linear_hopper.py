@@ -116,8 +116,9 @@ def _few_rows(rows: int, M: int, N: int, K: int, dtype: str, gated: bool, sms: i
             tile = tile._replace(splits=n)
             if n * grid >= 1.8 * sms:
                 break
-    if tile.splits > 1:
-        found.append(tile)
+    if tile.splits > 1:  # clusters of two blocks fill an SM evenly, larger ones need some room
+        blocks = min(tile.blocks, ceil(2 * grid / sms)) if tile.splits == 2 else tile.blocks
+        found.append(tile._replace(blocks=blocks))
     if not found or grid >= sms:
         blocks = 2 if 3 < grid / sms < 4 or grid <= 2 * sms else 3
         shares = 4 if grid <= 3 * sms else 2

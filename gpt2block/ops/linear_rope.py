@@ -20,18 +20,22 @@ from gpt2block.plan import Terms
 def bind(
     inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int, terms: Terms
 ) -> Bound:
-    """inputs (x (M, K), w, bias (N,), frequencies (D / 2,), k, v, row (M,), position (M,)).
+    """inputs (x (M, K), w, bias (N,), rotations (M, D / 2, 2), k, v, row (M,), position (M,)).
 
     x has `terms`, in the order of wgmma, and w is a WeightMatrix (N, K) of N = (n_head + 2
-    n_kv_head) D outputs; RoPE turns half-split pairs of q and k. k and v, (B, n_ctx, n_kv_head D),
-    have the dtype of the weights, or float16 with FP8 weights; row and position, int32, are not
-    read back: K and V of rows outside the cache are left out. out is q, (M, n_head D), with the
-    bits of `linear` and `rope_append`. Raises InputError.
+    n_kv_head) D outputs; RoPE turns half-split pairs of q and k by `rotations`. k and v, (B, n_ctx,
+    n_kv_head D), have the dtype of the weights, or float16 with FP8 weights; row and position,
+    int32, are not read back: K and V of rows outside the cache are left out. out is q, (M, n_head
+    D), with the bits of `linear` and `rope_append`. Raises InputError.
     """
-    x, w, bias, frequencies, k, v, row, position = inputs
+    x, w, bias, rotations, k, v, row, position = inputs
     check("x", x)
     check_weights("w", w, ("x", x))
-    D, n_kv_head = check_cache(frequencies, k, v)
+    check("rotations", rotations)
+    if rotations.ndim != 3 or rotations.shape[::2] != (len(x), 2):
+        raise InputError(f"rotations: expected ({len(x)}, D / 2, 2), got {rotations.shape}")
+    D = 2 * rotations.shape[1]
+    n_kv_head = check_cache(D, k, v)
     heads = n_head + 2 * n_kv_head
     if x.ndim != 2 or heads * D != w.N:
         raise InputError(
@@ -47,13 +51,13 @@ def bind(
     problem = _problem(w.K, w.dtype, D, terms)
     if problem:
         raise InputError(problem)
-    given = {"x": x, "w": w.data, "bias": bias, "frequencies": frequencies}
+    given = {"x": x, "w": w.data, "bias": bias, "rotations": rotations}
     apart = {**given, "row": row, "position": position}
     for name, cache in (("k", k), ("v", v)):
         check_apart(name, cache, apart)
     out = output(out, (M, n_head * D), apart={**apart, "k": k, "v": v})
     sizes = (M, w.K, n_head, n_kv_head, *k.shape[:2])
-    args = (w.scale, bias, frequencies, row, position, out, k, v, *sizes)
+    args = (w.scale, bias, rotations, row, position, out, k, v, *sizes)
     launch = hopper.launch("rope_decode_hopper", hopper.Given(x, (w,), head=D), kept, args)
     return Bound(out, (launch,), (k, v))
 

@@ -34,6 +34,8 @@ from gpt2block.ops.warm import call
 
 FILE = "llama/rope_qkv.cu"
 APPEND = "llama/rope_append.cu"
+ROTATIONS = "llama/rotations.cu"
+ROTATION_THREADS = 128
 HEADS = {"n_head": 32, "n_kv_head": 8}  # of the documented sizes
 CHANNELS = 48  # heads of a row of them
 
@@ -96,7 +98,8 @@ def bind_append(
     """
     qkv, frequencies, k, v, row, position = inputs
     check("qkv", qkv)
-    D, n_kv_head = check_cache(frequencies, k, v)
+    D = _check_frequencies(frequencies)
+    n_kv_head = check_cache(D, k, v)
     _, heads = _heads(n_head, n_kv_head)
     if qkv.ndim != 2 or qkv.shape[1] != heads * D:
         raise InputError(
@@ -117,16 +120,30 @@ def bind_append(
     return Bound(out, (launch_at(APPEND, geometry, args, storage(k)),), (k, v))
 
 
-def check_cache(frequencies: Any, k: Any, v: Any) -> tuple[int, int]:
-    """Check a kv_cache, k and v (B, n_ctx, C): the channels of a head, and its heads."""
-    D = _check_frequencies(frequencies)
+def bind_rotations(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (position (N,) int32, frequencies (D / 2,) float64), out (N, D / 2, 2) float32."""
+    position, frequencies = inputs
+    pairs = _check_frequencies(frequencies) // 2
+    check("position", position, dtype="int32")
+    if position.ndim != 1:
+        raise InputError(f"position: expected (N,), got {position.shape}")
+    N = len(position)
+    apart = {"position": position, "frequencies": frequencies}
+    out = output(out, (N, pairs, 2), apart=apart)
+    grid = (math.ceil(N * pairs / ROTATION_THREADS),)
+    geometry = Geometry("rope_rotations", grid, (ROTATION_THREADS,))
+    return Bound(out, (launch_at(ROTATIONS, geometry, (position, frequencies, out, N, pairs)),))
+
+
+def check_cache(D: int, k: Any, v: Any) -> int:
+    """Check a kv_cache, k and v (B, n_ctx, C), of heads of D channels: their number."""
     dtype = storage(k)
     check("k", k, dtype=dtype)
     if k.ndim != 3 or k.shape[2] % D:
         raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
     check("v", v, k.shape, dtype)
     check_apart("v", v, {"k": k})
-    return D, k.shape[2] // D
+    return int(k.shape[2]) // D
 
 
 def _check_frequencies(frequencies: Any) -> int:
@@ -191,6 +208,12 @@ OPERATION = Operation(
             APPEND,
             ("rope_append",),
             "decoding: the same, with K and V written to the kv_cache in its dtype",
+        ),
+        Variant(
+            "rotations",
+            ROTATIONS,
+            ("rope_rotations",),
+            "decoding: cosines and sines, once for all layers",
         ),
     ),
 )

@@ -21,6 +21,7 @@ from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.linear_rope import bind as bind_linear_rope
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
+from gpt2block.ops.rope_qkv import bind_rotations
 from gpt2block.ops.two_part import bind as bind_two_part
 from gpt2block.ops.two_part import bind_take
 from gpt2block.plan import Plan, Step
@@ -78,6 +79,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "rope_append": bind_rope_append,
     "linear_qkv": _qkv,
     "linear_rope": bind_linear_rope,
+    "rotations": bind_rotations,
 }
 
 

@@ -1,6 +1,6 @@
 // The product of q, k and v of a step of decoding, with RoPE: q goes to an array, k and v to the KV cache.
 //
-//   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position frequencies[k]   for pair k of a head of q or k
+//   (r, i) -> (r cos a - i sin a, r sin a + i cos a)   for pair k of a head of q or k; cos a, sin a: llama/rotations.cu
 //
 // A pair is channels k and k + D / 2 of a head. The product is that of matmul/decode_hopper.cu, which describes tiles
 // and launches: a warp has 8 rows of W and those half a head further, so that a lane has both sums of a pair. The
@@ -24,9 +24,9 @@ struct RopeAppend {
         Rotation by;
         long long place;  // of the token's first head in the cache seen as (B n_ctx n_kv_head, D), or -1
     };
-    const double* frequencies;  // (D / 2): radians per position
-    float* q;                   // (M, n_head D)
-    T* k_cache;                 // (B, n_ctx, n_kv_head D)
+    const float* rotations;  // (M, D / 2, 2)
+    float* q;                // (M, n_head D)
+    T* k_cache;              // (B, n_ctx, n_kv_head D)
     T* v_cache;
     const int* row;       // (M)
     const int* position;  // (M)
@@ -35,9 +35,9 @@ struct RopeAppend {
     __device__ Late late(int m, int n) const {
         const int b = __ldcg(row + m), at = __ldcg(position + m);
         const bool cached = b >= 0 && b < B && at >= 0 && at < n_ctx;
-        const bool turns = n / (D / 2) < n_head + n_kv_head;
-        const Rotation by = turns ? rotation(at * frequencies[n % (D / 2)]) : Rotation{1.0f, 0.0f};
-        return {by, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
+        const float2* by = reinterpret_cast<const float2*>(rotations) + (long long)m * (D / 2) + n % (D / 2);
+        const float2 found = n / (D / 2) < n_head + n_kv_head ? __ldcg(by) : float2{1.0f, 0.0f};
+        return {{found.x, found.y}, cached ? ((long long)b * n_ctx + at) * n_kv_head : -1};
     }
 
     __device__ void store_pair(int m, int n, float first, float second, const Late& late) const {
@@ -59,14 +59,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const __grid_constant__ TensorMap w,  // (1, heads D, K), heads = n_head + 2 n_kv_head
     const float* __restrict__ scale,      // (heads D) or null
     const float* __restrict__ bias,       // (heads D) or null
-    const double* frequencies,            // (D / 2): radians per position
+    const float* rotations,               // (M, D / 2, 2)
     const int* row,                       // (M)
     const int* position,                  // (M)
     float* q,                             // (M, n_head D)
     T* k_cache,                           // (B, n_ctx, n_kv_head D)
     T* v_cache,                           // (B, n_ctx, n_kv_head D)
     int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
-    const RopeAppend end{frequencies, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
+    const RopeAppend end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
     const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};
     run(x, w, w, scales, end, M, (n_head + 2 * n_kv_head) * HALF_HEAD, K);
 }

@@ -12,6 +12,7 @@
 
 constexpr int OWN = (WARPS * TILES + DH_SPLITS - 1) / DH_SPLITS;  // tiles that a block finishes
 constexpr int EACH = DH_SPLITS > 1 ? (OWN + WARPS - 1) / WARPS : TILES;  // of a warp
+constexpr int MOST_AHEAD = MOVES_REGISTERS ? 4 : 8, AHEAD = EACH < MOST_AHEAD ? EACH : MOST_AHEAD;  // loaded at once
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
@@ -65,13 +66,6 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4, splits = order::splits(K);
     const int each = order::split_length(K) / SLICE;
     float totals[TILES][2] = {};
-    Column columns[OUTPUTS];
-    const auto prepare_columns = [&](int of_warp) {
-#pragma unroll
-        for (int j = 0; j < OUTPUTS; ++j) {
-            columns[j].prepare(share.column + (of_warp * OUTPUTS + j) * 8 + own_row(), N, scales);
-        }
-    };
     Consumer consumer(ring, share.rank);
     if (CLUSTER > 1) wait_for_cluster();  // the other blocks run, so that their barriers can be arrived at
     wait_for_previous();
@@ -88,43 +82,43 @@ __device__ __forceinline__ void consume(const Ring& ring, const Share& share, co
         }
     }
 
-    if (DH_SPLITS == 1) prepare_columns(warp);
-    constexpr int AHEAD = DH_SPLITS > 1 || EACH < 4 ? 1 : 4;  // tiles whose residuals are loaded at once
 #pragma unroll
     for (int first = 0; first < EACH; first += AHEAD) {
         typename End::Late late[AHEAD][OUTPUTS] = {};
+        Column columns[AHEAD][OUTPUTS];
         int m[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int own = warp + WARPS * (first + i), mine = warp * TILES + first + i;
-            const int tile = DH_SPLITS > 1 ? own * DH_SPLITS + share.rank : mine;
-            if (DH_SPLITS > 1) prepare_columns(tile / TILES);
+            const int own = warp + WARPS * (first + i);
+            const int tile = DH_SPLITS > 1 ? own * DH_SPLITS + share.rank : warp * TILES + first + i;
             const int row = share.row + tile % TILES * 4 + t;
             m[i] = tile < WARPS * TILES && row < M ? row : -1;
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
-                if (m[i] >= 0 && columns[j].there) late[i][j] = end.late(m[i], columns[j].n);
+                Column& column = columns[i][j];
+                column.prepare(share.column + (tile / TILES * OUTPUTS + j) * 8 + own_row(), m[i] >= 0 ? N : 0, scales);
+                if (column.there) late[i][j] = end.late(m[i], column.n);
             }
         }
         if (DH_SPLITS > 1 && first == 0) wait<true>(exchange.arrived, 0, "sums");
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
+            if (first + i >= EACH) continue;
             float2 total;
             if (DH_SPLITS > 1) total = exchange.get(min(warp + WARPS * (first + i), OWN - 1), splits);
             else total = {totals[first + i][0], totals[first + i][1]};
 #pragma unroll
             for (int j = 0; j < OUTPUTS; ++j) {
-                const Column& column = columns[j];
-                const bool there = m[i] >= 0 && column.there;
+                const Column& column = columns[i][j];
                 float v = fmaf(j ? total.y : total.x, column.scale, column.bias);
                 if constexpr (DH_ROPE) {
                     const float second = fmaf(total.y, column.up_scale, column.up_bias);
-                    if (there) end.store_pair(m[i], column.n, v, second, late[i][j]);
+                    if (column.there) end.store_pair(m[i], column.n, v, second, late[i][j]);
                 } else {
                     if (DH_GATED) v = silu(v) * (total.y * column.up_scale);
                     v = end.value(v, late[i][j]);
                     if (DH_OUT_TERMS) v = term_of<order::BRAIN, 8>(v);
-                    if (there) end.store(m[i], column.n, v, late[i][j]);
+                    if (column.there) end.store(m[i], column.n, v, late[i][j]);
                 }
             }
         }

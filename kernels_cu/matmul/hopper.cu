@@ -55,7 +55,8 @@ __device__ __forceinline__ void store_float(const Finals& sums, const Group& gro
                                             const float* residual, float* out, int first_row, int first_column, int M,
                                             int N) {
     constexpr int BLOCKS = PART_N / 8, HALVES = 2 * BLOCKS_M;
-    constexpr int AT_ONCE = BLOCKS_M > 1 ? 1 : PART_N <= 96 ? BLOCKS : 4;  // limited by free registers
+    // Limited by free registers.
+    constexpr int AT_ONCE = BLOCKS_M > 1 ? (PART_N <= 128 ? 4 : 1) : PART_N <= 96 ? BLOCKS : 8;
     const int lane_column = first_column + 2 * (group.lane % 4);
     const int lane_row = first_row + group.warp * 16 + group.lane / 4;
 #pragma unroll
