@@ -115,10 +115,16 @@ void on_abort(int) {
     _exit(4);
 }
 
-// After the seconds in TIME_LIMIT: prints the line that the thread executes.
+// After the seconds in TIME_LIMIT: prints the line that the thread executes. Between two threads it is the last barrier
+// of the thread that has passed the most, which is in a loop with a barrier.
 void on_alarm(int) {
     std::fprintf(stderr, "cuda_on_cpu: %s does not end: block %s, thread %s still runs\n", kernel->name,
                  at(blockIdx).c_str(), at(threadIdx).c_str());
+    const Thread* most = nullptr;
+    for (const Thread& thread : threads) {
+        if (thread.state != State::returned && thread.file && (!most || thread.passed > most->passed)) most = &thread;
+    }
+    if (!current && most) std::fprintf(stderr, "cuda_on_cpu: %s\n", describe(*most).c_str());
     __sanitizer_print_stack_trace();
     _exit(6);
 }

@@ -12,6 +12,9 @@ MOST_ERRORS = 3  # of a compiler
 _OUTSIDE = re.compile(r"(READ|WRITE) out of bounds: (byte .*)")
 _ACCESS = re.compile(r"^(READ|WRITE) of size (\d+)", re.MULTILINE)
 _SUMMARY = re.compile(r"SUMMARY: AddressSanitizer: ([\w-]+)")
+_MISALIGNED = re.compile(
+    r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
+)
 _PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
 _VERBS = {"READ": "reads", "WRITE": "writes"}
 _SUMMARIES = {
@@ -69,6 +72,9 @@ def _said(source: Source, report: str) -> str:
     first = report.splitlines()[0]
     if outside := _OUTSIDE.search(report):
         return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
+    if misaligned := _MISALIGNED.search(first):
+        kind, bytes_ = misaligned.groups()
+        return f"misaligned access: the address of a {kind} must be divisible by {bytes_}"
     if "runtime error: " in first:
         return first.partition("runtime error: ")[2]
     if summary := _SUMMARY.search(report):
