@@ -16,6 +16,7 @@ import excerpts
 import pictures
 import pytest
 
+from gpt2block.mine.arguments import contract
 from gpt2block.ops.registry import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,20 @@ def test_every_chapter_has_its_kernel_picture_figure_and_exercise(site: Path) ->
         assert "images/" in page
         assert "NVIDIA H200" in text
         assert 'id="exercise"' in page
+
+
+def test_the_exercises_name_the_sizes_that_the_emulator_tries() -> None:
+    registers = (DOCS / "learn" / "3-registers.md").read_text(encoding="utf-8")
+    coarsening = (DOCS / "learn" / "5-coarsening.md").read_text(encoding="utf-8")
+    layernorm = [sizes for sizes, _ in contract(OPERATIONS["layernorm"]).cases]
+    softmax = [sizes["T"] for sizes, _ in contract(OPERATIONS["softmax"]).cases]
+    assert "rows of 24, 33 and 769 channels" in registers
+    assert {24, 33, 769} <= {sizes["C"] for sizes in layernorm}
+    assert max(sizes["C"] for sizes in layernorm if sizes["C"] % 4 == 0) <= 4 * 256  # held[0]
+    assert f"rows of {softmax[0]}, {softmax[1]} and {softmax[2]}" in registers
+    assert all(T % 4 for T in softmax)
+    assert "tries 1, 3 and 5 rows" in coarsening
+    assert {1, 3, 5} <= {sizes["B"] * sizes["T"] for sizes in layernorm}
 
 
 def test_the_reference_has_the_docstrings(site: Path) -> None:
