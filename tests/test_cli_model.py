@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -396,6 +397,9 @@ def test_score_of_every_token(command: Command, monkeypatch: pytest.MonkeyPatch)
     found = command("score", "-", "--per-token", "--json", stdin=b"abc").json["per_token"]
     assert [(token["id"], token["text"]) for token in found] == [(98, "b"), (99, "c")]
     assert sum(token["logprob"] for token in found) == pytest.approx(0, abs=0.1)
+    assert [token["surprisal"] for token in found] == pytest.approx(
+        [-token["logprob"] / math.log(2) for token in found]
+    )
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = command("score", "-", "--per-token", stdin=b"abc\x07\nzc").out
     assert "\x1b[32mb" in shown

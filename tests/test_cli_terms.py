@@ -70,7 +70,7 @@ SAMPLING = [
         (["block", "--size", "gpt3"], "unknown --size 'gpt3': expected one of gpt2"),
         (["block", "--weights", ""], "--weights: expected a name or a path"),
         (["block", "--kernels", "skeleton", "--dtype", "float16"], "--dtype"),
-        (["kernels", "norm"], "unknown operation 'norm': expected one of"),
+        (["kernels", "norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of"),
         (["kernels", "softmax", "--variant", "9"], "unknown --variant '9': expected one of"),
         (["kernels", "softmax", "--shape", "Q=1"], "--shape 'Q=1': expected sizes such as"),
         (["kernels", "softmax", "--dtype", "int8"], "softmax: --dtype 'int8': expected one of"),

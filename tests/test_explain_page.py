@@ -106,6 +106,7 @@ def test_the_page_loads_nothing_and_shows_the_pass(page: Any, model: GPT2) -> No
 def test_step_seven_shows_the_source_of_ff1(page: Any) -> None:
     step = page.find_elements("css selector", ".step")[6]
     assert step.accessible_name.startswith("Step 7: ff1, matmul_bias, joined in the fused plan")
+    assert step.accessible_name.endswith(f"; {find(step, 'small').text}")
     step.click()
     assert find(page, "#step-title").text == "7 · ff1"
     assert find(page, ".formula math").is_displayed()
@@ -242,6 +243,38 @@ def test_the_theme_follows_the_system_and_the_button(browser: Any, path: Path) -
     browser.execute_script("localStorage.clear()")
     prefer("")
     assert browser.get_log("browser") == []
+
+
+CONTRAST = """
+const pixel = color => {
+  const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+  const context = canvas.getContext("2d");
+  for (const one of color) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
+  return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map(each => each / 255);
+};
+const light = rgb => rgb.map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + [0.2126, 0.7152, 0.0722][i] * c, 0.05);
+const each = document.querySelector(arguments[0]), style = getComputedStyle(each);
+each.style.setProperty("--share", 1);
+const panel = getComputedStyle(document.querySelector(".panel")).backgroundColor;
+const [a, b] = [[style.color], [panel, style.backgroundColor]].map(pixel).map(light);
+return Math.max(a, b) / Math.min(a, b);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_on_its_color(browser: Any, path: Path, scheme: str) -> None:
+    """4.5 to 1, as WCAG asks for, also on the strongest color."""
+    load(browser, path)
+    browser.execute_script("document.documentElement.dataset.theme = arguments[0]", scheme)
+    selected = '.step[aria-pressed="true"]'
+    for each in (".token", ".attended span", ".lens td", selected, "select", ".note", ".badge"):
+        assert browser.execute_script(CONTRAST, each) >= 4.5, each
+
+
+def test_the_title_is_in_a_landmark(page: Any) -> None:
+    assert find(page, "body > header").aria_role == "banner"
+    assert find(page, "body > header h1").text == TEXT
 
 
 def test_everything_to_operate_has_a_name(page: Any) -> None:

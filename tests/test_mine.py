@@ -283,8 +283,18 @@ def problem(kernel: Kernel, limit_s: float = 10.0) -> Finding:
         ("y[i % n] = 1 / (n - 5);", "division by zero", (4,)),
         ("*(float*)(4096LL * n) = 1;", "accesses an address that belongs to no argument", (4,)),
         ("__shared__ float s[2];\n    s[i] = 0;", "index 2 out of bounds", (5,)),
+        (
+            "if (i < n - 4) y[i] = reinterpret_cast<const float4*>(a + 1)[i].x;",
+            "misaligned access: the address of a float4 must be divisible by 16",
+            (4,),
+        ),
         ("while (n) {\n        y[0] += 1;\n    }", "still running after 1 s", (5,)),
+        ("while (i == 0)\n        __syncwarp(1);", "still running after 1 s", (5,)),
+        ("while (n)\n        __syncthreads();", "still running after 1 s", (5,)),
         ("if (i < n) y[i] = undefined;", "does not compile:\nmy.cu:4: 'undefined'", (4,)),
+        ("assert(n < 0);", "assertion fails: n < 0", (4,)),
+        ("if (i == 3)\n        __trap();", "the kernel calls __trap()", (5,)),
+        ("_Exit(0);", "ended before all threads have returned", ()),
         ("asm volatile(\"bar.sync 0;\");", "inline PTX (asm) is for a GPU", (4,)),
         ("if (i < n) {", "does not compile: a brace is missing", ()),
         ("if (i < n) y[i] = a[i]", "does not compile:\nmy.cu:4: expected ';'", (4,)),
@@ -296,6 +306,37 @@ def test_what_is_wrong_is_said_with_its_line(
     found = problem(add(tmp_path, body), limit_s=1.0 if "still running" in said else 60.0)
     assert said in found.what.replace("‘", "'").replace("’", "'")  # g++ quotes as the locale says
     assert found.lines in (lines, *(((4,), (6,)) if said.startswith("still") else ()))
+
+
+@on_emulator
+def test_what_a_kernel_prints_is_kept(tmp_path: Path) -> None:
+    text = 'if (i < 2) printf("thread %d of %d\\n", i, n);\n    '
+    first, *_ = on_cpu.check_kernel(kernel := add(tmp_path, text + RIGHT), cases(kernel))
+    assert isinstance(first, Checked)
+    assert first.printed == "thread 0 of 5\nthread 1 of 5\n"
+    assert problem(add(tmp_path, text + "if (i < n) y[i] = 0;")).printed == first.printed
+    assert problem(add(tmp_path, text + "y[n] = 0;")).printed == "thread 0 of 5\n"
+    endless = problem(add(tmp_path, 'while (n) printf("abcdefg\\n");'), limit_s=1.0)
+    assert "still running" in endless.what
+    assert len(endless.printed) == 1 << 20
+
+
+@on_emulator
+@pytest.mark.parametrize(
+    ("begin", "value", "said", "line"),
+    [
+        ("#include <cstdio>\n", "a[i]", "printf and assert need none", 1),
+        ("template <typename T>\nT f(T a) { return a.x; }\n", "f(a[i])", "request for member", 2),
+    ],
+)
+def test_an_error_in_a_header_or_template_has_the_line(
+    tmp_path: Path, begin: str, value: str, said: str, line: int
+) -> None:
+    text = begin + ADD.replace("BODY", f"if (i < n) y[i] = {value};")
+    found = problem(matched(read(written(tmp_path, text)), find("add"), ("float32", "KN")))
+    assert found.what.startswith(f"my.cu does not compile:\nmy.cu:{line}: ")
+    assert said in found.what
+    assert found.lines == (line,)
 
 
 @on_emulator

@@ -70,7 +70,7 @@ def test_the_table_of_the_kernels_is_the_registry() -> None:
 
 
 def test_an_unknown_operation_or_variant_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match="unknown operation 'norm': expected one of layernorm, "):
+    with pytest.raises(InputError, match=r"'norm' \(did you mean rmsnorm\?\): expected one of lay"):
         find("norm")
     with pytest.raises(InputError, match="unknown variant '9': expected one of naive, registers"):
         find("trimat").variant("9")
@@ -149,7 +149,7 @@ def test_the_list_names_every_variant(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["norm"], "unknown operation 'norm'"),
+        (["norm"], "unknown operation 'norm' (did you mean rmsnorm?): expected one of layernorm, "),
         (["trimat", "--variant", "9"], "unknown --variant '9'"),
         (["trimat", "--shape", "B"], "expected sizes such as"),
         (["trimat", "--peer", "jax"], "--peer: expected torch, got 'jax'"),

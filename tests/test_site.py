@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import excerpts
 import pictures
 import pytest
 
+from gpt2block.mine.arguments import contract
 from gpt2block.ops.registry import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +80,20 @@ def test_every_chapter_has_its_kernel_picture_figure_and_exercise(site: Path) ->
         assert "images/" in page
         assert "NVIDIA H200" in text
         assert 'id="exercise"' in page
+
+
+def test_the_exercises_name_the_sizes_that_the_emulator_tries() -> None:
+    registers = (DOCS / "learn" / "3-registers.md").read_text(encoding="utf-8")
+    coarsening = (DOCS / "learn" / "5-coarsening.md").read_text(encoding="utf-8")
+    layernorm = [sizes for sizes, _ in contract(OPERATIONS["layernorm"]).cases]
+    softmax = [sizes["T"] for sizes, _ in contract(OPERATIONS["softmax"]).cases]
+    assert "rows of 24, 33 and 769 channels" in registers
+    assert {24, 33, 769} <= {sizes["C"] for sizes in layernorm}
+    assert max(sizes["C"] for sizes in layernorm if sizes["C"] % 4 == 0) <= 4 * 256  # held[0]
+    assert f"rows of {softmax[0]}, {softmax[1]} and {softmax[2]}" in registers
+    assert all(T % 4 for T in softmax)
+    assert "tries 1, 3 and 5 rows" in coarsening
+    assert {1, 3, 5} <= {sizes["B"] * sizes["T"] for sizes in layernorm}
 
 
 def test_the_reference_has_the_docstrings(site: Path) -> None:
@@ -147,20 +163,38 @@ def test_every_picture_is_drawn() -> None:
     assert {file.stem for file in (DOCS / "images").glob("*.svg")} == set(DRAWN)
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_no_text_leaves_a_picture(name: str) -> None:
-    """By the width of a letter: 0.55 of its size on average, 0.6 with bold or fixed width."""
-    svg = DRAWN[name]().svg()
+def texts(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """Each text of a picture with its left, right, top and bottom.
+
+    By the width of a letter: 0.55 of its size on average, 0.6 with bold or fixed width.
+    """
     size = re.compile(
         r'<text x="([\d.]+)" y="([\d.]+)" font-size="(\d+)"[^>]*text-anchor="(\w+)"([^>]*)>([^<]*)<'
     )
-    height = float(re.search(r'viewBox="0 0 800 ([\d.]+)"', svg)[1])  # type: ignore[index]
+    found = []
     for x, y, points, anchor, style, text in size.findall(svg):
-        width = len(unescape(text)) * int(points) * (0.6 if style else 0.55)
+        height = int(points)
+        width = len(unescape(text)) * height * (0.6 if style else 0.55)
         left = float(x) - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        found.append((text, left, left + width, float(y) - 0.75 * height, float(y)))
+    return found
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_text_leaves_a_picture(name: str) -> None:
+    svg = DRAWN[name]().svg()
+    height = float(re.search(r'viewBox="0 0 800 ([\d.]+)"', svg)[1])  # type: ignore[index]
+    for text, left, right, _, bottom in texts(svg):
         assert left >= 0, text
-        assert left + width <= 800, text
-        assert float(y) <= height - 6, text
+        assert right <= 800, text
+        assert bottom <= height - 6, text
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_text_crosses_another(name: str) -> None:
+    for a, b in combinations(texts(DRAWN[name]().svg()), 2):
+        apart = a[1] >= b[2] or b[1] >= a[2] or a[3] >= b[4] or b[3] >= a[4]
+        assert apart, (a[0], b[0])
 
 
 def test_the_charts_have_the_figures_of_the_tables() -> None:
@@ -171,5 +205,8 @@ def test_the_charts_have_the_figures_of_the_tables() -> None:
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     assert "copy reached 4239 GB/s" in text  # the ceilings in the charts
     assert "cuBLAS reaches 788 on a square of 8192" in text
+    (fast,) = re.findall(r"block is ([\d.]+ to [\d.]+) times as fast", charts.block().title)
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "performance.md"):
+        assert f"block is {fast} times as fast" in page.read_text(encoding="utf-8"), page.name
     layernorm = charts.layernorm().svg()
     assert [n for n in range(1, 7) if f">LayerNorm {n}<" in layernorm] == [1, 2, 3, 4, 5, 6]

@@ -141,7 +141,7 @@ def coarsening() -> Picture:
     for x, name, columns, rows, loads in (
         (60, "tiled", 1, 1, "1.25"),
         (290, "coarsened", 1, 8, "0.375"),
-        (530, "registers", 8, 8, "0.0625"),
+        (490, "registers", 8, 8, "0.0625"),
     ):
         p.text(x, 70, name, bold=True)
         left, top = x + 44, 118
@@ -154,7 +154,7 @@ def coarsening() -> Picture:
     p.text(148, 134, "1 output", color=GREEN)
     p.text(378, 134, "8 outputs,", color=GREEN)
     p.text(378, 154, "one b for all", color=GREEN)
-    p.text(744, 134, "64", color=GREEN)
+    p.text(704, 134, "64 outputs", color=GREEN)
     return p
 
 

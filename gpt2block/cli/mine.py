@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from gpt2block.bench import Measurement
-from gpt2block.cli.display import for_json, new_table, print_table
+from gpt2block.cli.display import for_json, new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
 from gpt2block.mine.check import Checked
 from gpt2block.mine.finding import Finding
@@ -24,6 +24,7 @@ from gpt2block.mine.on_gpu import Raced
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
 
+MOST_LINES = 20  # of what a kernel prints
 CPU = "on the CPU, by an emulator of CUDA"
 NO_TIMES = "No times: those of an emulator say nothing about a GPU."
 FOUND_NONE = "Found no access out of bounds, no race and no divergent barrier."
@@ -60,6 +61,11 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
     source, operation = kernel.source, kernel.operation
     where = CPU if on_cpu else "on the GPU"
     out.print(f"{operation.name}: {escape(source.name)} of {escape(source.file)}, {where}")
+    texts = [row.printed for row in found.checked]
+    if found.problem:
+        texts.append(found.problem.printed)
+    if any(texts):
+        _print_text(out, source, next(filter(None, texts)))  # the other sizes print much the same
     if found.checked:
         _print_checked(out, kernel, found.checked)
     if found.problem:
@@ -72,6 +78,15 @@ def print_outcome(out: Console, kernel: Kernel, found: Outcome, on_cpu: bool) ->
         out.print()
         print_measurements(out, found.raced.rows, found.raced.skipped, found.raced.ceiling)
         out.print(placed(found.raced.rows))
+
+
+def _print_text(out: Console, source: Source, text: str) -> None:
+    lines = printable_lines(text).splitlines()
+    out.print(f"{escape(source.name)} prints:")
+    for line in lines[:MOST_LINES]:
+        out.print(f"  {escape(line)}", no_wrap=True, overflow="ellipsis")
+    if len(lines) > MOST_LINES:
+        out.print(f"  and {len(lines) - MOST_LINES:,} more lines")
 
 
 def _print_checked(out: Console, kernel: Kernel, checked: Sequence[Checked]) -> None:
@@ -135,6 +150,7 @@ def outcome_json(kernel: Kernel, found: Outcome, device: str) -> str:
                 **dict(zip(("grid", "block", "shared"), row.geometry, strict=True)),
                 "max_abs": row.max_abs,
                 "max_rel": row.max_rel,
+                "printed": row.printed,
             }
             for row in found.checked
         ],

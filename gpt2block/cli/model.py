@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gpt2block.model import Model as LoadedModel
     from gpt2block.text.encoding import Encoding
     from gpt2block.text.generation import Row, Run
-    from gpt2block.text.scoring import Score
+    from gpt2block.text.scoring import Score, ScoredToken
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
 MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes: 256 and 16 MiB
@@ -488,10 +488,7 @@ def score(
     if as_json:
         report = _score_json(file, loaded, found, seconds)
         if per_token:
-            report["per_token"] = [
-                token._asdict() | ({} if isfinite(token.logprob) else {"logprob": None})
-                for token in found.tokens
-            ]
+            report["per_token"] = [_token_json(token) for token in found.tokens]
         print(json.dumps(report))
         return
     if per_token:
@@ -525,19 +522,28 @@ def _score_json(
         "perplexity": found.perplexity,
         "bits_per_byte": found.bits_per_byte,
     }
-    finite = {name: x if x is None or isfinite(x) else None for name, x in numbers.items()}
     return {
         "file": file,
         "model": loaded.name,
         "device": loaded.device,
         "dtype": loaded.dtype,
-        **finite,
+        **_finite(numbers),
         "tokens": found.n_tokens,
         "bytes": found.bytes,
         "n_ctx": found.n_ctx,
         "stride": found.stride,
         "seconds": seconds,
     }
+
+
+def _token_json(token: ScoredToken) -> dict[str, Any]:
+    numbers = {"logprob": token.logprob, "surprisal": token.surprisal}
+    return {**token._asdict(), **_finite(numbers)}
+
+
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """None for infinity and NaN, which JSON does not have."""
+    return {name: x if x is None or isfinite(x) else None for name, x in numbers.items()}
 
 
 SURPRISALS = ((1, "green"), (4, "default"), (8, "yellow"), (12, "red"))  # up to so many bits

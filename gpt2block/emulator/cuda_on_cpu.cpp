@@ -115,11 +115,25 @@ void on_abort(int) {
     _exit(4);
 }
 
-// After the seconds in TIME_LIMIT: prints the line that the thread executes.
+// Where the texts go that kernels print: to the standard output, before the arrays, and no more than a GPU keeps.
+ssize_t write_text(void*, const char* text, std::size_t bytes) {
+    static std::size_t room = 1 << 20;
+    const std::size_t kept = bytes < room ? bytes : room;
+    room -= kept;
+    return write(STDOUT_FILENO, text, kept) < 0 ? 0 : bytes;
+}
+
+// After the seconds in TIME_LIMIT: prints the line that the thread executes and, for a loop with a barrier, which may be
+// stopped between two threads, the last barrier of the thread that has passed the most.
 void on_alarm(int) {
     std::fprintf(stderr, "cuda_on_cpu: %s does not end: block %s, thread %s still runs\n", kernel->name,
                  at(blockIdx).c_str(), at(threadIdx).c_str());
     __sanitizer_print_stack_trace();
+    const Thread* most = nullptr;
+    for (const Thread& thread : threads) {
+        if (thread.state != State::returned && thread.file && (!most || thread.passed > most->passed)) most = &thread;
+    }
+    if (most) std::fprintf(stderr, "cuda_on_cpu: %s\n", describe(*most).c_str());
     _exit(6);
 }
 
@@ -325,6 +339,13 @@ void read_argument(const char* name) {
 
 }  // namespace
 
+void cuda_on_cpu::stop(const char* what, const char* file, int line) {
+    std::fprintf(stderr, "cuda_on_cpu: %s\ncuda_on_cpu: at %s:%d\ncuda_on_cpu: in %s, block %s, thread %s\n", what, file,
+                 line, kernel->name, at(blockIdx).c_str(), at(threadIdx).c_str());
+    std::fflush(stdout);
+    _exit(4);
+}
+
 void cuda_on_cpu::barrier(const char* file, int line) {
     current->file = file;
     current->line = line;
@@ -379,6 +400,9 @@ int main(int argc, char** argv) {
     Order order = {kind == "reverse", kind == "shuffled", std::strtoull(argv[10], nullptr, 10), {}};
     for (int i = 11; i < argc; ++i) read_argument(argv[i]);
     overlaps = std::getenv("LATE_ARRAYS") != nullptr;
+    std::FILE* results = fdopen(STDOUT_FILENO, "wb");
+    stdout = fopencookie(nullptr, "w", {nullptr, write_text, nullptr, nullptr});
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines are there when the program ends in an error
     std::signal(SIGABRT, on_abort);
     if (const char* limit = std::getenv("TIME_LIMIT")) {
         std::signal(SIGALRM, on_alarm);
@@ -392,8 +416,9 @@ int main(int argc, char** argv) {
         run_block(order, n);
     }
     show_late_arrays(true);
+    std::fflush(stdout);
     for (const Array& array : arrays) {
-        if (array.data) std::fwrite(array.data, 1, array.bytes, stdout);
+        if (array.data) std::fwrite(array.data, 1, array.bytes, results);
     }
-    return std::fflush(stdout) == 0 ? 0 : 5;
+    return std::fflush(results) == 0 ? 0 : 5;
 }

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -94,10 +94,11 @@ class ShimError(Exception):
 
 
 class Checks(NamedTuple):
-    """What a launch looks for, and how long it may take."""
+    """What a launch looks for, how long it may take, and who gets what it prints."""
 
     races: bool = False  # instead of accesses out of bounds
     limit_s: float | None = None  # by default TIMEOUT_S
+    printed: Callable[[str], None] = lambda _: None  # gets the text that a kernel prints
 
 
 USUAL = Checks()
@@ -253,8 +254,14 @@ def _launch(
     words = [signature.name, *numbers, order, seed, *(p.name for p in signature.parameters)]
     launch = f"{signature.name}, grid {grid}, block {block}, order {order}"
     program = compile_kernel_file(source, defines, checks.races)
-    limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
-    return _execute(program, words, b"".join(message), launch, environment, limit_s)
+    output = _execute(program, words, b"".join(message), launch, environment, checks)
+    arrays = sum(max(0, *struct.unpack_from("<q", part)) for part in message)  # bytes
+    if len(output) < arrays:
+        early = "ended before all threads have returned, as by exit()"
+        raise ShimError(f"{launch}: {early}", early)
+    text = len(output) - arrays
+    checks.printed(output[:text].decode(errors="replace"))
+    return output[text:]
 
 
 def _overlapping(
@@ -333,8 +340,9 @@ def _execute(
     message: bytes,
     launch: str,
     extra: Mapping[str, str],
-    limit_s: float,
+    checks: Checks,
 ) -> bytes:
+    limit_s = TIMEOUT_S if checks.limit_s is None else checks.limit_s
     own = ("ASAN_OPTIONS", "UBSAN_OPTIONS")  # the program sets these itself
     env = {name: value for name, value in os.environ.items() if name not in own} | dict(extra)
     env["TIME_LIMIT"] = str(ceil(limit_s))  # the program then ends itself and says where it was
@@ -352,6 +360,7 @@ def _execute(
         raise ShimError(f"{launch}: {late}", late) from error
     if done.returncode == 0:
         return done.stdout
+    checks.printed(done.stdout.decode(errors="replace"))
     report = done.stderr.decode(errors="replace")
     report = _PLACE.sub(lambda found: _line(program, found[1]), report)
     found = _readable(report) or f"exit status {done.returncode}"

@@ -28,6 +28,7 @@ class Checked:
     max_abs: float
     max_rel: float
     problem: str = ""
+    printed: str = ""  # by the kernel, in the first run
 
 
 @dataclass(frozen=True)

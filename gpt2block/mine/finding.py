@@ -9,9 +9,14 @@ from gpt2block.emulator.loader import END
 from gpt2block.mine.source import Source
 
 MOST_ERRORS = 3  # of a compiler
+_CONTEXT = re.compile(r": (note|warning):|: {2,}(recursively )?required (from|by) ")
+_NO_LIBRARY = "\n(Kernels have no headers of the C and C++ libraries. printf and assert need none.)"
 _OUTSIDE = re.compile(r"(READ|WRITE) out of bounds: (byte .*)")
 _ACCESS = re.compile(r"^(READ|WRITE) of size (\d+)", re.MULTILINE)
 _SUMMARY = re.compile(r"SUMMARY: AddressSanitizer: ([\w-]+)")
+_MISALIGNED = re.compile(
+    r"misaligned address \S+ for type '(?:const )?(?:struct )?(.+)', which requires (\d+) byte"
+)
 _PLACE = re.compile(r"^in \w+, (block .*)$", re.MULTILINE)
 _VERBS = {"READ": "reads", "WRITE": "writes"}
 _SUMMARIES = {
@@ -27,12 +32,13 @@ _SUMMARIES = {
 class Finding:
     """`what` is one or a few lines; `lines` are numbers of lines in the file.
 
-    `at` says when and where, with a preposition.
+    `at` says when and where, with a preposition. `printed` is the text that the kernel has printed.
     """
 
     what: str
     lines: tuple[int, ...] = ()
     at: str = ""
+    printed: str = ""
 
 
 def of_compiler(source: Source, log: str) -> Finding:
@@ -41,7 +47,7 @@ def of_compiler(source: Source, log: str) -> Finding:
     found = re.findall(
         rf"^(?:.*/)?{file}:(\d+)(?::\d+)?: (?:(?:fatal )?error: )?(.+)$|"
         rf"^(?:.*/)?{file}\((\d+)\): (?:catastrophic )?error: (.+)$",
-        "\n".join(line for line in log.splitlines() if not re.search(r": (note|warning):", line)),
+        "\n".join(line for line in log.splitlines() if not _CONTEXT.search(line)),
         re.MULTILINE,
     )
     errors = [(int(a or c), b or d) for a, b, c, d in found if "In function" not in (b or d)]
@@ -49,10 +55,14 @@ def of_compiler(source: Source, log: str) -> Finding:
         return Finding(
             f"{source.file} does not compile: a brace is missing, or there is one too many"
         )
+    inside = re.search(rf"In file included from (?:.*/)?{file}:(\d+)(?:.|\n)*?: error: (.+)", log)
+    if not errors and inside:
+        errors = [(int(inside[1]), f"in the header: {inside[2]}{_NO_LIBRARY}")]
     if not errors:
         return Finding(f"{source.file} does not compile:\n{log.strip()}")
     shown = errors[:MOST_ERRORS]
-    more = f"\nand {len(errors) - len(shown)} more errors" if len(errors) > len(shown) else ""
+    rest = len(errors) - len(shown)
+    more = f"\nand {rest} more error{'s' if rest > 1 else ''}" if rest else ""
     what = "\n".join(f"{source.file}:{line}: {message}" for line, message in shown)
     return Finding(f"{source.file} does not compile:\n{what}{more}", (shown[0][0],))
 
@@ -69,6 +79,9 @@ def _said(source: Source, report: str) -> str:
     first = report.splitlines()[0]
     if outside := _OUTSIDE.search(report):
         return f"{_VERBS[outside[1]]} out of bounds: {outside[2]}"
+    if misaligned := _MISALIGNED.search(first):
+        kind, bytes_ = misaligned.groups()
+        return f"misaligned access: the address of a {kind} must be divisible by {bytes_}"
     if "runtime error: " in first:
         return first.partition("runtime error: ")[2]
     if summary := _SUMMARY.search(report):

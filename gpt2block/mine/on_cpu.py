@@ -75,18 +75,22 @@ def _in_every_order(kernel: Kernel, case: Case, limit_s: float) -> Checked | Fin
     runs: list[Checked] = []
     for order, races in ((ORDERS[0], False), (ORDERS[0], True), *((o, False) for o in ORDERS[1:])):
         at = f"at {described(case.sizes)}, {order} order"
+        texts: list[str] = []
         try:
-            with emulated(order, checks=Checks(races, limit_s)):
+            with emulated(order, checks=Checks(races, limit_s, texts.append)):
                 run, _ = check.compare(kernel, case, guarded=False)
         except ShimError as error:
             if "does not compile" in str(error):
                 return of_compiler(kernel.source, error.report)
-            return of_emulator(kernel.source, error.report, at)
-        runs.append(replace(run, problem=run.problem and f"{run.problem} ({order} order)"))
+            return replace(of_emulator(kernel.source, error.report, at), printed="".join(texts))
+        problem = run.problem and f"{run.problem} ({order} order)"
+        runs.append(replace(run, problem=problem, printed="".join(texts)))
     wrong = [run for run in runs if run.problem]
     if wrong:
-        return Finding(wrong[0].problem, at=f"at {described(case.sizes)}")
-    return max(runs, key=lambda run: inf if isnan(run.max_rel) else run.max_rel)
+        at = f"at {described(case.sizes)}"
+        return Finding(wrong[0].problem, at=at, printed=wrong[0].printed)
+    worst = max(runs, key=lambda run: inf if isnan(run.max_rel) else run.max_rel)
+    return replace(worst, printed=runs[0].printed)
 
 
 def _compile_ahead(kernel: Kernel, case: Case) -> None:

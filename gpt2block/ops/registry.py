@@ -75,9 +75,15 @@ __all__ = [
 
 
 def find(name: str) -> Operation:
-    """An operation by name; InputError lists the known ones."""
+    """An operation by name; InputError suggests the nearest one and lists all."""
     if name not in OPERATIONS:
-        raise InputError(f"unknown operation {name!r}: expected one of {', '.join(OPERATIONS)}")
+        from difflib import get_close_matches  # noqa: PLC0415
+
+        near = get_close_matches(name, OPERATIONS, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise InputError(
+            f"unknown operation {name!r}{hint}: expected one of {', '.join(OPERATIONS)}"
+        )
     return OPERATIONS[name]
 
 
