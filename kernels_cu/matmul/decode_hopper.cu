@@ -23,14 +23,19 @@
 // of their splits: tile i of 16 columns by 4 rows is for block i % DH_SPLITS, which adds the splits in order.
 //
 // Any M and N; K is a multiple of 128. grid (DH_SHARES DH_SPLITS ceil(M / TERM_ROWS) ceil(N / (columns DH_SHARES))),
-// block (128 DH_GROUPS + 32). gpt2block/ops/_linear_hopper.py computes the dynamic shared memory.
+// block (128 DH_GROUPS + 32), or with three groups 512. gpt2block/ops/_linear_hopper.py chooses the constants and
+// computes the dynamic shared memory.
 //
 // On an NVIDIA H200, float16 weights of Llama 7B, in microseconds, in brackets at the rate of a copy and for matmul/
 // decode_mma.cu and decode_tiles.cu (1, 16 and 64 rows):
 //
-//   4096 -> 12288         23.8   26.1   31.5   (23.8; 27.5, 65.3, 79.3)
-//   4096 -> 2 x 11008     45.0   44.6   63.4   (42.7; 53.5, 120, 162, with silu_mul)
-//   11008 -> 4096         26.2   27.7   32.8   (21.3; 23.3, 138, 108)
+//   4096 -> 12288         24.0   26.3   31.1   (23.8; 27.5, 65.3, 79.3)
+//   4096 -> 2 x 11008     42.7   44.7   51.4   (42.7; 53.5, 120, 162, with silu_mul)
+//   11008 -> 4096         23.7   24.7   31.7   (21.3; 23.3, 138, 108)
+//
+// What decides these is how blocks fill the multiprocessors. Before 11008 -> 4096 had one block on each, with a ring of
+// as many stages as fit, it took 26.2, 27.7 and 32.8; before gate and up shared x among four blocks for every number of
+// rows, and had three warpgroups for 64, they took 45.0, 44.6 and 63.4.
 //
 // architecture: sm_90a
 #if !defined(STORAGE_BF16) && !defined(STORAGE_FP16) && !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
