@@ -28,6 +28,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
+from gpt2block.ops._kv_cache import array_dtype
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
@@ -87,17 +88,18 @@ def bind_append(
     *,
     n_head: int,
     half_split: bool = False,
+    kv_dtype: str | None = None,
 ) -> Bound:
     """inputs (qkv (N, W), frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)).
 
     out (N, Q); C is n_kv_head D, Q is n_head D, W is Q + 2C. qkv and out are float32, k and v have
-    any dtype. row and position are int32 and not read back: K and V of rows outside the cache are
-    left out.
+    any float dtype or are uint8, of the FP8 format kv_dtype. row and position are int32 and not
+    read back: K and V of rows outside the cache are left out.
     """
     qkv, frequencies, k, v, row, position = inputs
     check("qkv", qkv)
     D = _check_frequencies(frequencies)
-    dtype = storage(k)
+    dtype = array_dtype(k, kv_dtype)
     check("k", k, dtype=dtype)
     if k.ndim != 3 or k.shape[2] % D:
         raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
@@ -122,7 +124,8 @@ def bind_append(
     aligned = min(4, alignment(qkv.data.ptr, out.data.ptr) // 4, of_cache)
     geometry = _geometry("rope_append", 1, N, heads, D, half_split, aligned)
     args = (qkv, row, position, frequencies, k, v, out, N, n_head, n_kv_head, B, n_ctx)
-    return Bound(out, (launch_at(APPEND, geometry, args, dtype),), (k, v))
+    T = "float32" if kv_dtype else dtype
+    return Bound(out, (launch_at(APPEND, geometry, args, T, cache=kv_dtype),), (k, v))
 
 
 def _check_frequencies(frequencies: Any) -> int:
@@ -221,13 +224,15 @@ def rope_append(
     position: CudaArray,
     n_head: int,
     half_split: bool = False,
+    kv_dtype: str | None = None,
 ) -> CudaArray:
     """`reference.rope_append` on CuPy arrays: Q turned, and K and V in the kv_cache.
 
-    qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16 or
-    bfloat16, row and position (N,) int32 → (N, n_head D) float32; see `bind_append`. Two rows must
-    not have the same destination. Raises InputError.
+    qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16,
+    bfloat16 or, as uint8, the FP8 format kv_dtype, row and position (N,) int32 → (N, n_head D)
+    float32; see `bind_append`. Two rows must not have the same destination. Raises InputError.
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    return bind_append(inputs, n_head=n_head, half_split=half_split).run()
+    options = {"half_split": half_split, "kv_dtype": kv_dtype}
+    return bind_append(inputs, n_head=n_head, **options).run()  # type: ignore[arg-type]

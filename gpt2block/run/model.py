@@ -25,9 +25,30 @@ Want = Literal["logits", "last", "hidden", "states"]
 DTYPES = (*STORAGE, *FP8)
 
 
-def kv_cache_dtype(dtype: str) -> str:
-    """The dtype of the KV cache for weights of `dtype`: float16 for FP8 weights."""
-    return CACHE_WITH_FP8 if dtype in FP8 else dtype
+def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
+    """The dtype of the KV cache: kv_dtype or, without one, that of the weights.
+
+    With FP8 weights it is float16 then. Raises InputError for a kv_dtype that does not fit `dtype`.
+    """
+    own = CACHE_WITH_FP8 if dtype in FP8 else dtype
+    if kv_dtype is None or kv_dtype == own:
+        return own
+    if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
+        raise InputError(
+            f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {dtype}, "
+            f"got {kv_dtype!r}"
+        )
+    if dtype == "float32":
+        raise InputError(
+            f"kv_dtype: expected float32 with weights of float32, got {kv_dtype!r}, which takes "
+            "weights of 16 bits or FP8"
+        )
+    return kv_dtype
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number in `dtype`."""
+    return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
@@ -37,7 +58,7 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += math.prod(shape) * (1 if dtype in FP8 else np.dtype(FLOATS[dtype]).itemsize)
+        total += math.prod(shape) * itemsize(dtype)
         if dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total
