@@ -61,7 +61,9 @@ SPLIT_KEYS = 32  # of a warp of `split`
 SPAN_SPLITS = 32  # splits that are combined at a time
 SPLIT_WARPS = 4  # of a block
 SPLIT_WARPS_OF_SM = {1: 16, 2: 16, 4: 12}  # by the cache's itemsize: what the registers hold
-SPLIT_WARPS_OF_SM_GROUPED = 8  # where a warp has several heads of q
+SPLIT_WARPS_OF_SM_GROUPED = {1: 12, 2: 8, 4: 8}  # where a warp has several heads of q
+FP8_GROUPED_WIDTH = 8  # elements a load there: a lane has so many numbers of each head
+FP8_VECTORS = 4  # of K, and of V, that a thread has in flight; converted, they take registers
 MOST_QUERIES = 4  # heads of q of a warp
 MOST_CLUSTER = 8  # blocks
 CLUSTERS_FROM = 90  # compute capability
@@ -123,15 +125,17 @@ def split_geometry(
     """For M queries, on a GPU with `sms` multiprocessors; clusters: whether it has them.
 
     shared_limit: bytes of shared memory that a block can have. The order of additions follows from
-    HS and itemsize alone.
+    HS and itemsize alone, with FP8 also from whether a warp has several heads of q.
     """
     _check_head(HS)
     if max(M, NH) > MOST_BLOCKS[1]:
         raise InputError(f"M {M:,}, {NH:,} heads: expected at most {MOST_BLOCKS[1]:,} of each")
-    width = gcd(16 // itemsize, HS)  # elements a load
     queries = _queries_of_team(NH // NKV, HS, shared_limit)
+    width = gcd(16 // itemsize, HS)  # elements a load
+    if itemsize == 1 and queries > 1:
+        width = gcd(FP8_GROUPED_WIDTH, HS)
     teams = NKV * ceil(NH // NKV / queries)
-    held = SPLIT_WARPS_OF_SM[itemsize] if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED
+    held = (SPLIT_WARPS_OF_SM if queries == 1 else SPLIT_WARPS_OF_SM_GROUPED)[itemsize]
     at_once = held * sms // (M * teams)
     wanted = min(ceil(n_ctx / SPLIT_KEYS), SPAN_SPLITS)  # warps of a team
     if clusters:
@@ -149,6 +153,8 @@ def split_geometry(
         ("AS_CLUSTER", cluster),
         ("AS_BLOCKS", max(held // warps, 1)),
     )
+    if itemsize == 1:
+        defines = (*defines, ("AS_VECTORS", FP8_VECTORS))
     shared = _split_shared(queries, HS) if queries > 1 else 0
     return Geometry("attention_split", (cluster, teams, M), (32 * warps,), shared, defines)
 

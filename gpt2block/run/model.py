@@ -46,6 +46,22 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
     return kv_dtype
 
 
+def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
+    """Dtype of weights → that of the KV cache, for the dtypes that kv_dtype fits.
+
+    Raises InputError where it fits none.
+    """
+    found = {}
+    for dtype in DTYPES:
+        try:
+            found[dtype] = kv_cache_dtype(dtype, kv_dtype)
+        except InputError:
+            continue
+    if not found:
+        raise InputError(f"kv_dtype: expected one of {', '.join(DTYPES)}, got {kv_dtype!r}")
+    return found
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of a number in `dtype`."""
     return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)

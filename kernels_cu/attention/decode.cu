@@ -21,7 +21,8 @@
 //
 // The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
 // of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
-// block has enough neighbours. The order of additions depends only on HS and KV, and not on this choice.
+// block has enough neighbours. The order of additions depends only on HS, KV, AS_WIDTH and AS_VECTORS, and not on this
+// choice.
 //
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has

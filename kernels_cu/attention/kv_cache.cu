@@ -34,12 +34,12 @@ extern "C" __global__ void kv_append_narrow(
     KV* v,                // (B, n_ctx, C)
     int C, int W, int B, int n_ctx) {
     append(row, position, k, v, C, W, B, n_ctx, [&](long long from, KV* to) {
-        const Vec<T, KV_WIDTH> vector = load_fresh<T, KV_WIDTH>(qkv + from);
+        typedef Vec<T, KV_WIDTH> Vector;
         if constexpr (sizeof(KV) == sizeof(T)) {
-            *reinterpret_cast<typename Vec<T, KV_WIDTH>::Raw*>(to) = vector.raw;
+            *reinterpret_cast<typename Vector::Raw*>(to) = load_fresh<T, KV_WIDTH>(qkv + from).raw;
         } else {
             float values[KV_WIDTH];
-            vector.unpack(values);
+            load_fresh<T, KV_WIDTH>(qkv + from).unpack(values);
             Vec<KV, KV_WIDTH>::store(to, values);
         }
     });

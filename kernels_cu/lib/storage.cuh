@@ -50,12 +50,16 @@ typedef E4M3 KV;
 typedef T KV;
 #endif
 
+// E is T, W or KV.
+template <typename E>
+__device__ __forceinline__ E narrowed(float value) {
+    if constexpr (sizeof(E) == 1) return E::narrow(value);
+    else return narrow(value);
+}
+
 __device__ __forceinline__ void narrow_to(float& to, float value) { to = value; }
 template <typename E>
-__device__ __forceinline__ void narrow_to(E& to, float value) {
-    if constexpr (sizeof(E) == 1) to = E::narrow(value);
-    else to = narrow(value);
-}
+__device__ __forceinline__ void narrow_to(E& to, float value) { to = narrowed<E>(value); }
 
 template <int BYTES> struct Bits;
 template <> struct Bits<1> { typedef unsigned char type; };

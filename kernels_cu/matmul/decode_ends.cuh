@@ -52,7 +52,7 @@ struct Append {
             q[(long long)m * C + n] = v;
         } else if (at >= 0) {
             KV* cache = n < 2 * C ? k_cache : v_cache;
-            narrow_to(cache[at * C + n % C], v);
+            cache[at * C + n % C] = narrowed<KV>(v);
         }
     }
 };
