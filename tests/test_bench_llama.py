@@ -72,10 +72,14 @@ def test_the_works_and_their_order() -> None:
         *[("decode", "float16", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
         ("prompt", "float16", "1x512"),
         *[("decode", "float8_e5m2", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
+        *[
+            ("decode", "float8_e5m2", f"{name}, kv_cache float8_e5m2")
+            for name in ("1 row", "4 rows", "16 rows", "64 rows")
+        ],
     ]
     assert works[0].sizes["n_kv_head"] == 32
     one = bench.llama_works(None, "1", "1b")
-    assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2"]
+    assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
     assert [work.what for work in bench.llama_works("float32", "1", "small")] == ["decode"]
 
 

@@ -66,7 +66,9 @@ class Command:
         path: Path | None,
         instead: str | None,
         revision: str | None,
+        kv_dtype: str | None,
     ) -> Any:
+        assert kv_dtype is None
         self.asked.append((name, dtype, device, revision))
         checkpoint: Any = SimpleNamespace(directory=None, config=self.model.config)
         encoding = cli_model.read_tokenizer(checkpoint, path) if path else self.model.tokenizer
