@@ -398,8 +398,10 @@ def test_the_kernels_compile_without_spills() -> None:
         jobs += [(APPEND, arch, (*stored, ("KV_WIDTH", 8)))]
         jobs += [(ROPE_APPEND, arch, (*stored, ("ROPE_HALF_SPLIT", 1)))]
     mixed = kernels.stored_as("float16", "float8_e5m2", "float8_e4m3fn")
-    tile = _linear_mma_tiles.choose(64, 768, 256, "float8_e5m2", 90, 132, 231424)
-    made = _linear_mma_tiles.geometry("qkv_decode_tiles", 64, 768, 256, "float8_e5m2", tile)
+    product: Any = (64, 768, 256, "float8_e5m2")
+    gpu = {"capability": 90, "sms": 132, "most_shared": gpus.H200["most_shared"]}
+    tile = _linear_mma_tiles.choose(*product, **gpu)
+    made = _linear_mma_tiles.geometry("qkv_decode_tiles", *product, tile)
     jobs += [("matmul/decode.cu", "sm_75", mixed), ("matmul/decode_mma.cu", "sm_80", mixed)]
     jobs += [(_linear_mma_tiles.FILE, "sm_90", (*mixed, *made.defines))]
     assert_clean(jobs)
@@ -633,11 +635,12 @@ def test_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         model = made("gpt2", "float16", "float8_e5m2", "cuda")
         assert model.engine.products == "float32"
         expected = made("gpt2", "float16", "float8_e5m2")(IDS)
-        assert max(map(off, model(IDS), expected)) < 1e-4
+        few = 2e-3  # of the logits: a key near a tie may be rounded otherwise
+        assert max(map(off, model(IDS), expected)) < few
         held = model.new_cache(3)
         model([ids[:-1] for ids in IDS], cache=held)
         last = model([ids[-1:] for ids in IDS], cache=held, last=True)
-        assert max(off(a, b[-1]) for a, b in zip(last, expected, strict=True)) < 1e-4
+        assert max(off(a, b[-1]) for a, b in zip(last, expected, strict=True)) < few
 
 
 # --- commands, jobs and the bench -----------------------------------------------------------------
