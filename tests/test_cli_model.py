@@ -35,6 +35,8 @@ def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
         tokenizer=byte_encoding(end=end),
         name="a table",
         dtype="float32",
+        kv_dtype="float32",
+        dtypes="float32",
         device="no device",
     )
 
@@ -135,8 +137,8 @@ def test_generate_as_json(command: Command) -> None:
     assert ran.err == ""
     found = ran.json
     assert list(found) == [
-        "model", "device", "dtype", "prompt", "seed", "samples", "seconds_to_first_token",
-        "tokens_per_second",
+        "model", "device", "dtype", "kv_dtype", "prompt", "seed", "samples",
+        "seconds_to_first_token", "tokens_per_second",
     ]  # fmt: skip
     assert found["prompt"] == "abc"
     (sample,) = found["samples"]
@@ -379,8 +381,8 @@ def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
     assert "64 tokens, stride 32: each token predicted from at least 32 before it" in ran.out
     found = command("score", str(tmp_path / "a.txt"), "--json", "--stride=3").json
     assert list(found) == [
-        "file", "model", "device", "dtype", "log_likelihood", "nats_per_token", "perplexity",
-        "bits_per_byte", "tokens", "bytes", "n_ctx", "stride", "seconds",
+        "file", "model", "device", "dtype", "kv_dtype", "log_likelihood", "nats_per_token",
+        "perplexity", "bits_per_byte", "tokens", "bytes", "n_ctx", "stride", "seconds",
     ]  # fmt: skip
     assert (found["tokens"], found["bytes"], found["n_ctx"], found["stride"]) == (6, 6, 64, 3)
     assert found["log_likelihood"] == pytest.approx(-4 * 10, rel=1e-2)

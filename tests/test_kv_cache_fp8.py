@@ -575,6 +575,17 @@ def test_generation_and_score(device: Any, name: str, dtype: str, kv_dtype: str)
     assert scores[1] != wide
 
 
+@every_format
+def test_attention_weights_are_those_of_rounded_keys(kv_dtype: str) -> None:
+    model = made("llama", "bfloat16", kv_dtype)
+    qkv = reference.kv_round(model.trace(IDS[1])["h.1.rope"], 2, 1, kv_dtype)
+    scores = np.einsum("ihd,jd->hij", qkv[:, :128].reshape(-1, 2, 64), qkv[:, 128:192]) / 8
+    expected = reference.softmax(scores, causal=True)
+    np.testing.assert_allclose(model.attention(IDS[1])[1], expected, rtol=1e-4, atol=1e-6)
+    plain = made("llama", "bfloat16", None).attention(IDS[1])[1]
+    assert np.abs(plain - expected).max() > 1e-4
+
+
 @one_order
 def test_compare_shows_what_rounding_costs(device: Any) -> None:
     """The float64 pass has keys and values that are not rounded, as with a cache of 16 bits."""
