@@ -43,17 +43,19 @@ from gpt2block.ops.attention_cached import (
     tiles_geometry,
 )
 from gpt2block.ops.linear import bind as bind_linear
-from gpt2block.ops.linear import bind_qkv, terms_of
+from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
 from gpt2block.plan import Terms
 from gpt2block.run.model import kv_cache_dtype, kv_cache_dtypes
-from gpt2block.weights.matrix import WeightMatrix
 from tests import gpus
 from tests.compiling import Job, assert_clean
 from tests.devices import assert_same_bits, on_gpu, one_order, running_on
 from tests.plain import normal
 from tests.test_attention_cached import assert_right
 from tests.test_attention_cached import exact as exactly
+from tests.test_linear_hopper import handed, wanted
+from tests.test_terms import matrix
+from tests.test_terms import terms as terms_of
 
 Array = NDArray[Any]
 FORMATS: dict[str, Any] = {
@@ -183,12 +185,6 @@ def test_rope_append_writes_what_numpy_rounds(device: Any, kv_dtype: str) -> Non
         assert code[1, 6].any()
 
 
-def matrix(N: int, K: int, dtype: str) -> WeightMatrix:
-    w = WeightMatrix.quantize(normal(1, N, K) / np.float32(K**0.5), dtype, "NK")
-    scale = None if w.scale is None else cupy.asarray(w.scale)
-    return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
-
-
 @every_format
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
 @pytest.mark.parametrize("kernel", ["qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles"])
@@ -226,25 +222,17 @@ def test_qkv_of_large_matrices(device: Any, dtype: str, kv_dtype: str) -> None:
     gpus.cupy_with(90)
     B, C = 70, 128
     x, w, bias = normal(0, B, C), matrix(3 * C, C, dtype), cupy.asarray(normal(2, 3 * C))
-    (order,) = (each for each in terms_of(dtype, B, {"w": (C, 2**18)})["w"] if each.width)
     found = []
-    for terms in (None, order):
+    for rows, order in ((cupy.asarray(x), None), (handed(x, dtype), wanted(dtype))):
         k, v = (cupy.zeros((B, 2, C), "uint8") for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
-        handed = cupy.asarray(x if terms is None else in_order(x, terms))
         bound = bind_qkv(
-            handed, w, bias, None, None, k, v, row, position, terms=terms, kv_dtype=kv_dtype
+            rows, w, bias, None, None, k, v, row, position, terms=order, kv_dtype=kv_dtype
         )
         found.append([bound.run().get(), k.get(), v.get()])
     assert bound.launches[0].name == "qkv_decode_hopper"
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
-
-
-def in_order(x: Array, terms: Terms) -> Array:
-    from tests.test_terms import terms as terms_in_order  # noqa: PLC0415  (skips without CuPy)
-
-    return np.asarray(terms_in_order(x, terms.dtype, terms.width))
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -330,7 +318,7 @@ def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) 
     floats = bind_split(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
     order = Terms(kind, width)
     made = bind_split(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
-    assert_same_bits(made, in_order(floats, order))
+    assert_same_bits(made, terms_of(floats, kind, width))
 
 
 @every_format
