@@ -611,7 +611,8 @@ def test_the_dtype_of_the_cache() -> None:
         ("bfloat16", "float16", r"kv_dtype: expected float8_e5m2, float8_e4m3fn, or bfloat16 with"),
         ("float8_e5m2", "bfloat16", "or float16 with weights of float8_e5m2, got 'bfloat16'"),
         ("float32", "float16", "or float32 with weights of float32, got 'float16'"),
-        ("float32", "float8_e5m2", "expected float32 with weights of float32, got 'float8_e5m2'"),
+        ("float32", "float8_e5m2", "kv_dtype 'float8_e5m2': expected weights of 16 bits or FP8, g"),
+        ("bfloat16", np.zeros(2), "kv_dtype: expected float8_e5m2"),
         ("bfloat16", 8, "kv_dtype: expected float8_e5m2"),
     ],
 )
@@ -685,7 +686,8 @@ def test_generate_and_compare(printed: Printed) -> None:
 def test_errors_name_the_option(printed: Printed) -> None:
     for command in (["generate", "a"], ["compare", "a"]):
         text = printed(*command, "--device", "cpu", "--kv-dtype", "float8_e5m2", code=2)
-        assert re.search(r"--kv-dtype: expected float32 with weights of float32", text)
+        assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits or FP8, got float32" in text
+        assert "use --dtype bfloat16" in text
     text = printed("info", "--kv-dtype", "int8", code=2)
     assert re.search(r"--kv-dtype: expected one of float32, .*, got 'int8'", text)
     text = printed("bench", "--kv-dtype", "float8_e5m2", code=2)

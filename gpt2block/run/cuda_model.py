@@ -408,7 +408,7 @@ class CudaModel:
         return prefill.out
 
     def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
-        """That of new tokens which continue none; the arguments are those of Prefill."""
+        """The Prefill of tokens that continue none; the other arguments are its fields."""
         cached = bool(cache.layers)
         return Prefill(
             self.products, rows, cache.batch, longest, cached, ends=ends, kv_dtype=self.fp8_cache

@@ -13,7 +13,7 @@ from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, shown
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
@@ -31,17 +31,17 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
     With FP8 weights it is float16 then. Raises InputError for a kv_dtype that does not fit `dtype`.
     """
     own = CACHE_WITH_FP8 if dtype in FP8 else dtype
-    if kv_dtype is None or kv_dtype == own:
+    if kv_dtype is None:
         return own
-    if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
+    if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
         raise InputError(
             f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {dtype}, "
-            f"got {kv_dtype!r}"
+            f"got {shown(kv_dtype)}"
         )
-    if dtype == "float32":
+    if kv_dtype != own and dtype == "float32":
         raise InputError(
-            f"kv_dtype: expected float32 with weights of float32, got {kv_dtype!r}, which takes "
-            "weights of 16 bits or FP8"
+            f"kv_dtype {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use "
+            "dtype='bfloat16', or another one of them"
         )
     return kv_dtype
 
@@ -58,7 +58,7 @@ def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
         except InputError:
             continue
     if not found:
-        raise InputError(f"kv_dtype: expected one of {', '.join(DTYPES)}, got {kv_dtype!r}")
+        raise InputError(f"kv_dtype: expected one of {', '.join(DTYPES)}, got {shown(kv_dtype)}")
     return found
 
 
