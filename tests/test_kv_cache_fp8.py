@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +26,7 @@ from gpt2block.bench import LlamaDecodeWork, llama_works
 from gpt2block.bench.llama_works import SHAPES, RandomLlama
 from gpt2block.bench.report import tolerance
 from gpt2block.bench.token_works import RandomGPT2
+from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import arrays as cuda_arrays
@@ -692,6 +694,24 @@ def test_errors_name_the_option(printed: Printed) -> None:
     assert re.search(r"--kv-dtype: expected one of float32, .*, got 'int8'", text)
     text = printed("bench", "--kv-dtype", "float8_e5m2", code=2)
     assert "--kv-dtype is an option of --decode and --llama" in text
+
+
+def test_a_job_takes_the_dtype_of_the_cache(printed: Printed, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
+    scores = [
+        Predictor("score", kv_dtype=kv, **options)({"text": ["To be, or not"]})["log_likelihood"]
+        for kv in (None, "float8_e5m2")
+    ]
+    assert scores[0] != scores[1]
+    np.testing.assert_allclose(scores[1], scores[0], rtol=0.05)
+    pytest.importorskip("distributed")
+    lines = tmp_path / "lines.txt"
+    lines.write_text("To be\n", encoding="utf-8")
+    arguments = "map", "score", str(lines), "--output", str(tmp_path / "out")
+    text = printed(*arguments, "--kv-dtype", "float8_e5m2", code=2)
+    assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits" in text
+    job = bulk_job.Job("score", "out", kv_dtype="float8_e5m2")
+    assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"
 
 
 def test_the_bench_counts_the_bytes_of_the_cache() -> None:
