@@ -29,8 +29,9 @@ struct AnyE4M3 {
 typedef AnyE4M3<true> E4M3;
 typedef AnyE4M3<false> FiniteE4M3;
 
-// Two halves from the upper bytes of which E4M3 is read, 256 times too small. A carry out of a NaN code, the only one
-// whose seven bits are all set, makes the exponent of its half that of a NaN.
+// Two E4M3 numbers as halves that are 256 times too small; `halves` has them in its upper bytes. Adding one to the
+// lowest of the seven bits carries out of a NaN code alone, which has all of them set. The carry is the only bit that
+// the exponent of the half lacks to be that of a NaN.
 template <bool HAS_NAN>
 __device__ __forceinline__ unsigned shift_e4m3(unsigned halves) {
     halves = (halves & 0x80008000u) | (halves >> 1 & 0x3f803f80u);

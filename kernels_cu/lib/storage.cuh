@@ -4,7 +4,8 @@
 //   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN
 //   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
-// W and KV can be different FP8 formats (lib/fp8.cuh). Numbers beyond the largest one of a kv_cache's saturate.
+// W and KV can be different FP8 formats (lib/fp8.cuh). What is stored as KV is rounded to nearest even, and magnitudes
+// beyond the largest number of FP8 become that number.
 //
 // Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two, a vector has at most 16
 // bytes and is aligned to its size.
