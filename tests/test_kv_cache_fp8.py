@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from gpt2block.bulk import job as bulk_job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.config import GPT2Config
 from gpt2block.cuda import arrays as cuda_arrays
-from gpt2block.cuda import cupy, kernels
+from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.emulator import loader
 from gpt2block.ops import _linear_mma_tiles
 from gpt2block.ops.attention_cached import (
@@ -53,7 +54,7 @@ from tests import gpus
 from tests.compiling import Job, assert_clean
 from tests.devices import assert_same_bits, on_gpu, one_order, running_on
 from tests.plain import normal
-from tests.test_attention_cached import assert_right
+from tests.test_attention_cached import assert_right, forced_geometry
 from tests.test_attention_cached import exact as exactly
 from tests.test_linear_hopper import handed, wanted
 from tests.test_terms import matrix
@@ -299,6 +300,39 @@ def test_split(device: Any, heads: tuple[int, int, int], kv_dtype: str) -> None:
         arrays = query, *inputs[1:3], of_row, there
         alone = bind_split(arrays, n_head=NH, kv_dtype=kv_dtype).run().get()
         np.testing.assert_array_equal(alone, got[b : b + 1])
+
+
+@every_format
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (2, 2, 16),
+        (4, 1, 16),
+        *(pytest.param(each, marks=pytest.mark.gpu) for each in ((12, 12, 64), (16, 4, 128))),
+    ],
+)
+@one_order
+def test_split_over_two_spans(
+    device: Any, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], kv_dtype: str
+) -> None:
+    """More than 1,024 keys, with the same bits however warps and blocks share them."""
+    NH, NKV, HS = heads
+    k, v = cache(0, [1100, 1024, 70], 1100, NKV * HS, kv_dtype)
+    q, at = normal(1, 3, NH * HS), np.array([1099, 1023, 69], np.int32)
+    inputs = tuple(map(device.asarray, (q, k, v, np.arange(3, dtype=np.int32), at)))
+    right = bind_split(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
+    wide_k, wide_v = (repeated(widened(a, kv_dtype), heads) for a in (k, v))
+    for b in range(3):
+        one = slice(b, b + 1)
+        assert_right(right[one], q[one], wide_k[b], wide_v[b], int(at[b]), NH)
+    choices = [{"AS_WARPS": 1}, {"AS_WARPS": 8}]
+    if not replaced() and cuda_arrays.compute_capability() >= 90:
+        choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
+    for forced in choices:
+        chosen = partial(forced_geometry, forced)
+        monkeypatch.setattr(sys.modules[bind_split.__module__], "split_geometry", chosen)
+        got = bind_split(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
+        np.testing.assert_array_equal(got, right)
 
 
 def repeated(rows: Array, heads: tuple[int, int, int]) -> Array:
