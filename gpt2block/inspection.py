@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import model_plan
-from gpt2block.config import ModelConfig
+from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
 
@@ -35,11 +35,13 @@ def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
 
     float32; weights[l, h, i, j] is that of token j for token i, 0 for j > i. A row's sum is 1.
     """
-    return weights_of(engine.config, engine.trace(ids, cached=False))
+    return weights_of(engine, engine.trace(ids, cached=False))
 
 
-def weights_of(config: ModelConfig, traced: Mapping[str, NDArray[Any]]) -> Floats:
-    """`attention_weights`, from the result of an engine's `trace`."""
+def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floats:
+    """`attention_weights`, from the result of the engine's `trace`."""
+    config = engine.config
+    _, _, kv_dtype, _ = engine.cache_kind
     T = len(traced["embedding"])
     qkv, Q, D = architecture_of(config).QKV, config.q_width, config.head_size
     n_kv_head = config.kv_width // D
@@ -47,6 +49,8 @@ def weights_of(config: ModelConfig, traced: Mapping[str, NDArray[Any]]) -> Float
     weights = np.empty((config.n_layer, config.n_head, T, T), np.float32)
     for layer in range(config.n_layer):
         rows = traced[f"h.{layer}.{qkv}"].astype(np.float32).reshape(T, -1)
+        if kv_dtype in FP8:  # attention reads rounded keys
+            rows = reference.kv_round(rows, config.n_head, n_kv_head, kv_dtype)
         q = rows[:, :Q].reshape(T, -1, D).swapaxes(0, 1)
         k = rows[:, Q : Q + config.kv_width].reshape(T, -1, D).swapaxes(0, 1)
         scores = q @ k[shared].swapaxes(-1, -2) / np.float32(math.sqrt(D))

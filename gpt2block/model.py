@@ -28,6 +28,7 @@ from gpt2block.run.model import (
     Tensors,
     TracedEngine,
     check_dtype,
+    kv_cache_dtype,
 )
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
@@ -58,13 +59,14 @@ class Model(Generic[Weights]):
         device: str | None = None,
         dtype: str = "float32",
         allow_nonfinite: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
         if not isinstance(weights, self.WEIGHTS):
             raise InputError(
                 f"weights: expected a {self.WEIGHTS.__name__}, got {type(weights).__name__}: see "
                 f"{type(self).__name__}.from_pretrained"
             )
-        self._set_up(weights.config, weights.tensors(), device, dtype, allow_nonfinite)
+        self._set_up(weights.config, weights.tensors(), device, dtype, allow_nonfinite, kv_dtype)
 
     @classmethod
     @named_options()
@@ -76,16 +78,18 @@ class Model(Generic[Weights]):
         progress: Progress = iter,
         allow_nonfinite: bool = False,
         revision: str | None = None,
+        kv_dtype: str | None = None,
     ) -> Loaded:
         """Load a checkpoint, one tensor at a time.
 
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, an llm.c .bin, or a bundled model:
         "shakespeare", a GPT-2, or "shakespeare-llama". progress: wraps the tensors as they are
-        read. device, dtype, allow_nonfinite: as in GPT2. revision: of a hub id, a branch, tag or
-        commit. Raises CheckpointError, and InputError for weights that are not finite.
+        read. device, dtype, allow_nonfinite, kv_dtype: as in GPT2. revision: of a hub id, a branch,
+        tag or commit. Raises CheckpointError, and InputError for weights that are not finite.
         """
         check_dtype(dtype)
+        kv_cache_dtype(dtype, kv_dtype)
         check_callable("progress", progress)
         checkpoint = Checkpoint.open(name, revision)
         kinds: tuple[type[Model[Any]], ...] = (GPT2, Llama)
@@ -98,12 +102,17 @@ class Model(Generic[Weights]):
         model: Loaded = kind.__new__(kind)
         model._checkpoint = checkpoint
         tensors = progress(checkpoint.tensors())
-        model._set_up(checkpoint.config, tensors, device, dtype, allow_nonfinite)
+        model._set_up(checkpoint.config, tensors, device, dtype, allow_nonfinite, kv_dtype)
         return model
 
     @classmethod
     def from_tensors(
-        cls: type[Loaded], config: ModelConfig, tensors: Tensors, device: str, dtype: str
+        cls: type[Loaded],
+        config: ModelConfig,
+        tensors: Tensors,
+        device: str,
+        dtype: str,
+        kv_dtype: str | None = None,
     ) -> Loaded:
         """A model of tensors as `Checkpoint.tensors` yields them.
 
@@ -115,7 +124,7 @@ class Model(Generic[Weights]):
                 f"config: expected a {cls.CONFIG.__name__}, got {type(config).__name__}"
             )
         model: Loaded = cls.__new__(cls)
-        model._set_up(config, tensors, device, dtype, False)
+        model._set_up(config, tensors, device, dtype, False, kv_dtype)
         return model
 
     _checkpoint: Checkpoint | None = None
@@ -127,19 +136,27 @@ class Model(Generic[Weights]):
         device: str | None,
         dtype: str,
         allow_nonfinite: bool,
+        kv_dtype: str | None,
     ) -> None:
         check_dtype(dtype)
         check_flag("allow_nonfinite", allow_nonfinite)
         self.config, self.dtype = config, dtype
-        self.engine = _engine(config, tensors, device, dtype, allow_nonfinite)
+        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
+        self.engine = _engine(config, tensors, device, dtype, allow_nonfinite, kv_dtype)
 
     def __repr__(self) -> str:
         c = self.config
         sizes = f"n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, n_ctx={c.n_ctx}"
         return (
             f"{type(self).__name__}({self.name!r}, {sizes}, vocab_size={c.vocab_size}, "
-            f"{self.dtype}, {self.device}, {self.nbytes:,} bytes)"
+            f"{self.dtypes}, {self.device}, {self.nbytes:,} bytes)"
         )
+
+    @property
+    def dtypes(self) -> str:
+        """The dtype of the weights and, where it is another one than usual, of the kv_cache."""
+        own = kv_cache_dtype(self.dtype)
+        return self.dtype if self.kv_dtype == own else f"{self.dtype}, kv_cache {self.kv_dtype}"
 
     @property
     def device(self) -> str:
@@ -467,10 +484,12 @@ class GPT2(Model[GPT2Weights]):
     weights: a GPT2Weights; see `from_pretrained` for checkpoints. device: "cuda", "cuda:1", "cpu",
     or None for the GPU where there is one. dtype: of the stored matrices, "float32", "bfloat16",
     "float16", "float8_e5m2" or "float8_e4m3fn". Arithmetic is float32, except that operands of
-    tensor cores have 16 bits (docs/dtypes.md). allow_nonfinite: accept weights that are infinite or
-    NaN, or so large that LayerNorm may overflow float32 and return wrong numbers; by default they
-    raise InputError. FP8 cannot hold infinity or NaN. `generate` and `score` still refuse logits
-    that are NaN.
+    tensor cores have 16 bits (docs/dtypes.md). kv_dtype: of keys and values, "float8_e5m2" or
+    "float8_e4m3fn" with weights of 16 bits or FP8, to which they are rounded when they are
+    computed; None for the dtype of the weights, float16 with FP8 weights. allow_nonfinite: accept
+    weights that are infinite or NaN, or so large that LayerNorm may overflow float32 and return
+    wrong numbers; by default they raise InputError. FP8 cannot hold infinity or NaN. `generate` and
+    `score` still refuse logits that are NaN.
 
     Token ids are a sequence (T,), a batch (B, T), or a list of sequences of different lengths.
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
@@ -485,7 +504,7 @@ class Llama(Model[LlamaWeights]):
     """A Llama on a GPU, or with NumPy where there is none.
 
     weights: a LlamaWeights; see `from_pretrained` for checkpoints. device, dtype, allow_nonfinite,
-    token ids: as in GPT2. Activations are float32. Raises InputError for wrong arguments,
+    kv_dtype, token ids: as in GPT2. Activations are float32. Raises InputError for wrong arguments,
     DeviceError when the device cannot be used, MemoryError before the weights are loaded when the
     GPU has no room for them.
     """
@@ -503,13 +522,14 @@ def from_pretrained(
     progress: Progress = iter,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Model[Any]:
     """Load a checkpoint as the class of its architecture, GPT2 or Llama.
 
     The arguments are those of `GPT2.from_pretrained`. Raises as it does.
     """
     model: Model[Any] = Model.from_pretrained(
-        name, device, dtype, progress, allow_nonfinite, revision
+        name, device, dtype, progress, allow_nonfinite, revision, kv_dtype
     )
     return model
 
@@ -548,13 +568,18 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
 
 
 def _engine(
-    config: ModelConfig, tensors: Tensors, device: str | None, dtype: str, allow_nonfinite: bool
+    config: ModelConfig,
+    tensors: Tensors,
+    device: str | None,
+    dtype: str,
+    allow_nonfinite: bool,
+    kv_dtype: str | None,
 ) -> TracedEngine:
     index = resolve_device(device)
     if index is not None:
         from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
 
-        return CudaModel(config, tensors, dtype, index, allow_nonfinite)
+        return CudaModel(config, tensors, dtype, index, allow_nonfinite, kv_dtype)
     from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
 
-    return NumpyModel(config, tensors, dtype, allow_nonfinite)
+    return NumpyModel(config, tensors, dtype, allow_nonfinite, kv_dtype)

@@ -186,6 +186,21 @@ def kv_append(
     return k
 
 
+@takes(qkv="N W")
+def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
+    """K and V of packed rows rounded to FP8, as a kv_cache of that dtype holds them. (N, W).
+
+    qkv (N, W), rows [Q | K | V]; Q is unchanged. kv_dtype: "float8_e5m2" or "float8_e4m3fn".
+    Numbers beyond the largest one become that number.
+    """
+    heads = n_head + 2 * n_kv_head
+    if qkv.shape[1] % heads:
+        raise InputError(f"qkv: expected (N, W) of {heads} heads, got {qkv.shape}")
+    Q = qkv.shape[1] // heads * n_head
+    rounded = from_fp8(to_fp8(qkv[:, Q:], kv_dtype), kv_dtype)
+    return np.concatenate([qkv[:, :Q], rounded.astype(qkv.dtype)], axis=1)
+
+
 @takes(qkv="N W", k="B P C", v="B P C", cu_seqlens="int S", start="int B")
 def attention_packed(
     qkv: Array,

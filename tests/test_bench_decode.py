@@ -341,7 +341,7 @@ def test_json_has_everything(
     with pytest.raises(SystemExit) as done:
         cli.main(["bench", "--decode", "--rows", "1,4", "--dtype", "float32", "--json"])
     assert done.value.code == 0
-    assert asked == [("float32", "1,4", None)]
+    assert asked == [("float32", "1,4", None, None)]
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["versions", "ceilings", "rows", "skipped"]
     assert found["skipped"] == []

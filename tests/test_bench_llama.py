@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import LlamaConfig, bench, cli, doctor, emulator
+from gpt2block import InputError, LlamaConfig, bench, cli, doctor, emulator
 from gpt2block.architectures.steps import Steps
 from gpt2block.bench import (
     Ceilings,
@@ -72,10 +72,14 @@ def test_the_works_and_their_order() -> None:
         *[("decode", "float16", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
         ("prompt", "float16", "1x512"),
         *[("decode", "float8_e5m2", name) for name in ("1 row", "4 rows", "16 rows", "64 rows")],
+        *[
+            ("decode", "float8_e5m2", f"{name}, kv_cache float8_e5m2")
+            for name in ("1 row", "4 rows", "16 rows", "64 rows")
+        ],
     ]
     assert works[0].sizes["n_kv_head"] == 32
     one = bench.llama_works(None, "1", "1b")
-    assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2"]
+    assert [work.dtype for work in one] == ["bfloat16", "bfloat16", "float8_e5m2", "float8_e5m2"]
     assert [work.what for work in bench.llama_works("float32", "1", "small")] == ["decode"]
 
 
@@ -149,6 +153,22 @@ def test_all_stages_are_right_with_fp8_weights() -> None:
         assert row.right, row
         assert row.us > 0
     check_exact(model)
+
+
+@pytest.mark.usefixtures("emulated", "short")
+def test_a_step_with_a_kv_cache_of_fp8() -> None:
+    """Without the stages of fusion, and compared with a prompt that rounds keys and values, too."""
+    model = RandomLlama(TINY, "float8_e5m2", "float8_e5m2")
+    work = LlamaDecodeWork("float8_e5m2", model, 2, position=6)
+    rows, skipped = reports.rows_of(work, reports._entrants(work, [{}], 0, None), 1, BEST)
+    assert skipped == []
+    assert [row.contender for row in rows] == ["+ FP8 kv_cache"]
+    assert rows[0].work == "2 rows, kv_cache float8_e5m2"
+    assert rows[0].right, rows[0]
+    peers: Any = token_peers.contenders(work, None)  # type: ignore[arg-type]
+    for peer in peers:
+        with pytest.raises(InputError, match="no PyTorch operation here takes a kv_cache of float"):
+            peer.capture(1)
 
 
 def check_exact(model: RandomLlama) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpt2block import GPT2Weights, LlamaWeights, from_pretrained, reference
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.cli.model import DEFAULT_PROMPT
+from gpt2block.cuda.kernels import FP8
 from gpt2block.model import Model
 from gpt2block.run.model import DTYPES
 from gpt2block.text import tokenizer
@@ -222,6 +223,13 @@ def test_what_the_dtypes_cost_on_a_short_text(data: Path, name: str, length: int
     found = printed(data, "--model", name, "--bytes", str(length), "--device", "cpu")
     assert [row[0] for row in found[2:]] == list(DTYPES)
     assert_same_figures(found, table(f"{name}, its first {length:,} bytes"))
+
+
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
+def test_what_the_dtypes_of_keys_and_values_cost(data: Path, name: str) -> None:
+    found = printed(data, "--model", name, "--kv", "--bytes", "1024", "--device", "cpu")
+    assert [row[1] for row in found[2:]] == ["bfloat16", *FP8]
+    assert_same_figures(found, table(f"{name}, keys and values, its first 1,024 bytes"))
 
 
 @pytest.mark.gpu

@@ -36,6 +36,8 @@ def stand_in(engine: MarkovEngine, end: bool = False) -> Any:
         tokenizer=byte_encoding(end=end),
         name="a table",
         dtype="float32",
+        kv_dtype="float32",
+        dtypes="float32",
         device="no device",
     )
 
@@ -67,7 +69,9 @@ class Command:
         path: Path | None,
         instead: str | None,
         revision: str | None,
+        kv_dtype: str | None,
     ) -> Any:
+        assert kv_dtype is None
         self.asked.append((name, dtype, device, revision))
         checkpoint: Any = SimpleNamespace(directory=None, config=self.model.config)
         encoding = cli_model.read_tokenizer(checkpoint, path) if path else self.model.tokenizer
@@ -134,8 +138,8 @@ def test_generate_as_json(command: Command) -> None:
     assert ran.err == ""
     found = ran.json
     assert list(found) == [
-        "model", "device", "dtype", "prompt", "seed", "samples", "seconds_to_first_token",
-        "tokens_per_second",
+        "model", "device", "dtype", "kv_dtype", "prompt", "seed", "samples",
+        "seconds_to_first_token", "tokens_per_second",
     ]  # fmt: skip
     assert found["prompt"] == "abc"
     (sample,) = found["samples"]
@@ -378,8 +382,8 @@ def test_score_of_a_text(command: Command, tmp_path: Path) -> None:
     assert "64 tokens, stride 32: each token predicted from at least 32 before it" in ran.out
     found = command("score", str(tmp_path / "a.txt"), "--json", "--stride=3").json
     assert list(found) == [
-        "file", "model", "device", "dtype", "log_likelihood", "nats_per_token", "perplexity",
-        "bits_per_byte", "tokens", "bytes", "n_ctx", "stride", "seconds",
+        "file", "model", "device", "dtype", "kv_dtype", "log_likelihood", "nats_per_token",
+        "perplexity", "bits_per_byte", "tokens", "bytes", "n_ctx", "stride", "seconds",
     ]  # fmt: skip
     assert (found["tokens"], found["bytes"], found["n_ctx"], found["stride"]) == (6, 6, 64, 3)
     assert found["log_likelihood"] == pytest.approx(-4 * 10, rel=1e-2)

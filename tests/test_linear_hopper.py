@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import stored_as
+from gpt2block.cuda.kernels import FP8, stored_as
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._linear_mma import splits
@@ -129,9 +129,10 @@ def test_qkv(device: Any, kind: str) -> None:
 
 @every_weight
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128), (3, 3, 192)], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @on_gpu
 def test_rope_has_the_bits_of_the_step_alone(
-    device: Any, heads: tuple[int, int, int], dtype: str
+    device: Any, kv_dtype: str | None, heads: tuple[int, int, int], dtype: str
 ) -> None:
     """Of one head of q or more for each of k, with biases, and rows outside the cache."""
     gpus.cupy_with(90)
@@ -139,7 +140,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
     w, bias = matrix(N, K, dtype), on_device(1, N)
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
-    kept = DTYPES["bfloat16" if dtype == "bfloat16" else "float16"]
+    kept = DTYPES["bfloat16" if dtype == "bfloat16" else "float16"] if not kv_dtype else np.uint8
     for M in (1, 9, 64, 130):
         x = plain.normal(0, M, K)
         row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
@@ -152,12 +153,14 @@ def test_rope_has_the_bits_of_the_step_alone(
             if fused:
                 by = bind_rotations((position, frequencies)).run()
                 inputs = (handed(x, dtype), w, bias, by, *cache)
-                bound = bind_rope(inputs, n_head=n_head, terms=wanted(dtype))
+                bound = bind_rope(inputs, n_head=n_head, terms=wanted(dtype), kv_dtype=kv_dtype)
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
             else:
                 qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
-                q = bind_append((qkv, frequencies, *cache), n_head=n_head, half_split=True).run()
+                inputs = (qkv, frequencies, *cache)
+                options: Any = {"half_split": True, "kv_dtype": kv_dtype}
+                q = bind_append(inputs, n_head=n_head, **options).run()
             found.append([q.get(), k.get(), v.get()])
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)

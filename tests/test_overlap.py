@@ -264,6 +264,19 @@ def test_the_steps_of_a_model(device: Any, cached: bool) -> None:
 
 
 @one_order
+@pytest.mark.parametrize("cached", [False, True], ids=["prefill", "decoding"])
+def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
+    weights = GPT2Weights.random(3, SMALL).tensors()
+    model = CudaModel(SMALL, weights, "bfloat16", 0, kv_dtype="float8_e5m2")
+    _, ids = model_and_ids()
+    with model.running():
+        program = model._pass(ids, cached)
+        op = "attention_split" if cached else "kv_round"
+        assert op in {step.op for step in program.plan.steps}
+        assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
+
+
+@one_order
 def test_a_prompt_that_is_continued(device: Any) -> None:
     """Its attention is over the cache, to which its keys and values were appended before."""
     model, ids = model_and_ids()

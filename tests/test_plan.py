@@ -129,12 +129,15 @@ WANTS: tuple[Any, ...] = (None, "last", "logits", "hidden", "log_likelihood")
 def every_model_plan() -> Iterator[Plan]:
     yield decode_plan(CONFIG)
     yield decode_plan(CONFIG, fused_norm=False)
+    yield decode_plan(CONFIG, kv_dtype="float8_e5m2")
     for want in WANTS:
         yield model_plan(CONFIG, None if want == "log_likelihood" else want, 7)
         for products, batch, kind in itertools.product(get_args(Products), (1, 3), range(3)):
             if kind == 0 or products != "float32":
                 shape = Prefill(products, 1030, batch, 7, kind != 1, kind == 2)
                 yield shape.plan(CONFIG, want)
+                if products in ("16_bits", "fp8", "float32"):
+                    yield replace(shape, kv_dtype="float8_e4m3fn").plan(CONFIG, want)
 
 
 def test_every_op_of_every_plan_runs_in_numpy_and_in_cuda() -> None:
@@ -167,6 +170,12 @@ def test_a_layer_of_each_plan() -> None:
     assert continued[2:5] == [
         "kv kv_append", "attn_cached attention_packed", "attn two_part",
     ]  # fmt: skip
+    for cached, append in ((False, []), (True, ["kv kv_append"])):
+        narrow = Prefill("16_bits", 9, 2, 9, cached, kv_dtype="float8_e5m2").plan(CONFIG, "logits")
+        assert ops_of(narrow)[2:-4] == ["rounded kv_round", *append, "attn attention_varlen"]
+        assert narrow.buffer("h.1.rounded") == narrow.buffer("h.1.qkv") == "h.0.qkv"
+        given = {step.op for step in narrow.steps if step.attrs.get("kv_dtype") == "float8_e5m2"}
+        assert given == {"kv_round"} | ({"kv_append"} if cached else set())
     numpy = ops_of(model_plan(CONFIG, "logits", 9))
     assert [name.split()[0] for name in numpy] == ["ln1", "qkv", "kv", "attn", *TEN[3:]]
 

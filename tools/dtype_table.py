@@ -1,11 +1,12 @@
-"""Print the table of docs/dtypes.md: size and accuracy of a bundled model in each dtype.
+"""Print the tables of docs/dtypes.md: size and accuracy of a bundled model in each dtype.
 
     python tools/dtype_table.py input.txt
     python tools/dtype_table.py input.txt --bytes 4096 --device cpu
     python tools/dtype_table.py input.txt --model shakespeare-llama
+    python tools/dtype_table.py input.txt --kv
 
 input.txt is tinyshakespeare. The tool scores its last 10 %, which no bundled model was trained on,
-or the first --bytes of them.
+or the first --bytes of them. --kv: with 16-bit weights, in each dtype of keys and values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from gpt2block import from_pretrained
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES
-from gpt2block.run.model import DTYPES, kv_cache_dtype
+from gpt2block.cuda.kernels import FP8
+from gpt2block.run.model import DTYPES
 from gpt2block.text.scoring import Score
 
 
@@ -25,22 +27,29 @@ def main() -> None:
     parser.add_argument("--model", choices=BUNDLED_NAMES, default=BUNDLED)
     parser.add_argument("--bytes", type=int, help="bytes to score; by default the whole last 10 %%")
     parser.add_argument("--stride", type=int, default=64)
+    parser.add_argument("--kv", action="store_true", help="dtypes of keys and values")
     parser.add_argument("--device", help="cuda, cuda:N or cpu; by default a GPU if there is one")
     arguments = parser.parse_args()
 
     data = arguments.text.read_bytes()
     held_out = data[len(data) * 9 // 10 :][: arguments.bytes].decode()
-    print("| dtype | kv_cache | weights, MB | nats a byte | perplexity | against float32 |")
+    pairs: list[tuple[str, str | None]] = [(dtype, None) for dtype in DTYPES]
+    if arguments.kv:
+        pairs = [("bfloat16", kv_dtype) for kv_dtype in (None, *FP8)]
+    against = f"against {pairs[0][0]}"
+    print(f"| dtype | kv_cache | weights, MB | nats a byte | perplexity | {against} |")
     print("| --- | --- | --- | --- | --- | --- |")
     baseline: Score | None = None
-    for dtype in DTYPES:
-        model = from_pretrained(arguments.model, device=arguments.device, dtype=dtype)
+    for dtype, kv_dtype in pairs:
+        model = from_pretrained(
+            arguments.model, device=arguments.device, dtype=dtype, kv_dtype=kv_dtype
+        )
         found = model.score(held_out, stride=arguments.stride)
         baseline = baseline or found
         cost = 100 * (found.perplexity / baseline.perplexity - 1)
         cells = (
             dtype,
-            kv_cache_dtype(dtype),
+            model.kv_dtype,
             f"{model.nbytes / 1e6:.2f}",
             f"{found.nats_per_token:.4f}",
             f"{found.perplexity:.4f}",

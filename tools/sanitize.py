@@ -37,6 +37,7 @@ from gpt2block import (
 from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.cuda import arrays as _arrays
+from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS
 from gpt2block.ops.linear import MORE_ROWS
@@ -249,6 +250,38 @@ def many_rows(ours: GPT2, ids: list[Ids]) -> None:
     linear.FEW_PRODUCTS = few  # type: ignore[attr-defined]
 
 
+def fp8_caches() -> None:
+    """Prefill, also of rows that continue, and decoding with a kv_cache of FP8."""
+    config = LlamaConfig(
+        n_layer=2, n_head=4, n_kv_head=2, n_embd=128, n_ff=96, vocab_size=101, n_ctx=80
+    )
+    cases: list[tuple[Any, Any]] = [
+        (GPT2, GPT2Weights.random(0, GPT2Config(2, 3, 48, 80, 101))),
+        (GPT2, GPT2Weights.random(0, GPT2Config(2, 1, 64, 80, 101))),
+        (Llama, LlamaWeights.random(0, config)),
+    ]
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(101, size=n).astype(np.int32) for n in (70, 1, 33)]
+    for (kind, weights), kv_dtype in product(cases, FP8):
+        ours = kind(weights, "cuda", "float16", kv_dtype=kv_dtype)
+        whole = ours(ids)
+        kv_cache = ours.new_cache(3)
+        for chunk in ([ids[0][:40], ids[0][:0], ids[2][:9]], [ids[0][40:], ids[1], ids[2][9:]]):
+            last = ours.engine.forward(chunk, "last", kv_cache)
+        error = max(
+            float(np.abs(a - b[-1]).max() / np.abs(b).max())
+            for a, b in zip(last, whole, strict=True)
+        )
+        assert error <= 0.1, error  # keys near a tie are rounded to either side
+        for rows in (3, 20):
+            prompts = [ids[row % 3][:30] for row in range(rows)]
+            decoding = start_all(ours.engine, prompts, [Sampling(temperature=0)] * rows, 5)
+            drawn = np.array([decoding.next().tokens for _ in range(5)])
+            assert (drawn == drawn[:, np.arange(rows) % 3]).all()
+        assert np.isfinite(np.concatenate(ours.engine.log_likelihood(ids))).all()
+        print(f"checked {kind.__name__} with a kv_cache of {kv_dtype}: error {error:.1e}")
+
+
 def large_matrices() -> None:
     """Decoding by wgmma, which is otherwise for larger models: rows of one tile and of two."""
     limits = ("MEDIUM_MATRIX", "LARGE_MATRIX", "LARGE_PRODUCTS")
@@ -281,6 +314,7 @@ def main() -> None:
     fused_block()
     two_part_matrices()
     model()
+    fp8_caches()
     large_matrices()
     gemm()
     for found in OPERATIONS.values():

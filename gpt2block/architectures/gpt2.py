@@ -33,7 +33,8 @@ TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
 BUFFERS: Mapping[str, str] = {
     **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
     **dict.fromkeys(("ln1", "attn", "ln2", "ln_f"), "normed"),
-    **{name: name for name in ("qkv", "q")},
+    **dict.fromkeys(("qkv", "rounded"), "qkv"),
+    "q": "q",
     **dict.fromkeys(("attn_cached", "gelu"), "ff"),
 }
 

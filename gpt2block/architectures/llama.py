@@ -37,7 +37,7 @@ TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
 BUFFERS: Mapping[str, str] = {
     **dict.fromkeys(("embedding", "x", "x1", "output"), "stream"),
     **dict.fromkeys(("rms1", "rms2", "rms_f"), "normed"),
-    **dict.fromkeys(("qkv", "rope"), "qkv"),
+    **dict.fromkeys(("qkv", "rope", "rounded"), "qkv"),
     **dict.fromkeys(("up", "ff"), "up"),
     **dict.fromkeys(("attn_cached", "parts"), "parts"),
     **{name: name for name in ("q", "attn", "gate")},

@@ -35,6 +35,12 @@ from gpt2block.plan import Plan, Step, Terms
 
 ROWS_AT_ONCE = 1024  # rows of logits computed together
 
+# Operations that write or read a kv_cache, or round to its dtype.
+OF_CACHE = (
+    *("kv_append", "kv_round", "linear_qkv", "linear_rope", "rope_append"),
+    *("attention_packed", "attention_split"),
+)
+
 
 @lru_cache(maxsize=64)
 def model_plan(config: ModelConfig, want: Want | None, longest: int) -> Plan:
@@ -67,7 +73,8 @@ class Prefill:
     whether there is a kv_cache; with tensor cores, attention over the new tokens only does not need
     one. continued: whether the sequences continue tokens in the kv_cache; else all are new. Only
     tensor cores distinguish them. ends: the number of rows of the output "last"; None: one for each
-    row of the kv_cache.
+    row of the kv_cache. kv_dtype: as in `decode_plan`; attention over the new tokens only then
+    reads keys and values that have been rounded to it, too.
     """
 
     products: Products
@@ -77,6 +84,7 @@ class Prefill:
     cached: bool
     continued: bool = False
     ends: int | None = None
+    kv_dtype: str | None = None
 
     @property
     def tensor_cores(self) -> bool:
@@ -107,7 +115,7 @@ class Prefill:
             for first in range(0, self.rows, ROWS_AT_ONCE):
                 steps += self._scores(config, first)
         apart = architecture.FINAL if self.tensor_cores and want == "hidden" else ""
-        return _model(config, steps, apart, overlapping=self.tensor_cores)
+        return _model(config, steps, apart, self.tensor_cores, self.kv_dtype)
 
     def _block(self, config: ModelConfig, h: str, x: str) -> Steps:
         """A step per operation, with attention over the cache, or over the new tokens only."""
@@ -119,8 +127,14 @@ class Prefill:
             heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
             heads |= {"causal": True, "max_seqlen": self.longest}
             qkv = f"{h}{architecture.QKV}"
+            rounded: Steps = []
+            if self.kv_dtype is not None:
+                of_kv = {name: heads[name] for name in ("n_head", "n_kv_head")}
+                rounded = [Step(f"{h}rounded", "kv_round", (qkv,), of_kv)]
+                qkv = f"{h}rounded"
+                append = replace(append, inputs=(qkv, *append.inputs[1:]))
             new = Step(f"{h}attn", "attention_varlen", (qkv, "cu_seqlens"), heads)
-            attention = [append, new] if self.cached else [new]
+            attention = [*rounded, append, new] if self.cached else [*rounded, new]
         elif self.products == "two_part":  # qkv and attention over the cache are float32
             joined = replace(cached, name=f"{h}attn_cached")
             attention = [append, joined, Step(f"{h}attn", "two_part", (joined.name,))]
@@ -209,13 +223,14 @@ def decode_plan(
     config: ModelConfig,
     fused_norm: bool = True,
     terms: Mapping[str, Sequence[Terms]] | None = None,
+    kv_dtype: str | None = None,
 ) -> Plan:
     """A token for each row of a kv_cache; logits at the end. GPT-2 has five kernels a layer.
 
     The last step of qkv also appends K and V to the cache, and returns `q`. tokens, row and
     positions (M,) are in device memory, so all steps are one graph. fused_norm: LayerNorm is part
     of the products; else it has steps of its own, for many rows, with the same bits. terms: as
-    `hand_over_terms` takes them.
+    `hand_over_terms` takes them. kv_dtype: the FP8 format of the kv_cache, or None.
     """
     architecture = architecture_of(config)
     steps, x = _embedding(architecture)
@@ -232,7 +247,7 @@ def decode_plan(
     if terms:
         steps = hand_over_terms(fuse_gates(hand_over_terms(steps, terms)), terms)
         steps = fuse_rope(steps, config.head_size)
-    return _model(config, steps, overlapping=True)
+    return _model(config, steps, overlapping=True, kv_dtype=kv_dtype)
 
 
 def staged_plan(
@@ -323,8 +338,23 @@ def _decoding_step(step: Step) -> Step:
     return replace(linear, attrs={**linear.attrs, "decoding": True})
 
 
-def _model(config: ModelConfig, steps: Steps, apart: str = "", overlapping: bool = False) -> Plan:
-    """A plan of these steps, whose tensors share one buffer of each kind, except for `apart`."""
+def _model(
+    config: ModelConfig,
+    steps: Steps,
+    apart: str = "",
+    overlapping: bool = False,
+    kv_dtype: str | None = None,
+) -> Plan:
+    """A plan of these steps, whose tensors share one buffer of each kind, except for `apart`.
+
+    kv_dtype: the FP8 format of the kv_cache, which the steps that need it get as an attribute.
+    """
+    if kv_dtype is not None:
+        of_cache = {"kv_dtype": kv_dtype}
+        steps = [
+            replace(step, attrs={**step.attrs, **of_cache}) if step.op in OF_CACHE else step
+            for step in steps
+        ]
     architecture = architecture_of(config)
     cache = [f"h.{n}.{half}" for n in range(config.n_layer) for half in "kv"]
     weights = model_shapes(config)

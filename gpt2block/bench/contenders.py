@@ -94,7 +94,7 @@ def _variants(
 ) -> Iterator[Contender]:
     operation = OPERATIONS.get(name)
     if operation is None:
-        yield Contender(name, False, partial(_refuse, f"there is no operation {name}"), dtype)
+        yield Contender(name, False, partial(refuse, f"there is no operation {name}"), dtype)
         return
     inputs = [tuple(each.values()) for each in sets]
     outs: list[DeviceArray] = [None] * len(inputs)
@@ -114,7 +114,7 @@ def _variants(
         yield Contender(variant, False, partial(capture, variant), dtype)
 
 
-def _refuse(why: str, rounds: int) -> Run:
+def refuse(why: str, rounds: int) -> Run:
     raise InputError(why)
 
 
@@ -128,7 +128,7 @@ def _blocks(work: BlockWork, sets: Sequence[Host], device: int) -> Iterator[Cont
             block = Block(work.weights(), work.causal, f"cuda:{device}", work.dtype, kernels)
             steps = _Steps(block.plan, sets)
         except REFUSALS as error:
-            yield Contender(kernels, False, partial(_refuse, str(error)), work.dtype)
+            yield Contender(kernels, False, partial(refuse, str(error)), work.dtype)
             continue
         yield Contender(kernels, False, steps.capture, work.dtype)
         if any("hopper" in launch.name for bound in steps.bound for launch in bound.launches):

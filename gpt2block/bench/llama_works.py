@@ -106,8 +106,8 @@ class RandomLlama(RandomModel):
 
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: LlamaConfig, dtype: str, kv_dtype: str | None = None) -> None:
+        super().__init__(config, dtype, kv_dtype)
         self._on: dict[int, Llama] = {}
         self._device = 0  # that of the last call of `on`
         self._exact: CudaModel | None = None
@@ -118,7 +118,8 @@ class RandomLlama(RandomModel):
             with cupy.cuda.Device(device):
                 tensors = random_tensors(self.config, self.dtype)
                 name = f"cuda:{device}"
-                self._on[device] = Llama.from_tensors(self.config, tensors, name, self.dtype)
+                made = Llama.from_tensors(self.config, tensors, name, self.dtype, self.kv_dtype)
+                self._on[device] = made
         return self._on[device]
 
     def stored(self) -> Tensors:
@@ -137,7 +138,9 @@ class RandomLlama(RandomModel):
             if engine.on_tensor_cores:  # FP8 weights, which have scales, are made again
                 fp8 = self.dtype in FP8
                 tensors = random_tensors(self.config, self.dtype) if fp8 else self.stored()
-                engine = _Float32Activations(self.config, tensors, self.dtype, self._device)
+                engine = _Float32Activations(
+                    self.config, tensors, self.dtype, self._device, kv_dtype=self.kv_dtype
+                )
             self._exact = engine
         return self._exact.forward([ids], "last")[0]
 
@@ -201,12 +204,16 @@ class LlamaPromptWork(PromptWork):
 
 
 def llama_works(
-    dtype: str | None = None, rows: str | None = None, name: str | None = None
+    dtype: str | None = None,
+    rows: str | None = None,
+    name: str | None = None,
+    kv_dtype: str | None = None,
 ) -> list[Work]:
     """The works in the order they are timed. Raises InputError.
 
-    dtype: of the weights; by default those of the checkpoints of this size, then NARROW. rows: as
-    `parse_rows` takes them; by default ROWS. name: one of SHAPES, by default "7b".
+    dtype: of the weights; by default those of the checkpoints of this size, then NARROW, and then
+    NARROW with a kv_cache of NARROW, too. rows: as `parse_rows` takes them; by default ROWS. name:
+    one of SHAPES, by default "7b". kv_dtype: as in `kv_cache_dtype`, of all works.
     """
     name = name or "7b"
     if name not in SHAPES:
@@ -215,13 +222,14 @@ def llama_works(
         raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     counts = ROWS if rows is None else parse_rows(rows)
     stored = "bfloat16" if name in BFLOAT16 else "float16"
-    return [
-        w for each in ((dtype,) if dtype else (stored, NARROW)) for w in _works(each, counts, name)
-    ]
+    dtypes = [(each, kv_dtype) for each in ((dtype,) if dtype else (stored, NARROW))]
+    if dtype is None and kv_dtype is None:
+        dtypes.append((NARROW, NARROW))
+    return [work for each in dtypes for work in _works(*each, counts, name)]
 
 
-def _works(dtype: str, rows: tuple[int, ...], name: str) -> Iterator[Work]:
-    model = RandomLlama(SHAPES[name], dtype)
+def _works(dtype: str, kv_dtype: str | None, rows: tuple[int, ...], name: str) -> Iterator[Work]:
+    model = RandomLlama(SHAPES[name], dtype, kv_dtype)
     for count in rows:
         yield LlamaDecodeWork(dtype, model, count)
     if dtype in SIXTEEN_BITS:  # else the exact logits would be those that are timed

@@ -159,7 +159,7 @@ def row_of(work: Work, timed: Timed, copies: int, best: Ceilings) -> Row:
 def tolerance(work: Work, arithmetic: str) -> float:
     """The largest relative error that is rounding."""
     dtype = "float16" if arithmetic == TF32 else arithmetic  # both have 11 significant bits
-    return work.roundings * measure.tolerance(dtype)
+    return work.roundings * measure.tolerance(work.rounding or dtype)
 
 
 def with_peers(rows: list[Row]) -> list[Row]:

@@ -12,6 +12,7 @@ from gpt2block.bench.contenders import Contender, Run
 from gpt2block.bench.llama_works import UNFUSED, LlamaDecodeWork, Stage, stages_of
 from gpt2block.bench.token_works import DecodeWork, GenerateWork, PromptWork, TokenWork, Written
 from gpt2block.cuda import cupy
+from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.model import Model
 from gpt2block.run.cuda_decoding import IN_FLIGHT
@@ -30,6 +31,7 @@ from gpt2block.sampling import Sampling
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=0)
 NAME = "gpt2block"
+FP8_CACHE = "+ FP8 kv_cache"  # a step of all stages, and a kv_cache of FP8
 NOTES = {UNFUSED: "a kernel for each operation, launched from Python; + adds to the line above"}
 
 
@@ -37,12 +39,13 @@ def contenders(work: TokenWork, device: int) -> Iterator[Contender]:
     """The contenders for a work on a GPU; capturing shows whether they run."""
     captures: dict[str, Callable[[int], Run]] = {}
     if isinstance(work, DecodeWork):
-        captures[NAME] = partial(_steps, work, device, GREEDY)
-        if isinstance(work, LlamaDecodeWork):
+        fp8_cache = work.model.kv_dtype in FP8 and isinstance(work, LlamaDecodeWork)
+        captures[FP8_CACHE if fp8_cache else NAME] = partial(_steps, work, device, GREEDY)
+        if isinstance(work, LlamaDecodeWork) and not fp8_cache:
             shared: list[Any] = []
             for stage in stages_of(work.dtype):
                 captures[stage.name] = partial(_stage, work, device, stage, shared)
-        else:
+        elif not isinstance(work, LlamaDecodeWork):
             captures["sampled"] = partial(_steps, work, device, SAMPLED)
     elif isinstance(work, PromptWork):
         captures[NAME] = partial(_prompt, work, device)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.bench import llama_peers
-from gpt2block.bench.contenders import Contender, Run
+from gpt2block.bench.contenders import Contender, Run, refuse
 from gpt2block.bench.llama_works import RandomLlama
 from gpt2block.bench.token_contenders import continued
 from gpt2block.bench.token_works import (
@@ -64,6 +64,9 @@ def contenders(work: TokenWork, peers: TorchPeers) -> Iterator[Contender]:
     elif isinstance(work, GenerateWork):
         captures["transformers"] = partial(_generate, work, "cuda")
         captures["transformers, paged"] = partial(_generate_batch, work, "cuda")
+    if work.model.kv_dtype in FP8:
+        why = f"no PyTorch operation here takes a kv_cache of {work.model.kv_dtype}"
+        captures = dict.fromkeys(captures, partial(refuse, why))
     for name, capture in captures.items():
         note = partial(str, NOTES.get(name, ""))
         yield Contender(name, True, capture, kv_cache_dtype(work.dtype), note)

@@ -25,7 +25,7 @@ from gpt2block.cuda import timing
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.model import GPT2, Model
-from gpt2block.run.model import DTYPES, Ids, kv_cache_dtype
+from gpt2block.run.model import DTYPES, Ids, itemsize, kv_cache_dtype
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PEER_ROWS = (1, 8, 64, 256)  # of ROWS; compiling PyTorch's step takes seconds for each
@@ -37,8 +37,9 @@ DIFFERENT = 3  # prompts of a decoding; row b has prompt b mod DIFFERENT
 class RandomModel(ABC):
     """A model with random weights in one dtype; several works share it."""
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: ModelConfig, dtype: str, kv_dtype: str | None = None) -> None:
+        """kv_dtype: as in `kv_cache_dtype`."""
+        self.config, self.dtype, self.kv_dtype = config, dtype, kv_cache_dtype(dtype, kv_dtype)
         self._logits: dict[bytes, NDArray[np.float64]] = {}
 
     @abstractmethod
@@ -74,14 +75,12 @@ class RandomModel(ABC):
         """Bytes of the weights that a step reads: matrices in the dtype, vectors in float32."""
         shapes = model_shapes(self.config).values()
         vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
-        item = 1 if self.dtype in FP8 else np.dtype(self.dtype).itemsize
-        return item * self.matrix_elements + 4 * vectors
+        return itemsize(self.dtype) * self.matrix_elements + 4 * vectors
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""
-        item = np.dtype(kv_cache_dtype(self.dtype)).itemsize
-        return 2 * self.config.n_layer * self.config.kv_width * item
+        return 2 * self.config.n_layer * self.config.kv_width * itemsize(self.kv_dtype)
 
 
 class RandomGPT2(RandomModel):
@@ -89,8 +88,8 @@ class RandomGPT2(RandomModel):
 
     config: GPT2Config
 
-    def __init__(self, config: GPT2Config, dtype: str) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: GPT2Config, dtype: str, kv_dtype: str | None = None) -> None:
+        super().__init__(config, dtype, kv_dtype)
         self._on: dict[int, GPT2] = {}
 
     @cached_property
@@ -99,11 +98,12 @@ class RandomGPT2(RandomModel):
 
     @cached_property
     def _reference(self) -> GPT2:
-        return GPT2(self.weights, device="cpu", dtype=self.dtype)
+        return GPT2(self.weights, device="cpu", dtype=self.dtype, kv_dtype=self.kv_dtype)
 
     def on(self, device: int) -> GPT2:
         if device not in self._on:
-            self._on[device] = GPT2(self.weights, device=f"cuda:{device}", dtype=self.dtype)
+            name = f"cuda:{device}"
+            self._on[device] = GPT2(self.weights, name, self.dtype, kv_dtype=self.kv_dtype)
         return self._on[device]
 
     def _exact_logits(self, ids: Ids) -> NDArray[np.float32]:
@@ -156,8 +156,22 @@ class TokenWork(Work):
         return float(worst), float(relative)
 
     @property
+    def rounding(self) -> str | None:
+        """With a kv_cache of FP8 that of bfloat16, eight times the errors of float16.
+
+        Keys and values near a tie are rounded to either side, by steps of 1/4 or 1/8 of them, which
+        attention averages.
+        """
+        return "bfloat16" if self.model.kv_dtype in FP8 else None
+
+    @property
     def sizes(self) -> dict[str, int]:
         return super().sizes | {n: getattr(self.model.config, n) for n in ("n_layer", "n_embd")}
+
+    def named_with_cache(self, name: str) -> str:
+        """The name of a work, with the dtype of the kv_cache where it is FP8."""
+        kv_dtype = self.model.kv_dtype
+        return f"{name}, kv_cache {kv_dtype}" if kv_dtype in FP8 else name
 
     def attention_flops(self, keys: int) -> int:
         """FLOPs of attention in all layers, for queries that see so many keys in total."""
@@ -177,7 +191,7 @@ class DecodeWork(TokenWork):
 
     @property
     def name(self) -> str:
-        return f"{self.rows} rows" if self.rows > 1 else "1 row"
+        return self.named_with_cache(f"{self.rows} rows" if self.rows > 1 else "1 row")
 
     @property
     def tokens(self) -> int:
@@ -225,7 +239,7 @@ class PromptWork(TokenWork):
 
     @property
     def name(self) -> str:
-        return f"1x{self.T}"
+        return self.named_with_cache(f"1x{self.T}")
 
     @property
     def flops(self) -> int:
@@ -263,7 +277,7 @@ class GenerateWork(TokenWork):
 
     @property
     def name(self) -> str:
-        return f"{self.prompts} prompts"
+        return self.named_with_cache(f"{self.prompts} prompts")
 
     @property
     def tokens(self) -> int:
@@ -310,17 +324,20 @@ def parse_rows(text: str) -> tuple[int, ...]:
 
 
 def decode_works(
-    dtype: str | None = None, rows: str | None = None, name: str | None = None
+    dtype: str | None = None,
+    rows: str | None = None,
+    name: str | None = None,
+    kv_dtype: str | None = None,
 ) -> list[Work]:
     """The works in the order they are timed. Raises InputError.
 
     rows: as `parse_rows` takes them; by default ROWS, of which PyTorch takes part in PEER_ROWS.
-    name: the size of the model, such as "gpt2".
+    name: the size of the model, such as "gpt2". kv_dtype: as in `kv_cache_dtype`.
     """
     dtype = dtype or "bfloat16"
     if dtype not in DTYPES:
         raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    model = RandomGPT2(size(name or "gpt2"), dtype)
+    model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype)
     steps = (
         [DecodeWork(dtype, model, n, n in PEER_ROWS) for n in ROWS]
         if rows is None

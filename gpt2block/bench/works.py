@@ -71,6 +71,11 @@ class Work(ABC):
         return timing.interleaved_ms(replays)
 
     @property
+    def rounding(self) -> str | None:
+        """The dtype whose rounding errors results may have; None: that of the arithmetic."""
+        return None
+
+    @property
     def tokens(self) -> int | None:
         """Tokens that a call writes; None for other works."""
         return None

@@ -57,6 +57,7 @@ class Job:
     shard_size: int = 1000
     batch_tokens: int = 16384
     revision: str | None = None  # of a hub id
+    kv_dtype: str | None = None
     model_sha256: str = ""
     tokenizer_sha256: str | None = None
     typed: bool = False  # whether kept fields have their Arrow types in the results
@@ -167,8 +168,9 @@ def predictor(job: Job) -> Predictor:
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]
             found = Predictor(
-                job.task, job.model, device=job.device, dtype=job.dtype, tokenizer=job.tokenizer,
-                revision=job.revision, batch_tokens=job.batch_tokens, **job.options,
+                job.task, job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype,
+                tokenizer=job.tokenizer, revision=job.revision, batch_tokens=job.batch_tokens,
+                **job.options,
             )  # fmt: skip
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
                 raise InputError(f"{here} does not have the client's tokenizer: copy it there")

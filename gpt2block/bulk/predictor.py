@@ -32,7 +32,8 @@ class Predictor:
     """Scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (those of `GPT2.generate`, and logprobs)
-    or "embed" (pooling, overflow). model, device, dtype, revision: as in `GPT2.from_pretrained`.
+    or "embed" (pooling, overflow). model, device, dtype, kv_dtype, revision: as in
+    `GPT2.from_pretrained`.
     tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
     scored or embedded together; `rows_at_once` is the number of rows generated together.
 
@@ -55,12 +56,13 @@ class Predictor:
         dtype: str = "float32",
         tokenizer: str | Path | None = None,
         revision: str | None = None,
+        kv_dtype: str | None = None,
         batch_tokens: int = 16384,
         **options: Any,
     ) -> None:
         self.task, self.name, self.device, self.dtype = task, model, device, dtype
         self.tokenizer, self.batch_tokens, self.options = tokenizer, batch_tokens, options
-        self.revision = revision
+        self.revision, self.kv_dtype = revision, kv_dtype
         self._task  # noqa: B018  (loads the model and checks the options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +71,9 @@ class Predictor:
     @cached_property
     def model(self) -> Model[Any]:
         """The loaded model."""
-        return from_pretrained(self.name, self.device, self.dtype, revision=self.revision)
+        return from_pretrained(
+            self.name, self.device, self.dtype, revision=self.revision, kv_dtype=self.kv_dtype
+        )
 
     @property
     def encoding(self) -> Any:

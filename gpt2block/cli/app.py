@@ -222,6 +222,12 @@ def bench(
             "bfloat16), then float8_e5m2."
         ),
     ] = None,
+    kv_dtype: Annotated[
+        OptionalStr,
+        typer.Option(
+            help="With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values."
+        ),
+    ] = None,
     only: Annotated[
         OptionalStr,
         typer.Option(help="Only work with this text in its name, such as 8x1024 or M=128."),
@@ -246,13 +252,13 @@ def bench(
     with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
     """
     whole = _whole_model(decode, llama, {"--what": what, "--only": only, "--plot": plot})
-    if not whole and (rows, size) != (None, None):
-        given = "--rows" if rows is not None else "--size"
+    if not whole and (rows, size, kv_dtype) != (None, None, None):
+        given = "--rows" if rows is not None else "--size" if size is not None else "--kv-dtype"
         raise InputError(f"{given} is an option of --decode and --llama: add one of them")
     if whole or (what, dtype, only, peer, plot) != (None,) * 5:
         if whole:
             works_of = benches.llama_works if llama else benches.decode_works
-            works = works_of(dtype, rows, size)
+            works = works_of(dtype, rows, size, kv_dtype)
         else:
             works = benches.chosen_works(what or "all", dtype, only)
         if plot is not None:

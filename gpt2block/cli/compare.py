@@ -17,6 +17,7 @@ from gpt2block.cli.model import (
     Device,
     Dtype,
     Json,
+    KvDtype,
     Model,
     OptionalInt,
     OptionalStr,
@@ -40,6 +41,7 @@ def compare(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     layer: Annotated[
@@ -53,12 +55,12 @@ def compare(
     """Compare every step of every layer of a model with float64 NumPy.
 
     A row shows the step with the largest error of a layer. The float64 pass uses the weights as
-    they are stored.
+    they are stored, and keys and values that are not rounded.
     """
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
     hint = "--ids of generate reads token ids"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
     n_layer = loaded.config.n_layer
     if layer is not None and not 0 <= layer < n_layer:
         raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
@@ -70,13 +72,14 @@ def compare(
         raise InputError(f"TEXT: expected at most {most:,} tokens, got {len(ids):,}: shorten it")
     steps = loaded.compare(ids, cached)
     if as_json:
-        report = {"model": loaded.name, "device": loaded.device, "dtype": dtype, "cached": cached}
+        report: dict[str, Any] = {"model": loaded.name, "device": loaded.device, "dtype": dtype}
+        report |= {"kv_dtype": loaded.kv_dtype, "cached": cached}
         print(json.dumps({**report, "tokens": len(ids), "steps": [_entry(row) for row in steps]}))
         return
     out = console()
     what = "the last of " if cached else ""
     out.print(f"device  {shown(loaded.device)}")
-    out.print(f"model   {shown(loaded.name)}, {dtype}")
+    out.print(f"model   {shown(loaded.name)}, {loaded.dtypes}")
     out.print(f"input   {what}{len(ids)} tokens of {shown(repr(given[:40]))}")
     if layer is None:
         _print_steps(out, "layer", [(name, _worst(rows)) for name, rows in _parts(steps, n_layer)])

@@ -14,6 +14,7 @@ from gpt2block.cli.display import compiling, console, shown
 from gpt2block.cli.model import (
     Device,
     Dtype,
+    KvDtype,
     Model,
     OptionalStr,
     Revision,
@@ -37,6 +38,7 @@ def explain(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     layer: Annotated[
@@ -54,7 +56,7 @@ def explain(
 
     explaining.check_file(output)
     hint = "--tokenizer takes the path of one"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
     given = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, given, loaded.config.vocab_size, "text")
     with compiling():

@@ -18,6 +18,7 @@ from gpt2block.cli.codes import FAILED, INTERRUPTED
 from gpt2block.cli.model import (
     Device,
     Dtype,
+    KvDtype,
     MaxNewTokens,
     MinP,
     Model,
@@ -99,6 +100,7 @@ def score(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     stride: Stride = None,
@@ -122,6 +124,7 @@ def generate(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     max_new_tokens: MaxNewTokens = 200,
@@ -161,6 +164,7 @@ def embed(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     pooling: Annotated[str, typer.Option(help="mean or last of the final hidden states.")] = "mean",
@@ -201,9 +205,10 @@ def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
     except ImportError as error:
         raise InputError(f"map needs Dask: pip install 'gpt2block[dask]' ({error})") from error
     from gpt2block.bulk.job import Job  # noqa: PLC0415
-    from gpt2block.run.model import check_dtype  # noqa: PLC0415
+    from gpt2block.run.model import check_dtype, kv_cache_dtype  # noqa: PLC0415
 
     check_dtype(common.dtype)  # before a worker is started
+    kv_cache_dtype(common.dtype, common.kv_dtype)
     job = Job(
         task=task,
         output=common.output,
@@ -211,6 +216,7 @@ def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
         revision=common.revision,
         device=common.device,
         dtype=common.dtype,
+        kv_dtype=common.kv_dtype,
         tokenizer=None if common.tokenizer is None else str(common.tokenizer),
         options=options,
         column=common.column,

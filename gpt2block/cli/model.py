@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "JULIET:\nO Romeo,"  # of the bundled models
 MOST_TEXT, MOST_PROMPT = 2**28, 2**24  # bytes: 256 and 16 MiB
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
 # Typer reads annotations at run time, also on Python 3.10: hence Optional.
 OptionalStr = Optional[str]  # noqa: UP045
@@ -77,6 +76,14 @@ Dtype = Annotated[
     str,
     typer.Option(
         help="Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn."
+    ),
+]
+
+KvDtype = Annotated[
+    OptionalStr,
+    typer.Option(
+        help="Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or "
+        "FP8; by default that of the weights, float16 with FP8."
     ),
 ]
 
@@ -151,6 +158,7 @@ def generate(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     max_new_tokens: MaxNewTokens = 200,
@@ -194,7 +202,7 @@ def generate(
     text = _prompt(prompt, "" if ids or model not in BUNDLED_NAMES else DEFAULT_PROMPT)
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)
     run = Run(
@@ -366,7 +374,7 @@ def _summary(loaded: LoadedModel[Any], seed: int, run: Run, clock: Clock) -> str
     if any(row.finish_reason == "context" for row in run.rows):
         ends += f" (all {loaded.config.n_ctx} tokens used: --overflow truncate continues)"
     return (
-        f"{loaded.name}, {loaded.dtype}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
+        f"{loaded.name}, {loaded.dtypes}, {loaded.device}: {clock.tokens} tokens{rate}{first}; "
         f"seed {seed}; ended: {ends}"
     )
 
@@ -387,6 +395,7 @@ def _report(
         "model": loaded.name,
         "device": loaded.device,
         "dtype": loaded.dtype,
+        "kv_dtype": loaded.kv_dtype,
         "prompt": prompt,
         "seed": seed,
         "samples": [
@@ -430,6 +439,7 @@ def score(
     model: Model = BUNDLED,
     revision: Revision = None,
     dtype: Dtype = "float32",
+    kv_dtype: KvDtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     stride: Stride = None,
@@ -470,7 +480,7 @@ def score(
         scoring.load_tokens(_regular_file(file)) if are_tokens else _read_text(file, MOST_TEXT)
     )
     hint = None if are_tokens else "--tokens reads token ids instead of text"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision)
+    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
     if special or (bos and not are_tokens):
         text = token_ids(encoding, text, loaded.config.vocab_size, "text", special=special)
     if bos:
@@ -527,6 +537,7 @@ def _score_json(
         "model": loaded.name,
         "device": loaded.device,
         "dtype": loaded.dtype,
+        "kv_dtype": loaded.kv_dtype,
         **_finite(numbers),
         "tokens": found.n_tokens,
         "bytes": found.bytes,
@@ -577,7 +588,7 @@ def _print_score(file: str, loaded: LoadedModel[Any], found: Score, seconds: flo
     size = "" if found.bytes is None else f", {found.bytes:,} bytes"
     rows = {
         "text": f"{file}: {found.n_tokens:,} tokens predicted{size}",
-        "model": f"{loaded.name}, {loaded.dtype}, {loaded.device}",
+        "model": f"{loaded.name}, {loaded.dtypes}, {loaded.device}",
         "windows": f"{found.n_ctx} tokens, stride {found.stride}: each token predicted from at "
         f"least {found.n_ctx - found.stride} before it, but near the start",
         "log-likelihood": f"{found.log_likelihood:,.2f} nats",
@@ -593,10 +604,11 @@ def _print_score(file: str, loaded: LoadedModel[Any], found: Score, seconds: flo
 def info(
     model: Annotated[str, typer.Argument(help="As in generate --model.")] = BUNDLED,
     revision: Revision = None,
+    kv_dtype: KvDtype = None,
     as_json: Json = False,
 ) -> None:
     """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
-    from gpt2block.run.model import kv_cache_dtype, weight_bytes  # noqa: PLC0415
+    from gpt2block.run.model import itemsize, kv_cache_dtypes, weight_bytes  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(model, revision)
     c = checkpoint.config
@@ -604,10 +616,10 @@ def info(
     memory = {
         dtype: {
             "weights": weight_bytes(c, dtype),
-            "kv_cache_dtype": kv_cache_dtype(dtype),
-            "kv_cache_per_row": per_token * c.n_ctx * _BYTES[kv_cache_dtype(dtype)],
+            "kv_cache_dtype": cache,
+            "kv_cache_per_row": per_token * c.n_ctx * itemsize(cache),
         }
-        for dtype in _BYTES
+        for dtype, cache in kv_cache_dtypes(kv_dtype).items()
     }
     facts = {
         "name": checkpoint.name,
@@ -687,6 +699,7 @@ def load_model(
     tokenizer: Path | None,
     hint: str | None,
     revision: str | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[LoadedModel[Any], Encoding | None]:
     """Read a model, with a progress bar on stderr, and before it its tokenizer.
 
@@ -710,7 +723,9 @@ def load_model(
         with progress_bar("loading", hidden=name in BUNDLED_NAMES) as bar:  # they load at once
             yield from bar.track(tensors, total)
 
-    loaded = from_pretrained(checkpoint, device=device, dtype=dtype, progress=progress)
+    loaded = from_pretrained(
+        checkpoint, device=device, dtype=dtype, progress=progress, kv_dtype=kv_dtype
+    )
     return loaded, encoding
 
 

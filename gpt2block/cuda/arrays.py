@@ -41,6 +41,7 @@ def launch_at(
     args: tuple[Any, ...],
     storage: str = "float32",
     weights: str | None = None,
+    cache: str | None = None,
 ) -> Launch:
     """`kernels.launch` with a geometry."""
     return launch(
@@ -53,6 +54,7 @@ def launch_at(
         defines=geometry.defines,
         storage=storage,
         weights=weights,
+        cache=cache,
     )
 
 

@@ -41,8 +41,8 @@ SCALARS: Mapping[str, type[np.generic]] = {
 }
 TENSOR_MAP = "TensorMap"  # by value: gpt2block.cuda.tensor_maps
 
-# Constants that define the types `T` and `W` of a source (kernels_cu/lib/storage.cuh), by dtype.
-# FP8 is stored in arrays of uint8; without FP8 weights, W is T.
+# Constants that define the types `T`, `W` and `KV` of a source (kernels_cu/lib/storage.cuh), by
+# dtype. FP8 is stored in arrays of uint8; W and KV are T unless they are FP8.
 STORAGE: Mapping[str, Defines] = {
     "float32": (),
     "float16": (("STORAGE_FP16", 1),),
@@ -51,6 +51,10 @@ STORAGE: Mapping[str, Defines] = {
 FP8: Mapping[str, Defines] = {
     "float8_e5m2": (("WEIGHT_E5M2", 1),),
     "float8_e4m3fn": (("WEIGHT_E4M3", 1),),
+}
+FP8_CACHE: Mapping[str, Defines] = {
+    "float8_e5m2": (("CACHE_E5M2", 1),),
+    "float8_e4m3fn": (("CACHE_E4M3", 1),),
 }
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
@@ -153,25 +157,26 @@ def launch(
     defines: Defines = (),
     storage: str = "float32",
     weights: str | None = None,
+    cache: str | None = None,
 ) -> Launch:
     """A checked launch on the current device; requests the kernel, which its first run waits for.
 
     args: CuPy arrays (or None for a null pointer) and Python numbers, in the prototype's order.
-    storage: the dtype of the source's `T`, one of `STORAGE`. weights: that of its `W` if it is one
-    of `FP8`. Raises KernelError when the arguments do not match the prototype, or the grid exceeds
-    CUDA's limits.
+    storage: the dtype of the source's `T`, one of `STORAGE`. weights, cache: those of its `W` and
+    `KV` if they are one of `FP8`. Raises KernelError when the arguments do not match the prototype,
+    or the grid exceeds CUDA's limits.
     """
-    typed = typed_arguments(signatures(file)[name], args, storage, weights)
+    typed = typed_arguments(signatures(file)[name], args, storage, weights, cache)
     if not (0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:])):
         raise KernelError(f"{name}: grid {grid} exceeds CUDA's limits (2147483647, 65535, 65535)")
-    function = load(file, name, (*stored_as(storage, weights), *defines))
+    function = load(file, name, (*stored_as(storage, weights, cache), *defines))
     function.allow_shared(shared)
     return Launch(name, function, grid, block, typed, shared)
 
 
-def stored_as(storage: str, weights: str | None = None) -> Defines:
-    """The constants that define `T` and `W` of a source."""
-    return STORAGE[storage] + FP8.get(weights or "", ())
+def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
+    """The constants that define `T`, `W` and `KV` of a source."""
+    return STORAGE[storage] + FP8.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())
 
 
 def typed_arguments(
@@ -179,19 +184,20 @@ def typed_arguments(
     args: tuple[Any, ...],
     storage: str = "float32",
     weights: str | None = None,
+    cache: str | None = None,
 ) -> tuple[Scalar, ...]:
     """The arguments as NumPy scalars of exactly the prototype's types; KernelError otherwise."""
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
     return tuple(
-        _typed(signature.name, parameter, arg, storage, weights)
+        _typed(signature.name, parameter, arg, (storage, weights, cache))
         for parameter, arg in zip(signature.parameters, args, strict=True)
     )
 
 
 def _typed(
-    kernel: str, parameter: Parameter, arg: Any, storage: str, weights: str | None
+    kernel: str, parameter: Parameter, arg: Any, dtypes: tuple[str, str | None, str | None]
 ) -> Scalar:
     if parameter.ctype == TENSOR_MAP:
         if not isinstance(arg, np.void):
@@ -199,7 +205,7 @@ def _typed(
         return arg
     if not parameter.ctype.endswith("*"):
         return typed_scalar(kernel, parameter, arg)
-    expected, label = element(kernel, parameter, storage, weights)
+    expected, label = element(kernel, parameter, *dtypes)
     if arg is None:
         return np.uintp(0)
     got = str(getattr(arg, "dtype", type(arg).__name__))
@@ -209,13 +215,18 @@ def _typed(
 
 
 def element(
-    kernel: str, parameter: Parameter, storage: str, weights: str | None = None
+    kernel: str,
+    parameter: Parameter,
+    storage: str,
+    weights: str | None = None,
+    cache: str | None = None,
 ) -> tuple[str, str]:
     """The name of a pointer's element dtype, and a description of the argument for messages."""
-    if parameter.ctype in ("T*", "W*"):
-        letter = parameter.ctype[0]
-        dtype = "uint8" if letter == "W" and weights in FP8 else storage
-        return dtype, f"{kernel}: {letter}* {parameter.name}, where {letter} is {dtype}"
+    types = {"T": None, "W": weights, "KV": cache}
+    name = parameter.ctype.removesuffix("*")
+    if name in types and name != parameter.ctype:
+        dtype = "uint8" if types[name] in FP8 else storage
+        return dtype, f"{kernel}: {name}* {parameter.name}, where {name} is {dtype}"
     scalar, label = _dtype(kernel, parameter)
     return np.dtype(scalar).name, label
 

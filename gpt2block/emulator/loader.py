@@ -145,6 +145,7 @@ def run(
     defines: kernels.Defines = (),
     storage: str = "float32",
     weights: str | None = None,
+    cache: str | None = None,
     order: Order = "forward",
     seed: int = 0,
     copies_at_once: bool = False,
@@ -153,14 +154,15 @@ def run(
 ) -> None:
     """Launch a kernel: NumPy arrays are changed in place, None is a null pointer.
 
-    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights: the
-    FP8 format of its `W`, where that is not `T`. order: the order of the threads of a block between
-    two barriers, and of the blocks. copies_at_once: cp.async copies when it is issued, instead of
-    as late as its semantics allow. early: not None if the launch overlaps the previous kernel
-    (lib/overlap.cuh), so that an access before the wait is an error, except to arrays that are
-    const __restrict__ and to these parameters. races: find accesses of two threads to one place
-    that no barrier orders (races.cpp), instead of accesses out of bounds. An array that is passed
-    twice is the same pointer twice. Raises ShimError with the report, and changes no array then.
+    source: a file of kernels_cu by name, or a Source. storage: the dtype of its `T`; weights,
+    cache: the FP8 formats of its `W` and `KV`, where these are not `T`. order: the order of the
+    threads of a block between two barriers, and of the blocks. copies_at_once: cp.async copies when
+    it is issued, instead of as late as its semantics allow. early: not None if the launch overlaps
+    the previous kernel (lib/overlap.cuh), so that an access before the wait is an error, except to
+    arrays that are const __restrict__ and to these parameters. races: find accesses of two threads
+    to one place that no barrier orders (races.cpp), instead of accesses out of bounds. An array
+    that is passed twice is the same pointer twice. Raises ShimError with the report, and changes no
+    array then.
     """
     source = Source.shipped(source) if isinstance(source, str) else source
     if not 0 < int(np.prod(block)) <= 1024:
@@ -171,9 +173,9 @@ def run(
     parameters = signature.parameters
     if len(parameters) != len(args):
         raise ShimError(f"{kernel}: expected {len(parameters)} arguments, got {len(args)}")
-    dtypes = storage, weights
+    dtypes = storage, weights, cache
     message = [_encode(kernel, parameters, args, i, dtypes) for i in range(len(args))]
-    defines = (*kernels.stored_as(storage, weights), *defines)
+    defines = (*kernels.stored_as(*dtypes), *defines)
     sizes = grid, block, shared
     environment = {"COPIES_AT_ONCE": "1"} if copies_at_once else {}
     if early is not None:
@@ -292,7 +294,7 @@ def _encode(
     parameters: Sequence[kernels.Parameter],
     args: Sequence[Any],
     i: int,
-    dtypes: tuple[str, str | None],
+    dtypes: tuple[str, str | None, str | None],
 ) -> bytes:
     """An argument in the runner's input format."""
     parameter, arg = parameters[i], args[i]

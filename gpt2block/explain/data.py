@@ -71,7 +71,7 @@ def collect(
         "functions": {op: sources.function_source(op) for op in dict.fromkeys(ops)},
         "files": files,
         "tensors": _tensors(config, exact, traced, compared, plan, layer),
-        "attention": _attention(weights_of(config, traced)),
+        "attention": _attention(weights_of(engine, traced)),
         "lens": lens,
         "next": {"logits": b64encode(logits.astype("<f4").tobytes()).decode(), "shown": shown},
     }

@@ -13,6 +13,7 @@ from gpt2block.ops.attention_cached import (
     attention_packed,
     attention_split,
     kv_append,
+    kv_round,
 )
 from gpt2block.ops.elementwise import add, gelu, silu_mul
 from gpt2block.ops.encoder import encoder
@@ -46,6 +47,7 @@ __all__ = [
     "gelu",
     "gemm",
     "kv_append",
+    "kv_round",
     "layernorm",
     "layernorm_gelu",
     "linear",

@@ -40,10 +40,10 @@ class Tile(NamedTuple):
 
 
 # Fitted to the products of GPT-2 at M from 128 to 8192, and of Llama 7B at 512 to 2048, in a row of
-# overlapping launches: the three times are apart only roughly. That of 176 columns is estimated
-# from those of 192: of N = 11008 they save 4 % at 1,024 rows and nothing at 512. What a slice takes is mostly shared
+# overlapping launches: the three times are apart only roughly. What a slice takes is mostly shared
 # memory's, which takes it in and gives its rows to wgmma. Where each warpgroup has a tile of its
-# own, epilogues cost little.
+# own, epilogues cost little. The times of 176 columns are estimated from those of 192: of N = 11008
+# they save 4 % at 1,024 rows and nothing at 512.
 TILES = (
     Tile(128, 192, (128, 192), 4, 64, 1, 2, 2.4, 0.437, 1.1),
     Tile(128, 192, (64, 192), 4, 64, 1, 2, 0.8, 0.436, 2.5),

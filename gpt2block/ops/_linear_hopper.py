@@ -197,10 +197,12 @@ class Given(NamedTuple):
     head: int = 0  # channels, with RoPE
 
 
-def launch(kernel: str, given: Given, T: str, args: tuple[Any, ...]) -> Launch:
+def launch(
+    kernel: str, given: Given, T: str, args: tuple[Any, ...], cache: str | None = None
+) -> Launch:
     """Launch a kernel of one of both files; args: its arguments after x and the matrices.
 
-    T: its type with FP8 weights.
+    T: its type with FP8 weights. cache: the FP8 format of a kv_cache, or None.
     """
     x, (w, *rest), to_terms, head = given
     assert w is not None
@@ -221,7 +223,7 @@ def launch(kernel: str, given: Given, T: str, args: tuple[Any, ...]) -> Launch:
             maps.append(NO_MAP)
     made = geometry(kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head)
     file = ROPE_FILE if head else FILE
-    return launch_at(file, made, (x, *maps, *args), *storage_of(w, T))
+    return launch_at(file, made, (x, *maps, *args), *storage_of(w, T), cache)
 
 
 def problem(K: int) -> str | None:

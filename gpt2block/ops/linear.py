@@ -38,6 +38,7 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
+from gpt2block.ops._kv_cache import array_dtype
 from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import check_terms
@@ -205,14 +206,19 @@ def _check_addresses(job: Job, of_w: int) -> None:
             check_address(name, getattr(job, name), 4 * gcd(4, job.w.K))
 
 
-def _launch_decoding(module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
-    """Launch a kernel of matmul/decode.cu or matmul/decode_mma.cu; T: its type with FP8 weights."""
+def _launch_decoding(
+    module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str, cache: str | None = None
+) -> Launch:
+    """Launch a kernel of matmul/decode.cu or matmul/decode_mma.cu; T: its type with FP8 weights.
+
+    cache: as in `launch`.
+    """
     size = job.w.data.itemsize
     vector = mma.LOADED if module is mma else matvec.order(job.w.N, job.w.K, size)[0] * size
     _check_addresses(job, vector)
     geometry = _geometry(module, job, kernel)
     assert geometry is not None
-    return launch_at(module.FILE, geometry, args, *storage_of(job.w, T))
+    return launch_at(module.FILE, geometry, args, *storage_of(job.w, T), cache)
 
 
 def _linear_args(job: Job) -> tuple[Any, ...]:
@@ -227,7 +233,9 @@ def _launch_mma(job: Job) -> Launch:
     return _launch_decoding(mma, job, "linear_decode_mma", _linear_args(job), "float32")
 
 
-def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -> Launch:
+def _launch_decode_tiles(
+    job: Job, kernel: str, args: tuple[Any, ...], T: str, cache: str | None = None
+) -> Launch:
     """Launch a kernel of matmul/decode_tiles.cu; T: its type with FP8 weights."""
     check_address("w", job.w.data)
     check_address("x", job.x)
@@ -244,7 +252,7 @@ def _launch_decode_tiles(job: Job, kernel: str, args: tuple[Any, ...], T: str) -
     ends = job.terms is not None, job.to_terms is not None
     geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
     first = (job.x, job.w.data, job.w.scale, job.bias)
-    return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T))
+    return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T), cache)
 
 
 def _launch_mma_tiles(job: Job) -> Launch:
@@ -344,13 +352,14 @@ def bind_qkv(
     q: CudaArray | None = None,
     eps: float = 1e-5,
     terms: Terms | None = None,
+    kv_dtype: str | None = None,
 ) -> Bound:
     """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
 
-    x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, or in
-    float16 with FP8 weights, row and position int32 (M,), no two of them alike. k and v of a token
-    outside the cache are dropped. Without gamma and beta, x is not normalized. terms: as in `bind`.
-    `out` is q. Raises InputError.
+    x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, in float16
+    with FP8 weights, or uint8 of the FP8 format kv_dtype, row and position int32 (M,), no two of
+    them alike. k and v of a token outside the cache are dropped. Without gamma and beta, x is not
+    normalized. terms: as in `bind`. `out` is q. Raises InputError.
     """
     if getattr(x, "ndim", 2) != 2:
         raise InputError(f"x: expected (M, K), got {x.shape}")
@@ -360,7 +369,8 @@ def bind_qkv(
     if w.N % 3:
         raise InputError(f"w: expected 3C outputs for q, k and v, got {w.N}")
     M, C = job.M, w.N // 3
-    kept = CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
+    T = CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
+    kept = T if kv_dtype is None else array_dtype(k_cache, kv_dtype)
     check("k_cache", k_cache, dtype=kept)
     if k_cache.ndim != 3 or k_cache.shape[2] != C:
         raise InputError(f"k_cache: expected (B, n_ctx, {C}), got {k_cache.shape}")
@@ -376,13 +386,14 @@ def bind_qkv(
     variant = OPERATION.choose(job, None, _decoding_variants(job)).name
     if variant == "mma_tiles":
         args = (*arrays, M, w.K, *sizes)
-        return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, kept),))
+        return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, T, kv_dtype),))
     if variant == "hopper":
         ends = (w.scale, bias, *arrays, M, w.K, *sizes)
-        return Bound(q, (hopper.launch("qkv_decode_hopper", hopper.Given(x, (w,)), kept, ends),))
+        product = hopper.Given(x, (w,))
+        return Bound(q, (hopper.launch("qkv_decode_hopper", product, T, ends, kv_dtype),))
     args = (*job.products, *arrays, float(eps), M, *sizes)
     module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
-    return Bound(q, (_launch_decoding(module, job, kernel, args, kept),))
+    return Bound(q, (_launch_decoding(module, job, kernel, args, T, kv_dtype),))
 
 
 def _check_terms(

@@ -13,20 +13,25 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._matrix import check_weights
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.rope_qkv import check_cache
+from gpt2block.ops.rope_qkv import check_heads
 from gpt2block.plan import Terms
 
 
 def bind(
-    inputs: tuple[Any, ...], out: CudaArray | None = None, *, n_head: int, terms: Terms
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    n_head: int,
+    terms: Terms,
+    kv_dtype: str | None = None,
 ) -> Bound:
     """inputs (x (M, K), w, bias (N,), rotations (M, D / 2, 2), k, v, row (M,), position (M,)).
 
     x has `terms`, in the order of wgmma, and w is a WeightMatrix (N, K) of N = (n_head + 2
     n_kv_head) D outputs; RoPE turns half-split pairs of q and k by `rotations`. k and v, (B, n_ctx,
-    n_kv_head D), have the dtype of the weights, or float16 with FP8 weights; row and position,
-    int32, are not read back: K and V of rows outside the cache are left out. out is q, (M, n_head
-    D), with the bits of `linear` and `rope_append`. Raises InputError.
+    n_kv_head D), have the dtype of the weights, float16 with FP8 weights, or `kv_dtype`; row and
+    position, int32, are not read back: K and V of rows outside the cache are left out. out is q,
+    (M, n_head D), with the bits of `linear` and `rope_append`. Raises InputError.
     """
     x, w, bias, rotations, k, v, row, position = inputs
     check("x", x)
@@ -35,7 +40,7 @@ def bind(
     if rotations.ndim != 3 or rotations.shape[::2] != (len(x), 2):
         raise InputError(f"rotations: expected ({len(x)}, D / 2, 2), got {rotations.shape}")
     D = 2 * rotations.shape[1]
-    n_kv_head = check_cache(D, k, v)
+    n_kv_head = check_heads(D, k, v, kv_dtype)
     heads = n_head + 2 * n_kv_head
     if x.ndim != 2 or heads * D != w.N:
         raise InputError(
@@ -44,8 +49,9 @@ def bind(
         )
     if bias is not None:
         check("bias", bias, (w.N,))
-    M, kept = len(x), CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
-    check("k", k, dtype=kept)
+    M, T = len(x), CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
+    if kv_dtype is None:
+        check("k", k, dtype=T)
     check("row", row, (M,), "int32")
     check("position", position, (M,), "int32")
     problem = _problem(w.K, w.dtype, D, terms)
@@ -58,7 +64,7 @@ def bind(
     out = output(out, (M, n_head * D), apart={**apart, "k": k, "v": v})
     sizes = (M, w.K, n_head, n_kv_head, *k.shape[:2])
     args = (w.scale, bias, rotations, row, position, out, k, v, *sizes)
-    launch = hopper.launch("rope_decode_hopper", hopper.Given(x, (w,), head=D), kept, args)
+    launch = hopper.launch("rope_decode_hopper", hopper.Given(x, (w,), head=D), T, args, kv_dtype)
     return Bound(out, (launch,), (k, v))
 
 

@@ -28,6 +28,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.kernels import Geometry
 from gpt2block.errors import InputError
+from gpt2block.ops._kv_cache import check_cache
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
@@ -89,17 +90,18 @@ def bind_append(
     *,
     n_head: int,
     half_split: bool = False,
+    kv_dtype: str | None = None,
 ) -> Bound:
     """inputs (qkv (N, W), frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)).
 
     out (N, Q); C is n_kv_head D, Q is n_head D, W is Q + 2C. qkv and out are float32, k and v have
-    any dtype. row and position are int32 and not read back: K and V of rows outside the cache are
-    left out.
+    any float dtype or are uint8, of the FP8 format kv_dtype. row and position are int32 and not
+    read back: K and V of rows outside the cache are left out.
     """
     qkv, frequencies, k, v, row, position = inputs
     check("qkv", qkv)
     D = _check_frequencies(frequencies)
-    n_kv_head = check_cache(D, k, v)
+    n_kv_head = check_heads(D, k, v, kv_dtype)
     _, heads = _heads(n_head, n_kv_head)
     if qkv.ndim != 2 or qkv.shape[1] != heads * D:
         raise InputError(
@@ -117,7 +119,8 @@ def bind_append(
     aligned = min(4, alignment(qkv.data.ptr, out.data.ptr) // 4, of_cache)
     geometry = _geometry("rope_append", 1, N, heads, D, half_split, aligned)
     args = (qkv, row, position, frequencies, k, v, out, N, n_head, n_kv_head, B, n_ctx)
-    return Bound(out, (launch_at(APPEND, geometry, args, storage(k)),), (k, v))
+    T = "float32" if kv_dtype else storage(k)
+    return Bound(out, (launch_at(APPEND, geometry, args, T, cache=kv_dtype),), (k, v))
 
 
 def bind_rotations(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
@@ -135,15 +138,13 @@ def bind_rotations(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bou
     return Bound(out, (launch_at(ROTATIONS, geometry, (position, frequencies, out, N, pairs)),))
 
 
-def check_cache(D: int, k: Any, v: Any) -> int:
+def check_heads(D: int, k: Any, v: Any, kv_dtype: str | None) -> int:
     """Check a kv_cache, k and v (B, n_ctx, C), of heads of D channels: their number."""
-    dtype = storage(k)
-    check("k", k, dtype=dtype)
-    if k.ndim != 3 or k.shape[2] % D:
+    _, _, _, C = check_cache(k, v, kv_dtype)
+    if C % D:
         raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
-    check("v", v, k.shape, dtype)
     check_apart("v", v, {"k": k})
-    return int(k.shape[2]) // D
+    return C // D
 
 
 def _check_frequencies(frequencies: Any) -> int:
@@ -248,13 +249,15 @@ def rope_append(
     position: CudaArray,
     n_head: int,
     half_split: bool = False,
+    kv_dtype: str | None = None,
 ) -> CudaArray:
     """`reference.rope_append` on CuPy arrays: Q turned, and K and V in the kv_cache.
 
-    qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16 or
-    bfloat16, row and position (N,) int32 → (N, n_head D) float32; see `bind_append`. Two rows must
-    not have the same destination. Raises InputError.
+    qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16,
+    bfloat16 or, as uint8, the FP8 format kv_dtype, row and position (N,) int32 → (N, n_head D)
+    float32; see `bind_append`. Two rows must not have the same destination. Raises InputError.
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    return bind_append(inputs, n_head=n_head, half_split=half_split).run()
+    options = {"half_split": half_split, "kv_dtype": kv_dtype}
+    return bind_append(inputs, n_head=n_head, **options).run()  # type: ignore[arg-type]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import Prefill
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.run.model import cache_kind, describe_cache, kv_cache_dtype, rounded_up
+from gpt2block.cuda.kernels import FP8
+from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
 
 if TYPE_CHECKING:
     from gpt2block.run.cuda_decoding import DecodingSteps
@@ -38,13 +37,13 @@ class CudaCache:
     def __init__(
         self, config: ModelConfig, batch: int, n_ctx: int, dtype: str, layers: int | None = None
     ) -> None:
-        """layers: the number of layers to store; None for all."""
+        """dtype: of keys and values. layers: the number of layers to store; None for all."""
         self.batch, self.n_ctx, self.kept_shapes = batch, n_ctx, KEPT_SHAPES
         self.kind = cache_kind(config, dtype, f"cuda:{cupy.cuda.Device().id}")
         self.lengths = [0] * batch
-        shape = (batch, n_ctx, config.kv_width)
+        shape, stored = (batch, n_ctx, config.kv_width), "uint8" if dtype in FP8 else FLOATS[dtype]
         self.layers = [
-            tuple(cupy.zeros(shape, FLOATS[dtype]) for _ in "kv")
+            tuple(cupy.zeros(shape, stored) for _ in "kv")
             for _ in range(config.n_layer if layers is None else layers)
         ]
         self.prefills: OrderedDict[Prefill, PrefillPrograms] = OrderedDict()
@@ -62,8 +61,9 @@ class DecodingCaches:
     """The caches of a model's decodings; those of ended ones are kept for the next."""
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
-        self._config, self._dtype = config, kv_cache_dtype(dtype)
-        self._itemsize = np.dtype(FLOATS[self._dtype]).itemsize
+        """dtype: of keys and values."""
+        self._config, self._dtype = config, dtype
+        self._itemsize = itemsize(dtype)
         self._ended: deque[CudaCache] = deque()
 
     def give_back(self, cache: CudaCache) -> None:

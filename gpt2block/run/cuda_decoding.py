@@ -128,7 +128,7 @@ class Step:
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
         terms = None if of.floats else model.terms(rows)
-        plan = decode_plan(model.config, rows <= MORE_ROWS, terms)
+        plan = decode_plan(model.config, rows <= MORE_ROWS, terms, model.fp8_cache)
         self.program = Program(plan, tensors, after=(self._sample,))
         self.restart()
 

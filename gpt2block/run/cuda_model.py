@@ -80,8 +80,12 @@ class CudaModel:
         dtype: str,
         device: int,
         allow_nonfinite: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
+        """kv_dtype: as in `kv_cache_dtype`."""
         self.config, self.dtype, self.device = config, dtype, device
+        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
+        self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
         self._architecture = architecture_of(config)
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
@@ -89,7 +93,7 @@ class CudaModel:
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._activations: dict[str, CudaArray] | None = None
         self._logits_buffer: CudaArray | None = None
-        self._caches = DecodingCaches(config, dtype)
+        self._caches = DecodingCaches(config, self.kv_dtype)
         self._lock = threading.RLock()
         self._parts: dict[str, TwoPartMatrix] = {}
         self._scales: tuple[dict[str, float], CudaArray] | None = None
@@ -207,7 +211,7 @@ class CudaModel:
 
     @property
     def cache_kind(self) -> CacheKind:
-        return cache_kind(self.config, kv_cache_dtype(self.dtype), f"cuda:{self.device}")
+        return cache_kind(self.config, self.kv_dtype, f"cuda:{self.device}")
 
     @property
     def nbytes(self) -> int:
@@ -283,7 +287,7 @@ class CudaModel:
         cache = kept.get(shape)
         if cache is None:
             layers = 0 if self.on_tensor_cores else 1
-            cache = CudaCache(self.config, *shape, kv_cache_dtype(self.dtype), layers)
+            cache = CudaCache(self.config, *shape, self.kv_dtype, layers)
             cache.kept_shapes = KEPT_OF_COUNT if repeats else KEPT_SHAPES
             kept[shape] = cache
             self._forget_oldest(kept, most)
@@ -334,7 +338,7 @@ class CudaModel:
         V = self.config.vocab_size
         with self.running():
             program = self._pass(ids, cached)
-            copying = ("kv_append", "rows", "take", "two_part")
+            copying = ("kv_append", "kv_round", "rows", "take", "two_part")
             names = [step.name for step in program.plan.steps if step.op not in copying]
             copies = {name: copy.get() for name, copy in program.trace(names).items()}
         return {n: a[:, :V] if n.startswith("logits") else a for n, a in copies.items()}
@@ -377,7 +381,7 @@ class CudaModel:
         """
         lengths = [len(ids) for ids in sequences]
         rows, longest = sum(lengths), max(lengths)
-        shape = Prefill(self.products, rows, cache.batch, longest, bool(cache.layers))
+        shape = self._shape(cache, rows, longest)
         if self.on_tensor_cores:
             before = [at for at, new in zip(cache.lengths, lengths, strict=True) if new]
             longest = min(rounded_up(longest, 4), rows)
@@ -399,11 +403,16 @@ class CudaModel:
             ends = rounded_up(len(slots), 2)
             rows = max(rounded_up(rows, 4), ends)
         longest = min(rounded_up(longest, 1), rows)
-        cached = bool(cache.layers)
-        shape = Prefill(self.products, rows, cache.batch, longest, cached, ends=ends)
-        prefill = self._prefill_programs(cache, shape)
+        prefill = self._prefill_programs(cache, self._shape(cache, rows, longest, ends))
         prefill.run(sequences, slots, np.zeros(cache.batch, np.int32), "last")
         return prefill.out
+
+    def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
+        """The Prefill of tokens that continue none; the other arguments are its fields."""
+        cached = bool(cache.layers)
+        return Prefill(
+            self.products, rows, cache.batch, longest, cached, ends=ends, kv_dtype=self.fp8_cache
+        )
 
     def _prefill_programs(self, cache: CudaCache, shape: Prefill) -> PrefillPrograms:
         prefill = cache.prefills.get(shape)

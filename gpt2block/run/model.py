@@ -13,7 +13,7 @@ from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, shown
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
@@ -25,9 +25,46 @@ Want = Literal["logits", "last", "hidden", "states"]
 DTYPES = (*STORAGE, *FP8)
 
 
-def kv_cache_dtype(dtype: str) -> str:
-    """The dtype of the KV cache for weights of `dtype`: float16 for FP8 weights."""
-    return CACHE_WITH_FP8 if dtype in FP8 else dtype
+def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
+    """The dtype of the KV cache: kv_dtype or, without one, that of the weights.
+
+    With FP8 weights it is float16 then. Raises InputError for a kv_dtype that does not fit `dtype`.
+    """
+    own = CACHE_WITH_FP8 if dtype in FP8 else dtype
+    if kv_dtype is None:
+        return own
+    if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
+        raise InputError(
+            f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {dtype}, "
+            f"got {shown(kv_dtype)}"
+        )
+    if kv_dtype != own and dtype == "float32":
+        raise InputError(
+            f"kv_dtype {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use "
+            "dtype='bfloat16', or another one of them"
+        )
+    return kv_dtype
+
+
+def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
+    """Dtype of weights → that of the KV cache, for the dtypes that kv_dtype fits.
+
+    Raises InputError where it fits none.
+    """
+    found = {}
+    for dtype in DTYPES:
+        try:
+            found[dtype] = kv_cache_dtype(dtype, kv_dtype)
+        except InputError:
+            continue
+    if not found:
+        raise InputError(f"kv_dtype: expected one of {', '.join(DTYPES)}, got {shown(kv_dtype)}")
+    return found
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number in `dtype`."""
+    return 1 if dtype in FP8 else int(np.dtype(FLOATS[dtype]).itemsize)
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
@@ -37,7 +74,7 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
         if len(shape) == 1 or name == "wpe":
             total += 4 * math.prod(shape)
             continue
-        total += math.prod(shape) * (1 if dtype in FP8 else np.dtype(FLOATS[dtype]).itemsize)
+        total += math.prod(shape) * itemsize(dtype)
         if dtype == SCALED:  # a number for each output; wte and lm_head are (outputs, C)
             total += 4 * shape[0 if name in ("wte", "lm_head") else 1]
     return total

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import model_plan
-from gpt2block.array_checks import FLOATS
+from gpt2block.array_checks import FLOATS, unchecked
 from gpt2block.config import ModelConfig
+from gpt2block.cuda.kernels import FP8
 from gpt2block.plan import Plan, Step
 from gpt2block.run.model import (
     CacheKind,
@@ -67,10 +68,16 @@ class NumpyModel:
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Tensors, dtype: str, allow_nonfinite: bool = False
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        dtype: str,
+        allow_nonfinite: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
+        """kv_dtype: as in `kv_cache_dtype`."""
         self.config, self.dtype = config, dtype
-        self._kv_dtype = FLOATS[kv_cache_dtype(dtype)]
+        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
         self._vectors: dict[str, Floats] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         largest: dict[str, float] = {}
@@ -88,7 +95,7 @@ class NumpyModel:
 
     @property
     def cache_kind(self) -> CacheKind:
-        return cache_kind(self.config, kv_cache_dtype(self.dtype), "cpu")
+        return cache_kind(self.config, self.kv_dtype, "cpu")
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +111,7 @@ class NumpyModel:
             yield name, array.astype(stored, copy=False), layout
 
     def new_cache(self, batch: int, n_ctx: int) -> NumpyCache:
-        return NumpyCache(self.config, batch, n_ctx, kv_cache_dtype(self.dtype))
+        return NumpyCache(self.config, batch, n_ctx, self.kv_dtype)
 
     def forward(
         self, sequences: Sequence[Ids], want: Want, cache: NumpyCache | None = None
@@ -112,7 +119,7 @@ class NumpyModel:
         if cache is None:  # no later call continues: all layers share one layer's memory
             config = replace(self.config, n_layer=1)
             longest = max(map(len, sequences))
-            cache = NumpyCache(config, len(sequences), longest, kv_cache_dtype(self.dtype))
+            cache = NumpyCache(config, len(sequences), longest, self.kv_dtype)
         lengths = [len(ids) for ids in sequences]
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
@@ -190,8 +197,15 @@ class NumpyModel:
         """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
         if step.op == "kv_append":
             qkv, *cache = inputs
-            inputs = (qkv.astype(self._kv_dtype, copy=False).astype(np.float32, copy=False), *cache)
+            inputs = (self._rounded(qkv), *cache)
         return apply(step, inputs)
+
+    def _rounded(self, qkv: Floats) -> Floats:
+        """Rows [Q | K | V] with K and V rounded to the dtype of the cache; Q may be rounded."""
+        if self.kv_dtype in FP8:
+            heads = self.config.n_head, self.config.kv_width // self.config.head_size
+            return unchecked(reference.kv_round)(qkv, *heads, self.kv_dtype)
+        return qkv.astype(FLOATS[self.kv_dtype], copy=False).astype(np.float32, copy=False)
 
     @cached_property
     def _given(self) -> dict[str, NDArray[Any]]:

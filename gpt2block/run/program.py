@@ -16,7 +16,7 @@ from gpt2block.cuda.kernels import Launch
 from gpt2block.cuda.timing import event_ms
 from gpt2block.ops.attention import bind as bind_attention
 from gpt2block.ops.attention_cached import bind as bind_attention_packed
-from gpt2block.ops.attention_cached import bind_append, bind_split
+from gpt2block.ops.attention_cached import bind_append, bind_round, bind_split
 from gpt2block.ops.linear import bind_qkv
 from gpt2block.ops.linear_rope import bind as bind_linear_rope
 from gpt2block.ops.registry import OPERATIONS
@@ -52,9 +52,9 @@ def _take(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
     return Bound(out, (_Take(source, indices, out),))  # type: ignore[arg-type]
 
 
-def _append(inputs: tuple[Any, ...], out: None = None) -> Bound:
+def _append(inputs: tuple[Any, ...], out: None = None, **options: Any) -> Bound:
     qkv, k, v, row, position = inputs
-    return bind_append((qkv, row, position), (k, v))
+    return bind_append((qkv, row, position), (k, v), **options)
 
 
 def _qkv(inputs: tuple[Any, ...], out: CudaArray | None = None, **options: Any) -> Bound:
@@ -72,6 +72,7 @@ BINDERS: Mapping[str, Callable[..., Bound]] = {
     "take": _take,
     "rows": lambda inputs, out, first, end: Bound(inputs[0][first:end], ()),
     "kv_append": _append,
+    "kv_round": bind_round,
     "attention_packed": bind_attention_packed,
     "two_part": bind_two_part,
     "attention_varlen": _varlen,
@@ -194,15 +195,18 @@ class Program:
         for step in self.plan.steps:
             for name in step.inputs:
                 if name in exact:
-                    _fill(self.tensors[name], exact[name])
+                    _fill(self.tensors[name], exact[name], step.attrs.get("kv_dtype"))
             ms = event_ms(partial(self.run_step, step.name))
             if step.name in exact:
                 kernels = ", ".join(launch.name for launch in self.bounds[step.name].launches)
                 yield step.name, kernels, self.tensors[step.name].get(), ms
 
 
-def _fill(array: CudaArray, exact: NDArray[Any]) -> None:
-    """Copy `exact` to the leading part of an array, rounded to its dtype, or to two parts."""
+def _fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None) -> None:
+    """Copy `exact` to the leading part of an array, rounded to its dtype, or to two parts.
+
+    kv_dtype: the FP8 format of arrays of uint8.
+    """
     if isinstance(array, TwoPartMatrix):
         parts, scale = reference.two_part(exact.astype(np.float32))
         if array.one_scale is not None:
@@ -211,7 +215,10 @@ def _fill(array: CudaArray, exact: NDArray[Any]) -> None:
         array.scale[...] = cupy.asarray(scale)
         return
     part = array[tuple(slice(n) for n in exact.shape)]
-    part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
+    if kv_dtype is not None and array.dtype == np.uint8:
+        part[...] = cupy.asarray(reference.to_fp8(exact, kv_dtype))
+    else:
+        part[...] = cupy.asarray(exact.astype(np.float32)).astype(array.dtype)
 
 
 def _with_scale(x: NDArray[Any], scale: float) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -4,9 +4,9 @@
 //
 //   q   (N, C), rows q_distance apart, C = NH HS: the queries of all sequences, packed one sequence after the other
 //   out (N, C)
-//   k, v (B, n_ctx, KV) of T, KV = NKV HS: each head of them serves NH / NKV neighbouring heads of q
+//   k, v (B, n_ctx, NKV HS) of KV: each head of them serves NH / NKV neighbouring heads of q
 //
-//   attention_cached          q and out are float, whatever T is
+//   attention_cached          q and out are float, whatever KV is
 //   attention_cached_narrow   q and out are of T, for use with tensor-core products; arithmetic is float all the same
 //
 //   sequence b: queries cu_seqlens[b]..cu_seqlens[b + 1] - 1, at positions start[b], start[b] + 1, ...; or none
@@ -17,14 +17,14 @@
 // Sequences and starts that reach beyond N or n_ctx are truncated: nothing outside the arrays is read or written.
 //
 // Block (32 AO_WARPS), grid (B NH, ceil(longest / QUERIES)), dynamic shared memory: the arrays at the start of
-// `attend`. If HS is a multiple of 4 (T float) or 8 (16 bits), q, k, v and out are aligned to 16 bytes, and q_distance
-// is a multiple of the elements that move together: 4 floats, or 8 of 16 bits.
+// `attend`. If HS is a multiple of 4 (for float), 8 (16 bits) or 16 (FP8), q, k, v and out are aligned to 16 bytes, and
+// q_distance is a multiple of the elements that move together: 4 floats, or 8 of 16 bits.
 #include "attention/online.cuh"
 #include "lib/overlap.cuh"
 
 template <typename Q>
 __device__ __forceinline__ void attend_cached(
-    const Q* q, const T* k, const T* v, const int* cu_seqlens, const int* start, Q* out, int q_distance, int n_ctx,
+    const Q* q, const KV* k, const KV* v, const int* cu_seqlens, const int* start, Q* out, int q_distance, int n_ctx,
     int N, int B, int at_once) {
     extern __shared__ __align__(16) float tiles[];
     let_next_start();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void attend_cached(
     const int position = max(start ? __ldcg(start + sequence) : at_once, 0);
     const int queries = min(end - first, n_ctx - position);
     if ((int)(gridDim.y - 1 - blockIdx.y) * QUERIES >= queries) return;
-    attend<T>(tiles, out, true, [&](long long b, long long h) -> Task<T, Q> {
+    attend<KV>(tiles, out, true, [&](long long b, long long h) -> Task<KV, Q> {
         const long long head = b * n_ctx * (NKV * HS) + h / GROUP * HS;
         const Q* head_q = q + (long long)first * q_distance + h * HS;
         return {head_q, k + head, v + head, q_distance, NKV * HS, queries, position, position + queries, first};
@@ -44,8 +44,8 @@ __device__ __forceinline__ void attend_cached(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
     const float* q,         // (N, C), rows q_distance apart
-    const T* k,             // (B, n_ctx, KV)
-    const T* v,             // (B, n_ctx, KV)
+    const KV* k,            // (B, n_ctx, NKV HS)
+    const KV* v,            // (B, n_ctx, NKV HS)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows each
     const int* start,       // (B), or null: at_once for all
     float* out,             // (N, C)
@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_cached_narrow(
     const T* q,             // (N, C), rows q_distance apart
-    const T* k,             // (B, n_ctx, KV)
-    const T* v,             // (B, n_ctx, KV)
+    const KV* k,            // (B, n_ctx, NKV HS)
+    const KV* v,            // (B, n_ctx, NKV HS)
     const int* cu_seqlens,  // (B + 1), or null: N / B rows each
     const int* start,       // (B), or null: at_once for all
     T* out,                 // (N, C)

@@ -1,6 +1,6 @@
 // Attention of one query per row of a batch, as in decoding, over a kv_cache that already contains the query's own key.
 //
-//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of T     row, position (M): query m belongs to sequence row[m]
+//   q, out (M, C), C = NH HS     k, v (B, n_ctx, NKV HS) of KV    row, position (M): query m belongs to sequence row[m]
 //   of the cache, and sees its keys 0..position[m]
 //
 // A head of K and V serves NH / NKV neighbouring heads of q. A team of warps has AS_QUERIES of these: it reads keys and
@@ -21,7 +21,8 @@
 //
 // The warps of a team are AS_WARPS of a block, times AS_CLUSTER blocks of a cluster, which write to the shared memory
 // of the first one. With few queries, clusters let more of the GPU take part, and a warp has one split. With many, a
-// block has enough neighbours. The order of additions depends only on HS and T, and not on this choice.
+// block has enough neighbours. The order of additions depends only on HS, KV, AS_WIDTH and AS_VECTORS, and not on this
+// choice.
 //
 // A thread has HELD pieces of keys and of values in flight. As soon as the keys have been multiplied, the next ones are
 // loaded into the same registers, and so are the values. The first loads are issued before the previous kernel has
@@ -103,7 +104,7 @@ constexpr bool BRAIN = true;
 #else
 constexpr bool BRAIN = false;
 #endif
-typedef Vec<T, AS_WIDTH> Vector;
+typedef Vec<KV, AS_WIDTH> Vector;
 
 struct Shared {
     alignas(16) float parts[SLOTS][SPAN][HS];
@@ -142,9 +143,9 @@ struct Held {
     Vector vectors[HELD][PIECES] = {};  // zeros where a lane has no vector
 
     // Loads those keys of the round from key `first` on that are in from..to. own: this thread's vector of key 0.
-    __device__ __forceinline__ void add(const T* own, int first, int from, int to) {
+    __device__ __forceinline__ void add(const KV* own, int first, int from, int to) {
         const int group = threadIdx.x % 32 / LANES;
-        const T* const here = own + (long long)first * KV_ROW;
+        const KV* const here = own + (long long)first * KV_ROW;
         each([&](int i, int p) {
             const int key = first + i * GROUPS + group;
             if (from <= key && key <= to) vectors[i][p] = of(here, i, p);
@@ -152,9 +153,9 @@ struct Held {
     }
 
     // Loads the keys of the round up to `last`, and zeros after it.
-    __device__ __forceinline__ void load(const T* own, int first, int last) {
+    __device__ __forceinline__ void load(const KV* own, int first, int last) {
         if (first + ROUND - 1 <= last) {
-            const T* const here = own + (long long)first * KV_ROW;
+            const KV* const here = own + (long long)first * KV_ROW;
             each([&](int i, int p) { vectors[i][p] = of(here, i, p); });
         } else {
             each([&](int i, int p) { vectors[i][p] = {}; });
@@ -162,8 +163,8 @@ struct Held {
         }
     }
 
-    static __device__ __forceinline__ Vector of(const T* here, int i, int p) {
-        return load_fresh<T, AS_WIDTH>(here + i * GROUPS * KV_ROW + p * LANES * AS_WIDTH);
+    static __device__ __forceinline__ Vector of(const KV* here, int i, int p) {
+        return load_fresh<KV, AS_WIDTH>(here + i * GROUPS * KV_ROW + p * LANES * AS_WIDTH);
     }
 };
 
@@ -291,8 +292,8 @@ __device__ __forceinline__ void sync_team() {
 
 extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, AS_BLOCKS) attention_split(
     const float* q,       // (M, C)
-    const T* k,           // (B, n_ctx, NKV HS)
-    const T* v,           // (B, n_ctx, NKV HS)
+    const KV* k,          // (B, n_ctx, NKV HS)
+    const KV* v,          // (B, n_ctx, NKV HS)
     const int* row,       // (M): no kernel that can overlap with this one writes it
     const int* position,  // (M)
     int B, int n_ctx,
@@ -314,7 +315,7 @@ extern "C" __global__ void __cluster_dims__(AS_CLUSTER, 1, 1) __launch_bounds__(
     if (AS_CLUSTER > 1) arrive_in_cluster();
 
     const long long from = ((long long)b * n_ctx + lane / LANES) * KV_ROW + column - (head - team / TEAMS) * HS;
-    const T *const own_k = k + from, *const own_v = v + from;
+    const KV *const own_k = k + from, *const own_v = v + from;
     int first = worker * KEYS;  // key of the round
     Held keys, values;
     keys.load(own_k, first, hint - 1);

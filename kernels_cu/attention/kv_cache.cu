@@ -3,10 +3,11 @@
 //   qkv (N, W), rows [Q | K | V], of which the last 2 C columns are K and V: with grouped queries W > 3C
 //   k[row, position] = columns W-2C..W-C-1 of qkv, v[row, position] = columns W-C..W-1   k, v (B, n_ctx, C)
 //
-//   kv_append          qkv of float, converted to T
+//   kv_append          qkv of float
 //   kv_append_narrow   qkv of T, as tensor-core products produce it
+//   kv_round           no cache: K and V of qkv, of T, rounded in place to the numbers that a cache of FP8 can hold
 //
-// For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
+// k and v are of KV. For each vector loads of at most 16 bytes each, and one store: attention/kv_cache.cuh.
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 #include "attention/kv_cache.cuh"
@@ -15,13 +16,13 @@ extern "C" __global__ void kv_append(
     const float* qkv,     // (N, W)
     const int* row,       // (N)
     const int* position,  // (N)
-    T* k,                 // (B, n_ctx, C)
-    T* v,                 // (B, n_ctx, C)
+    KV* k,                // (B, n_ctx, C)
+    KV* v,                // (B, n_ctx, C)
     int C, int W, int B, int n_ctx) {
-    append(row, position, k, v, C, W, B, n_ctx, [&](long long from, T* to) {
+    append(row, position, k, v, C, W, B, n_ctx, [&](long long from, KV* to) {
         float values[KV_WIDTH];
         load_fresh_floats<KV_WIDTH>(qkv + from, values);
-        Vec<T, KV_WIDTH>::store(to, values);
+        Vec<KV, KV_WIDTH>::store(to, values);
     });
 }
 
@@ -29,11 +30,31 @@ extern "C" __global__ void kv_append_narrow(
     const T* qkv,         // (N, W)
     const int* row,       // (N)
     const int* position,  // (N)
-    T* k,                 // (B, n_ctx, C)
-    T* v,                 // (B, n_ctx, C)
+    KV* k,                // (B, n_ctx, C)
+    KV* v,                // (B, n_ctx, C)
     int C, int W, int B, int n_ctx) {
-    append(row, position, k, v, C, W, B, n_ctx, [&](long long from, T* to) {
+    append(row, position, k, v, C, W, B, n_ctx, [&](long long from, KV* to) {
         typedef Vec<T, KV_WIDTH> Vector;
-        *reinterpret_cast<typename Vector::Raw*>(to) = load_fresh<T, KV_WIDTH>(qkv + from).raw;
+        if constexpr (sizeof(KV) == sizeof(T)) {
+            *reinterpret_cast<typename Vector::Raw*>(to) = load_fresh<T, KV_WIDTH>(qkv + from).raw;
+        } else {
+            float values[KV_WIDTH];
+            load_fresh<T, KV_WIDTH>(qkv + from).unpack(values);
+            Vec<KV, KV_WIDTH>::store(to, values);
+        }
     });
+}
+
+extern "C" __global__ void kv_round(
+    T* qkv,  // (N, W)
+    int C, int W) {
+    let_next_start();
+    wait_for_previous();
+    T* const own = qkv + (long long)(blockIdx.x + 1) * W - 2 * C;
+    for (int i = threadIdx.x * KV_WIDTH; i < 2 * C; i += blockDim.x * KV_WIDTH) {
+        float values[KV_WIDTH];
+        load_fresh<T, KV_WIDTH>(own + i).unpack(values);
+        Vec<KV, KV_WIDTH>::pack(values).unpack(values);
+        Vec<T, KV_WIDTH>::store(own + i, values);
+    }
 }

@@ -4,7 +4,7 @@
 // One thread per vector of KV_WIDTH channels. Rows and positions outside the cache are skipped. Grid (N), block (any).
 #pragma once
 
-#ifndef KV_WIDTH  // a power of two that divides C and W, at most 16 bytes of k; all arrays are aligned to a vector
+#ifndef KV_WIDTH  // a power of two that divides C and W, at most 16 bytes of k and of T; arrays are aligned to a vector
 #define KV_WIDTH 4
 #endif
 

@@ -26,13 +26,13 @@
 //   its keys               32 g + 4 tx + e   (tx = 0..7, e = 0..3), in s[r][4 g + e]
 //   its channels of o      the same, in o[r][g][e]
 //
-// K and V of 16 bits are copied unconverted to a separate buffer. Each thread widens the pieces that it has copied into
-// the tile, before the barrier that makes them visible to the others. The order of a query's sums depends only on KEYS:
-// not on the other queries, nor on its position in a block.
+// K and V of 16 bits or FP8 are copied unconverted to a separate buffer. Each thread widens the pieces that it has
+// copied into the tile, before the barrier that makes them visible to the others. The order of a query's sums depends
+// only on KEYS: not on the other queries, nor on its position in a block.
 //
 // Any number of queries and keys. Any HS up to 256: a larger head means fewer queries per warp, so that o stays in
-// registers. If HS is a multiple of 4 (8 for K and V of 16 bits), rows are aligned to 16 bytes and move in 16-byte
-// pieces. GPUs before sm_80 have no cp.async: there copies are synchronous and go through registers.
+// registers. If HS is a multiple of 4 (8 for K and V of 16 bits, 16 for FP8), rows are aligned to 16 bytes and move in
+// 16-byte pieces. GPUs before sm_80 have no cp.async: there copies are synchronous and go through registers.
 //
 // Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe and Staats, "Self-attention
 // Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022).
@@ -114,8 +114,8 @@ __device__ __forceinline__ float as_float(E value) {
     }
 }
 
-// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, 16-bit
-// elements to `staged`. Past the end of the sequence its last row is copied, which no query sees.
+// Copies COUNT rows of a head, `distance` apart, to shared memory: floats to their position in the tile, others
+// to `staged`. Past the end of the sequence its last row is copied, which no query sees.
 template <int COUNT, int TO_STRIDE, bool PLACED, typename E>
 __device__ __forceinline__ void copy_rows(float* to, E* staged, const E* head, int distance, int first, int rows) {
     for_each_piece<COUNT, ACROSS<E>>([&](int row, int more, int d) {
@@ -252,7 +252,7 @@ __device__ __forceinline__ void attend(float* tiles, Q* out, int causal, Find fi
     float* const k_s = q_s + QUERIES * STRIDE;  // (KEYS, HS), rows STRIDE apart
     float* const v_s = k_s + KEYS * STRIDE;     // (KEYS, HS), rows V_STRIDE apart
     float* const p_s = v_s + KEYS * V_STRIDE;   // (QUERIES, 32), rows P_STRIDE apart
-    E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V have 16 bits
+    E* const staged = reinterpret_cast<E*>(p_s + QUERIES * P_STRIDE);  // (KEYS, HS), if K and V are not float
 
     // The lane's bits are permuted so that each half of a warp reads 8 rows of K and 2 of Q at a time.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

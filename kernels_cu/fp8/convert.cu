@@ -5,25 +5,17 @@
 //   absmax_nk_kernel   absmax[n] = max over k of |w[n][k]|, w (N, K): along the rows
 //
 // The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a truncated __half) or, with WEIGHT_E4M3, E4M3FN (no
-// infinity, largest number 448). Rounding is to nearest even, once:
-//
-//   |x| lies between 2^e and 2^(e+1), where FP8 numbers are 2^(e-F) apart, with F fraction bits. Below the smallest
-//   normal number they have the spacing of the binade above it, so e has a minimum. Floats near 2^(e-F+23) have the
-//   same spacing: adding that power to |x| makes the hardware round |x| to an FP8 number, and the lowest bits of the
-//   sum are |x| in steps of 2^(e-F).
-//
-//      |x|                1.0110011...     * 2^e
-//      + 2^(e-F+23)  100...01.10           F = 2: the sum ends at the last FP8 bit
-//      its last byte        110            plus e's position in the byte, minus the leading bit, which adds one there
-//
-// A carry out of the fraction increments e, as it should. This float addition is the only arithmetic, so the result is
-// the same on every architecture and for every T. The numbers that -ftz=true flushes to zero are zero in FP8 as well.
+// infinity, largest number 448). Rounding is to nearest even, once, by one addition of floats (lib/fp8.cuh): the result
+// is the same on every architecture and for every T.
 //
 // to_fp8_kernel: grid (ceil(size / (block * FP8_WIDTH * FP8_VECTORS))), any block. Neighbouring threads read
 // neighbouring addresses, and a thread issues all its loads before it converts the first. FP8_WIDTH 1 is the simple
 // variant, one element per load. Wider loads need arrays aligned to a vector; with FP8_SCALE and for absmax, each row
 // as well.
 // absmax_kn_kernel: grid (ceil(N / (FP8_LANES * FP8_WIDTH))), absmax_nk_kernel: grid (N); block (FP8_BLOCK).
+#if !defined(WEIGHT_E5M2) && !defined(WEIGHT_E4M3)
+#define WEIGHT_E5M2
+#endif
 #include "lib/common.cuh"
 #include "lib/storage.cuh"
 
@@ -46,28 +38,11 @@
 #define FP8_LANES 4
 #endif
 
-#ifdef WEIGHT_E4M3
-constexpr unsigned FRACTION = 3, BIAS = 7, NOT_A_NUMBER = 0x7f;
-constexpr float BEYOND = FP8_SATURATE ? 448.0f : 480.0f;  // the upper limit; 480 would be the byte 0x7f
-#else
-constexpr unsigned FRACTION = 2, BIAS = 15, NOT_A_NUMBER = 0x7e;
-constexpr float BEYOND = FP8_SATURATE ? 57344.0f : 65536.0f;  // 65536 would be the byte 0x7c, infinity
-#endif
-constexpr unsigned CUT = 23 - FRACTION;              // fraction bits of a float that FP8 lacks
-constexpr unsigned EXPONENT = 0x7f800000;            // mask of a float's exponent
-constexpr unsigned LOWEST = (127 + 1 - BIAS) << 23;  // exponent bits of the smallest normal FP8 number, as a float
-// The difference between e >> CUT and e's position in the byte. Even, so that it can be added before rounding.
-constexpr unsigned OFFSET = -(LOWEST >> CUT) & 0xff;
-static_assert(OFFSET % 2 == 0, "a tie is rounded to the even number of steps");
+constexpr unsigned EXPONENT = 0x7f800000;  // mask of a float's exponent
+constexpr float MOST = FP8_SATURATE ? W::LARGEST : W::BEYOND;
 
-// Returns the byte without its sign, in the lowest 7 bits. Unsigned arithmetic, because NaN can give any sum.
-__device__ __forceinline__ unsigned encode(float magnitude) {
-    const float x = fminf(magnitude, BEYOND);
-    const unsigned e = max((unsigned)__float_as_int(x) & EXPONENT, LOWEST);
-    const unsigned power = e + ((CUT << 23) + OFFSET);  // a float: its exponent, and already a few steps
-    const unsigned sum = __float_as_int(x + __int_as_float(power));
-    return magnitude == magnitude ? sum + (e >> CUT) : NOT_A_NUMBER;
-}
+// Returns the byte without its sign, in the lowest 7 bits.
+__device__ __forceinline__ unsigned encode(float magnitude) { return encode_fp8<W>(magnitude, MOST); }
 
 // The lower two bytes of `first` and of `second`.
 __device__ __forceinline__ unsigned in_order(unsigned first, unsigned second) {

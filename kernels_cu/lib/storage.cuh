@@ -1,11 +1,11 @@
 // Storage types: what the arrays of a kernel hold and how it is converted. Arithmetic is always float.
 //
-//   T   activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
-//   W   weights:     T, or one byte of FP8 with WEIGHT_E5M2 or WEIGHT_E4M3
+//   T    activations: float, or __half with STORAGE_FP16, or __nv_bfloat16 with STORAGE_BF16
+//   W    weights:     T, or FP8 with WEIGHT_E5M2 or WEIGHT_E4M3, which must not contain NaN
+//   KV   keys and values of a kv_cache: T, or FP8 with CACHE_E5M2 or CACHE_E4M3
 //
-//   E5M2   sign, 5 exponent bits, 2 fraction bits: the upper byte of a __half
-//   E4M3   sign, 4 exponent bits, 3 fraction bits: shifted by one bit, a __half that is 256 times too small. It has no
-//          infinity. Its two NaN codes, 0x7f and 0xff, would be read as +-480; weights must not contain them
+// W and KV can be different FP8 formats (lib/fp8.cuh). What is stored as KV is rounded to nearest even, and magnitudes
+// beyond the largest number of FP8 become that number.
 //
 // Vec<E, WIDTH> moves WIDTH elements of type E in one instruction. WIDTH is a power of two, a vector has at most 16
 // bytes and is aligned to its size.
@@ -13,7 +13,7 @@
 
 __device__ __forceinline__ float widen(float value) { return value; }
 
-#if defined(STORAGE_FP16) || defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
+#if defined(STORAGE_FP16)
 #include <cuda_fp16.h>
 __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
 #endif
@@ -31,49 +31,36 @@ typedef float T;
 __device__ __forceinline__ T narrow(float value) { return value; }
 #endif
 
-#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3)
-struct Fp8 {
-    unsigned char bits;
-};
-typedef Fp8 W;
+#if defined(WEIGHT_E5M2) || defined(WEIGHT_E4M3) || defined(CACHE_E5M2) || defined(CACHE_E4M3)
+#include "lib/fp8.cuh"
+#endif
 
-__device__ __forceinline__ float widen(Fp8 value) {  // through __half, which represents subnormal FP8 numbers
 #if defined(WEIGHT_E5M2)
-    return widen(__ushort_as_half((unsigned short)(value.bits << 8)));
-#else
-    const unsigned short half = (unsigned short)((value.bits & 0x80u) << 8 | (value.bits & 0x7fu) << 7);
-    return 256.0f * widen(__ushort_as_half(half));
-#endif
-}
-
-// Converts four bytes, lowest first, in pairs: shifts and masks act on both halves of a register at once.
-__device__ __forceinline__ void widen(unsigned bytes, float* v) {
-#pragma unroll
-    for (int pair = 0; pair < 4; pair += 2) {
-        unsigned halves;
-#if defined(WEIGHT_E4M3) && __CUDA_ARCH__ >= 890  // sm_89 and newer have an instruction for it
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(bytes >> 8 * pair)));
-        const float scale = 1.0f;
-#else
-        halves = __byte_perm(bytes, 0, pair ? 0x3424 : 0x1404);  // each byte becomes the upper byte of a half
-#if defined(WEIGHT_E4M3)
-        halves = (halves & 0x80008000u) | (halves >> 1 & 0x3f803f80u);
-        const float scale = 256.0f;
-#else
-        const float scale = 1.0f;
-#endif
-#endif
-        v[pair] = scale * widen(__ushort_as_half((unsigned short)halves));
-        v[pair + 1] = scale * widen(__ushort_as_half((unsigned short)(halves >> 16)));
-    }
-}
+typedef E5M2 W;
+#elif defined(WEIGHT_E4M3)
+typedef FiniteE4M3 W;
 #else
 typedef T W;
 #endif
 
+#if defined(CACHE_E5M2)
+typedef E5M2 KV;
+#elif defined(CACHE_E4M3)
+typedef E4M3 KV;
+#else
+typedef T KV;
+#endif
+
+// E is T, W or KV.
+template <typename E>
+__device__ __forceinline__ E narrowed(float value) {
+    if constexpr (sizeof(E) == 1) return E::narrow(value);
+    else return narrow(value);
+}
+
 __device__ __forceinline__ void narrow_to(float& to, float value) { to = value; }
 template <typename E>
-__device__ __forceinline__ void narrow_to(E& to, float value) { to = narrow(value); }
+__device__ __forceinline__ void narrow_to(E& to, float value) { to = narrowed<E>(value); }
 
 template <int BYTES> struct Bits;
 template <> struct Bits<1> { typedef unsigned char type; };
@@ -116,7 +103,7 @@ struct Vec {
         if constexpr (sizeof(E) == 1 && WIDTH % 4 == 0) {
             const unsigned* words = reinterpret_cast<const unsigned*>(&raw);
 #pragma unroll
-            for (int k = 0; k < WIDTH; k += 4) widen(words[k / 4], v + k);
+            for (int k = 0; k < WIDTH; k += 4) E::widen(words[k / 4], v + k);
         } else {
             const E* elements = reinterpret_cast<const E*>(&raw);
 #pragma unroll

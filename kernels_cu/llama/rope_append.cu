@@ -2,7 +2,7 @@
 //
 //   (r, i) -> (r cos a - i sin a, r sin a + i cos a),   a = position[n] frequencies[k]   for pair k of D / 2 of row n
 //
-//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of T
+//   qkv (N, heads D), heads = n_head + 2 n_kv_head     q (N, n_head D)     k, v (B, n_ctx, n_kv_head D) of KV
 //
 // Row n belongs to sequence row[n], at position[n]; K and V of rows outside the cache are left out. As rope_pairs in
 // llama/rope.cu, a thread takes the same pairs of ROPE_HEADS heads of a row; angles as in llama/rope_qkv.cu.
@@ -16,8 +16,8 @@ extern "C" __global__ void rope_append(
     const int* row,             // (N)
     const int* position,        // (N)
     const double* frequencies,  // (D / 2): radians per position
-    T* k,                       // (B, n_ctx, n_kv_head D)
-    T* v,                       // (B, n_ctx, n_kv_head D)
+    KV* k,                      // (B, n_ctx, n_kv_head D)
+    KV* v,                      // (B, n_ctx, n_kv_head D)
     float* q,                   // (N, n_head D)
     int N, int n_head, int n_kv_head, int B, int n_ctx) {
     let_next_start();

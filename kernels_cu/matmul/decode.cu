@@ -241,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(32 * LM_GROUPS * LM_SPLIT, LM_BLOCK
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
-    T* k_cache,                       // (B, n_ctx, C)
-    T* v_cache,                       // (B, n_ctx, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
     float eps, int M, int C, int B, int n_ctx) {
     Rows rows{x, gamma, beta, eps, M, (int)blockIdx.y * LM_ROWS, {}};
     multiply(w, scale, bias, rows, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C);

@@ -33,9 +33,9 @@ struct Add {
 
 struct Append {
     typedef long long Late;  // the token's row in the cache seen as (B n_ctx, C), or -1
-    float* q;    // (M, C)
-    T* k_cache;  // (B, n_ctx, C)
-    T* v_cache;
+    float* q;     // (M, C)
+    KV* k_cache;  // (B, n_ctx, C)
+    KV* v_cache;
     const int* row;       // (M)
     const int* position;  // (M)
     int C, B, n_ctx;
@@ -51,8 +51,8 @@ struct Append {
         if (n < C) {
             q[(long long)m * C + n] = v;
         } else if (at >= 0) {
-            T* cache = n < 2 * C ? k_cache : v_cache;
-            cache[at * C + n % C] = narrow(v);
+            KV* cache = n < 2 * C ? k_cache : v_cache;
+            cache[at * C + n % C] = narrowed<KV>(v);
         }
     }
 };

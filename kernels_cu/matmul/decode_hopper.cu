@@ -77,8 +77,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int* row,                       // (M)
     const int* position,                  // (M)
     float* q,                             // (M, C)
-    T* k_cache,                           // (B, n_ctx, C)
-    T* v_cache,                           // (B, n_ctx, C)
+    KV* k_cache,                          // (B, n_ctx, C)
+    KV* v_cache,                          // (B, n_ctx, C)
     int M, int K, int C, int B, int n_ctx) {
     const Append end{q, k_cache, v_cache, row, position, C, B, n_ctx};
     run(x, w, w, Scales{scale, nullptr, bias}, end, M, 3 * C, K);

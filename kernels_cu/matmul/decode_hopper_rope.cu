@@ -26,8 +26,8 @@ struct RopeAppend {
     };
     const float* rotations;  // (M, D / 2, 2)
     float* q;                // (M, n_head D)
-    T* k_cache;              // (B, n_ctx, n_kv_head D)
-    T* v_cache;
+    KV* k_cache;             // (B, n_ctx, n_kv_head D)
+    KV* v_cache;
     const int* row;       // (M)
     const int* position;  // (M)
     int n_head, n_kv_head, B, n_ctx;
@@ -47,8 +47,8 @@ struct RopeAppend {
             float* to = q + ((long long)m * n_head + head) * D + channel;
             to[0] = first, to[D / 2] = second;
         } else if (late.place >= 0) {
-            T* to = (of_v < 0 ? k_cache + (late.place + of_k) * D : v_cache + (late.place + of_v) * D) + channel;
-            to[0] = narrow(first), to[D / 2] = narrow(second);
+            KV* to = (of_v < 0 ? k_cache + (late.place + of_k) * D : v_cache + (late.place + of_v) * D) + channel;
+            to[0] = narrowed<KV>(first), to[D / 2] = narrowed<KV>(second);
         }
     }
 };
@@ -63,8 +63,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int* row,                       // (M)
     const int* position,                  // (M)
     float* q,                             // (M, n_head D)
-    T* k_cache,                           // (B, n_ctx, n_kv_head D)
-    T* v_cache,                           // (B, n_ctx, n_kv_head D)
+    KV* k_cache,                          // (B, n_ctx, n_kv_head D)
+    KV* v_cache,                          // (B, n_ctx, n_kv_head D)
     int M, int K, int n_head, int n_kv_head, int B, int n_ctx) {
     const RopeAppend end{rotations, q, k_cache, v_cache, row, position, n_head, n_kv_head, B, n_ctx};
     const Scales scales{scale, scale ? scale + HALF_HEAD : nullptr, bias};

@@ -245,8 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LM_BLOCKS) qkv_decode_mma(
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
-    T* k_cache,                       // (B, n_ctx, C)
-    T* v_cache,                       // (B, n_ctx, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
     float eps, int M, int C, int B, int n_ctx) {
     run(x, gamma, beta, eps, M, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, 3 * C);
 }

@@ -64,7 +64,7 @@ __device__ __forceinline__ void convert_fp8(unsigned bytes, unsigned& first, uns
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((unsigned short)(bytes >> 16)));
 #elif defined(WEIGHT_E4M3)
     float v[4];
-    widen(bytes, v);
+    W::widen(bytes, v);
     first = pack2_fp16(v[0], v[1]), second = pack2_fp16(v[2], v[3]);
 #else
     first = spread<0, 1>(bytes), second = spread<2, 3>(bytes);

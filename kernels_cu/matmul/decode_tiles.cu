@@ -229,8 +229,8 @@ extern "C" __global__ void __cluster_dims__(DT_CLUSTER) __launch_bounds__(THREAD
     const int* row,                   // (M)
     const int* position,              // (M)
     float* q,                         // (M, C)
-    T* k_cache,                       // (B, n_ctx, C)
-    T* v_cache,                       // (B, n_ctx, C)
+    KV* k_cache,                      // (B, n_ctx, C)
+    KV* v_cache,                      // (B, n_ctx, C)
     int M, int K, int C, int B, int n_ctx) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
     multiply_all(x, w, scale, bias, Append{q, k_cache, v_cache, row, position, C, B, n_ctx}, M, 3 * C, K);

@@ -26,6 +26,7 @@ from gpt2block import (
     WeightMatrix,
 )
 from gpt2block.config import block_shapes
+from gpt2block.cuda.kernels import FP8
 from gpt2block.text.scoring import load_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
@@ -156,6 +157,7 @@ def _model_weights(rng: np.random.Generator, folder: Path) -> Outcome:
     if changed:
         arguments[str(pick(rng, *names))] = odd_argument(rng)
     options: dict[str, Any] = {"device": "cpu", "dtype": pick(rng, *DTYPES)}
+    options["kv_dtype"] = None if options["dtype"] == "float32" else pick(rng, None, *FP8)
     if rng.random() < 0.2:
         options[str(pick(rng, *options))] = odd_argument(rng)
         changed = True

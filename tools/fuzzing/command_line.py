@@ -131,12 +131,14 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
             "--min-p": ("0", "0.2"), "--repetition-penalty": ("1.2",), "--seed": ("0", "7"),
             "--samples": ("1", "2", "10000000"), "--overflow": ("error", "truncate"),
             "--stop": ("e", "xyz"), "--stop-id": ("3",), "--dtype": ("float32", "bfloat16"),
-            "--device": ("cpu",),
+            "--device": ("cpu",), "--kv-dtype": ("float8_e5m2", "float8_e4m3fn"),
         },
     )  # fmt: skip
     name, prompt = _model(rng, folder), (odd_text(rng) or "a").replace("\0", "").lstrip("-") or "a"
     right = right and name == str(model_folder()) and len(prompt.encode()) <= 20
     right = right and "--samples=10000000" not in options
+    fp8_cache = any(option.startswith("--kv-dtype") for option in options)
+    right = right and (not fp8_cache or "--dtype=bfloat16" in options)
     arguments = ["generate", "--model", name, "--max-new-tokens=3", *options]
     from_stdin = rng.random() < 0.3
     stdin = prompt.encode() if rng.random() < 0.8 else rng.bytes(9)
@@ -148,7 +150,7 @@ def _generate(rng: np.random.Generator, folder: Path) -> Outcome:
     check_ended(ended, arguments)
     if right and ended.code != 0:
         raise Difference(f"refused: {ended.err.strip()[:200]}")
-    if right and "--json" in arguments and not any("--dtype" in option for option in options):
+    if right and "--json" in arguments and not any("dtype=" in option for option in options):
         _same_as_api(json.loads(ended.out), options)
     return "right" if ended.code == 0 else "refused"
 
