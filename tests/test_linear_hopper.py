@@ -158,9 +158,9 @@ def test_rope_has_the_bits_of_the_step_alone(
                 q = bound.run()
             else:
                 qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
-                inputs = (qkv, frequencies, *cache)
+                apart = (qkv, frequencies, *cache)
                 options: Any = {"half_split": True, "kv_dtype": kv_dtype}
-                q = bind_append(inputs, n_head=n_head, **options).run()
+                q = bind_append(apart, n_head=n_head, **options).run()
             found.append([q.get(), k.get(), v.get()])
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)

@@ -203,13 +203,7 @@ def test_the_terms_of_a_llama() -> None:
 
 def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
     """With the rotations of all layers in the first step; else, and for other heads, it is not."""
-    sizes: dict[str, Any] = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_kv_head": 1,
-        "n_ff": 64,
-        "vocab_size": 53,
-    }
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_ff": 64}
     known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
     config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)
     plan = decode_plan(config, True, known)
