@@ -491,7 +491,8 @@ class CudaModel:
         """Buffers of a prefill: the stream (rows, C), float32, and those of `widths` by name.
 
         All prefills share them, as one runs at a time. A prefill with more rows allocates buffers
-        of the next power of two; earlier programs keep theirs.
+        of the next power of two; earlier programs keep theirs. They are zeros at first: attention
+        leaves rows of no sequence unwritten, which products then read.
         """
         dtype = {"16_bits": self.dtype, "fp8": "float16"}.get(self.products, "float32")
         if self._activations is None or len(self._activations["stream"]) < rows:
@@ -499,8 +500,8 @@ class CudaModel:
             sizes = self._architecture.widths(self.config)
             if self.products == "two_part" and "parts" in self._architecture.BUFFERS:
                 sizes["parts"] = max(sizes.values())
-            stream = cupy.empty((room, self.config.n_embd), "float32")
-            others = {name: cupy.empty((room, width), dtype) for name, width in sizes.items()}
+            stream = cupy.zeros((room, self.config.n_embd), "float32")
+            others = {name: cupy.zeros((room, width), dtype) for name, width in sizes.items()}
             self._activations = {"stream": stream, **others}  # all of them, or none
         made = {name: array[:rows] for name, array in self._activations.items()}
         return made.pop("stream"), made
