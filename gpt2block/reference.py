@@ -561,6 +561,7 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
+@takes(x="M K", w="matrix K N", by="M P 2", k="B S C", v="B S C", row="int M", position="int M")
 def linear_rope(
     x: Array,
     w: Array | WeightMatrix,
@@ -577,21 +578,27 @@ def linear_rope(
     x (M, C), w (C, Q + 2 KV), bias (Q + 2 KV,), by (M, D / 2, 2) as of `rotations`, k, v
     (B, n_ctx, KV), row, position (M,) → (M, Q).
     """
-    D = 2 * by.shape[1]
+    D, qkv = 2 * by.shape[1], linear(x, w, bias)
     turning = n_head + k.shape[-1] // D
-    heads = linear(x, w, bias).reshape(len(x), -1, D)
+    if k.shape[-1] % D or qkv.shape[1] != n_head * D + 2 * k.shape[-1]:
+        raise InputError(
+            f"w: expected {n_head} heads of {D} channels, as by has, and twice the "
+            f"{k.shape[-1]} of k, got {qkv.shape[1]} outputs"
+        )
+    heads = qkv.reshape(len(x), -1, D)
     heads[:, :turning] = _turned(heads[:, :turning], by[:, None, :, 0], by[:, None, :, 1], True)
     qkv = heads.reshape(len(x), -1)
     kv_append(qkv, k, v, row, position)
     return qkv[:, : n_head * D]
 
 
+@takes(position="int N", frequencies="P")
 def rotations(position: NDArray[np.integer[Any]], frequencies: Array) -> Array:
     """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
 
     An angle is position times frequency, in radians.
     """
-    angle = np.asarray(position)[:, None] * np.asarray(frequencies, np.float64)
+    angle = position[:, None] * frequencies.astype(np.float64)
     return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
 
 

@@ -278,7 +278,7 @@ def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch
     """A later prompt allocates all of them, whichever could not be."""
     with running_on("forward"):
         engine: Any = model("cuda").engine
-        empty, missing = cuda.cupy.empty, cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+        zeros, missing = cuda.cupy.zeros, cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
         names = set(engine.activations(1)[1])
         for number in range(len(names) + 1):
             calls, rows = itertools.count(), 2 << number
@@ -286,10 +286,10 @@ def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch
             def allocate(*args: Any, calls: Any = calls, number: int = number) -> Any:
                 if next(calls) == number:
                     raise missing
-                return empty(*args)
+                return zeros(*args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(cuda.cupy, "empty", allocate)
+                patch.setattr(cuda.cupy, "zeros", allocate)
                 with pytest.raises(MemoryError):
                     engine.activations(rows)
             stream, others = engine.activations(rows)

@@ -413,4 +413,5 @@ def test_the_registry_names_the_kernels() -> None:
         "qkv_decode_mma",
         "qkv_decode_tiles",
         "qkv_decode_hopper",
+        "rope_decode_hopper",
     ]
