@@ -59,6 +59,11 @@ FP8_CACHE: Mapping[str, Defines] = {
 CACHE_WITH_FP8 = "float16"  # dtype of a KV cache, and of a prompt's activations, with FP8 weights
 
 
+def cache_dtype(weights: str) -> str:
+    """The dtype of a KV cache that has none of its own, for weights of this dtype."""
+    return CACHE_WITH_FP8 if weights in FP8 else weights
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One kernel argument: `ctype` without const and __restrict__, such as "float*" or "int"."""

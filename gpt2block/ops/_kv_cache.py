@@ -9,18 +9,16 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError, shown
 
 
-def check_cache(
-    k: Any, v: Any, kv_dtype: str | None, names: tuple[str, str] = ("k", "v")
-) -> tuple[str, int, int, int]:
+def check_cache(k: Any, v: Any, kv_dtype: str | None) -> tuple[str, int, int, int]:
     """Check both halves of a kv_cache (B, n_ctx, C): the dtype of its arrays, B, n_ctx and C.
 
     kv_dtype: None, or the FP8 format of k and v, which are then uint8. Raises InputError.
     """
     dtype = array_dtype(k, kv_dtype)
-    check(names[0], k, dtype=dtype)
+    check("k", k, dtype=dtype)
     if k.ndim != 3:
-        raise InputError(f"{names[0]}: expected (B, n_ctx, C), got shape {k.shape}")
-    check(names[1], v, k.shape, dtype)
+        raise InputError(f"k: expected (B, n_ctx, C), got shape {k.shape}")
+    check("v", v, k.shape, dtype)
     return dtype, *k.shape
 
 

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, check_address, device_attribute, launch_at
 from gpt2block.cuda.kernels import Geometry, Launch
-from gpt2block.cuda.tensor_maps import NO_MAP, Map, tensor_map
+from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, UNIT, splits
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import room
+from gpt2block.plan import Terms
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
@@ -60,6 +61,11 @@ class Tile(NamedTuple):
 def width(dtype: str) -> int:
     """Values of a row of weights that a lane loads at once, which the order of terms depends on."""
     return LOADED // BYTES.get(dtype, 1)
+
+
+def terms(dtype: str) -> Terms:
+    """Those of x for weights of a dtype."""
+    return Terms("bfloat16" if dtype == "bfloat16" else "float16", width(dtype))
 
 
 def _stage(tile: Tile, dtype: str) -> int:
@@ -204,9 +210,10 @@ def launch(
 
     T: its type with FP8 weights. cache: the FP8 format of a kv_cache, or None.
     """
-    x, (w, *rest), to_terms, head = given
+    x, matrices, to_terms, head = given
+    w, up = (*matrices, None)[:2]
     assert w is not None
-    gated = rest != [] and rest[0] is not None
+    gated = up is not None
     two = gated or head > 0
     sizes = x.size // w.K, w.N // 2 if head else w.N, w.K, w.dtype
     sms = device_attribute("MultiProcessorCount")
@@ -214,13 +221,10 @@ def launch(
     tile = choose(*sizes, two, sms, most_shared)
     box = (1, ROPE_BOX if head else tile.columns(two), LINE // w.data.itemsize)
     check_address("x", x)
-    maps: list[Map] = []
-    for name, matrix in zip(("w", "up"), given.matrices, strict=False):
+    for name, matrix in (("w", w), ("up", up)):
         if matrix is not None:
             check_address(name, matrix.data)
-            maps.append(tensor_map(matrix.data.reshape(1, matrix.N, matrix.K), box))
-        else:
-            maps.append(NO_MAP)
+    maps = [NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices]
     made = geometry(kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head)
     file = ROPE_FILE if head else FILE
     return launch_at(file, made, (x, *maps, *args), *storage_of(w, T), cache)

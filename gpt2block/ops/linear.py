@@ -31,7 +31,7 @@ from gpt2block.cuda.arrays import (
     output,
     row_alignment,
 )
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, Launch, cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops import _linear_matvec as matvec
@@ -96,8 +96,7 @@ def terms_of(
     multiple = mma.LOADED // mma.BYTES.get(dtype, 1)
     if dtype == "float32" or compute_capability() < MMA_CAPABILITY:
         return {}
-    kind = dtype if dtype == "bfloat16" else "float16"
-    wide = Terms(kind, hopper.width(dtype))
+    wide = hopper.terms(dtype)
     smallest = min(K * N for K, N in shapes.values())
 
     def found(K: int, N: int) -> tuple[Terms, ...]:
@@ -107,7 +106,7 @@ def terms_of(
             enough = LARGE_PRODUCTS // M if M >= hopper.FEWEST_ROWS else LARGE_MATRIX
             faster = smallest >= enough
         possible = compute_capability() == HOPPER_CAPABILITY and K % mma.UNIT == 0
-        in_place = (Terms(kind),) if M > MORE_ROWS and K % multiple == 0 else ()
+        in_place = (Terms(wide.dtype),) if M > MORE_ROWS and K % multiple == 0 else ()
         return (wide, *in_place) if possible and faster else in_place
 
     return {name: terms for name, shape in shapes.items() if (terms := found(*shape))}
@@ -369,7 +368,7 @@ def bind_qkv(
     if w.N % 3:
         raise InputError(f"w: expected 3C outputs for q, k and v, got {w.N}")
     M, C = job.M, w.N // 3
-    T = CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
+    T = cache_dtype(w.dtype)
     kept = T if kv_dtype is None else array_dtype(k_cache, kv_dtype)
     check("k_cache", k_cache, dtype=kept)
     if k_cache.ndim != 3 or k_cache.shape[2] != C:

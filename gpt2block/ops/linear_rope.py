@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, compute_capability, output
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8
+from gpt2block.cuda.kernels import cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._matrix import check_weights
@@ -49,7 +49,7 @@ def bind(
         )
     if bias is not None:
         check("bias", bias, (w.N,))
-    M, T = len(x), CACHE_WITH_FP8 if w.dtype in FP8 else w.dtype
+    M, T = len(x), cache_dtype(w.dtype)
     if kv_dtype is None:
         check("k", k, dtype=T)
     check("row", row, (M,), "int32")
@@ -71,10 +71,8 @@ def bind(
 def _problem(K: int, dtype: str, D: int, terms: Terms) -> str | None:
     if compute_capability() != HOPPER_CAPABILITY:
         return "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
-    kind = "bfloat16" if dtype == "bfloat16" else "float16"
-    wanted = Terms(kind, hopper.width(dtype))
-    if terms != wanted:
-        return f"terms of {terms}: expected {wanted}"
+    if terms != hopper.terms(dtype):
+        return f"terms of {terms}: expected {hopper.terms(dtype)}"
     if D % (2 * hopper.ROPE_BOX):
         return f"heads of {D} channels: expected a multiple of {2 * hopper.ROPE_BOX}"
     return hopper.problem(K)

@@ -259,5 +259,4 @@ def rope_append(
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    options = {"half_split": half_split, "kv_dtype": kv_dtype}
-    return bind_append(inputs, n_head=n_head, **options).run()  # type: ignore[arg-type]
+    return bind_append(inputs, n_head=n_head, half_split=half_split, kv_dtype=kv_dtype).run()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig, model_shapes
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8, STORAGE
+from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import InputError, shown
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
@@ -30,7 +30,7 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
 
     With FP8 weights it is float16 then. Raises InputError for a kv_dtype that does not fit `dtype`.
     """
-    own = CACHE_WITH_FP8 if dtype in FP8 else dtype
+    own = cache_dtype(dtype)
     if kv_dtype is None:
         return own
     if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
