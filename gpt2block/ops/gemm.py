@@ -33,6 +33,7 @@ from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
+from gpt2block.ops import _stored as stored
 from gpt2block.ops import _widened as widened
 from gpt2block.ops import two_part
 from gpt2block.ops._matrix import check_weights
@@ -357,6 +358,12 @@ OPERATION = Operation(
             widened.FILE,
             (widened.KERNEL,),
             "FP8 weights as float16, before a product with float16 activations",
+        ),
+        Variant(
+            "store",
+            stored.FILE,
+            (stored.KERNEL,),
+            "weights of a checkpoint in another dtype, or transposed to (N, K)",
         ),
     ),
     make=_make,

@@ -24,13 +24,14 @@ from gpt2block.cuda.arrays import (
     launch_at,
     output,
 )
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch, load
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import MAX_ROWS, check_rows
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
 from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
+SLOTS_FILE = "tokens/slots.cu"
 THREADS = 1024
 MARK_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
@@ -87,9 +88,12 @@ class SampleState(NamedTuple):
         step: NDArray[np.int32],
     ) -> None:
         """Write parameters, position and step of the rows `at` of the state, all (N,)."""
-        chosen = cupy.asarray(at)
-        for name, values in {**parameters(rows), "position": position, "step": step}.items():
-            getattr(self, name)[chosen] = cupy.asarray(values)
+        given = {**parameters(rows), "position": position, "step": step}
+        seed, N = given.pop("seed"), len(at)
+        of_32_bits = (values.view(np.int32) for values in given.values())
+        numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *of_32_bits]))
+        arrays = (self.seed, *(getattr(self, name) for name in given))
+        _per_row("begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
 
 
 class Slots(NamedTuple):
@@ -102,6 +106,16 @@ class Slots(NamedTuple):
     token: CudaArray  # a copy of the sampled token
     position: CudaArray  # and of its position
     turn: CudaArray  # launches so far
+
+    def place(self, state: SampleState) -> None:
+        """Copy token and position of the state to the rows; those of no sequence keep theirs."""
+        M = len(self.row)
+        args = (self.row, state.token, state.position, self.token, self.position)
+        _per_row("place_rows", M, (*args, M, len(state.token))).run()
+
+
+def _per_row(kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
+    return launch(SLOTS_FILE, kernel, (ceil(rows / MARK_BLOCK),), (MARK_BLOCK,), args)
 
 
 def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
@@ -119,6 +133,11 @@ def choose_geometry(
         threads = THREADS if rows <= sms else THREADS // 2
     sizes = () if threads == THREADS else (("SAMPLE_THREADS", threads),)
     return Geometry("sample_token", (rows,), (threads,), defines=(*sizes, *defines))
+
+
+def request() -> None:
+    """Begin to compile the kernel of few rows, the longest compile of a first start."""
+    load(FILE, "sample_token", choose_geometry(1, 1).defines)
 
 
 class Job(NamedTuple):
@@ -214,6 +233,12 @@ OPERATION = Operation(
     ),
     auxiliary=(
         Variant("seen", FILE, ("mark_seen",), "tokens of prompts, for the repetition penalty"),
+        Variant(
+            "slots",
+            SLOTS_FILE,
+            ("begin_slots", "place_rows"),
+            "sampling parameters of sequences that begin; token and position of a step's rows",
+        ),
     ),
     make=_make,
     traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],

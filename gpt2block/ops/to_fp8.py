@@ -1,6 +1,6 @@
 """To FP8: x, or x / scale, as a byte; and the largest magnitudes, from which scales are made.
 
-Kernels: fp8/convert.cu.
+Kernels: fp8/convert.cu, fp8/absmax.cu.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_blo
 from gpt2block.weights.matrix import LAYOUTS, check_layout
 
 FILE = "fp8/convert.cu"
+ABSMAX_FILE = "fp8/absmax.cu"
 BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
 ELEMENTS = 16  # of a thread, all in flight at once
@@ -153,9 +154,15 @@ OPERATION = Operation(
     auxiliary=(
         Variant(
             "absmax",
-            FILE,
+            ABSMAX_FILE,
             ("absmax_kn_kernel", "absmax_nk_kernel"),
             "the largest magnitude of each output channel, for scales; finds infinity and NaN",
+        ),
+        Variant(
+            "row_norms",
+            "fp8/row_norms.cu",
+            ("row_norms",),
+            "squares of the norms of an FP8 matrix's rows, which bound its products",
         ),
     ),
     dtypes=("float32", "float16", "bfloat16"),
@@ -215,5 +222,5 @@ def absmax(w: CudaArray, layout: str = "KN") -> CudaArray:
     geometry = absmax_geometry(layout, rows, columns, w.itemsize, _alignment(w))
     most = cupy.empty(w.shape[layout.index("N")], "float32")
     sizes = (rows, columns) if layout == "KN" else (columns,)
-    launch_at(FILE, geometry, (w, most, *sizes), storage=dtype).run()
+    launch_at(ABSMAX_FILE, geometry, (w, most, *sizes), storage=dtype).run()
     return most

@@ -19,6 +19,7 @@ from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Bound, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import as_cupy
 from gpt2block.errors import InputError
+from gpt2block.ops._stored import stored
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Shape, Step
 from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
@@ -104,10 +105,10 @@ class CudaEngine:
         array = cupy.asarray(w, dtype="float32")
         if name not in self._matrices:
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
-        rows = cupy.ascontiguousarray(array.T)
         if self._two_part:
-            return TwoPartMatrix.from_float32(rows)
-        return WeightMatrix(rows.astype(self._dtype), self._dtype, None, "NK")
+            return TwoPartMatrix.from_float32(stored(array, "float32", transposed=True))
+        rows = stored(array, self._dtype, transposed=True)
+        return WeightMatrix(rows, self._dtype, None, "NK")
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)

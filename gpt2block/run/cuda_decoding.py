@@ -63,16 +63,11 @@ class DecodingSteps:
         return self._steps[rows]
 
     def place(self, slots: Ids, rows: int) -> None:
-        """Let the first of `rows` rows be those of these slots, and the others of none."""
+        """Let the first rows of the step of `rows` be those of these slots, the others of none."""
         if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
             return
         self._set_rows(slots, rows)
-        row = self.row[:rows]
-        for of_slots, of_rows in (
-            (self.state.token, self.tokens),
-            (self.state.position, self.positions),
-        ):
-            cupy.take(of_slots, row, axis=0, out=of_rows[:rows])
+        self._steps[rows].slots.place(self.state)
         self._placed = rows, slots
 
     def _set_rows(self, slots: Ids, rows: int) -> None:
@@ -121,9 +116,9 @@ class Step:
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
-        slots = Slots(row, tokens, positions, self._turn)
+        self.slots = Slots(row, tokens, positions, self._turn)
         logits = of.logits[:rows]
-        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, self.slots)
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
@@ -211,6 +206,7 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(sorted(starts)):
                 slots = np.array([start.slot for start in group], np.int32)
+                self._steps.of(len(slots))  # compiles its kernels beside those of the prompts
                 logits = self._model.prefill_slots([s.ids for s in group], slots, self._cache)
                 step = self._steps.begin(group, slots, logits)
                 self._in_flight.append(step.sample(slots))

@@ -26,11 +26,13 @@ from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
 from gpt2block.architectures.steps import Products, parts_of
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
 from gpt2block.cuda.kernels import FP8
+from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.ops.linear import MORE_ROWS, terms_of
+from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
@@ -100,13 +102,14 @@ class CudaModel:
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, dtype)
+            request_sampler()  # compiles while the weights are read
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
                 largest: dict[str, float] = {}
                 for name, array, layout in tensors:
                     if layout is None:
                         largest[name] = vector_magnitude(name, array, allow_nonfinite)
-                        self._vectors[name] = cupy.asarray(array).astype("float32", copy=False)
+                        self._vectors[name] = cupy.asarray(array.astype(np.float32, copy=False))
                     else:
                         matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
                         largest[name] = matrix.largest or 0.0
@@ -130,7 +133,7 @@ class CudaModel:
     def _stored(
         self, name: str, array: CudaArray, layout: str, allow_nonfinite: bool
     ) -> WeightMatrix:
-        rows = cupy.ascontiguousarray(array.T) if layout == "KN" else array
+        rows = stored(array, storage(array), transposed=True) if layout == "KN" else array
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
@@ -197,11 +200,10 @@ class CudaModel:
             return head, None
         rows = cupy.zeros((head.N + added, head.K), head.data.dtype)
         rows[: head.N] = head.data
-        bias = cupy.zeros(len(rows), "float32")
-        bias[head.N :] = -np.inf
+        bias = cupy.asarray(np.where(np.arange(len(rows)) < head.N, 0, -np.inf), "float32")
         scale = None
         if head.scale is not None:
-            scale = cupy.full(len(rows), 1, "float32")
+            scale = cupy.asarray(np.ones(len(rows), np.float32))
             scale[: head.N] = head.scale
         whole = replace(head, data=rows, scale=scale)
         view = replace(head, data=rows[: head.N])

@@ -250,7 +250,11 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
                 raise InputError(
                     f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
                 )
-    return w.astype(target, copy=False)
+    if not is_array(w):
+        return w.astype(target, copy=False)
+    from gpt2block.ops._stored import stored  # noqa: PLC0415
+
+    return stored(w, dtype)
 
 
 def _some(bad: NDArray[np.bool_]) -> str:

@@ -168,10 +168,9 @@ struct Candidates {
         }
     }
 
-    // Counts the candidates and stores them in the list if they fit. With MASSES also returns the masses of the whole
-    // row and of the candidates.
-    template <bool MASSES>
-    __device__ __noinline__ void gather(const Row& row, Shared& s, u64& of_row, u64& of_these) {
+    // Counts the candidates and stores them in the list if they fit. masses: also returns the masses of the whole row
+    // and of the candidates.
+    __device__ __noinline__ void gather(bool masses, const Row& row, Shared& s, u64& of_row, u64& of_these) {
         __syncthreads();
         if (threadIdx.x == 0) s.count = 0;
         __syncthreads();
@@ -179,7 +178,7 @@ struct Candidates {
         visit<LATER>(row, threadIdx.x, row.V, THREADS, [&](int, const float*, const float* l) {
 #pragma unroll
             for (int i = 0; i < LATER; ++i) {
-                const u64 mass = MASSES ? row.mass(l[i]) : 0;
+                const u64 mass = masses ? row.mass(l[i]) : 0;
                 all += mass;
                 if (!has(row, l[i])) continue;
                 these += mass;
@@ -190,7 +189,7 @@ struct Candidates {
         __syncthreads();
         count = s.count;
         listed = count <= LIST;
-        if (!MASSES) return;
+        if (!masses) return;
         of_row = scan_block(all, s).total;
         of_these = scan_block(these, s).total;
     }
@@ -213,25 +212,26 @@ __device__ __forceinline__ float of_rank(unsigned rank) {
 }
 
 // Returns the smallest l of the fewest largest candidates whose sum reaches `need`. The sum is their number or, with
-// MASSES, their mass; `need` is at most the sum of all candidates.
-template <bool MASSES>
-__device__ __noinline__ float least_kept(const Row& row, Shared& s, Candidates among, u64 need) {
+// masses, their mass; `need` is at most the sum of all candidates.
+__device__ __noinline__ float least_kept(bool masses, const Row& row, Shared& s, Candidates among, u64 need) {
     int digit;
-    u64 none;
-    among.each(row, s, [&](float l) { add(s, (int)row.position(l), MASSES ? row.mass(l) : 1); });
-    find(s, need, digit, need);
-    among.from = digit;
-    among.limit = digit + 1;
-    if (!among.listed) among.gather<false>(row, s, none, none);
-    u64 rank = 0;
-    for (int top = 32, shift = 21; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
+    u64 rank = 0, none;
+    for (int top = 43, shift = 32; top > 0; top = shift, shift = shift > 11 ? shift - 11 : 0) {
+        const bool first = shift == 32;  // the digit of the position, before those of the bits
         among.each(row, s, [&](float l) {
             const u64 own = rank_of(l);
-            if (own >> top != rank) return;
-            add(s, (int)(own >> shift) & ((1 << (top - shift)) - 1), MASSES ? row.mass(l) : 1);
+            if (!first && own >> top != rank) return;
+            const int bin = first ? (int)row.position(l) : (int)(own >> shift) & ((1 << (top - shift)) - 1);
+            add(s, bin, masses ? row.mass(l) : 1);
         });
         find(s, need, digit, need);
-        rank = rank << (top - shift) | digit;
+        if (first) {
+            among.from = digit;
+            among.limit = digit + 1;
+            if (!among.listed) among.gather(false, row, s, none, none);
+        } else {
+            rank = rank << (top - shift) | digit;
+        }
     }
     return of_rank((unsigned)rank);
 }

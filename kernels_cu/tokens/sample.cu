@@ -130,8 +130,8 @@ __device__ float filter(const Row& row, Shared& s, int k, float p, float largest
             if (row.position(largest) < ALIVE) add(s, (int)row.position(largest), 1);
             if (find(s, k, digit, rest)) among.limit = digit + 1;
         }
-        among.gather<false>(row, s, all, all);
-        if (among.count >= k) among.cut = least_kept<false>(row, s, among, k);  // else all tokens that have a mass stay
+        among.gather(false, row, s, all, all);
+        if (among.count >= k) among.cut = least_kept(false, row, s, among, k);  // else all tokens that have a mass stay
     }
     if (p >= 1.0f) return among.cut;
     if (among.cut > -INFINITY) {
@@ -141,13 +141,13 @@ __device__ float filter(const Row& row, Shared& s, int k, float p, float largest
         const u64 least = scan_block((u64)(usual * UNIT), s).total;  // the mass of the threads' maxima alone
         const float share = (1.0f - p) / row.V * ((float)least / UNIT);
         among.limit = fminf(1.0f - __logf(share) * (BINS / REACH), ALIVE);
-        among.gather<true>(row, s, all, these);
+        among.gather(true, row, s, all, these);
         if (these < part_of(p, all)) {
             among.limit = ALIVE;
-            among.gather<false>(row, s, these, these);
+            among.gather(false, row, s, these, these);
         }
     }
-    return least_kept<true>(row, s, among, part_of(p, all));
+    return least_kept(true, row, s, among, part_of(p, all));
 }
 
 // Draws a token with a mass of at least `least` and l >= cut.

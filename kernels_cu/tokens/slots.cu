@@ -1,0 +1,61 @@
+// What decoding keeps for each slot, (B), and for each row of a step, (M).
+//
+//   begin_slots   sequences begin in slots: their sampling parameters, position and step
+//   place_rows    a step's rows get the last token and the position of the slots that they now belong to
+//
+// grid (ceil(N / blockDim.x)), N the sequences or rows; block (any)
+
+// The numbers of N sequences, from one copy: N of 64 bits, then as many of 32 for each argument in its order.
+struct Given {
+    const int* numbers;
+    int N;
+
+    __device__ __forceinline__ long long wide(int i) const {
+        return reinterpret_cast<const long long*>(numbers)[i];
+    }
+    __device__ __forceinline__ int integer(int field, int i) const { return numbers[(2 + field) * N + i]; }
+    __device__ __forceinline__ float real(int field, int i) const { return __int_as_float(integer(field, i)); }
+};
+
+extern "C" __global__ void begin_slots(
+    const int* numbers,         // (12 N): seed as 64 bits; slot, then the values of the arguments after seed
+    long long* seed,            // (B), as are all others
+    float* temperature,
+    float* top_p,
+    float* min_p,
+    float* repetition_penalty,
+    int* top_k,
+    int* sample,
+    int* position,
+    int* step,
+    int N, int B) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= N) return;
+    const Given given = {numbers, N};
+    const int slot = given.integer(0, i);
+    if (slot < 0 || slot >= B) return;
+    seed[slot] = given.wide(i);
+    temperature[slot] = given.real(1, i);
+    top_p[slot] = given.real(2, i);
+    min_p[slot] = given.real(3, i);
+    repetition_penalty[slot] = given.real(4, i);
+    top_k[slot] = given.integer(5, i);
+    sample[slot] = given.integer(6, i);
+    position[slot] = given.integer(7, i);
+    step[slot] = given.integer(8, i);
+}
+
+extern "C" __global__ void place_rows(
+    const int* row,       // (M): the slot of each row; outside of 0 ... B - 1, the row stays as it is
+    const int* token,     // (B)
+    const int* position,  // (B)
+    int* of_rows,         // (M): tokens
+    int* at,              // (M): positions
+    int M, int B) {
+    const int m = blockIdx.x * blockDim.x + threadIdx.x;
+    if (m >= M) return;
+    const int slot = row[m];
+    if (slot < 0 || slot >= B) return;
+    of_rows[m] = token[slot];
+    at[m] = position[slot];
+}
