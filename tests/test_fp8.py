@@ -17,7 +17,7 @@ from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.to_fp8 import FILE, OPERATION, Job
+from gpt2block.ops.to_fp8 import ABSMAX_FILE, FILE, OPERATION, Job
 from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
 from gpt2block.weights.matrix import SMALLEST
 from tests.devices import GPU, in_every_order, moved, on_every_backend, outputs, running_on
@@ -249,6 +249,7 @@ def test_no_spills(layout: str | None, dtype: str) -> None:
     job = Job(x, scale, stub("uint8"), E4M3, True, layout or "KN", None)
     how = geometry_of(OPERATION.variant("vectors"), job)
     log = kernels.compile_for(FILE, "sm_90", how.defines).log
+    log += kernels.compile_for(ABSMAX_FILE, "sm_90", kernels.stored_as(dtype)).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == 3
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)

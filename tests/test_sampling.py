@@ -450,6 +450,23 @@ def test_rows_of_logits_in_slots(device: Any) -> None:
     assert state.token.get()[[1, 2, 3, 5, 6, 8]].tolist() == [0] * 6
 
 
+@every_device
+def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
+    """Those of no slot keep theirs; more rows than a block has threads."""
+    B, V = 300, 5
+    state = SampleState.allocate(B, V)
+    state.token.set(np.arange(B, dtype=np.int32) * 7)
+    state.position.set(np.arange(B, dtype=np.int32) + 40)
+    row = np.random.default_rng(0).permutation(B).astype(np.int32)
+    row[[3, 4, -1]] = -1, B, 2**31 - 1
+    there = (row >= 0) & (row < B)
+    token, position, turn = (device.full(B, -5, "int32") for _ in range(3))
+    Slots(device.asarray(row), token, position, turn).place(state)
+    np.testing.assert_array_equal(token.get(), np.where(there, 7 * row, -5))
+    np.testing.assert_array_equal(position.get(), np.where(there, row + 40, -5))
+    assert (turn.get() == -5).all()
+
+
 @on_cpu
 @pytest.mark.parametrize("ties", [False, True])
 def test_candidates_that_do_not_fit_the_list(device: Any, ties: bool) -> None:

@@ -136,8 +136,9 @@ def choose_geometry(
 
 
 def request() -> None:
-    """Begin to compile the kernel of few rows, the longest compile of a first start."""
+    """Begin to compile the kernels of few rows: the sampler takes longest of all in a start."""
     load(FILE, "sample_token", choose_geometry(1, 1).defines)
+    load(SLOTS_FILE, "begin_slots")
 
 
 class Job(NamedTuple):

@@ -24,10 +24,11 @@ from gpt2block import doctor
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
 from gpt2block.architectures.steps import Products, parts_of
+from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
-from gpt2block.cuda.kernels import FP8
+from gpt2block.cuda.kernels import FP8, cache_dtype
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
@@ -54,7 +55,7 @@ from gpt2block.run.model import (
     vector_magnitude,
     weight_bytes,
 )
-from gpt2block.run.program import Program
+from gpt2block.run.program import Program, bind_step
 from gpt2block.run.row_norms import row_norms
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix, scale_for
@@ -102,9 +103,9 @@ class CudaModel:
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, dtype)
-            request_sampler()  # compiles while the weights are read
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
+                self._request_kernels()
                 largest: dict[str, float] = {}
                 for name, array, layout in tensors:
                     if layout is None:
@@ -136,19 +137,43 @@ class CudaModel:
         rows = stored(array, storage(array), transposed=True) if layout == "KN" else array
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
+    def _request_kernels(self) -> None:
+        """Begin to compile the two that take longest, before the weights are read."""
+        request_sampler()
+        products, width = self._possible_products(), self.config.q_width + 2 * self.config.kv_width
+        if products == "float32":
+            return
+        qkv: Any
+        if products == "two_part":
+            parts = cupy.empty((2, 1, width), "float16")
+            qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
+        else:
+            qkv = cupy.empty((1, width), FLOATS[cache_dtype(self.dtype)])
+        plan = Prefill(products, rows=1, batch=1, longest=1, cached=False).plan(self.config, None)
+        step = next(step for step in plan.steps if step.op == "attention_varlen")
+        bind_step(step, dict(zip(step.inputs, (qkv, cupy.zeros(2, "int32")), strict=True)))
+
+    def _possible_products(self) -> Products:
+        """Those of prefill if the weights permit it: on tensor cores if GPU and head size do."""
+        sizes = (n for shape in self.config.block_shapes().values() for n in shape)
+        known = self.config.head_size in self._architecture.TENSOR_HEADS
+        if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
+            return "float32"
+        if self.dtype in SIXTEEN_BITS:
+            return "16_bits"
+        if self.dtype in FP8:
+            return "fp8"
+        return "two_part" if two_part_fits(self.config.head_size) else "float32"
+
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        """Those of prefill: on tensor cores if the GPU, the head size and the weights permit it.
+        """Those of prefill: the possible ones if the weights permit it.
 
         No activation of a prompt may be infinite, or too large for a scale, for any tokens: also
         returns their bounds. largest: the largest magnitude of every tensor.
         """
-        sizes = (n for shape in self.config.block_shapes().values() for n in shape)
-        known = self.config.head_size in self._architecture.TENSOR_HEADS
-        if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
-            return "float32", {}
-        if self.dtype in SIXTEEN_BITS:
-            return "16_bits", {}
-        found: Products = "fp8" if self.dtype in FP8 else "two_part"
+        found = self._possible_products()
+        if found in ("float32", "16_bits"):
+            return found, {}
         if found == "two_part" and not self._room_for_parts():
             return "float32", {}
         limit = float(np.finfo(np.float16).max) if found == "fp8" else LARGEST_BOUND
@@ -157,9 +182,9 @@ class CudaModel:
         return (found, bounds) if fit else ("float32", {})
 
     def _room_for_parts(self) -> bool:
-        """Whether attention has the shared memory, and half of the free memory holds all parts."""
+        """Whether half of the free memory holds all parts."""
         sizes = (4 * m.K * m.N for name, m in self._matrices.items() if name.startswith("h."))
-        return two_part_fits(self.config.head_size) and 2 * sum(sizes) <= free_bytes()
+        return 2 * sum(sizes) <= free_bytes()
 
     def _operand_bounds(self, largest: Mapping[str, float]) -> dict[str, float]:
         """Those of the architecture. Only FP8, whose activations are float16, needs near ones."""

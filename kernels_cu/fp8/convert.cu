@@ -1,5 +1,5 @@
-// Conversion of 16-bit and 32-bit numbers to FP8: out = fp8(x), or fp8(x / scale) with one scale per output channel of a
-// weight matrix. Scales follow from largest magnitudes (fp8/absmax.cu).
+// Conversion of 16-bit and 32-bit numbers to FP8: out = fp8(x), or fp8(x / scale) with one scale per output channel of
+// a weight matrix. Scales follow from largest magnitudes (fp8/absmax.cu).
 //
 // The format is E5M2 (1 sign, 5 exponent, 2 fraction bits; a truncated __half) or, with WEIGHT_E4M3, E4M3FN (no
 // infinity, largest number 448). Rounding is to nearest even, once, by one addition of floats (lib/fp8.cuh): the result

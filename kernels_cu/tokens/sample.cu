@@ -151,7 +151,7 @@ __device__ float filter(const Row& row, Shared& s, int k, float p, float largest
 }
 
 // Draws a token with a mass of at least `least` and l >= cut.
-__device__ void draw(const Row& row, Shared& s, float cut, u64 least) {
+__device__ __noinline__ void draw(const Row& row, Shared& s, float cut, u64 least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int length = (row.V + WARPS - 1) / WARPS, first = warp * length;  // a contiguous part of the row per warp
     const auto kept = [&](float l) {

@@ -1,0 +1,72 @@
+"""Weights in the dtype and the layout of products: kernels_cu/matmul/store.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import InputError
+from gpt2block.array_checks import FLOATS
+from gpt2block.ops._stored import stored
+from tests.devices import combinations, one_order
+
+SHAPES = ((1, 1), (5, 70), (70, 5), (64, 96), (33, 31))
+
+
+@combinations(dtype=list(FLOATS), given=list(FLOATS), transposed=(False, True), shape=SHAPES)
+def test_the_numbers_are_those_of_numpy(
+    device: Any, dtype: str, given: str, transposed: bool, shape: tuple[int, int]
+) -> None:
+    """Rounded to nearest even, with subnormal numbers, both zeros and infinities."""
+    rng = np.random.default_rng(0)
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        2.0**-130,
+        2.0**-20,
+        65520.0,
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+    ]
+    with np.errstate(over="ignore"):
+        numbers = rng.standard_normal(shape[0] * shape[1]).astype(np.float32)
+        numbers[: len(special)] = special[: numbers.size]
+        w = numbers.reshape(shape).astype(FLOATS[given])
+        expected = (w.T if transposed else w).astype(np.float32).astype(FLOATS[dtype])
+    found = stored(device.asarray(w), dtype, transposed)
+    assert found.dtype == FLOATS[dtype]
+    assert found.flags.c_contiguous
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    kept = np.ascontiguousarray(expected)
+    np.testing.assert_array_equal(found.get().view(bits), kept.view(bits))
+
+
+@one_order
+def test_nothing_is_copied_without_a_change(device: Any) -> None:
+    w = device.asarray(np.ones((3, 4), np.float32))
+    assert stored(w, "float32") is w
+    assert stored(w, "float32", transposed=True).shape == (4, 3)
+
+
+@one_order
+def test_nan_stays_nan(device: Any) -> None:
+    w = device.asarray(np.array([[np.nan, 1.0], [2.0, -np.nan]], np.float32))
+    for dtype in FLOATS:
+        found = stored(w, dtype, transposed=True).get().astype(np.float32)
+        np.testing.assert_array_equal(np.isnan(found), [[True, False], [False, True]])
+
+
+@one_order
+def test_what_is_refused(device: Any) -> None:
+    for w, dtype, message in (
+        (device.asarray(np.ones(3, np.float32)), "float16", "w: expected a matrix"),
+        (device.asarray(np.ones((3, 4))), "float16", "w: expected float32, got float64"),
+        (device.asarray(np.ones((3, 4), np.float32)), "float8_e5m2", "dtype 'float8_e5m2': expec"),
+        (np.ones((3, 4), np.float32), "float16", "w: expected a CuPy array"),
+    ):
+        with pytest.raises(InputError, match=message):
+            stored(w, dtype)
