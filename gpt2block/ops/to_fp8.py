@@ -21,6 +21,7 @@ from gpt2block.weights.matrix import LAYOUTS, check_layout
 
 FILE = "fp8/convert.cu"
 ABSMAX_FILE = "fp8/absmax.cu"
+NORMS_FILE = "fp8/row_norms.cu"
 BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
 ELEMENTS = 16  # of a thread, all in flight at once
@@ -160,7 +161,7 @@ OPERATION = Operation(
         ),
         Variant(
             "row_norms",
-            "fp8/row_norms.cu",
+            NORMS_FILE,
             ("row_norms",),
             "squares of the norms of an FP8 matrix's rows, which bound its products",
         ),

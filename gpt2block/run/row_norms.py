@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.kernels import launch
+from gpt2block.ops.to_fp8 import NORMS_FILE
 from gpt2block.weights.matrix import WeightMatrix, on_host
 
-FILE = "fp8/row_norms.cu"
 BLOCK = 256
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
@@ -22,6 +22,6 @@ def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
     """
     squares = cupy.empty(w.N, "float32")
     args = (w.data, gamma, squares, w.K)
-    launch(FILE, "row_norms", (w.N,), (BLOCK,), args, weights=w.dtype).run()
+    launch(NORMS_FILE, "row_norms", (w.N,), (BLOCK,), args, weights=w.dtype).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))
     return norms if w.scale is None else norms * on_host(w.scale)

@@ -120,8 +120,10 @@ __device__ bool hopeless(const Row& row, Shared& s, const Online& online) {
     return s.bad;
 }
 
+// filter() and draw() are not inlined: with them, the kernel would spill registers.
+
 // Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has seen.
-__device__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
+__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
     Candidates among;
     u64 all, these, rest;
     if (0 < k && k < row.V) {

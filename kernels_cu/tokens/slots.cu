@@ -18,7 +18,7 @@ struct Given {
 };
 
 extern "C" __global__ void begin_slots(
-    const int* numbers,         // (12 N): seed as 64 bits; slot, then the values of the arguments after seed
+    const int* numbers,         // (11 N): seed as 64 bits; slot, then the values of the arguments after seed
     long long* seed,            // (B), as are all others
     float* temperature,
     float* top_p,
