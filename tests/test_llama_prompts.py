@@ -20,7 +20,7 @@ from gpt2block import Llama, LlamaConfig, LlamaWeights, cuda, emulator
 from gpt2block.compare import exact_tensors
 from gpt2block.emulator import loader
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.row_norms import row_norms
+from gpt2block.run.cuda_products import row_norms
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import set_attributes
 
@@ -134,6 +134,6 @@ def test_what_float16_cannot_hold_or_the_gpu_has_no_memory_for(
         set_attributes(monkeypatch, MaxSharedMemoryPerBlockOptin=101376)
         weights = LlamaWeights.random(2, replace(TINY, head_size=128))
         assert products("float32") == "float32"
-        monkeypatch.setattr("gpt2block.run.cuda_model.free_bytes", lambda: 250_000)
+        monkeypatch.setattr("gpt2block.run.cuda_products.free_bytes", lambda: 250_000)
         weights = LlamaWeights.random(2, TINY)
         assert products("float32") == "float32"

@@ -8,7 +8,6 @@ that it is the same graph each time.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -24,20 +23,18 @@ from gpt2block import doctor
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
 from gpt2block.architectures.steps import Products, parts_of
-from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
-from gpt2block.cuda.kernels import FP8, cache_dtype
+from gpt2block.cuda.arrays import CudaArray, storage
+from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
-from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops._tensor_cores import MULTIPLE
 from gpt2block.ops.linear import MORE_ROWS, terms_of
-from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
+from gpt2block.run.cuda_products import choose_products, request_kernels
 from gpt2block.run.model import (
     CacheKind,
     Floats,
@@ -55,10 +52,9 @@ from gpt2block.run.model import (
     vector_magnitude,
     weight_bytes,
 )
-from gpt2block.run.program import Program, bind_step
-from gpt2block.run.row_norms import row_norms
+from gpt2block.run.program import Program
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix, scale_for
+from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
@@ -105,7 +101,7 @@ class CudaModel:
             _check_room(config, dtype)
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
-                self._request_kernels()
+                request_kernels(config, dtype)
                 largest: dict[str, float] = {}
                 for name, array, layout in tensors:
                     if layout is None:
@@ -137,64 +133,9 @@ class CudaModel:
         rows = stored(array, storage(array), transposed=True) if layout == "KN" else array
         return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
-    def _request_kernels(self) -> None:
-        """Begin to compile the two that take longest, before the weights are read."""
-        request_sampler()
-        products, width = self._possible_products(), self.config.q_width + 2 * self.config.kv_width
-        if products == "float32":
-            return
-        qkv: Any
-        if products == "two_part":
-            parts = cupy.empty((2, 1, width), "float16")
-            qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
-        else:
-            qkv = cupy.empty((1, width), FLOATS[cache_dtype(self.dtype)])
-        plan = Prefill(products, rows=1, batch=1, longest=1, cached=False).plan(self.config, None)
-        step = next(step for step in plan.steps if step.op == "attention_varlen")
-        bind_step(step, dict(zip(step.inputs, (qkv, cupy.zeros(2, "int32")), strict=True)))
-
-    def _possible_products(self) -> Products:
-        """Those of prefill if the weights permit it: on tensor cores if GPU and head size do."""
-        sizes = (n for shape in self.config.block_shapes().values() for n in shape)
-        known = self.config.head_size in self._architecture.TENSOR_HEADS
-        if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
-            return "float32"
-        if self.dtype in SIXTEEN_BITS:
-            return "16_bits"
-        if self.dtype in FP8:
-            return "fp8"
-        return "two_part" if two_part_fits(self.config.head_size) else "float32"
-
     def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        """Those of prefill: the possible ones if the weights permit it.
-
-        No activation of a prompt may be infinite, or too large for a scale, for any tokens: also
-        returns their bounds. largest: the largest magnitude of every tensor.
-        """
-        found = self._possible_products()
-        if found in ("float32", "16_bits"):
-            return found, {}
-        if found == "two_part" and not self._room_for_parts():
-            return "float32", {}
-        limit = float(np.finfo(np.float16).max) if found == "fp8" else LARGEST_BOUND
-        bounds = self._operand_bounds(largest)
-        fit = all(bound <= limit for bound in bounds.values())  # not of NaN
-        return (found, bounds) if fit else ("float32", {})
-
-    def _room_for_parts(self) -> bool:
-        """Whether half of the free memory holds all parts."""
-        sizes = (4 * m.K * m.N for name, m in self._matrices.items() if name.startswith("h."))
-        return 2 * sum(sizes) <= free_bytes()
-
-    def _operand_bounds(self, largest: Mapping[str, float]) -> dict[str, float]:
-        """Those of the architecture. Only FP8, whose activations are float16, needs near ones."""
-
-        def norms(w: str, gamma: str) -> NDArray[Any]:
-            if self.dtype in FP8:
-                return row_norms(self._matrices[w], self._vectors[gamma])
-            return np.array([math.sqrt(self._matrices[w].K) * largest[w] * largest[gamma]])
-
-        return self._architecture.operand_bounds(self.config, largest, norms)
+        """Those of prefill, and bounds of their operands; see `choose_products`."""
+        return choose_products(self.config, self._matrices, self._vectors, largest)
 
     @property
     def on_tensor_cores(self) -> bool:

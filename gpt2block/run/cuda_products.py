@@ -1,0 +1,103 @@
+"""The kernels of prompts on a GPU, as the device, the head size and the weights permit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.architectures import architecture_of
+from gpt2block.architectures.passes import Prefill
+from gpt2block.architectures.steps import Products
+from gpt2block.array_checks import FLOATS
+from gpt2block.config import ModelConfig
+from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import CudaArray, compute_capability
+from gpt2block.cuda.kernels import FP8, cache_dtype, launch
+from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
+from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
+from gpt2block.ops.sample_token import request as request_sampler
+from gpt2block.ops.to_fp8 import NORMS_FILE
+from gpt2block.run.cuda_caches import free_bytes
+from gpt2block.run.program import bind_step
+from gpt2block.weights.matrix import WeightMatrix, on_host
+from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
+
+NORMS_BLOCK = 256
+MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
+
+
+def request_kernels(config: ModelConfig, dtype: str) -> None:
+    """Begin to compile the two kernels that take longest, before the weights are read."""
+    request_sampler()
+    products, width = possible_products(config, dtype), config.q_width + 2 * config.kv_width
+    if products == "float32":
+        return
+    qkv: Any
+    if products == "two_part":
+        parts = cupy.empty((2, 1, width), "float16")
+        qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
+    else:
+        qkv = cupy.empty((1, width), FLOATS[cache_dtype(dtype)])
+    plan = Prefill(products, rows=1, batch=1, longest=1, cached=False).plan(config, None)
+    step = next(step for step in plan.steps if step.op == "attention_varlen")
+    bind_step(step, dict(zip(step.inputs, (qkv, cupy.zeros(2, "int32")), strict=True)))
+
+
+def possible_products(config: ModelConfig, dtype: str) -> Products:
+    """Those of weights in the dtype that permit it: on tensor cores if GPU and head size do."""
+    sizes = (n for shape in config.block_shapes().values() for n in shape)
+    known = config.head_size in architecture_of(config).TENSOR_HEADS
+    if compute_capability() < MMA_CAPABILITY or not known or any(n % MULTIPLE for n in sizes):
+        return "float32"
+    if dtype in SIXTEEN_BITS:
+        return "16_bits"
+    if dtype in FP8:
+        return "fp8"
+    return "two_part" if two_part_fits(config.head_size) else "float32"
+
+
+def choose_products(
+    config: ModelConfig,
+    matrices: Mapping[str, WeightMatrix],
+    vectors: Mapping[str, CudaArray],
+    largest: Mapping[str, float],
+) -> tuple[Products, dict[str, float]]:
+    """The possible products, if the weights permit them, and bounds of their operands.
+
+    No activation of a prompt may be infinite, or too large for a scale, for any tokens. largest:
+    the largest magnitude of every tensor.
+    """
+    blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
+    dtype = blocks[0].dtype
+    found = possible_products(config, dtype)
+    if found in ("float32", "16_bits"):
+        return found, {}
+    parts = sum(4 * matrix.K * matrix.N for matrix in blocks)
+    if found == "two_part" and 2 * parts > free_bytes():
+        return "float32", {}
+
+    def norms(w: str, gamma: str) -> NDArray[Any]:
+        if dtype in FP8:  # only these have activations in float16, and need near bounds
+            return row_norms(matrices[w], vectors[gamma])
+        return np.array([math.sqrt(matrices[w].K) * largest[w] * largest[gamma]])
+
+    bounds = architecture_of(config).operand_bounds(config, largest, norms)
+    limit = float(np.finfo(np.float16).max) if found == "fp8" else LARGEST_BOUND
+    fit = all(bound <= limit for bound in bounds.values())  # not of NaN
+    return (found, bounds) if fit else ("float32", {})
+
+
+def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
+    """Upper bounds of the norms of w's rows (N, K), with each column multiplied by gamma (K,).
+
+    w: FP8 on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with their scales.
+    """
+    squares = cupy.empty(w.N, "float32")
+    args = (w.data, gamma, squares, w.K)
+    launch(NORMS_FILE, "row_norms", (w.N,), (NORMS_BLOCK,), args, weights=w.dtype).run()
+    norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))
+    return norms if w.scale is None else norms * on_host(w.scale)
