@@ -101,7 +101,8 @@ def _plain(value: Any) -> Any:
         numbers = map(float, value.ravel().astype("S32").tolist())
         return [number if math.isfinite(number) else None for number in numbers]
     if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(entry) for entry in value]
+        simple = type(value) is list and {*map(type, value)} <= {int, str}  # such as token ids
+        return value if simple else [_plain(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value.item() if isinstance(value, np.generic) else value
