@@ -21,7 +21,14 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import replaced
 from gpt2block.cuda.kernels import Defines
 from gpt2block.emulator import loader
-from gpt2block.ops.sample_token import FILE, SampleState, Slots, bind_state, choose_geometry
+from gpt2block.ops.sample_token import (
+    FILE,
+    SampleState,
+    Slots,
+    bind_place,
+    bind_state,
+    choose_geometry,
+)
 from gpt2block.sampling import Sampling, choose, masses, parameters, philox, random_bits
 from tests import plain
 from tests.devices import ON_CPU, every_device, on_gpu, one_order, running_on
@@ -461,7 +468,7 @@ def test_rows_get_the_tokens_and_positions_of_their_slots(device: Any) -> None:
     row[[3, 4, -1]] = -1, B, 2**31 - 1
     there = (row >= 0) & (row < B)
     token, position, turn = (device.full(B, -5, "int32") for _ in range(3))
-    Slots(device.asarray(row), token, position, turn).place(state)
+    bind_place(state, Slots(device.asarray(row), token, position, turn)).run()
     np.testing.assert_array_equal(token.get(), np.where(there, 7 * row, -5))
     np.testing.assert_array_equal(position.get(), np.where(there, row + 40, -5))
     assert (turn.get() == -5).all()

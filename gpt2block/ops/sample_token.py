@@ -33,7 +33,7 @@ from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 FILE = "tokens/sample.cu"
 SLOTS_FILE = "tokens/slots.cu"
 THREADS = 1024
-MARK_BLOCK = 256
+ROWS_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
 ENDLESS = 2**31 - 1  # n_ctx for no limit
 DTYPES = {
@@ -93,7 +93,7 @@ class SampleState(NamedTuple):
         of_32_bits = (values.view(np.int32) for values in given.values())
         numbers = cupy.asarray(np.concatenate([seed.view(np.int32), at, *of_32_bits]))
         arrays = (self.seed, *(getattr(self, name) for name in given))
-        _per_row("begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
+        _per_row(SLOTS_FILE, "begin_slots", N, (numbers, *arrays, N, len(self.token))).run()
 
 
 class Slots(NamedTuple):
@@ -107,15 +107,10 @@ class Slots(NamedTuple):
     position: CudaArray  # and of its position
     turn: CudaArray  # launches so far
 
-    def place(self, state: SampleState) -> None:
-        """Copy token and position of the state to the rows; those of no sequence keep theirs."""
-        M = len(self.row)
-        args = (self.row, state.token, state.position, self.token, self.position)
-        _per_row("place_rows", M, (*args, M, len(state.token))).run()
 
-
-def _per_row(kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
-    return launch(SLOTS_FILE, kernel, (ceil(rows / MARK_BLOCK),), (MARK_BLOCK,), args)
+def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch:
+    """A launch with a thread for each row."""
+    return launch(file, kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,), args)
 
 
 def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
@@ -136,9 +131,8 @@ def choose_geometry(
 
 
 def request() -> None:
-    """Begin to compile the kernels of few rows: the sampler takes longest of all in a start."""
+    """Begin to compile the kernel of few rows, the longest compile of a start."""
     load(FILE, "sample_token", choose_geometry(1, 1).defines)
-    load(SLOTS_FILE, "begin_slots")
 
 
 class Job(NamedTuple):
@@ -186,6 +180,17 @@ def bind_state(
         check("report", report, (2, 2, M), "int32")
     launches = _launch(Job(logits, state, slots, report, n_ctx))
     return Bound(state.token, launches, (*state, *(slots or ())))
+
+
+def bind_place(state: SampleState, slots: Slots) -> Bound:
+    """Copy token and position of the state to the rows of slots; out is `slots.token`.
+
+    Rows outside of the state keep theirs.
+    """
+    M, B = len(slots.row), len(state.token)
+    args = (slots.row, state.token, state.position, slots.token, slots.position, M, B)
+    placing = _per_row(SLOTS_FILE, "place_rows", M, args)
+    return Bound(slots.token, (placing,), (*state, *slots))
 
 
 def bind(
@@ -277,8 +282,7 @@ def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
             f"expected up to {MAX_ROWS:,} tokens and seen (B, V), got {tokens.shape}, {seen.shape}"
         )
     args = (tokens, rows, seen, tokens.size, *seen.shape)
-    grid = (ceil(tokens.size / MARK_BLOCK),)
-    return Bound(seen, (launch(FILE, "mark_seen", grid, (MARK_BLOCK,), args),))
+    return Bound(seen, (_per_row(FILE, "mark_seen", tokens.size, args),))
 
 
 def _integers(name: str, given: Any) -> CudaArray:

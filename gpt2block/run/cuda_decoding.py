@@ -18,7 +18,7 @@ from gpt2block.architectures.passes import decode_plan
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.sample_token import SampleState, Slots, bind_state, mark_seen
+from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
 from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, rounded_up
 from gpt2block.run.program import Program
 
@@ -67,7 +67,7 @@ class DecodingSteps:
         if self._placed and self._placed[0] == rows and np.array_equal(self._placed[1], slots):
             return
         self._set_rows(slots, rows)
-        self._steps[rows].slots.place(self.state)
+        self._steps[rows].placing.run()
         self._placed = rows, slots
 
     def _set_rows(self, slots: Ids, rows: int) -> None:
@@ -116,9 +116,10 @@ class Step:
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._turn = cupy.zeros(rows, "int32")
         row, tokens, positions = (a[:rows] for a in (of.row, of.tokens, of.positions))
-        self.slots = Slots(row, tokens, positions, self._turn)
+        slots = Slots(row, tokens, positions, self._turn)
+        self.placing = bind_place(of.state, slots)
         logits = of.logits[:rows]
-        self._sample = bind_state(logits, of.state, of.n_ctx, report, self.slots)
+        self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
         given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
         storage = {name: array[:rows] for name, array in of.storage.items()}
         tensors = {**model.given(), **of.cache_tensors, **given, **storage}
