@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 
 from gpt2block.cli.codes import FAILED, INTERRUPTED, PIPE_CLOSED, WRONG
+from gpt2block.cli.interrupts import (
+    end_at_once_on_interrupt,
+    raise_on_interrupt,
+    receive_on_a_thread,
+)
 
 TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
 if TYPE_CHECKING:
@@ -59,7 +63,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     1 when standard output cannot be written. Ctrl-C exits with 130 and a closed pipe with 141,
     without a message. arguments: those of the process by default.
     """
-    _end_at_once_on_interrupt()
+    end_at_once_on_interrupt()
+    if arguments is None:
+        receive_on_a_thread()
     _set_up_streams()
     code = WRONG
     try:
@@ -74,7 +80,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if not error.pipe_closed:
             print(f"error: {error}", file=sys.stderr)
     if arguments is None:  # only the shutdown of Python is left to interrupt
-        _end_at_once_on_interrupt()
+        end_at_once_on_interrupt()
     sys.exit(code)
 
 
@@ -107,22 +113,8 @@ def _import_commands() -> ModuleType:
     try:
         from gpt2block.cli import app as cli_app  # noqa: PLC0415
     finally:
-        if signal.getsignal(signal.SIGINT) is _end_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise_on_interrupt()
     return cli_app
-
-
-def _end_at_once_on_interrupt() -> None:
-    """Make Ctrl-C end the process, unless it is ignored or the caller has a handler of its own."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        try:  # noqa: SIM105  (importing contextlib is slow)
-            signal.signal(signal.SIGINT, _end_at_once)
-        except ValueError:  # not the main thread, which alone sets and receives signals
-            pass
-
-
-def _end_at_once(*_: Any) -> NoReturn:
-    os._exit(INTERRUPTED)
 
 
 def _set_up_streams() -> None:
