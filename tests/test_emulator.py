@@ -6,7 +6,9 @@ are must pass in every thread order, with the same bits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -577,3 +579,19 @@ def test_a_source_is_compiled_once_for_its_constants() -> None:
     once = compile_kernel_file("matmul/skeleton.cu")
     assert compile_kernel_file(Source.shipped("matmul/skeleton.cu")) == once
     assert compile_kernel_file("matmul/skeleton.cu", (("TILE", 8),)) != once
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_messages_of_the_compiler_go_to_the_caller(races: bool, tmp_path: Path) -> None:
+    """Not to whatever runs when another thread has compiled the program."""
+    text = 'extern "C" __global__ void idle(float* x) {\n    int unused;\n}\n'
+    source = Source("idle.cu", f"// {tmp_path}\n{text}")  # in no cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader.compile_ahead(source, races=races)
+        assert loader._ahead[source, (), races].result().exists()
+    with pytest.warns(UserWarning, match=r"(?s)^idle\.cu.*unused variable"):
+        compile_kernel_file(source, races=races)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_kernel_file(source, races=races)

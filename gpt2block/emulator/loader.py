@@ -80,6 +80,7 @@ _KEPT = "GPT2BLOCK_CPU_CUDA_CACHE"
 _HEADER = "cuda_on_cpu.h"
 _POOL = ThreadPoolExecutor(2)
 _ahead: dict[tuple[Source, kernels.Defines, bool], Future[Path]] = {}
+_messages: dict[Path, str] = {}  # of g++, of programs that nobody has asked for yet
 
 
 class ShimError(Exception):
@@ -412,11 +413,15 @@ def compile_kernel_file(
 ) -> Path:
     """The program that runs any kernel of a file; compiled once per text and constants.
 
-    races: the program that finds races, instead of the one with AddressSanitizer.
+    races: the program that finds races, instead of the one with AddressSanitizer. Warns with the
+    messages of g++, in the thread of the caller.
     """
     known = Source.shipped(source) if isinstance(source, str) else source
     begun = _ahead.get((known, defines, races))
-    return begun.result() if begun else _compile(known, defines, races)
+    program = begun.result() if begun else _compile(known, defines, races)
+    if text := _messages.pop(program, None):
+        warnings.warn(text, stacklevel=2)
+    return program
 
 
 def compile_ahead(source: Source | str, defines: kernels.Defines = (), races: bool = False) -> None:
@@ -457,7 +462,10 @@ def _compile(source: Source, defines: kernels.Defines, races: bool = False) -> P
     # Linked without -fsanitize=thread, so that races.cpp takes the place of libtsan.
     unit = _build(f"{source.name}.o", files, ("unit.cpp", "-c", *flags), salt, links)
     parts = map(str, (unit, _runtime(), _runtime("races.cpp")))
-    return _build(source.name, {}, (*parts, "-no-pie"))
+    program = _build(source.name, {}, (*parts, "-no-pie"))
+    if unit in _messages:
+        _messages[program] = _messages.pop(unit)
+    return program
 
 
 def _translation_unit(source: Source, defines: kernels.Defines) -> str:
@@ -508,7 +516,7 @@ def _build(
         if done.returncode:
             raise ShimError(f"{name} does not compile for the CPU:\n{done.stderr}", done.stderr)
         if done.stderr:
-            warnings.warn(f"{name}: g++ says\n{done.stderr}", stacklevel=2)
+            _messages[target] = f"{name}: g++ says\n{done.stderr}"
         os.replace(Path(folder) / "result", target)
     return target
 
