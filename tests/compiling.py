@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 import pytest
 
@@ -19,32 +18,56 @@ Job = tuple[str, str, kernels.Defines]  # file, architecture, constants
 _COMPILE = """
 import json, sys
 from gpt2block.cuda import kernels
-for file, arch, defines in json.load(sys.stdin):
+for line in sys.stdin:
+    file, arch, defines = json.loads(line)
     compiled = kernels.compile_for(file, arch, tuple(map(tuple, defines)))
     there = [name for name in kernels.signatures(file) if name.encode() in compiled.cubin]
     print(json.dumps([there, compiled.log]), flush=True)
 """
 
 
-def compile_apart(jobs: Sequence[Job]) -> list[tuple[list[str], str]]:
-    """Kernels found and the compiler's log, of each job; in fresh processes, one for each core.
+class Compiler:
+    """Compiles in another process, and in a fresh one after a few files.
 
     As users compile: what ptxas makes of a kernel at the limit of its registers was seen to depend,
-    rarely, on hundreds of compiles before it in the process.
+    rarely, on hundreds of compiles before it in the process. The import of CuPy takes as long as a
+    small file.
     """
-    processes = min(len(jobs), os.cpu_count() or 1, 4)
-    shares = [range(first, len(jobs), processes) for first in range(processes)]
-    with ThreadPoolExecutor(processes) as pool:
-        lists = pool.map(lambda share: _compile_in_turn([jobs[i] for i in share]), shares)
-        found = dict(zip((i for share in shares for i in share), chain(*lists), strict=True))
-    return [found[i] for i in range(len(jobs))]
+
+    MOST = 30
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._left = 0
+
+    def compile(self, job: Job) -> tuple[list[str], str]:
+        """The kernels found, and the compiler's log."""
+        if self._process is None or self._left == 0:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMPILE],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            self._left = self.MOST
+        self._left -= 1
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"{json.dumps(job)}\n")
+        stdin.flush()
+        line = stdout.readline()
+        assert line, (job, self.close())
+        there, log = json.loads(line)
+        return there, log
+
+    def close(self) -> str:
+        """End the process, and return what it has written to stderr."""
+        process, self._process = self._process, None
+        return process.communicate()[1] if process else ""
 
 
-def _compile_in_turn(jobs: list[Job]) -> list[tuple[list[str], str]]:
-    command, text = [sys.executable, "-c", _COMPILE], json.dumps(jobs)
-    done = subprocess.run(command, check=False, input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+COMPILER = Compiler()
+atexit.register(COMPILER.close)
 
 
 def assert_clean(jobs: Sequence[Job], only: Sequence[str] = ()) -> None:
@@ -54,7 +77,7 @@ def assert_clean(jobs: Sequence[Job], only: Sequence[str] = ()) -> None:
     """
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     different = list(dict.fromkeys(jobs))
-    found = dict(zip(different, compile_apart(different), strict=True))
+    found = {job: COMPILER.compile(job) for job in different}
     for job, kernel in zip_longest(jobs, only):
         there, log = found[job]
         expected = list(kernels.signatures(job[0]))
