@@ -113,7 +113,36 @@ def test_progress_shows_records_inside_a_shard(
     assert progress in capsys.readouterr().err
 
 
-COMMAND = "import sys; from gpt2block.cli import main; main(sys.argv[1:])"
+COMMAND = "from gpt2block.cli import main; main()"
+HELD = """
+import os, signal, time
+from multiprocessing import resource_tracker
+from gpt2block.bulk import cluster
+from gpt2block.cli import interrupts
+interrupts.end_at_once_on_interrupt()
+interrupts.receive_on_a_thread()
+interrupts.raise_on_interrupt()
+resource_tracker.ensure_running()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the tracker's start has unblocked it
+try:
+    with cluster._uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print("ended")
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_comes_late_where_all_threads_block_it() -> None:
+    """As in a command, whose threads leave SIGINT to one that waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELD],
+        capture_output=True, text=True, check=False, timeout=TIMEOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\ninterrupted\n", "")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.4, 0.9, 1.9])

@@ -116,7 +116,8 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
     if held:
-        signal.raise_signal(signal.SIGINT)
+        # Not raise_signal, which is for this thread: it may leave SIGINT to one that waits for it.
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def memory_bytes() -> int:
