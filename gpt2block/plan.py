@@ -94,7 +94,8 @@ class Plan:
     @property
     def matrices(self) -> frozenset[str]:
         """The weights of `gemm`, which expects a WeightMatrix."""
-        return frozenset(step.inputs[1] for step in self.steps if step.op == "gemm")
+        products = [step.inputs for step in self.steps if step.op == "gemm"]
+        return frozenset(name for _, w, *rest in products for name in (w, *rest[2:3]) if name)
 
     @property
     def operands(self) -> frozenset[str]:

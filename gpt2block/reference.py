@@ -381,21 +381,23 @@ def linear_qkv(
     return qkv[:, : k.shape[-1]]
 
 
-@takes(a="... K", w="matrix K N", bias="N", residual="... N")
+@takes(a="... K", w="matrix K N", bias="N", residual="... N", up="matrix K N")
 def gemm(
     a: Array,
     w: Array | WeightMatrix,
     bias: Array | None = None,
     residual: Array | None = None,
+    up: Array | WeightMatrix | None = None,
     gelu: bool = False,
     split_k: bool = False,
 ) -> Array:
     """[residual +] f(a · w [+ bias]), the product of the tensor-core tier.
 
-    f is GELU if `gelu`, else the identity. a (..., K), w (K, N), bias (N,), residual (..., N) →
-    (..., N). split_k: whether a kernel may add up K in parts; it does not change this reference.
+    f is GELU if `gelu`, else the identity; with `up` (K, N), f(c) = silu(c) (a · up). a (..., K),
+    w (K, N), bias (N,), residual (..., N) → (..., N). split_k: whether a kernel may add up K in
+    parts; it does not change this reference.
     """
-    return linear(a, w, bias, residual=residual, gelu=gelu)
+    return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
 
 @takes(x="float32 ... K")

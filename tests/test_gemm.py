@@ -129,7 +129,7 @@ class Problem:
             x if x is None else x.astype(np.float64) for x in (self.bias, self.residual)
         )
         a, w = self.a.astype(np.float64), self.w.T.astype(np.float64)
-        return reference.gemm(a, w, bias, residual, self.case.gelu)
+        return reference.gemm(a, w, bias, residual, gelu=self.case.gelu)
 
     def by_hand(self, product: Any, xp: Any) -> Array:
         """The plain evaluation with a way to add, by `xp`, rounded to the output's dtype."""
@@ -175,6 +175,10 @@ def test_the_formula_against_a_loop() -> None:
     np.testing.assert_allclose(reference.gemm(a, w), a @ w)
     matrix = WeightMatrix(np.ascontiguousarray(w.T.astype(np.float32)), "float32", None, "NK")
     np.testing.assert_allclose(reference.gemm(a, matrix, bias), a @ w + bias, rtol=1e-5)
+    up = rng.standard_normal((4, 5))
+    gate = a @ w
+    expected = gate / (1 + np.exp(-gate)) * (a @ up)
+    np.testing.assert_allclose(reference.gemm(a, w, up=up), expected)
 
 
 # --- which tile ----------------------------------------------------------------------------------

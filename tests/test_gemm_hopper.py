@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import TwoPartMatrix
+from gpt2block import InputError, TwoPartMatrix, ops, reference
 from gpt2block.cuda import kernels
 from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
@@ -226,6 +226,56 @@ def test_k_in_parts(cp: Any, M: int) -> None:
         inputs = (cp.asarray(given.a), w, cp.asarray(given.bias), out)
         bind_gemm(inputs, out, split_k=True, variant="hopper").run()
         given.assert_right(out.get(), cp)
+
+
+def gate_and_up(cp: Any, M: int, N: int, K: int, dtype: str) -> tuple[Any, ...]:
+    """a, two matrices on the GPU, and silu(a w) (a up) in float64."""
+    rng = np.random.default_rng(M)
+    host = [rng.standard_normal(shape, dtype=np.float32) for shape in ((M, K), (N, K), (N, K))]
+    host[0] *= 2 / K**0.5
+    a, *both = (cp.asarray(each.astype(np.dtype(dtype))) for each in host)
+    exact, w, up = (each.get().astype(np.float64) for each in (a, *both))
+    matrices = [WeightMatrix(each, dtype, None, "NK") for each in both]
+    return a, *matrices, reference.gemm(exact, w.T, up=up.T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 8, 264), (70, 144, 72), (500, 2312, 768)])
+def test_gate_and_up_are_one_product(cp: Any, M: int, N: int, K: int, dtype: str) -> None:
+    """As exact as one rounding; a row has the same bits alone; the variant is chosen by itself."""
+    a, w, up, truth = gate_and_up(cp, M, N, K, dtype)
+    memory = cp.full((M + 8, N), 7, dtype)
+    bind_gemm((a, w, None, None, up), memory[:M]).run()
+    got = memory.get().astype(np.float64)
+    assert (got[M:] == 7).all()
+    step = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    off = np.abs(got[:M] - truth) - step * np.abs(truth)
+    assert off.max() < 1e-5 * np.abs(truth).max()
+    alone = ops.gemm(a[M // 2 : M // 2 + 1], w, up=up).get()
+    np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
+
+
+@pytest.mark.gpu
+def test_what_gate_and_up_cannot_have(cp: Any) -> None:
+    a, w, up, _ = gate_and_up(cp, 4, 16, 64, "float16")
+    other = WeightMatrix(up.data[:8], "float16", None, "NK")
+    ones = cp.ones((4, 16), "float16")
+    for change in (
+        {"up": other},
+        {"bias": cp.ones(16, "float32")},
+        {"residual": ones},
+        {"gelu": True},
+        {"dtype": "float32"},
+        {"w": WeightMatrix.quantize(w.data.astype("float32"), "float8_e5m2", "NK")},
+    ):
+        with pytest.raises(InputError, match="up: expected"):
+            ops.gemm(**{"a": a, "w": w, "up": up, **change})
+    with pytest.raises(InputError, match="multiplies by one matrix"):
+        ops.gemm(a, w, up=up, variant="mma")
+    parts = TwoPartMatrix.from_float32(w.data.astype("float32"))
+    with pytest.raises(InputError, match="up: expected"):
+        ops.gemm(a.astype("float32"), parts, up=up)
 
 
 @pytest.mark.gpu

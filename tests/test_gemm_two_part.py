@@ -118,7 +118,7 @@ class Problem:
             x if x is None else x.astype(np.float64) for x in (self.bias, self.residual)
         )
         a, w = self.a.astype(np.float64), self.w.T.astype(np.float64)
-        return reference.gemm(a, w, bias, residual, self.case.gelu)
+        return reference.gemm(a, w, bias, residual, gelu=self.case.gelu)
 
     def assert_right(self, out: Array, xp: Any = np) -> None:
         c = self.case

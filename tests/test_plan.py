@@ -15,6 +15,7 @@ from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.passes import Prefill, decode_plan, model_plan
 from gpt2block.architectures.steps import Products
 from gpt2block.config import block_shapes
+from gpt2block.config_llama import LlamaConfig
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
 from gpt2block.plan import Plan, Step
 from gpt2block.run import program
@@ -178,6 +179,32 @@ def test_a_layer_of_each_plan() -> None:
         assert given == {"kv_round"} | ({"kv_append"} if cached else set())
     numpy = ops_of(model_plan(CONFIG, "logits", 9))
     assert [name.split()[0] for name in numpy] == ["ln1", "qkv", "kv", "attn", *TEN[3:]]
+
+
+LLAMA = LlamaConfig(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53, n_kv_head=1, n_ff=144)
+
+
+def test_gate_and_up_are_one_product_of_a_prompt() -> None:
+    """Where products can have two matrices, and have no bias."""
+    apart = Prefill("16_bits", 9, 2, 9, True)
+    gated = replace(apart, gated=True)
+    plan = gated.plan(LLAMA, "logits")
+    ops_of = [f"{s.name[4:]} {s.op}" for s in plan.steps if s.name.startswith("h.0.")]
+    assert ops_of == [
+        "rms1 rmsnorm", "qkv gemm", "rope rope_qkv", "kv kv_append", "attn attention_varlen",
+        "x1 gemm", "rms2 rmsnorm", "ff gemm", "output gemm",
+    ]  # fmt: skip
+    ff = next(step for step in plan.steps if step.name == "h.0.ff")
+    assert ff.inputs == ("h.0.rms2", "h.0.w_gate", "", "", "h.0.w_up")
+    before = apart.plan(LLAMA, "logits")
+    assert plan.buffer("h.1.ff") == "h.0.ff"
+    assert plan.matrices == before.matrices
+    assert set(before.names) - set(plan.names) == {
+        f"h.{layer}.{name}" for layer in range(2) for name in ("gate", "up")
+    }
+    with_bias = replace(LLAMA, mlp_bias=True)
+    for config in (CONFIG, with_bias):
+        assert gated.plan(config, "last").steps == apart.plan(config, "last").steps
 
 
 def test_the_stream_and_the_normed_rows_have_one_buffer_each() -> None:

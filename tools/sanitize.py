@@ -119,7 +119,7 @@ def gemm() -> None:
                 residual = cupy.asarray(wide[3].astype(np.dtype(kind))) if added else None
                 old = None if residual is None else residual.get().astype(np.float64)
                 bias = wide[2].astype(np.float64)
-                truth = reference.gemm(exact_a, exact_w, bias, old, gelu)
+                truth = reference.gemm(exact_a, exact_w, bias, old, gelu=gelu)
                 out = cupy.empty((70, 72), kind) if residual is None else residual
                 inputs = (a, matrix, cupy.asarray(wide[2]), residual)
                 try:
@@ -152,7 +152,7 @@ def two_part_matrices() -> None:
                 print(f"not for two-part {variant.name}: {error}")
                 break
             old = exact[3] if added else None
-            truth = reference.gemm(exact[0], exact[1].T, exact[2], old, gelu)
+            truth = reference.gemm(exact[0], exact[1].T, exact[2], old, gelu=gelu)
             off = float(np.abs(bound.run().get() - truth).max() / np.abs(truth).max())
             assert off <= measure.tolerance("float32"), (variant.name, off)
             epilogue = f"gelu {gelu} residual {bool(added)} two-part output {bool(parts)}"

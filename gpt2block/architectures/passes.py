@@ -74,7 +74,8 @@ class Prefill:
     one. continued: whether the sequences continue tokens in the kv_cache; else all are new. Only
     tensor cores distinguish them. ends: the number of rows of the output "last"; None: one for each
     row of the kv_cache. kv_dtype: as in `decode_plan`; attention over the new tokens only then
-    reads keys and values that have been rounded to it, too.
+    reads keys and values that have been rounded to it, too. gated: whether products of 16 bits can
+    have two matrices, so that a gated feed-forward has one product in place of gate, up and ff.
     """
 
     products: Products
@@ -85,6 +86,7 @@ class Prefill:
     continued: bool = False
     ends: int | None = None
     kv_dtype: str | None = None
+    gated: bool = False
 
     @property
     def tensor_cores(self) -> bool:
@@ -149,6 +151,8 @@ class Prefill:
             fused = [_tiles(step) for step in fuse_epilogues(unfused, "linear")]
         if self.products == "two_part":
             fused = convert_operands(fused)
+        if self.gated:
+            fused = fuse_gates(fused)
         return [self._norm(step) for step in fused]
 
     def _converted(self, step: Step) -> Step:
@@ -157,7 +161,7 @@ class Prefill:
             return step
         a, w, bias, residual = (*step.inputs, "")[:4]
         if self.products == "fp8":
-            return replace(step, inputs=(a, w, bias, residual, "wide"))
+            return replace(step, inputs=(a, w, bias, residual, "", "wide"))
         return replace(step, inputs=(a, parts_of(w), *step.inputs[2:]))
 
     def _norm(self, step: Step) -> Step:
@@ -208,7 +212,7 @@ def head_steps(config: ModelConfig, first: int, end: int, products: Products) ->
     name = f"logits.{first}"
     if products == "float32":
         return [hidden, Step(name, "linear", (hidden.name, "head"), {"variant": "tiles"})]
-    wide = ("", "wide") if products == "fp8" else ()
+    wide = ("", "", "wide") if products == "fp8" else ()
     return [hidden, Step(name, "gemm", (hidden.name, "head", "head_bias", *wide))]
 
 

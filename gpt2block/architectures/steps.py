@@ -24,6 +24,9 @@ BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
 # Operations of decoding that can compute terms of the x of a product (kernels_cu/lib/terms.cuh).
 GIVE_TERMS = ("layernorm", "rmsnorm", "attention_split", "linear")
 
+# Where a product's inputs have the second matrix of a gated feed-forward.
+UP_AT = {"linear": 6, "gemm": 4}
+
 # Operations that can compute a matrix in two parts, the operand of another product.
 MAKE_PARTS = ("gemm", "layernorm", "attention_varlen", "two_part")
 
@@ -104,7 +107,7 @@ def _gives(step: Step, terms: Terms, handed: Mapping[str, Terms]) -> bool:
 
 
 def fuse_gates(steps: Iterable[Step]) -> Steps:
-    """Fuse the products of a gated feed-forward whose x has the terms of wgmma, gate, up and ff.
+    """Fuse the products of a gated feed-forward that can have two matrices, gate, up and ff.
 
     The fused step has the name of the last one. Products with a bias stay apart.
     """
@@ -112,13 +115,20 @@ def fuse_gates(steps: Iterable[Step]) -> Steps:
     for step in steps:
         pair = made[-2:]
         gated = step.op == "silu_mul" and [product.name for product in pair] == list(step.inputs)
-        terms = [product.attrs.get("terms") for product in pair]
-        if not gated or not all(t and t.width for t in terms) or any(p.inputs[2] for p in pair):
+        if not gated or not all(map(_takes_up, pair)):
             made.append(step)
             continue
         gate, up = pair
-        made[-2:] = [Step(step.name, "linear", (*gate.inputs, up.inputs[1]), gate.attrs)]
+        inputs = gate.inputs + ("",) * (UP_AT[gate.op] - len(gate.inputs))
+        made[-2:] = [Step(step.name, gate.op, (*inputs, up.inputs[1]), gate.attrs)]
     return made
+
+
+def _takes_up(product: Step) -> bool:
+    """Whether it can have a second matrix: `linear` where its x has the terms of wgmma."""
+    terms = product.attrs.get("terms")
+    wgmma = terms is not None and terms.width > 0
+    return (product.op == "gemm" or wgmma) and not product.inputs[2]
 
 
 def fuse_rope(steps: Iterable[Step], head_size: int) -> Steps:

@@ -212,7 +212,8 @@ class GemmWork(ArrayWork):
     def truth(self) -> Truth:
         a, w, bias, residual = _product_inputs(self.N, self.K, self.dtype)
         added = widened(residual) if self.residual else None
-        return reference.gemm(widened(a), widened(w.dequantized()), widened(bias), added, self.gelu)
+        product = widened(a), widened(w.dequantized()), widened(bias), added
+        return reference.gemm(*product, gelu=self.gelu)
 
 
 BLOCKS = ((1, 128, False), (1, 1024, False), (1, 1024, True), (8, 1024, True), (64, 1024, True))

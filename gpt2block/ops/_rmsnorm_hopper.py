@@ -1,11 +1,13 @@
-"""Tiles and geometry of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
+"""Tiles, geometry and launch of llama/rmsnorm_matmul_hopper.cu, products by wgmma."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.arrays import CudaArray, device_attribute, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch
+from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops._gemm_hopper import (
     BUFFERS,
     SLICE,
@@ -47,6 +49,27 @@ FFN_TILES = {
 def tiles(matrices: int, layout: str) -> tuple[Tile, ...]:
     """To choose from for one or two matrices in a layout."""
     return MATMUL_TILES if matrices == 1 else FFN_TILES[layout]
+
+
+def launch(
+    n: CudaArray, matrices: tuple[CudaArray, ...], layout: str, out: CudaArray, *turn: float
+) -> Launch:
+    """The product of n (..., K) with one w, or silu(n w1) (n w3) with two, into out (..., N).
+
+    turn: the arguments of RoPE, of one matrix: rows of a sequence, head_dim (0: none), first
+    position, and the step of the exponents in two parts.
+    """
+    K, N = n.shape[-1], out.shape[-1]
+    M, count = n.size // K, len(matrices)
+    sms, turns = device_attribute("MultiProcessorCount"), any(turn[1:2])
+    chosen, tile = geometry(count, M, N, K, layout=layout, turns=turns, sms=sms)
+    box = weight_box(tile, count, layout)
+    maps = (
+        tensor_map(n.reshape(1, M, K), (1, rows_loaded(tile, M), SLICE)),
+        *(tensor_map(w.reshape(1, *w.shape), box) for w in matrices),
+        tensor_map(out.reshape(1, M, N), (1, 64, tile.chunk)),
+    )
+    return launch_at(FILE, chosen, (*maps, M, N, K, *turn), n.dtype.name)
 
 
 @lru_cache(maxsize=1024)

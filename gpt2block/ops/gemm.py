@@ -33,6 +33,7 @@ from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
+from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import _stored as stored
 from gpt2block.ops import _widened as widened
 from gpt2block.ops import two_part
@@ -52,6 +53,7 @@ class Job(NamedTuple):
     w_scale: CudaArray | None  # of w, if it is an array
     bias: CudaArray | None
     residual: CudaArray | None
+    up: WeightMatrix | None  # (N, K): out = silu(a w) (a up)
     out: Any  # (..., N); an array, or of two-part matrices a TwoPartMatrix
     gelu: bool
     split_k: bool
@@ -108,14 +110,18 @@ def _launch_mma(job: Job) -> Launch:
     return launch_at(mma.FILE, geometry, (*args, *job.sizes), a.dtype.name)
 
 
-def _mma_problem(_: Job) -> str | None:
+def _mma_problem(job: Job) -> str | None:
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use ops.linear"
+    if job.up is not None:
+        return "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
     return None
 
 
 def _launch_hopper(job: Job) -> Launch:
     M, N, K = job.sizes
+    if job.up is not None:
+        return two_matrices.launch(job.a, (job.w, job.up.data), "NK", job.out)
     geometry, tile = hopper.geometry(M, N, K, **job.constants, split_k=job.split_k)
     box_a = (1, tile.rows, hopper.SLICE)
     box_w = (1, tile.columns // tile.shares, hopper.SLICE)
@@ -156,7 +162,7 @@ def bind(
     variant: str | None = None,
     bound: float | None = None,
 ) -> Bound:
-    """inputs (a (..., K), w, bias (N,) or None, residual (..., N) or None, memory), out (..., N).
+    """inputs (a (..., K), w, bias (N,), residual (..., N), up, memory), out (..., N).
 
     a: float16 or bfloat16. w: a WeightMatrix of that dtype, or with float16 of FP8, layout "NK".
     bias: float32. out and residual: `dtype`, which is that of a or float32; by default that of out,
@@ -164,13 +170,14 @@ def bind(
     bits of a row depend only on this row, w, bias and its residual; with `split_k` also on the
     number of rows, since K may be summed in parts, which is faster for few rows. FP8 weights are
     converted to float16, exactly, by a launch of their own, into `memory` of at least as many
-    elements; with None, new memory. Raises InputError.
+    elements; with None, new memory. up: a second WeightMatrix, of w's dtype (float16 or bfloat16)
+    and shape, by variant hopper: out, of the dtype of a, is silu(a w) (a up). Raises InputError.
 
     Two-part matrices: w (N, K) is a TwoPartMatrix; a is one, or float32, which is converted first.
     residual is float32. out is float32 or, without a residual, a TwoPartMatrix with one scale; for
     dtype "two_part" a new one, with the scale for `bound`. split_k has no effect.
     """
-    a, w, bias, residual, memory = (*inputs, *(None,) * 3)[:5]
+    a, w, bias, residual, up, memory = (*inputs, *(None,) * 4)[:6]
     gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
     parts = isinstance(w, TwoPartMatrix) or isinstance(a, TwoPartMatrix)
     if parts:
@@ -191,7 +198,7 @@ def bind(
         )
     if bias is not None:
         check("bias", bias, (N,))
-    others = {"a": a, "w": w, "bias": bias, "memory": memory}
+    others = {"a": a, "w": w, "bias": bias, "up": up, "memory": memory}
     shape = (*a.shape[:-1], N)
     if parts:
         out = _two_part_output(out, shape, dtype, bound, others, residual)
@@ -201,7 +208,10 @@ def bind(
         for each, array in arrays_of(name, value).items():
             check_address(each, array)
     before, operands = _operands(a, w, memory)
-    job = Job(*operands, bias, residual, out, gelu, split_k, early=parts or not before.launches)
+    early = parts or not before.launches
+    job = Job(*operands, bias, residual, up, out, gelu, split_k, early)
+    if up is not None:
+        _check_up(job)
     launch = OPERATION.choose(job, variant).launch(job)
     return Bound(out, (*before.launches, launch), before.extra)
 
@@ -235,6 +245,20 @@ def _check_16_bits(a: Any, w: Any) -> None:
         raise InputError(
             f"w: expected {own}, as a has, got {w.dtype}: "
             f"use WeightMatrix.quantize(w, {own!r}, 'NK')"
+        )
+
+
+def _check_up(job: Job) -> None:
+    """A second matrix is another w, neither of them FP8; nothing else is fused into the product."""
+    _, N, K = job.sizes
+    own = storage(job.a)
+    check_weights("up", job.up, ("a", job.a))
+    alone = job.bias is None and job.residual is None and not job.gelu and job.early
+    found = (job.up.dtype, job.up.N) if job.up else None
+    if found != (own, N) or not alone or job.two_part or job.other_out:
+        raise InputError(
+            f"up: expected ({N}, {K}) of {own}, which a, w and the result have, too, and neither "
+            f"bias, residual nor gelu: use ops.silu_mul of two products otherwise"
         )
 
 
@@ -385,6 +409,7 @@ def gemm(
     w: WeightMatrix | TwoPartMatrix,
     bias: CudaArray | None = None,
     residual: CudaArray | None = None,
+    up: WeightMatrix | None = None,
     gelu: bool = False,
     split_k: bool = False,
     dtype: str | None = None,
@@ -398,7 +423,9 @@ def gemm(
     (..., N) and the result: `dtype`, that of a (the default) or "float32". K and N are multiples of
     8. Sums, bias, GELU and residual in float32, rounded once. A row's result has the same bits
     alone and among others, unless `split_k` permits summing K in parts, which is faster for few
-    rows. Without a variant: the fastest of this GPU.
+    rows. Without a variant: the fastest of this GPU. With `up`, of w's dtype (16 bits) and shape,
+    the result is silu(a w) (a up), in the dtype of a, without bias, residual and gelu, on GPUs of
+    compute capability 9.0 only.
 
     With the accuracy of float32: a is float32 or a TwoPartMatrix, and w a TwoPartMatrix (N, K),
     such as TwoPartMatrix.from_float32(w.T). The result is float32, or, without a residual and with
@@ -410,4 +437,4 @@ def gemm(
     """
     a, bias, residual = contiguous(a, bias, residual)
     options = {"gelu": gelu, "split_k": split_k, "dtype": dtype, "variant": variant, "bound": bound}
-    return call(bind, (a, w, bias, residual), **options).out
+    return call(bind, (a, w, bias, residual, up), **options).out

@@ -31,12 +31,10 @@ from gpt2block.cuda.arrays import (
     storage,
 )
 from gpt2block.cuda.kernels import FP8, Geometry, Launch
-from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._gemm_hopper import SLICE
 from gpt2block.ops._matrix import check_weights, storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.operation import Inputs, Operation, Shape, Sizes, Variant
@@ -106,10 +104,8 @@ class Job(NamedTuple):
         if len(self.matrices) == 2:
             inputs = (self.x, self.residual, total, self.gamma)
         args = (*inputs, *weights, self.out, self.eps, self.stride, *self.sizes)
-        return self.launch_at(file, geometry, (*args, *self.rotated(head_dim)))
-
-    def launch_at(self, file: str, geometry: Geometry, args: tuple[Any, ...]) -> Launch:
-        return launch_at(file, geometry, args, *storage_of(self.matrices[0], self.storage))
+        types = storage_of(self.matrices[0], self.storage)
+        return launch_at(file, geometry, (*args, *self.rotated(head_dim)), *types)
 
     def rope(self) -> tuple[Launch, ...]:
         """RoPE of the result as a launch of its own."""
@@ -224,18 +220,11 @@ def _launch_unfused(job: Job) -> Bound:
 
 
 def _launch_hopper(job: Job) -> Bound:
-    norm = job.norm()
-    M, N, K = job.sizes
-    layout, count, head_dim = job.matrices[0].layout, len(job.matrices), job.fused_head_dim
-    sms = device_attribute("MultiProcessorCount")
-    geometry, tile = hopper.geometry(count, M, N, K, layout=layout, turns=head_dim > 0, sms=sms)
-    box = hopper.weight_box(tile, count, layout)
-    maps = (
-        tensor_map(norm.out.reshape(1, M, K), (1, hopper.rows_loaded(tile, M), SLICE)),
-        *(tensor_map(w.data.reshape(1, *w.data.shape), box) for w in job.matrices),
-        tensor_map(job.out.reshape(1, M, N), (1, 64, tile.chunk)),
+    norm, head_dim = job.norm(), job.fused_head_dim
+    matrices = tuple(w.data for w in job.matrices)
+    product = hopper.launch(
+        norm.out, matrices, job.matrices[0].layout, job.out, *job.rotated(head_dim)
     )
-    product = job.launch_at(hopper.FILE, geometry, (*maps, M, N, K, *job.rotated(head_dim)))
     launches = (*norm.launches, overlapping.early(product), *(() if head_dim else job.rope()))
     return Bound(job.out, launches, (*norm.extra, norm.out))
 

@@ -25,10 +25,10 @@ from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
 from gpt2block.architectures.steps import Products, parts_of
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, storage
+from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
-from gpt2block.ops._tensor_cores import MULTIPLE
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
 from gpt2block.ops.linear import MORE_ROWS, terms_of
 from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
@@ -377,9 +377,15 @@ class CudaModel:
 
     def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
         """The Prefill of tokens that continue none; the other arguments are its fields."""
-        cached = bool(cache.layers)
         return Prefill(
-            self.products, rows, cache.batch, longest, cached, ends=ends, kv_dtype=self.fp8_cache
+            self.products,
+            rows,
+            cache.batch,
+            longest,
+            cached=bool(cache.layers),
+            ends=ends,
+            kv_dtype=self.fp8_cache,
+            gated=self.products == "16_bits" and compute_capability() == HOPPER_CAPABILITY,
         )
 
     def _prefill_programs(self, cache: CudaCache, shape: Prefill) -> PrefillPrograms:
