@@ -46,12 +46,14 @@ def test_a_product_with_fp8_weights(device: Any, format: str, gelu: bool) -> Non
     for M, N, K in ((1, 8, 8), (37, 136, 72)):
         a, w, bias, residual = problem(format, M, N, K)
         wide, arrays = w.dequantized(), [device.asarray(x) for x in (a, bias, residual)]
-        truth = reference.gemm(a.astype(np.float64), wide.astype(np.float64), bias, residual, gelu)
+        truth = reference.gemm(
+            a.astype(np.float64), wide.astype(np.float64), bias, residual, gelu=gelu
+        )
         memory = device.full(N * K + 16, np.nan, "float16")
         given = (arrays[0], on(device, w), arrays[1], arrays[2])
         found = [gemm(*given, gelu=gelu, dtype="float32").get()]
         for _ in range(2):  # the memory of the first one is used again
-            found.append(bind((*given, memory), gelu=gelu, dtype="float32").run().get())
+            found.append(bind((*given, None, memory), gelu=gelu, dtype="float32").run().get())
         for got in found:
             limit = 4 * np.finfo(np.float32).eps * (np.abs(a) @ np.abs(wide) + np.abs(truth) + 1)
             assert (np.abs(got - truth) <= limit).all()
@@ -69,9 +71,9 @@ def test_weights_and_memory_that_do_not_fit(device: Any) -> None:
     with pytest.raises(InputError, match="w: expected bfloat16, as a has, got float8_e4m3fn"):
         gemm(x.astype("bfloat16"), fp8)
     with pytest.raises(InputError, match="memory: expected at least 64 elements, got 63"):
-        bind((x, fp8, None, None, device.zeros(63, "float16")))
+        bind((x, fp8, None, None, None, device.zeros(63, "float16")))
     with pytest.raises(InputError, match="memory: expected float16, got float32"):
-        bind((x, fp8, None, None, device.zeros(64, "float32")))
+        bind((x, fp8, None, None, None, device.zeros(64, "float32")))
 
 
 @one_order
