@@ -29,6 +29,7 @@ from gpt2block import (
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import cupy, kernels, overlap
+from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import bind as bind_gemm
@@ -321,13 +322,17 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
 
 
 @one_order
-def test_the_steps_of_a_prompt_of_a_llama(device: Any) -> None:
-    config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64)
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
+    """On Hopper gate and up are one product, unless they have biases."""
+    config = LlamaConfig(1, 2, 64, 40, 53, n_kv_head=1, n_ff=48, head_size=64, mlp_bias=mlp_bias)
     model = CudaModel(config, LlamaWeights.random(3, config).tensors(), "bfloat16", 0)
     ids = np.random.default_rng(0).integers(config.vocab_size, size=21, dtype=np.int32)
     with model.running():
         program = model._pass(ids, cached=False)
-        assert {"rmsnorm", "rope_qkv", "silu_mul"} < {step.op for step in program.plan.steps}
+        found = {step.op for step in program.plan.steps}
+        assert {"rmsnorm", "rope_qkv", "gemm"} < found
+        assert ("silu_mul" in found) == (mlp_bias or compute_capability() != HOPPER_CAPABILITY)
         assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
 
 
