@@ -198,6 +198,8 @@ def bind(
         )
     if bias is not None:
         check("bias", bias, (N,))
+    if up is not None:
+        check_weights("up", up, ("a", a))
     others = {"a": a, "w": w, "bias": bias, "up": up, "memory": memory}
     shape = (*a.shape[:-1], N)
     if parts:
@@ -211,7 +213,7 @@ def bind(
     early = parts or not before.launches
     job = Job(*operands, bias, residual, up, out, gelu, split_k, early)
     if up is not None:
-        _check_up(job)
+        _check_up(job, up)
     launch = OPERATION.choose(job, variant).launch(job)
     return Bound(out, (*before.launches, launch), before.extra)
 
@@ -248,17 +250,14 @@ def _check_16_bits(a: Any, w: Any) -> None:
         )
 
 
-def _check_up(job: Job) -> None:
+def _check_up(job: Job, up: WeightMatrix) -> None:
     """A second matrix is another w, neither of them FP8; nothing else is fused into the product."""
     _, N, K = job.sizes
-    own = storage(job.a)
-    check_weights("up", job.up, ("a", job.a))
     alone = job.bias is None and job.residual is None and not job.gelu and job.early
-    found = (job.up.dtype, job.up.N) if job.up else None
-    if found != (own, N) or not alone or job.two_part or job.other_out:
+    if job.two_part or job.other_out or not alone or (up.N, up.dtype) != (N, storage(job.a)):
         raise InputError(
-            f"up: expected ({N}, {K}) of {own}, which a, w and the result have, too, and neither "
-            f"bias, residual nor gelu: use ops.silu_mul of two products otherwise"
+            f"up: expected ({N}, {K}) of the dtype of a, w and the result, float16 or bfloat16, "
+            "and neither bias, residual nor gelu: use ops.silu_mul of two products otherwise"
         )
 
 

@@ -1,4 +1,5 @@
-// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu:
+// The products after an RMSNorm in Llama, for Hopper. n (M, K) is x normalised by llama/rmsnorm.cu, or in a prompt of a
+// model by llama/rmsnorm_stream.cu:
 //
 //   rmsnorm_matmul_hopper   out = n w, then RoPE on the columns as heads         w (K, N), or (N, K) with NORM_W_NK 1
 //   rmsnorm_ffn_hopper      out = silu(n w1) (n w3)                              w1, w3 alike
@@ -10,7 +11,7 @@
 //   RoPE      a pair of neighbouring columns is in one thread. Its frequency is computed once for all rows of a tile
 //   two w     half of a tile's columns are w1's, next to the same ones of w3. A thread has both sums of an output
 //
-// The first slices of the weights are loaded while llama/rmsnorm.cu runs (lib/overlap.cuh). Tiles are processed down
+// The first slices of the weights are loaded while the norm is computed (lib/overlap.cuh). Tiles are processed down
 // the rows first, so that w is read once from memory.
 //
 // On an NVIDIA H200, float16, K = 4096, both launches, 16 and 500 rows: N = 4096 with RoPE, w (K, N), 12.7 and 32.5 us;
