@@ -397,7 +397,7 @@ OPERATION = Operation(
     dtypes=("bfloat16", "float16"),
     matrices=(1,),
     layout="NK",
-    shape=lambda a, w, bias=None, residual=None, **attrs: (*a[:-1], w[1]),
+    shape=lambda a, w, *others, **attrs: (*a[:-1], w[1]),
     largest=largest_product,
     binder=bind,
 )
