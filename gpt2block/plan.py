@@ -95,7 +95,8 @@ class Plan:
     def matrices(self) -> frozenset[str]:
         """The weights of `gemm`, which expects a WeightMatrix."""
         products = [step.inputs for step in self.steps if step.op == "gemm"]
-        return frozenset(name for _, w, *rest in products for name in (w, *rest[2:3]) if name)
+        # w, and where there is one, up
+        return frozenset(name for inputs in products for name in inputs[1:5:3] if name)
 
     @property
     def operands(self) -> frozenset[str]:

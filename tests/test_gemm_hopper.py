@@ -29,6 +29,7 @@ from gpt2block.ops.gemm import bind as bind_gemm
 from gpt2block.weights.matrix import WeightMatrix
 from tests import test_gemm_two_part
 from tests.compiling import assert_clean
+from tests.devices import one_order
 from tests.gpus import H200, cupy_with
 from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
 
@@ -256,14 +257,15 @@ def test_gate_and_up_are_one_product(cp: Any, M: int, N: int, K: int, dtype: str
     np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
 
 
-@pytest.mark.gpu
-def test_what_gate_and_up_cannot_have(cp: Any) -> None:
-    a, w, up, _ = gate_and_up(cp, 4, 16, 64, "float16")
+@one_order
+def test_what_gate_and_up_cannot_have(device: Any) -> None:
+    cupy_with()
+    a, w, up, _ = gate_and_up(device, 4, 16, 64, "float16")
     other = WeightMatrix(up.data[:8], "float16", None, "NK")
-    ones = cp.ones((4, 16), "float16")
+    ones = device.full((4, 16), 1, "float16")
     for change in (
         {"up": other},
-        {"bias": cp.ones(16, "float32")},
+        {"bias": device.full(16, 1, "float32")},
         {"residual": ones},
         {"gelu": True},
         {"dtype": "float32"},

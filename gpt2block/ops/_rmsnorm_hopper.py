@@ -61,8 +61,8 @@ def launch(
     """
     K, N = n.shape[-1], out.shape[-1]
     M, count = n.size // K, len(matrices)
-    sms, turns = device_attribute("MultiProcessorCount"), any(turn[1:2])
-    chosen, tile = geometry(count, M, N, K, layout=layout, turns=turns, sms=sms)
+    sms, head_dim = device_attribute("MultiProcessorCount"), turn[1] if turn else 0
+    chosen, tile = geometry(count, M, N, K, layout=layout, turns=head_dim > 0, sms=sms)
     box = weight_box(tile, count, layout)
     maps = (
         tensor_map(n.reshape(1, M, K), (1, rows_loaded(tile, M), SLICE)),

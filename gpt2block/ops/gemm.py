@@ -119,9 +119,9 @@ def _mma_problem(job: Job) -> str | None:
 
 
 def _launch_hopper(job: Job) -> Launch:
-    M, N, K = job.sizes
     if job.up is not None:
         return two_matrices.launch(job.a, (job.w, job.up.data), "NK", job.out)
+    M, N, K = job.sizes
     geometry, tile = hopper.geometry(M, N, K, **job.constants, split_k=job.split_k)
     box_a = (1, tile.rows, hopper.SLICE)
     box_w = (1, tile.columns // tile.shares, hopper.SLICE)
@@ -251,13 +251,25 @@ def _check_16_bits(a: Any, w: Any) -> None:
 
 
 def _check_up(job: Job, up: WeightMatrix) -> None:
-    """A second matrix is another w, neither of them FP8; nothing else is fused into the product."""
+    """InputError unless the kernel for two matrices computes the product.
+
+    It loads both before the previous kernel has ended, so that w must not be converted first.
+    """
     _, N, K = job.sizes
-    alone = job.bias is None and job.residual is None and not job.gelu and job.early
-    if job.two_part or job.other_out or not alone or (up.N, up.dtype) != (N, storage(job.a)):
+    others = {
+        "two-part matrices": job.two_part,
+        "a result of another dtype": job.other_out,
+        "FP8 weights": not job.early,
+        "bias": job.bias is not None,
+        "residual": job.residual is not None,
+        "gelu": job.gelu,
+    }
+    given = [name for name, there in others.items() if there]
+    if given or (up.N, up.dtype) != (N, storage(job.a)):
+        got = " with ".join([f"({up.N}, {up.K}) of {up.dtype}", *given])
         raise InputError(
             f"up: expected ({N}, {K}) of the dtype of a, w and the result, float16 or bfloat16, "
-            "and neither bias, residual nor gelu: use ops.silu_mul of two products otherwise"
+            f"and neither bias, residual nor gelu, got {got}: use ops.silu_mul of two products"
         )
 
 
