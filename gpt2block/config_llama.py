@@ -24,7 +24,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 
 MOST_FF = 2**20  # channels of the feed-forward
 MOST_HEAD = 2**16
-_RopeKind = Literal["linear", "llama3"]
+_RopeKind = Literal["linear", "llama3", "longrope"]
 
 # Our name of a size → that of config.json, and whether it must be there
 _SIZES: Mapping[str, tuple[str, bool]] = {
@@ -55,6 +55,7 @@ _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
 
 
@@ -64,7 +65,8 @@ class RopeScaling:
 
     kind "linear": all are divided by `factor`. "llama3": those with a wavelength above
     original_context / low_freq_factor are divided by `factor`, those with one below
-    original_context / high_freq_factor stay, and those between are interpolated.
+    original_context / high_freq_factor stay, and those between are interpolated. "longrope": each
+    is divided by its own of `factors`, (head_size / 2,), as in GGUF files.
 
     Raises InputError. Source: the configuration of Llama 3.1 in Hugging Face `transformers`.
     """
@@ -74,6 +76,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in _SCALING_FIELDS:
@@ -84,6 +87,11 @@ class RopeScaling:
             number = check_number(f"rope_scaling: {name}", getattr(self, name), 2.0**-20, 2.0**20,
                                   expected)  # fmt: skip
             object.__setattr__(self, name, number)
+        factors = tuple(
+            check_number("rope_scaling: factors", factor, 2.0**-20, 2.0**20, expected)
+            for factor in several(self.factors)
+        )
+        object.__setattr__(self, "factors", factors)
         if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
                 f"rope_scaling: expected low_freq_factor below high_freq_factor, got "
@@ -97,6 +105,8 @@ class RopeScaling:
         """The frequencies to use instead of these, in radians per position."""
         if self.kind == "linear":
             return frequencies / self.factor
+        if self.kind == "longrope":
+            return frequencies / np.array(self.factors)
         turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)  # 0: divided by factor; 1: kept
@@ -160,6 +170,12 @@ class LlamaConfig(ModelConfig):
         object.__setattr__(self, "theta", theta)
         if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
             raise InputError(f"scaling: expected a RopeScaling or None, got {shown(self.scaling)}")
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            count, pairs = len(self.scaling.factors), self.head_size // 2
+            if count != pairs:
+                raise InputError(
+                    f"rope_scaling: expected a factor for each of {pairs} frequencies, got {count}"
+                )
         check_true_or_false("attention_bias", self.attention_bias)
         check_true_or_false("mlp_bias", self.mlp_bias)
         if self.bos_token_id is not None:
@@ -272,10 +288,22 @@ def _scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
     if missing:
         raise CheckpointError(f"config.json: rope_scaling: expected {', '.join(missing)}: missing")
     values = [fields[name] for name in needed]
+    if kind == "longrope":
+        short, long, attention = values
+        if short != long or attention != 1:
+            raise CheckpointError(
+                "config.json: rope_scaling: longrope is supported with equal short_factor and "
+                "long_factor, and with attention_factor 1"
+            )
+        return RopeScaling("longrope", 1.0, factors=long)
     return RopeScaling(kind, *values)  # type: ignore[arg-type]  # one of _SCALING_FIELDS
 
 
 def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.kind == "longrope":
+        factors = list(scaling.factors)
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
+                "short_factor": factors, "long_factor": factors}  # fmt: skip
     values = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
     names = _SCALING_FIELDS[scaling.kind]
     fields = zip(names, (*values, scaling.original_context), strict=False)

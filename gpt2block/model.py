@@ -178,7 +178,7 @@ class Model(Generic[Weights]):
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
         from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
 
-        directory = self._checkpoint.tokenizer_directory() if self._checkpoint else None
+        directory = self._checkpoint.tokenizer_source() if self._checkpoint else None
         return tokenizer.load(directory, self.config.vocab_size)
 
     def tensors(self) -> Tensors:

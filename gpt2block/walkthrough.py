@@ -86,7 +86,7 @@ def with_trained_weights(
     """
     checkpoint = Checkpoint.open(name, revision)
     ends = GPT2Weights.from_pretrained(checkpoint, layers=())
-    encoding = tokenizer.load(checkpoint.tokenizer_directory(), checkpoint.config.vocab_size)
+    encoding = tokenizer.load(checkpoint.tokenizer_source(), checkpoint.config.vocab_size)
     text = _passage() if text is None else text
     ids = _rows(tokenizer.encode(encoding, text), seq_len, batch)
     if ids.shape[-1] > checkpoint.config.n_ctx:

@@ -417,15 +417,6 @@ def test_a_revision_is_for_hub_ids(directory: Path) -> None:
             Checkpoint.open("gpt2", revision=wrong)  # type: ignore[arg-type]
 
 
-def test_gguf(tmp_path: Path) -> None:
-    (tmp_path / "gpt2.Q4_K_M.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(100))
-    for path in (tmp_path, tmp_path / "gpt2.Q4_K_M.gguf"):
-        refused(path, "gpt2.Q4_K_M.gguf: GGUF is not supported", "gguf_file=")
-    (tmp_path / "empty.gguf").touch()
-    refused(tmp_path / "empty.gguf", "GGUF is not supported")
-    refused("no_such_model.gguf", "no such file or directory")
-
-
 @pytest.mark.parametrize("after", range(12))
 def test_a_folder_that_is_deleted_while_it_is_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, after: int

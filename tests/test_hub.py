@@ -229,7 +229,7 @@ def test_an_official_model_has_a_known_tokenizer(
     opened = Checkpoint.open(OFFICIAL)
     shutil.rmtree(opened.directory.parent.parent / ".no_exist")
     request.getfixturevalue("offline")
-    assert opened.tokenizer_directory() == opened.directory
+    assert opened.tokenizer_source() == opened.directory
     assert opened.tokenizer_files() == {}
 
 
@@ -243,7 +243,7 @@ def test_a_repository_known_to_have_no_tokenizer(
     Checkpoint.open(REPO)
     request.getfixturevalue("offline")
     opened = Checkpoint.open(REPO)
-    assert opened.tokenizer_directory() == opened.directory
+    assert opened.tokenizer_source() == opened.directory
 
 
 def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:

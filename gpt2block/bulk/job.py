@@ -135,7 +135,7 @@ def read_tokenizer(checkpoint: Checkpoint, path: str | None) -> Any:
     vocab_size = checkpoint.config.vocab_size
     if path is not None:
         return tokenizer.from_path(path, vocab_size)
-    return tokenizer.load(checkpoint.tokenizer_directory(), vocab_size)
+    return tokenizer.load(checkpoint.tokenizer_source(), vocab_size)
 
 
 def absolute(name: str) -> str:

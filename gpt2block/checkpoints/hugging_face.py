@@ -22,7 +22,7 @@ from gpt2block.checkpoints.stored import (
     Entry,
     Joined,
     Stored,
-    check_start,
+    check_pointer,
     file_size,
     first_names,
     is_file,
@@ -68,7 +68,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     parts = {
         ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
     }
-    _check(file, naming, parts, found)
+    check_tensors(file, naming, parts, found)
     return config, {
         ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
         for ours, names in parts.items()
@@ -119,7 +119,7 @@ def _stored(file: Path, layout: str | None, entries: Entries) -> Stored:
     return Joined.of(parts)
 
 
-def _check(
+def check_tensors(
     file: Path, naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], found: Entries
 ) -> None:
     """Raise CheckpointError unless the tensors found are exactly those of the model."""
@@ -211,7 +211,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     Source: the format's description in https://github.com/huggingface/safetensors. The library
     checks the file, but its interface does not return the tensors' offsets.
     """
-    check_start(file, read_start(file, 64))
+    check_pointer(file, read_start(file, 64))
     size = file_size(file)
     try:
         with reading(file), safe_open(file, "np"):

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2block.checkpoints.stored import Stored, check_start, file_size, itemsize, read_start
+from gpt2block.checkpoints.stored import Stored, check_pointer, file_size, itemsize, read_start
 from gpt2block.config import GPT2Config, block_shapes, model_shapes
 from gpt2block.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def is_model(file: Path) -> bool:
     that cannot be read.
     """
     start = read_start(file, 64)
-    check_start(file, start)
+    check_pointer(file, start)
     magic = int.from_bytes(start[:4], "little")
     if magic in _OTHER_MAGICS:
         raise CheckpointError(

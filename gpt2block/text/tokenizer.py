@@ -18,6 +18,8 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints import gguf_tokenizer
+from gpt2block.checkpoints.gguf import is_gguf
 from gpt2block.checkpoints.tokenizer_files import (
     ADDED,
     LLM_C,
@@ -52,8 +54,8 @@ def _runs(shortest: int) -> re.Pattern[str]:
 _LONG_RUN = _runs(10_000)
 
 
-def load(directory: Path | None, vocab_size: int) -> Encoding:
-    """The tokenizer of the checkpoint in `directory`, or of weights without a directory (None).
+def load(source: Path | None, vocab_size: int) -> Encoding:
+    """The tokenizer of a checkpoint's folder or GGUF file, or of weights without one (None).
 
     Reads the first of these that exists: tokenizer.json; encoder.json with vocab.bpe, or vocab.json
     with merges.txt; llm.c's gpt2_tokenizer.bin. If the directory has no tokenizer and vocab_size is
@@ -62,13 +64,15 @@ def load(directory: Path | None, vocab_size: int) -> Encoding:
     Raises CheckpointError for damaged files, for settings that are not supported, for a directory
     with a tokenizer of another kind, and for one with more tokens than the model.
     """
-    encoding = _in_directory(directory) if directory else None
-    source = directory or "weights given as arrays"
+    if source is not None and source.is_file():
+        return _fitting(from_gguf(source), vocab_size, source)
+    encoding = _in_directory(source) if source else None
+    name = source or "weights given as arrays"
     if encoding is None and vocab_size != _GPT2_VOCABULARY:
         raise CheckpointError(
-            f"{source}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
+            f"{name}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
         )
-    return _fitting(encoding or _gpt2(directory), vocab_size, source)
+    return _fitting(encoding or _gpt2(source), vocab_size, name)
 
 
 def from_path(path: str | Path, vocab_size: int) -> Encoding:
@@ -83,6 +87,8 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
     encoding: Encoding | None = None
     if os.path.isdir(path):
         encoding = _in_directory(path)
+    elif os.path.isfile(path) and is_gguf(path):
+        encoding = from_gguf(path)
     elif os.path.lexists(path) and path.suffix == ".bin":
         encoding = from_llm_c(path)
     elif os.path.lexists(path):
@@ -281,7 +287,23 @@ def from_tokenizer_json(path: Path) -> Encoding:
     CheckpointError for a damaged file, for settings that are not supported, and for a
     tokenizer_config.json that contradicts it.
     """
-    spec, settings = _parse(path), _settings(path.parent, with_bos=True)
+    return _of_spec(path, _parse(path), _settings(path.parent, with_bos=True))
+
+
+def from_gguf(path: Path) -> Encoding:
+    """The tokenizer of a GGUF file, one of two kinds: see docs/tokenizers.md.
+
+    Raises CheckpointError for a damaged file, and for one whose tokenizer is not supported.
+    """
+    files = gguf_tokenizer.files_of(path)
+    return _of_spec(path, files[TOKENIZER], files[SETTINGS])
+
+
+def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
+    """The tokenizer with this content of tokenizer.json and tokenizer_config.json.
+
+    path: the file, for errors.
+    """
     try:
         added = spec.get("added_tokens") or []
         known = {token["content"] for token in added}

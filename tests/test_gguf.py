@@ -1,0 +1,395 @@
+"""GGUF files: compared with the checkpoints that they were made from, and damaged ones."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+
+import gpt2block
+from gpt2block import (
+    GPT2,
+    GPT2Config,
+    GPT2Weights,
+    Llama,
+    LlamaConfig,
+    LlamaWeights,
+    RopeScaling,
+    cli,
+)
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints.gguf_header import read_header
+from tests.gguf_files import metadata_of, save, tensors_of, write
+from tests.refusals import refused
+
+GOLDEN = Path(__file__).parent / "golden"
+LLAMAS = ("plain", "grouped", "scaled", "tied", "shards")
+LARGE = LlamaConfig(  # rows of 256, the longest block of a quantized type
+    n_layer=1, n_head=4, n_embd=256, n_ctx=8, vocab_size=16, n_kv_head=2, n_ff=256
+)
+ids = np.array([[1, 5, 3, 2, 7], [0, 8, 8, 4, 6]])
+
+
+def sources() -> list[Path]:
+    return [GOLDEN / "tiny", *(GOLDEN / f"llama-{name}" for name in LLAMAS)]
+
+
+def assert_same_tensors(found: Checkpoint, expected: Checkpoint) -> None:
+    """All tensors, in any layout, are equal bit for bit."""
+    pairs = list(zip(found.tensors(), expected.tensors(), strict=True))
+    assert pairs
+    for (name, array, layout), (their_name, theirs, their_layout) in pairs:
+        assert name == their_name
+        turned = array if layout == their_layout else array.T
+        np.testing.assert_array_equal(turned, theirs.astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda path: path.name)
+def test_a_file_is_the_checkpoint_that_it_was_made_from(source: Path, tmp_path: Path) -> None:
+    found, expected = Checkpoint.open(save(tmp_path / "m.gguf", source)), Checkpoint.open(source)
+    assert_same_tensors(found, expected)
+    sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
+    sizes += ("n_kv_head", "head_size", "n_ff", "theta", "attention_bias", "mlp_bias")
+    for size in sizes:
+        assert getattr(found.config, size, None) == getattr(expected.config, size, None), size
+    model, theirs = (gpt2block.from_pretrained(each, device="cpu") for each in (found, expected))
+    largest = np.abs(theirs(ids)).max()
+    np.testing.assert_allclose(model(ids), theirs(ids), rtol=0, atol=2e-6 * largest)
+
+
+def test_a_folder_with_one_gguf_says_how_to_open_it(tmp_path: Path) -> None:
+    save(tmp_path / "tiny.Q8_0.gguf", GOLDEN / "tiny")
+    refused(tmp_path, "expected model.safetensors", "give the path of the file", "tiny.Q8_0.gguf")
+    refused("no_such_model.gguf", "no such file or directory")
+
+
+def test_the_scaling_of_llama_3_is_its_factors(tmp_path: Path) -> None:
+    expected = Checkpoint.open(GOLDEN / "llama-scaled").config
+    found = Checkpoint.open(save(tmp_path / "m.gguf", GOLDEN / "llama-scaled")).config
+    assert isinstance(expected, LlamaConfig)
+    assert isinstance(found, LlamaConfig)
+    assert found.scaling is not None
+    assert found.scaling.kind == "longrope"
+    np.testing.assert_allclose(found.frequencies(), expected.frequencies(), rtol=1e-7)
+    assert np.ptp(found.frequencies() / LlamaConfig(theta=500.0, head_size=12).frequencies()) > 0.5
+    hugging_face = found.to_hugging_face()
+    assert LlamaConfig.from_hugging_face(hugging_face).scaling == found.scaling
+    changes: tuple[dict[str, Any], ...] = (
+        {"attention_factor": 1.2}, {"short_factor": [1.0] * 6}, {"long_factor": None}
+    )  # fmt: skip
+    for change in changes:
+        scaling = hugging_face["rope_scaling"] | change
+        with pytest.raises(gpt2block.CheckpointError, match="longrope is supported with equal"):
+            LlamaConfig.from_hugging_face(hugging_face | {"rope_scaling": scaling})
+    with pytest.raises(gpt2block.InputError, match="a factor for each of 64 frequencies, got 6"):
+        LlamaConfig(scaling=found.scaling)
+
+
+def kinds() -> list[str]:
+    """Every type that the package dequantizes, the blocks of which fit in rows of 256."""
+    found = []
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return [*found, "F64"]
+
+
+def test_the_types_are_those_of_the_package() -> None:
+    known = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K",
+             "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "TQ1_0", "F64"}  # fmt: skip
+    assert known <= set(kinds())
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_each_type_is_read_as_the_package_dequantizes_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are random; rows of Q and K are put into Hugging Face's order."""
+    monkeypatch.setattr("gpt2block.checkpoints.gguf._DECODED_AT_ONCE", 2000)
+    rng, stored = np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[stored]
+    floats = {"F32": np.float32, "F64": np.float64}.get(kind)
+    expected = {}
+
+    def filled(name: str, array: Any) -> Any:
+        rows, columns = array.shape
+        if floats:
+            return rng.standard_normal(array.shape).astype(floats)
+        data = rng.integers(0, 256, (rows, columns // block * size)).astype(np.uint8)
+        return data
+
+    def values(array: Any) -> Any:
+        if floats:
+            return array.astype(np.float32)
+        with np.errstate(all="ignore"):  # random bytes may be infinite or NaN
+            return dequantize(array, stored)
+
+    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
+    tensors = tensors_of(source)
+    for name, array in tensors.items():
+        if array.ndim > 1:
+            tensors[name] = filled(name, array)
+            expected[name] = values(tensors[name])
+    file = write(tmp_path / "m.gguf", metadata_of(source), tensors, lambda name: kind)
+    found = Checkpoint.open(file)
+    assert {name for each in found.stored.values() for name in each.types} == {"F32", kind}
+    got = {name: np.asarray(array, np.float32) for name, array, _ in found.tensors()}
+    for ours, name in (("wte", "token_embd"), ("lm_head", "output")):
+        np.testing.assert_array_equal(got[ours], expected[f"{name}.weight"])
+    for ours, name in (("w_o", "attn_output"), ("w_down", "ffn_down")):
+        np.testing.assert_array_equal(got[f"h.0.{ours}"], expected[f"blk.0.{name}.weight"])
+    q, k = (expected[f"blk.0.attn_{part}.weight"].astype(np.float32) for part in "qk")
+    rows = [64 * head + 2 * row + half for head in range(6) for half in (0, 1) for row in range(32)]
+    both = np.concatenate([q, k])[rows]
+    np.testing.assert_array_equal(got["h.0.w_qkv"][: len(both)], both)
+    v = expected["blk.0.attn_v.weight"]
+    np.testing.assert_array_equal(got["h.0.w_qkv"][len(both) :], v)
+
+
+def _source(folder: Path, weights: Any) -> Checkpoint:
+    return Checkpoint.open(save_pretrained(folder / "source", weights))
+
+
+@pytest.mark.parametrize("kind", ["I8", "I32", "Q8_1"])
+def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    tensors = tensors_of(source)
+    rows, columns = tensors["blk.0.ffn_up.weight"].shape
+    tensors["blk.0.ffn_up.weight"] = np.zeros((rows, columns // block * size), np.uint8)
+    file = write(tmp_path / "m.gguf", metadata_of(source), tensors,
+                 lambda name: kind if "ffn_up" in name else "F32")  # fmt: skip
+    refused(file, f"blk.0.ffn_up.weight: type {kind} is not supported")
+
+
+def test_a_type_that_the_package_does_not_know(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
+    data = bytearray(file.read_bytes())
+    at = data.index(b"blk.0.attn_qkv.weight") + len("blk.0.attn_qkv.weight") + 4 + 2 * 8
+    data[at] = 99
+    file.write_bytes(data)
+    refused(file, "blk.0.attn_qkv.weight: type 99 is not known to the package gguf")
+
+
+def test_parts_of_w_qkv_of_several_types_become_float32(tmp_path: Path) -> None:
+    types = {"attn_q": "Q4_0", "attn_v": "Q8_0", "attn_k": "F16"}
+    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
+
+    def kind(name: str) -> str:
+        return next((types[part] for part in types if part in name), "F32")
+
+    file = save(tmp_path / "m.gguf", source.directory, kind)
+    found = Checkpoint.open(file)
+    assert found.stored["h.0.w_qkv"].types == ("Q4_0", "F16", "Q8_0")
+    assert found.stored["h.0.w_qkv"].nbytes == 256 * 256 * 18 // 32 + 128 * 256 * (2 + 34 / 32)
+    array = found.stored["h.0.w_qkv"].read()
+    assert array.dtype == np.float32
+    exact = source.stored["h.0.w_qkv"].read()
+    k = exact[256:384].astype(np.float16)
+    np.testing.assert_array_equal(array[256:384], k)
+    v = dequantize(quantize(exact[384:], gguf.GGMLQuantizationType.Q8_0),
+                   gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    np.testing.assert_array_equal(array[384:], v)
+
+
+def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=8, vocab_size=4096)
+    source = _source(tmp_path, GPT2Weights.random(1, config))
+    file = save(tmp_path / "m.gguf", source.directory, lambda name: "Q8_0")
+    checkpoint = Checkpoint.open(file)
+    next(iter(checkpoint.tensors()))
+    tracemalloc.start()
+    largest = max(array.nbytes for _, array, _ in checkpoint.tensors())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    pieces = 2**20 * 4 * 3  # numbers that are decoded at once, with temporary arrays
+    assert largest == 4096 * 256 * 4
+    assert peak < 2 * largest + pieces + 2**20  # a loop keeps the last tensor, too
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_header_is_what_the_package_reads(version: int, tmp_path: Path) -> None:
+    values = {
+        "x.int": 7, "x.float": 0.1, "x.text": "naïve ▁", "x.true": True, "x.empty": [],
+        "x.texts": ["a", "", "ü"], "x.numbers": [1, -2, 3], "x.floats": [0.5, 1.5],
+        "x.bools": [True, False],
+    }  # fmt: skip
+    values.pop("x.empty")  # the package cannot write it
+    source = Checkpoint.open(GOLDEN / "tiny")
+    file = write(tmp_path / "m.gguf", metadata_of(source) | values, tensors_of(source))
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + struct.pack("<I", version) + data[8:])
+    found, expected = read_header(file), gguf.GGUFReader(file)
+    for key, value in values.items():
+        got = found.metadata[key]
+        assert (got.tolist() if isinstance(got, np.ndarray) else got) == value
+    theirs = {key for key in expected.fields if not key.startswith("GGUF.")}
+    assert set(found.metadata) == theirs
+    for tensor in expected.tensors:
+        placed = found.tensors[tensor.name]
+        assert placed.shape == tuple(reversed(tensor.shape.tolist()))
+        assert (placed.offset, placed.nbytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "qwen2"}, "general.architecture: expected 'llama'"),
+    "split": ({"split.count": 3}, "split.count is 3: expected one file"),
+    "window": ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window: 4096"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count: 8 is not supported"),
+    "unknown": ({"llama.new_setting": True}, "llama.new_setting: True is not supported"),
+    "layers": ({"llama.block_count": 3}, "block_count is 3, the file has 2 blocks"),
+    "many layers": ({"llama.block_count": 2**31}, "n_layer: expected at most 10,000"),
+    "rotary": ({"llama.rope.dimension_count": 6}, "rope.dimension_count: expected the head size"),
+    "values": ({"llama.attention.value_length": 6}, "attention.value_length: expected the head"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not"),
+    "per layer": ({"llama.feed_forward_length": [56, 56]}, "expected one value for all blocks"),
+    "vocabulary": ({"llama.vocab_size": 88}, "vocab_size is 88, token_embd.weight has 89 rows"),
+    "heads": ({"llama.attention.head_count": 5}, "36 is not a multiple of"),
+    "text": ({"llama.embedding_length": "36"}, "n_embd: expected a positive integer, got '36'"),
+    "missing": ({"llama.block_count": None}, "expected llama.block_count: missing"),
+    "width": ({"llama.embedding_length": 48}, "tensors misshapen: token_embd.weight"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_not_supported_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[name]
+    source = Checkpoint.open(GOLDEN / "llama-plain")
+    metadata = {**metadata_of(source), **changes}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    if name == "heads":
+        del metadata["llama.attention.key_length"], metadata["llama.attention.value_length"]
+    refused(write(tmp_path / "m.gguf", metadata, tensors_of(source)), message)
+
+
+def test_settings_that_change_nothing_are_ignored(tmp_path: Path) -> None:
+    neutral = {
+        "llama.attention.sliding_window": 0, "llama.expert_count": 0, "general.name": "x",
+        "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 8.0,
+        "somebody.note": ["a"], "llama.attention.causal": True,
+    }  # fmt: skip
+    source = Checkpoint.open(GOLDEN / "llama-plain")
+    file = write(tmp_path / "m.gguf", metadata_of(source) | neutral, tensors_of(source))
+    assert Checkpoint.open(file).config == Checkpoint.open(source.directory).config
+
+
+def test_gpt2_with_another_hidden_width(tmp_path: Path) -> None:
+    source = Checkpoint.open(GOLDEN / "tiny")
+    metadata = metadata_of(source) | {"gpt2.feed_forward_length": 100}
+    file = write(tmp_path / "m.gguf", metadata, tensors_of(source))
+    refused(file, "gpt2.feed_forward_length: expected 192, got 100")
+
+
+def test_an_output_matrix_of_its_own_unties_gpt2(tmp_path: Path) -> None:
+    source = Checkpoint.open(GOLDEN / "tiny")
+    tensors = tensors_of(source)
+    tensors["output.weight"] = tensors["token_embd.weight"][::-1]
+    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
+    model = GPT2.from_pretrained(file, device="cpu")
+    assert not model.config.tie_word_embeddings
+    tied = GPT2.from_pretrained(GOLDEN / "tiny", device="cpu")
+    np.testing.assert_allclose(model(ids)[..., ::-1], tied(ids), rtol=0, atol=1e-4)
+    assert np.abs(model(ids) - tied(ids)).max() > 1
+
+
+def test_convert_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = GOLDEN / "llama-grouped"
+    file = save(tmp_path / "m.gguf", source, lambda name: "F16")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["convert", str(file), str(tmp_path / "out")])
+    assert capsys.readouterr().out.startswith("wrote 2 layers of width 36 in float16, float32 to")
+    assert_same_tensors(Checkpoint.open(tmp_path / "out"), Checkpoint.open(source))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["info", str(file)])
+    shown = capsys.readouterr().out
+    assert "F16, F32" in shown
+    assert "blk.0.attn_q.weight … blk.0.attn_v.weight" in shown
+    assert Llama.from_pretrained(file, device="cpu", dtype="bfloat16").dtype == "bfloat16"
+
+
+# --- damaged files
+
+
+def damaged(file: Path, at: int, change: bytes) -> Path:
+    data = bytearray(file.read_bytes())
+    data[at : at + len(change)] = change
+    other = file.with_name("damaged.gguf")
+    other.write_bytes(data)
+    return other
+
+
+def test_lengths_counts_and_offsets_beyond_the_file(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
+    start = file.read_bytes()
+    name = b"blk.0.attn_qkv.weight"
+    shape, kind = start.index(name) + len(name) + 4, start.index(name) + len(name) + 20
+    for at in (8, 16, 24, start.index(b"general.architecture") - 8, start.index(name) - 8,
+               shape, shape + 8, kind + 4):  # fmt: skip
+        for value in (2**64 - 1, 2**63, 2**40, 2**31):
+            refused(damaged(file, at, struct.pack("<Q", value)), "truncated or not a GGUF file")
+    for length in (0, 3, 4, 7, 8, 20, 24, 100, 1000, len(start) - 1):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(start[:length])
+        refused(cut, "truncated or not a GGUF file")
+
+
+def test_other_damage_says_what_is_wrong(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
+    data = file.read_bytes()
+    key = data.index(b"gpt2.block_count") + len(b"gpt2.block_count")
+    refused(damaged(file, 4, struct.pack("<I", 1)), "expected version 2 or 3")
+    refused(damaged(file, 4, struct.pack(">I", 3)), "little-endian", "big-endian")
+    refused(damaged(file, 0, b"GGML"), "it starts with b'GGML'")
+    refused(damaged(file, key, struct.pack("<I", 13)), "gpt2.block_count: a value of the unknown")
+    refused(damaged(file, key, struct.pack("<IIQ", 9, 9, 1)), "an array of arrays")
+    refused(damaged(file, key - 4, b"\xff"), "a string is not UTF-8")
+    tensor = data.index(b"blk.0.attn_qkv.weight") + len(b"blk.0.attn_qkv.weight")
+    refused(damaged(file, tensor, struct.pack("<I", 0)), "expected 1 to 4 dimensions, got 0")
+    refused(damaged(file, tensor - 21, b"blk.0.ffn_down.weight"), "it has a tensor twice")
+
+
+def test_an_array_that_is_not_long_enough_needs_little_memory(tmp_path: Path) -> None:
+    """A count of 2^27 numbers, in a file of 100 MB with holes."""
+    file = tmp_path / "m.gguf"
+    with file.open("wb") as stream:
+        key = b"x"
+        stream.write(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key)
+        stream.write(struct.pack("<IIQ", 9, 8, 2**22))  # strings
+        stream.write(struct.pack("<Q", 2**60))
+        stream.truncate(10**8)
+    tracemalloc.start()
+    refused(file, "it states 1,152,921,504,606,846,976 entries of 1 bytes or more")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save(tmp_path / "m.gguf", GOLDEN / "tiny")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    refused(file, "a GGUF file needs the package gguf: run pip install gguf")
+
+
+def test_a_factor_of_rope_that_is_not_a_number(tmp_path: Path) -> None:
+    source = Checkpoint.open(GOLDEN / "llama-plain")
+    tensors = tensors_of(source) | {"rope_freqs.weight": np.full(6, math.nan, np.float32)}
+    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
+    refused(file, "rope_scaling: factors: expected a number from 2^-20 to 2^20, got nan")
+    tensors["rope_freqs.weight"] = np.ones(5, np.float32)
+    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
+    refused(file, "expected a factor for each of 6 frequencies, got 5")
+    both = metadata_of(source) | {"llama.rope.scaling.factor": 2.0}
+    tensors["rope_freqs.weight"] = np.ones(6, np.float32)
+    file = write(tmp_path / "m.gguf", both, tensors)
+    refused(file, "llama.rope.scaling.factor: not supported with rope_freqs.weight")
+    assert RopeScaling("linear", 2.0).factors == ()
