@@ -193,7 +193,10 @@ def _byte_level(
 def _sentence_piece(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: list[int], unknown: str | None
 ) -> tuple[dict[str, Any], bool]:
-    """The pipeline of SentencePiece's BPE with bytes; texts begin with bos by default."""
+    """The pipeline of SentencePiece's BPE with bytes; texts begin with bos by default.
+
+    As in llama.cpp, the text after a special or user-defined token begins with a space, too.
+    """
     scores = _numbers(found, "scores", len(tokens))
     if kinds.count(_BYTE) != 256 or unknown is None:
         raise CheckpointError(
