@@ -23,7 +23,7 @@ Case = Callable[[np.random.Generator, Path], Outcome]
 T = TypeVar("T")
 
 OURS = (InputError, CheckpointError, DeviceError)
-NUMPY_AREAS = ("checkpoints", "configs", "tokenizers", "api", "bulk", "command_line")
+NUMPY_AREAS = ("checkpoints", "configs", "gguf_files", "tokenizers", "api", "bulk", "command_line")
 
 
 class Area(NamedTuple):
