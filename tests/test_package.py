@@ -1,4 +1,4 @@
-"""The wheel: everything a user needs is in it, and nothing of the tree is needed beside it."""
+"""The wheel: everything a user needs is in it, and it works without the source tree."""
 
 from __future__ import annotations
 
