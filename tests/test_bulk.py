@@ -193,7 +193,7 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as end:
         cli.main(["map", "score", "in.txt", "--output", "nowhere"])
     assert end.value.code == 2
-    assert "map needs Dask: pip install 'gpt2block[dask]'" in capsys.readouterr().err
+    assert "map needs Dask: pip install dask distributed bokeh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["score", "generate", "embed"])

@@ -18,8 +18,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     page: page.read_text(encoding="utf-8")
     for page in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        ROOT / "kernels_cu" / "README.md",
+        *ROOT.glob("*.md"),
+        *(ROOT / folder / "README.md" for folder in ("kernels_cu", "examples")),
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
@@ -54,6 +54,17 @@ def test_two_commands_of_one_line_that_set_themselves_up() -> None:
     run, test = commands()
     assert run == f"{SET_UP}'.[cuda12]' && .venv/bin/gpt2block generate --seed 7"
     assert test == f"{SET_UP}'.[cuda12,plot,test]' && .venv/bin/pytest -q -n auto --dist loadfile"
+
+
+def test_no_command_or_error_installs_what_is_on_no_index() -> None:
+    """gpt2block is installed from its source: no index has a package of that name."""
+    sources = [file for name in ("gpt2block", "examples") for file in (ROOT / name).rglob("*")]
+    files = [*PAGES, *(file for file in sources if file.suffix in (".py", ".ipynb", ".html"))]
+    assert len(files) > 150
+    installs = r"(?:pipx? install|tool install|uvx|uv add)[^\n`|&]*\bgpt2block\b"
+    named = re.compile(rf"{installs}|gpt2block\[")
+    found = {file.name: named.findall(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: texts for file, texts in found.items() if texts} == {}
 
 
 def test_ci_takes_both_commands_from_the_readme() -> None:
@@ -140,6 +151,27 @@ def test_they_write_the_same_on_a_gpu(arguments: list[str], output: str) -> None
         check=True,
     )
     assert done.stdout.splitlines() == shown(output)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [("block_forward", []), ("real_gpt2", ["To be, or not to be", "--model", "shakespeare"])],
+)
+def test_the_examples_print_what_is_shown(example: str, arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{example}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
+    )
+    printed, expected = (
+        [re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", line) for line in lines]
+        for lines in (done.stdout.splitlines(), shown(example))
+    )
+    assert printed == expected
 
 
 def test_the_score_shown(data: Path, tmp_path: Path) -> None:

@@ -127,7 +127,10 @@ def test_every_excerpt_of_a_chapter_is_there() -> None:
         assert "<!-- source:" not in excerpts.insert(text, chapter.parent)
 
 
-def test_links_out_of_the_docs_lead_to_the_repository() -> None:
+@pytest.mark.parametrize("source", [None, "https://b.c/d"])
+def test_links_out_of_the_docs_lead_to_the_repository_if_it_has_an_address(
+    source: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mkdocs", reason="building the site needs the extra docs")
     import site_pages  # noqa: PLC0415
 
@@ -136,18 +139,25 @@ def test_links_out_of_the_docs_lead_to_the_repository() -> None:
             text, SimpleNamespace(file=SimpleNamespace(src_uri=page))
         )
 
-    source = site_pages.source_address()
-    assert source.startswith("https://")
+    def linked(text: str, path: str) -> str:
+        return f"[{text}]({source}/{path})" if source else text
+
+    monkeypatch.setattr(site_pages, "source_address", lambda: source)
     assert resolved("learn/a.md", "[a](../gpt2.md#b)") == "[a](../gpt2.md#b)"
     assert resolved("a.md", "[a](../kernels_cu/README.md)") == "[a](kernels.md)"
-    assert resolved("a.md", "[a](../gpt2block/ops)") == f"[a]({source}/tree/main/gpt2block/ops)"
-    assert resolved("kernels.md", "[a](lib/rows.cuh#x)") == (
-        f"[a]({source}/blob/main/kernels_cu/lib/rows.cuh#x)"
+    assert resolved("a.md", "[`a`](../gpt2block/ops)") == linked("`a`", "tree/main/gpt2block/ops")
+    assert resolved("kernels.md", "[a](lib/rows.cuh#x)") == linked(
+        "a", "blob/main/kernels_cu/lib/rows.cuh#x"
     )
     assert resolved("kernels.md", "[a](../docs/performance.md)") == "[a](performance.md)"
     assert resolved("a.md", "[a](https://b.c/d)") == "[a](https://b.c/d)"
     code = "```\n[a](../b)\n```"
     assert resolved("a.md", code) == code
+
+
+def test_the_site_has_no_file_that_needs_its_address(site: Path) -> None:
+    assert "site_url:" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [name for name in ("404.html", "sitemap.xml") if (site / name).exists()] == []
 
 
 # Pictures

@@ -1,8 +1,8 @@
 """A hook of mkdocs.yml: pages that lie outside docs/, excerpts, and links to the sources.
 
 Links in the repository are relative paths, which work in a checkout. On the site, a link to a page
-leads to that page, and any other link that leaves docs/ leads to the file in the repository named
-by `[project.urls]`.
+leads to that page. Any other link that leaves docs/ leads to the file in the repository that
+`[project.urls]` names as Source; where it names none, the link becomes its text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ PAGES = {  # file of the repository → page of the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "kernels_cu/README.md": "kernels.md",
+    "examples/README.md": "examples.md",
 }
-LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)((?:#[^)\s]*)?)\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
-def source_address() -> str:
-    """The address of the repository, from `[project.urls]`."""
+def source_address() -> str | None:
+    """The address of the repository, if `[project.urls]` has one."""
     found = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
-    assert found, "pyproject.toml has no [project.urls] Source"
-    return found[1]
+    return found[1] if found else None
+
+
+def on_post_template(output: str, config: Any, **_: Any) -> str:
+    """Leave out 404.html and sitemap.xml where mkdocs.yml has no site_url, which they need."""
+    return output if config.site_url else ""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -47,13 +52,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = excerpts.insert(markdown, (ROOT / source).parent)
     ends = [0, *(end for block in CODE.finditer(markdown) for end in block.span()), len(markdown)]
     parts = [markdown[a:b] for a, b in pairwise(ends)]
-    parts[::2] = [
-        LINK.sub(lambda m: m[1] + target(m[2], source, at) + m[3], part) for part in parts[::2]
-    ]
+
+    def resolved(link: re.Match[str]) -> str:
+        text, path, anchor = link.groups()
+        address = target(path, source, at)
+        return f"[{text}]({address}{anchor})" if address else text
+
+    parts[::2] = [LINK.sub(resolved, part) for part in parts[::2]]
     return "".join(parts)
 
 
-def target(link: str, source: str, page: str) -> str:
+def target(link: str, source: str, page: str) -> str | None:
     """Where a link of the file `source` leads from the page `page`: a page, or an address."""
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     if file.startswith("docs/"):
@@ -62,5 +71,6 @@ def target(link: str, source: str, page: str) -> str:
         file = PAGES[file]
     else:
         kind = "tree" if (ROOT / file).is_dir() else "blob"
-        return f"{source_address()}/{kind}/main/{file}"
+        address = source_address()
+        return address and f"{address}/{kind}/main/{file}"
     return posixpath.relpath(file, posixpath.dirname(page) or ".")

@@ -379,7 +379,7 @@ def require_pyarrow() -> Any:
     try:
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError as error:
-        raise InputError("Parquet needs pyarrow: pip install 'gpt2block[parquet]'") from error
+        raise InputError("Parquet needs pyarrow: pip install pyarrow") from error
     return pyarrow
 
 

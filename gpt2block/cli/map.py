@@ -203,7 +203,7 @@ def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415
     except ImportError as error:
-        raise InputError(f"map needs Dask: pip install 'gpt2block[dask]' ({error})") from error
+        raise InputError(f"map needs Dask: pip install dask distributed bokeh ({error})") from error
     from gpt2block.bulk.job import Job  # noqa: PLC0415
     from gpt2block.run.model import check_dtype, kv_cache_dtype  # noqa: PLC0415
 

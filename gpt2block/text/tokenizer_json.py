@@ -323,8 +323,7 @@ def _by_tokenizers(
         import tokenizers  # noqa: F401, PLC0415
     except ImportError as error:
         raise ValueError(
-            f"it has {problem}, which needs the package tokenizers: run "
-            "pip install 'gpt2block[tokenizers]'"
+            f"it has {problem}, which needs the package tokenizers: run pip install tokenizers"
         ) from error
     definition = json.dumps(spec | {"truncation": None, "padding": None}, ensure_ascii=False)
     try:

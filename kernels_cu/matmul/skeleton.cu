@@ -1,4 +1,4 @@
-// Matrix product with bias: C = A B + bias, row-major fp32. From LeetGPU's GPT-2 block challenge.
+// Matrix product with bias: C = A B + bias, row-major fp32. A step of LeetGPU's GPT-2 block challenge.
 //
 // One thread per output, TILE x TILE threads per block. The block walks along K in steps of TILE: it loads one tile of
 // A and one of B into shared memory, so that each value loaded from global memory is used TILE times, and each thread
