@@ -313,6 +313,12 @@ def changed(index: int, *items: Any) -> Tensors:
         (changed(1, ("wpe", np.ones((48, 11)), None)), None, "wpe: expected shape (11, 48), got"),
         (changed(1, ("wpe", np.ones((11, 48), int), None)), None, "wpe: expected a NumPy array of"),
         (changed(1, ("wpe", [[1.0]], None)), None, "got list"),
+        (changed(1, ("wpe", np.ma.ones((11, 48)), None)), None, "got MaskedArray"),
+        (
+            changed(1, ("wpe", np.full((11, 48), 1e39), None)),
+            None,
+            "wpe: 528 weights are out of the range of float32",
+        ),
         (
             changed(1, ("wpe", np.full((11, 48), 1e5), None)),
             "float16",
