@@ -30,6 +30,7 @@ from gpt2block.checkpoints.stored import DTYPES, converted, first_names, itemsiz
 from gpt2block.checks import is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.files import put_in_place
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
 _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
@@ -160,8 +161,8 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
             with TemporaryDirectory(dir=directory, prefix=".saving-") as name:
                 yield Path(name)
                 files = sorted(Path(name).iterdir())
-                for file in files:
-                    os.replace(file, directory / file.name)
+                for file in files:  # a link is replaced: its target may be of other models, too
+                    put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
                     (directory / stale).unlink(missing_ok=True)
         except BaseException:
