@@ -6,7 +6,9 @@ half a unit in the last place of the largest value, and no more.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,17 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import gpt2block
-from gpt2block import GPT2, CheckpointError, Llama, LlamaConfig, LlamaWeights, RopeScaling
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    InputError,
+    Llama,
+    LlamaConfig,
+    LlamaWeights,
+    RopeScaling,
+)
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.checkpoints.hugging_face import parse_config
 from gpt2block.compare import exact_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -264,6 +275,31 @@ def test_equal_values_of_rope_may_be_repeated(
     found = LlamaConfig.from_hugging_face(config | changed)
     assert found.theta == theta
     assert found.scaling == (scaling and RopeScaling("linear", scaling))
+
+
+JSON_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
+    {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
+)  # fmt: skip
+OPTIONAL = (
+    "activation_function", "add_cross_attention", "head_dim", "n_inner", "partial_rotary_factor",
+    "quantization_config", "rope_parameters", "rope_scaling", "sliding_window",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards"])
+def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    refused = set()
+    for key, value in itertools.product({*config, *OPTIONAL}, JSON_VALUES):
+        try:
+            parse_config(config | {key: value})
+        except (CheckpointError, InputError):
+            refused.add(key)
+    assert {"model_type", "vocab_size", "tie_word_embeddings"} <= refused
+    for kind in JSON_VALUES:
+        with pytest.raises(CheckpointError, match="expected model_type 'gpt2' or 'llama', got "):
+            parse_config(config | {"model_type": kind})
 
 
 def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) -> None:
