@@ -97,6 +97,8 @@ class _Spec:
         expected = f"({', '.join(axes)}{',' * (len(axes) == 1)})"
         if isinstance(value, np.ma.MaskedArray):
             got = "a NumPy masked array"
+        elif isinstance(value, np.matrix):
+            got = f"an np.matrix: use np.asarray({name})"
         elif hasattr(value, "dtype") and hasattr(value, "shape"):
             got = f"{value.dtype} {value.shape}"
         else:

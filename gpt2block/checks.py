@@ -74,8 +74,12 @@ def several(given: Any) -> list[Any]:
 
 
 def is_plain(array: object) -> TypeGuard[NDArray[Any]]:
-    """Whether `array` is a NumPy array, and not a masked array, whose mask would be ignored."""
-    return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
+    """Whether `array` is a NumPy array whose operators are those of NumPy.
+
+    A masked array's mask would be ignored, and * of an np.matrix is the matrix product.
+    """
+    kinds = (np.ma.MaskedArray, np.matrix)
+    return isinstance(array, np.ndarray) and not isinstance(array, kinds)
 
 
 def plain_array(name: str, given: Any) -> NDArray[Any]:

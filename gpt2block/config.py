@@ -234,12 +234,14 @@ def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
 
 
 def check_settings(
-    config: Mapping[str, Any], settings: Iterable[tuple[str, tuple[Any, ...], str]]
+    config: Mapping[str, Any],
+    settings: Iterable[tuple[str, tuple[Any, ...], str]],
+    prefix: str = "",
 ) -> None:
     """Raise CheckpointError for a setting of a config.json with a value that is not supported.
 
     settings: the name of each setting, the supported values, the first of which is the default, and
-    why there are no others.
+    why there are no others. prefix: of the names in the message.
     """
     for name, supported, why in settings:
         value = config.get(name, supported[0])
@@ -247,7 +249,7 @@ def check_settings(
         if not scalar or value not in supported:
             expected = " or ".join(_as_json(option) for option in supported)
             raise CheckpointError(
-                f"config.json: {name}: expected {expected}, got {_as_json(value)}: {why}"
+                f"config.json: {prefix}{name}: expected {expected}, got {_as_json(value)}: {why}"
             )
 
 

@@ -44,9 +44,9 @@ _SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
     ("sliding_window", (None,), "attention sees all earlier tokens"),
     ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
-    ("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),
     ("quantization_config", (None,), "quantized weights are not supported"),
 )
+_ROPE_SETTINGS = (("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),)
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": (
@@ -265,34 +265,57 @@ def _token(name: str, value: Any) -> int:
 
 
 def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both."""
-    parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
-    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if value is not None and not isinstance(value, dict):
-            raise CheckpointError(f"config.json: {name}: expected an object, got {shown(value)}")
-    theta = config.get("rope_theta")
-    for fields in (parameters, scaling):
-        theta = theta if fields is None or theta is not None else fields.get("rope_theta")
-    return 10000.0 if theta is None else theta, _scaling(scaling or parameters)
+    """θ and the scaling of RoPE: rope_theta and rope_scaling, or rope_parameters with both.
+
+    Raises CheckpointError for contradictions, of which programs would use one value or the other.
+    """
+    check_settings(config, _ROPE_SETTINGS)
+    thetas: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    scalings: dict[str, RopeScaling | None] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = config.get(name)
+        if fields is not None and not isinstance(fields, dict):
+            raise CheckpointError(f"config.json: {name}: expected an object, got {shown(fields)}")
+        if fields:
+            check_settings(fields, _ROPE_SETTINGS, f"{name}: ")
+            thetas[f"{name}: rope_theta"] = fields.get("rope_theta")
+            scalings[name] = _scaling(name, fields)
+    given = {name: theta for name, theta in thetas.items() if theta is not None}
+    return _agreed(given or {"rope_theta": 10000.0}), _agreed(scalings or {"rope_scaling": None})
 
 
-def _scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
-    kind = None if fields is None else fields.get("rope_type", fields.get("type"))
-    if fields is None or kind in (None, "default"):
+def _agreed(given: Mapping[str, Any]) -> Any:
+    """The one value of these keys of a config.json. Raises CheckpointError if they differ."""
+    (first, value), *others = given.items()
+    for name, other in others:
+        if other != value:
+            raise CheckpointError(
+                f"config.json: {first} {shown(value)} contradicts {name} {shown(other)}: "
+                "remove the wrong one"
+            )
+    return value
+
+
+def _scaling(name: str, fields: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling of `fields`, the value of the key `name`. A type of null is "default"."""
+    types = [(key, fields[key]) for key in ("rope_type", "type") if key in fields]
+    kinds = {f"{name}: {key}": "default" if kind is None else kind for key, kind in types}
+    kind = _agreed(kinds or {"rope_type": "default"})
+    if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in _SCALING_FIELDS:
         known = ", ".join(map(repr, ("default", *_SCALING_FIELDS)))
         raise CheckpointError(f"config.json: rope_type: expected one of {known}, got {shown(kind)}")
     needed = _SCALING_FIELDS[kind]
-    missing = [name for name in needed if name not in fields]
+    missing = [field for field in needed if field not in fields]
     if missing:
-        raise CheckpointError(f"config.json: rope_scaling: expected {', '.join(missing)}: missing")
-    values = [fields[name] for name in needed]
+        raise CheckpointError(f"config.json: {name}: expected {', '.join(missing)}: missing")
+    values = [fields[field] for field in needed]
     if kind == "longrope":
         short, long, attention = values
         if short != long or attention != 1:
             raise CheckpointError(
-                "config.json: rope_scaling: longrope is supported with equal short_factor and "
+                f"config.json: {name}: longrope is supported with equal short_factor and "
                 "long_factor, and with attention_factor 1"
             )
         return RopeScaling("longrope", 1.0, factors=long)

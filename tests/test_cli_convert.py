@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from gpt2block import GPT2, cli
+from gpt2block import GPT2, CheckpointError, cli
 from gpt2block.checkpoints import Checkpoint
 
 FIXTURES = Path(__file__).parent / "data" / "pytorch"
+GOLDEN = Path(__file__).parent / "golden" / "tiny"
 
 
 def convert(*arguments: object) -> int:
@@ -42,6 +44,37 @@ def test_the_dtype_and_a_tokenizer(tmp_path: Path) -> None:
     stored = Checkpoint.open(tmp_path / "out").stored.values()
     assert {tensor.dtype for tensor in stored} == {"bfloat16"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(("largest", "code"), [(3e38, 0), (4e38, 2), (-1e300, 2)])
+def test_float64_is_written_as_float32_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], largest: float, code: int
+) -> None:
+    """Before, numbers out of the range of float32 were written as infinity."""
+    source = shutil.copytree(GOLDEN, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    wide = {name: array.astype(np.float64) for name, array in tensors.items()}
+    wide["transformer.wpe.weight"][3, 4] = largest
+    save_file(wide, source / "model.safetensors")
+    assert convert(source, tmp_path / "out") == code
+    printed = capsys.readouterr()
+    if code:
+        assert "wpe.weight: 1 weights are out of the range of float32" in printed.err
+        assert not (tmp_path / "out").exists()
+    else:
+        assert "wrote 3 layers of width 48 in float32 to " in printed.out
+        stored = Checkpoint.open(tmp_path / "out").stored.values()
+        assert {tensor.dtype for tensor in stored} == {"float32"}
+
+
+def test_float64_out_of_range_is_not_loaded(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDEN, tmp_path / "source")
+    wide = load_file(source / "model.safetensors")
+    wide["transformer.h.1.mlp.c_fc.weight"] = np.full((48, 192), 1e200)
+    save_file(wide, source / "model.safetensors")
+    message = r"h\.1\.mlp\.c_fc\.weight: 9,216 weights are out of the range of float32, as which"
+    with pytest.raises(CheckpointError, match=message):
+        GPT2.from_pretrained(source, device="cpu")
 
 
 def test_what_is_there_is_replaced_only_with_overwrite(

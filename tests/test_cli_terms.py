@@ -38,6 +38,7 @@ SAMPLING = [
     (["--samples", "0"], "--samples: expected a positive integer"),
     (["--overflow", "no"], "--overflow: expected 'error' or 'truncate', got 'no'"),
     (["--stop", ""], "--stop: expected strings of at least one character"),
+    (["--stop", "\udcff"], "--stop: character 0 is U+DCFF, a lone surrogate"),
 ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 from base64 import b64decode
 from dataclasses import replace
 from html import unescape
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, Llama, LlamaWeights, reference
+from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli.app import app
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import kernels
@@ -358,3 +362,34 @@ def test_the_command_refuses_what_it_cannot_do(
     assert isinstance(ran.exception, InputError)
     assert message in str(ran.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_path_is_not_utf_8(tmp_path: Path) -> None:
+    """Before, the title could not be encoded, and the old file was left empty."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
+    shutil.copytree(Checkpoint.open("shakespeare").directory, folder)
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    ran = run("O", "--model", str(folder), "-o", str(page))
+    assert ran.exit_code == 0, ran.output
+    assert "m\\udcff</title>" in page.read_text(encoding="utf-8")
+
+
+def test_an_error_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    monkeypatch.setattr("os.fsync", full)
+    ran = run("O", "-o", str(path))
+    assert str(ran.exception) == f"{path}: cannot be written: No space left on device"
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_control_characters_are_escaped_in_the_title() -> None:
+    data = {"text": "a\0b\x1b\x85c\u202e", "model": {"name": "m\ud800\n"}, "tokens": []}
+    assert Page(data).title == r"a\x00b\x1b c\u202e · m\ud800\n"
+    with pytest.raises(InputError, match=r"a\\x00b: cannot be written: embedded null byte"):
+        Page(data).save("a\0b")

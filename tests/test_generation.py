@@ -290,6 +290,7 @@ def test_nan_is_an_error() -> None:
         ({"stop": ""}, "stop: expected strings of at least one character, got ''"),
         ({"stop": ["a", 3]}, "stop: expected strings"),
         ({"stop": 3}, "stop: expected strings"),
+        ({"stop": ["a", "b\udcff"]}, "stop: character 1 is U+DCFF, a lone surrogate: expected"),
         ({"stop_ids": [256]}, "stop_ids: token 0 is 256: expected ids from 0 to 255"),
         ({"stop_ids": -1}, "stop_ids: token 0 is -1"),
         ({"stop_ids": np.array(300)}, "stop_ids: token 0 is 300"),

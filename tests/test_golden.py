@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from gpt2block import GPT2, GPT2Config, GPT2Weights, reference
 from gpt2block.checkpoints import Checkpoint
@@ -64,10 +64,12 @@ def differences(found: Array, golden: Array) -> Array:
 
 
 @pytest.fixture
-def untied(tmp_path: Path) -> Path:
+def untied(expected: dict[str, Array], tmp_path: Path) -> Path:
     folder = shutil.copytree(GOLDEN, tmp_path / "untied")
     config = json.loads((GOLDEN / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(GOLDEN / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": expected["lm_head"]}, folder / "model.safetensors")
     return folder
 
 

@@ -6,7 +6,9 @@ half a unit in the last place of the largest value, and no more.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,24 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import gpt2block
-from gpt2block import GPT2, CheckpointError, Llama, LlamaConfig, LlamaWeights, RopeScaling
+from gpt2block import (
+    GPT2,
+    CheckpointError,
+    InputError,
+    Llama,
+    LlamaConfig,
+    LlamaWeights,
+    RopeScaling,
+)
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.checkpoints.hugging_face import parse_config
 from gpt2block.compare import exact_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("plain", "grouped", "scaled", "tied", "shards")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+LINEAR = {"rope_type": "linear", "factor": 2}
+THETA_3 = {"rope_parameters": {"rope_theta": 3}}
 Array = NDArray[np.floating[Any]]
 everyone = pytest.mark.parametrize("name", NAMES)
 
@@ -183,6 +196,40 @@ def test_the_class_follows_the_architecture() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
         ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
         ({"rope_theta": "big"}, "theta: expected a number from 1"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta 10000.0 contradicts rope_parameters: rope_theta 500000.0: remove the wrong",
+        ),
+        (
+            {"rope_theta": None, "rope_scaling": {"rope_theta": 2}, **THETA_3},
+            "rope_scaling: rope_theta 2 contradicts rope_parameters: rope_theta 3",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, **THETA_3, "rope_theta": 3},
+            "rope_scaling RopeScaling(kind='linear', factor=2.0, ",
+        ),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}},
+            "factor=4.0, ",
+        ),
+        (
+            {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2}},
+            "rope_scaling: rope_type 'default' contradicts rope_scaling: type 'linear'",
+        ),
+        (
+            {"rope_parameters": LINEAR | {"type": "llama3"}},
+            "rope_parameters: rope_type 'linear' contradicts rope_parameters: type 'llama3'",
+        ),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type: expected one of 'default', "),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected null or 1, got 0.5"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE turns all",
+        ),
+        (
+            {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}},
+            "rope_scaling: partial_rotary_factor: expected null or 1, got 0.25",
+        ),
         ({"num_attention_heads": 5}, "n_embd 36 is not a multiple of n_head 5"),
         ({"num_key_value_heads": 2}, "n_head 3 is not a multiple of n_kv_head 2"),
         ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: expected shape (12, 36), got"),
@@ -208,6 +255,51 @@ def test_a_config_that_is_not_honoured(
         Checkpoint.open(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 10000}}, 1e4, None),
+        ({"rope_scaling": {}, "rope_theta": None, **THETA_3}, 3, None),
+        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}, 1e4, 2.0),
+        ({"rope_scaling": {**LINEAR, "type": "linear", "partial_rotary_factor": 1.0}}, 1e4, 2.0),
+        ({"rope_scaling": {"rope_type": None, "type": "default"}}, 1e4, None),
+        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
+    ],
+)
+def test_equal_values_of_rope_may_be_repeated(
+    changed: dict[str, Any], theta: float, scaling: float | None
+) -> None:
+    config = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    found = LlamaConfig.from_hugging_face(config | changed)
+    assert found.theta == theta
+    assert found.scaling == (scaling and RopeScaling("linear", scaling))
+
+
+JSON_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 2**70, 1.5, math.nan, "", "x", "\ud800", [], ["a"], [[1]], {},
+    {"a": 1}, {"rope_type": []}, {"type": {}}, {"rope_theta": [1]}, {"partial_rotary_factor": {}},
+)  # fmt: skip
+OPTIONAL = (
+    "activation_function", "add_cross_attention", "head_dim", "n_inner", "partial_rotary_factor",
+    "quantization_config", "rope_parameters", "rope_scaling", "sliding_window",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-plain", "llama-shards"])
+def test_values_of_any_type_are_honoured_or_refused(name: str) -> None:
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    refused = set()
+    for key, value in itertools.product({*config, *OPTIONAL}, JSON_VALUES):
+        try:
+            parse_config(config | {key: value})
+        except (CheckpointError, InputError):
+            refused.add(key)
+    assert {"model_type", "vocab_size", "tie_word_embeddings"} <= refused
+    for kind in JSON_VALUES:
+        with pytest.raises(CheckpointError, match="expected model_type 'gpt2' or 'llama', got "):
+            parse_config(config | {"model_type": kind})
 
 
 def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) -> None:

@@ -183,6 +183,15 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="--plot"):
         draw_sweep(rows, BEST, "a GPU", tmp_path / "none" / "sweep.png")
+    file.with_suffix(".txt").write_text("old")
+    with pytest.raises(InputError, match="Format 'txt' is not supported"):
+        draw_sweep(rows, BEST, "a GPU", file.with_suffix(".txt"))
+    assert file.with_suffix(".txt").read_text() == "old"
+    draw_sweep(rows, BEST, "a GPU", tmp_path / "sweep")
+    assert (tmp_path / "sweep").read_bytes().startswith(b"\x89PNG")
+    draw_sweep(rows, BEST, "a GPU", tmp_path / "sweep.svg")
+    assert b"<svg" in (tmp_path / "sweep.svg").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_every_line_of_a_plot_has_its_name_next_to_it(

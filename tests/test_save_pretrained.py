@@ -278,6 +278,20 @@ def test_each_tensor_may_have_its_dtype_and_layout(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[1], expected)
 
 
+def test_replaced_files_keep_their_permissions_and_links_their_targets(tmp_path: Path) -> None:
+    """The hub's cache has links to files that several models share."""
+    weights = GPT2Weights.random(0, SMALL)
+    folder = save_pretrained(tmp_path / "model", weights)
+    (folder / "model.safetensors").chmod(0o600)
+    shared = (folder / "config.json").rename(tmp_path / "shared.json")
+    (folder / "config.json").symlink_to(shared)
+    shared.write_text("shared")
+    save_pretrained(folder, weights, overwrite=True)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o600
+    assert shared.read_text() == "shared"
+    assert not (folder / "config.json").is_symlink()
+
+
 def test_a_model_is_replaced_with_overwrite_only(tmp_path: Path) -> None:
     first, second = (GPT2Weights.random(seed, SMALL) for seed in (1, 2))
     save_pretrained(tmp_path, first)
@@ -313,6 +327,12 @@ def changed(index: int, *items: Any) -> Tensors:
         (changed(1, ("wpe", np.ones((48, 11)), None)), None, "wpe: expected shape (11, 48), got"),
         (changed(1, ("wpe", np.ones((11, 48), int), None)), None, "wpe: expected a NumPy array of"),
         (changed(1, ("wpe", [[1.0]], None)), None, "got list"),
+        (changed(1, ("wpe", np.ma.ones((11, 48)), None)), None, "got MaskedArray"),
+        (
+            changed(1, ("wpe", np.full((11, 48), 1e39), None)),
+            None,
+            "wpe: 528 weights are out of the range of float32",
+        ),
         (
             changed(1, ("wpe", np.full((11, 48), 1e5), None)),
             "float16",

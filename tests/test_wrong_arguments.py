@@ -67,7 +67,7 @@ def random_array(rng: random.Random) -> Any:
     array: Any = np.random.default_rng(rng.getrandbits(32)).integers(-1, 4, shape).astype(dtype)
     kind = rng.random()
     if kind < 0.05:
-        return np.ma.masked_array(array)
+        return np.ma.masked_array(array) if array.ndim != 2 else np.asmatrix(array)
     if kind < 0.1:
         return array.tolist()
     if kind < 0.2:
@@ -121,6 +121,22 @@ def fitting_arguments(rng: random.Random, name: str) -> dict[str, Any]:
         "trimat": {"qkv": draw((2, T, 3, 2, 4)), "fill": 0.0},
     }  # fmt: skip
     return known[name]
+
+
+@pytest.mark.parametrize("name", ["gelu", "add", "layernorm", "rmsnorm", "silu_mul", "softmax"])
+def test_an_np_matrix_is_refused(name: str) -> None:
+    """Its * would be the matrix product: of a square matrix, a wrong result without an error."""
+    arrays = [x for x in inspect.signature(FUNCTIONS[name]).parameters if x not in SETTINGS]
+    square = np.random.default_rng(0).standard_normal((4, 4))
+    given = {x: square[0] if x in ("gamma", "beta", "weight") else square for x in arrays}
+    FUNCTIONS[name](**given)
+    with pytest.raises(
+        InputError, match=rf"{arrays[0]}: .*np.matrix: use np.asarray\({arrays[0]}\)"
+    ):
+        FUNCTIONS[name](**given | {arrays[0]: np.asmatrix(square)})
+
+
+SETTINGS = ("eps", "causal")
 
 
 def refused_or_right(name: str, arguments: dict[str, Any]) -> str:

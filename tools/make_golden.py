@@ -4,12 +4,12 @@
 
 `config.json` and `model.safetensors` are an ordinary checkpoint: 3 layers, 4 heads of size 12. The
 random weights are large enough that every part of a block affects the logits, and float16, so that
-the file is small and is read without rounding. The separate lm_head is used only where
-config.json's `tie_word_embeddings` is set to false.
+the file is small and is read without rounding.
 
 `expected.safetensors`: ids (2, 23); stream (4, 2, 23, 48), the residual stream before and after
 each block; hidden (2, 23, 48), after the final LayerNorm; logits (2, 23, 101) with the tied
-lm_head, and untied_logits. All were computed in float64 and rounded to float32 once.
+lm_head; lm_head (101, 48), float16, and untied_logits with it. All results were computed in float64
+and rounded to float32 once.
 
 The committed files were made with torch 2.13.0 and transformers 5.23.0. The package itself needs
 neither.
@@ -65,6 +65,7 @@ def main() -> None:
         "stream": stream,
         "hidden": hidden,
         "logits": logits,
+        "lm_head": weights.pop("lm_head.weight"),
         "untied_logits": evaluated(untied, ids)[2],
     }
     FOLDER.mkdir(parents=True, exist_ok=True)

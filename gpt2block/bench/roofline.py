@@ -13,6 +13,7 @@ from gpt2block.bench.ceilings import TF32, Ceilings
 from gpt2block.bench.report import Report, Row
 from gpt2block.bench.works import KINDS
 from gpt2block.errors import InputError
+from gpt2block.files import replacing
 
 COLORS = {"bfloat16": "#1f5fbf", "float16": "#7a3fb0", "float32": "#c0392b", "tf32": "#e08e0b"}
 TITLES = {"block": "Blocks, B x T", "gemm": "Products with bias", "attention": "Attention, B x T"}
@@ -127,9 +128,10 @@ def draw(report: Report, file: Path) -> None:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a PNG file; InputError if that fails."""
+    """Write a PNG file, or one of another suffix's format; InputError if that fails."""
     try:
-        figure.savefig(file, dpi=130)
+        with replacing(file) as stream:
+            figure.savefig(stream, dpi=130, format=file.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise InputError(f"--plot {file}: {error}") from error
 

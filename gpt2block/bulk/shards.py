@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from gpt2block.bulk.paths import reason, sha256
 from gpt2block.bulk.records import Cell, require_pyarrow
 from gpt2block.bulk.tasks import Kind
 from gpt2block.errors import InputError
+from gpt2block.files import replacing
 
 MANIFEST, LOCK, ERRORS = "manifest.ndjson", ".lock", "errors"
 FORMATS = ("jsonl", "parquet")
@@ -49,34 +49,11 @@ def errors_name(shard: int) -> str:
 
 
 def replace_file(path: Path, data: bytes) -> str:
-    """Write a file atomically and return its SHA-256.
-
-    After a crash the old or the new file exists, complete. Raises OSError, and then leaves no
-    temporary file.
-    """
+    """Write a file as `files.replacing` does, and return its SHA-256. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    with replacing(path) as file:
+        file.write(data)
     return hashlib.sha256(data).hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush a folder to the disk, which makes the renaming of a file in it permanent."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:

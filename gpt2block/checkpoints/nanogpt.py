@@ -38,8 +38,7 @@ def as_hugging_face(
     """
     _check(model_args)
     sizes = {ours: model_args[theirs] for theirs, ours in _SIZES.items()}
-    tied = found.get("lm_head.weight") in (None, found.get("wte.weight"))
-    config = GPT2Config(**sizes, tie_word_embeddings=tied)
+    config = GPT2Config(**sizes)
     padded = config.vocab_size == _PADDED
     without_bias = not model_args.get("bias", True)
     tensors: dict[str, Entry] = {}

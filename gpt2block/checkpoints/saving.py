@@ -26,9 +26,11 @@ from gpt2block.checkpoints.hugging_face import (
     shards_of,
 )
 from gpt2block.checkpoints.naming import Naming, naming_of
-from gpt2block.checkpoints.stored import DTYPES, first_names, itemsize, reading
+from gpt2block.checkpoints.stored import DTYPES, converted, first_names, itemsize, reading
+from gpt2block.checks import is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.files import put_in_place
 
 SAVED_DTYPES = ("float32", "float16", "bfloat16")
 _SAFETENSORS_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
@@ -164,8 +166,8 @@ def _replaced_together(directory: Path, old: Iterable[str]) -> Iterator[Path]:
             with TemporaryDirectory(dir=directory, prefix=".saving-") as name:
                 yield Path(name)
                 files = sorted(Path(name).iterdir())
-                for file in files:
-                    os.replace(file, directory / file.name)
+                for file in files:  # a link is replaced: its target may be of other models, too
+                    put_in_place(file, directory / file.name)
                 for stale in {*old} - {file.name for file in files}:
                     (directory / stale).unlink(missing_ok=True)
         except BaseException:
@@ -201,9 +203,9 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
             if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
                 array = array.T  # noqa: PLW2901
             shape = naming.shape_of(name, shapes[name])
-            converted = _converted(name, array, shape, dtype)
-            dtypes[name] = converted.dtype.name
-            stream.write(converted.reshape(-1).view(np.uint8).data)
+            narrow = _converted(name, array, shape, dtype)
+            dtypes[name] = narrow.dtype.name
+            stream.write(narrow.reshape(-1).view(np.uint8).data)
         missing = list(expected)
         if missing:
             raise InputError(f"weights: {len(missing)} tensors missing: {first_names(missing)}")
@@ -216,22 +218,18 @@ def _converted(
     name: str, array: NDArray[Any], shape: tuple[int, ...], dtype: str | None
 ) -> NDArray[Any]:
     """Return the tensor in `dtype`, C-contiguous."""
-    if not isinstance(array, np.ndarray) or array.dtype.name not in DTYPES:
-        got = getattr(array, "dtype", type(array).__name__)
+    if not is_plain(array) or array.dtype.name not in DTYPES:
+        got = array.dtype if is_plain(array) else type(array).__name__
         raise InputError(f"{name}: expected a NumPy array of {' or '.join(DTYPES)}, got {got}")
     if array.shape != shape:
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if dtype is None:
         dtype = "float32" if array.dtype == np.float64 else array.dtype.name
-    with np.errstate(over="ignore"):
-        converted = np.ascontiguousarray(array, DTYPES[dtype])
-    if converted.dtype != array.dtype:
-        beyond = int((np.isinf(converted) & np.isfinite(array)).sum())
-        if beyond:
-            raise InputError(
-                f"{name}: {beyond:,} weights are out of the range of {dtype}: use float32"
-            )
-    return converted
+    narrow, beyond = converted(array, dtype)
+    if beyond:
+        hint = "" if dtype == "float32" else ": use float32"
+        raise InputError(f"{name}: {beyond:,} weights are out of the range of {dtype}{hint}")
+    return narrow
 
 
 def _header(

@@ -6,7 +6,7 @@ import math
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ DTYPES: Mapping[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 _NAMED_AT_MOST = 4
+_COMPARED = 1 << 22  # numbers of each of two tensors that are in memory while they are compared
 
 
 def itemsize(dtype: str) -> int:
@@ -77,7 +78,7 @@ class Stored:
     def read(self) -> NDArray[Any]:
         """Return a new array in the stored dtype; float64 becomes float32.
 
-        Raises CheckpointError.
+        Raises CheckpointError, also for a float64 number out of the range of float32.
         """
         array = np.empty(self.shape, DTYPES[self.dtype])
         row = 0
@@ -85,7 +86,20 @@ class Stored:
             rows = piece.shape[0]
             piece.read_into(array[row : row + rows])
             row += rows
-        return array.astype(np.float32) if self.dtype == "float64" else array
+        if self.dtype != "float64":
+            return array
+        narrow, beyond = converted(array, "float32")
+        if beyond:
+            raise CheckpointError(
+                f"{self.file}: {self.label}: {beyond:,} weights are out of the range of float32, "
+                "as which float64 is read"
+            )
+        return narrow
+
+    def numbers(self, begin: int, end: int) -> NDArray[Any]:
+        """Return the numbers begin…end - 1 of the tensor, in order, as `read` does."""
+        offset = None if self.offset is None else self.offset + begin * itemsize(self.dtype)
+        return replace(self, offset=offset, shape=(end - begin,)).read()
 
     def read_into(self, array: NDArray[Any]) -> None:
         """Read into a C-contiguous array of this shape and dtype. Raises CheckpointError."""
@@ -127,6 +141,27 @@ class Joined(Stored):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+def equal(a: Stored, b: Stored) -> bool:
+    """Return whether two tensors of one shape have the same numbers; NaN equals NaN.
+
+    They are read in pieces, unless they are one tensor in the file. Raises CheckpointError.
+    """
+    if (a.file, a.offset, a.dtype) == (b.file, b.offset, b.dtype):
+        return True
+    count = math.prod(a.shape)
+    spans = ((begin, min(begin + _COMPARED, count)) for begin in range(0, count, _COMPARED))
+    return all(np.array_equal(a.numbers(*s), b.numbers(*s), equal_nan=True) for s in spans)
+
+
+def converted(array: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
+    """Return the array in a dtype of `DTYPES`, C-contiguous, and its count of new infinities."""
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(array, DTYPES[dtype])
+    if narrow.dtype == array.dtype:
+        return narrow, 0
+    return narrow, int((np.isinf(narrow) & np.isfinite(array)).sum())
 
 
 _KINDS = (

@@ -55,7 +55,8 @@ def convert(
         raise InputError(f"{output}: the checkpoint is in this directory: give another one as OUT")
     directory = save_pretrained(output, source, dtype, overwrite=overwrite)
     size = (directory / WEIGHTS).stat().st_size
-    dtypes = dtype or ", ".join(sorted({tensor.dtype for tensor in source.stored.values()}))
+    stored = Checkpoint.open(directory).stored.values()
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in stored}))
     layers, width = source.config.n_layer, source.config.n_embd
     print(
         f"wrote {layers} layers of width {width} in {dtypes} to "

@@ -10,7 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from gpt2block.errors import InputError
+from gpt2block.errors import InputError, printable
+from gpt2block.files import replacing
 
 FRAME_HEIGHT = 900  # pixels, in a notebook
 # "<" would let a text end the script element that holds the data, or start a comment in it.
@@ -38,10 +39,10 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The name of the model and the beginning of the text."""
+        """The name of the model and the beginning of the text, in printable characters."""
         text = " ".join(self.data["text"].split())
         start = text if len(text) <= 60 else f"{text[:59]}…"
-        return f"{start} · {self.data['model']['name']}"
+        return printable(f"{start} · {self.data['model']['name']}")
 
     @property
     def html(self) -> str:
@@ -56,10 +57,13 @@ class Page:
         """Write the page to a file and return its path. Raises InputError where it cannot."""
         path = Path(path)
         check_file(path)
+        html = self.html.encode()
         try:
-            path.write_text(self.html, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+            with replacing(path) as file:
+                file.write(html)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"{path}: cannot be written: {reason}") from error
         return path
 
     def _repr_html_(self) -> str:

@@ -502,6 +502,8 @@ def _stop_strings(stop: Any, encoding: Encoding | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
     if not all(isinstance(string, str) and string for string in strings):
         raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")
+    for string in strings:
+        tokenizer.check_encodable("stop", string)
     if strings and encoding is None:
         raise InputError("stop: this model has no tokenizer, so there is no text: use stop_ids")
     return strings

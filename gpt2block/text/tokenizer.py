@@ -364,16 +364,21 @@ def _encode(encoding: Encoding, text: str, special: bool, name: str) -> list[int
     return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
 
-def _encode_text(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
-    """Token ids of the text alone."""
+def check_encodable(name: str, text: str) -> None:
+    """Raise InputError for a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
             f"{name}: character {error.start} is U+{ord(text[error.start]):04X}, a lone surrogate: "
-            "expected text that UTF-8 can encode: decode it again from its bytes, for example with "
-            "errors='replace'"
+            "expected text that UTF-8 can encode: decode it again from its bytes, with "
+            "replacements of invalid ones"
         ) from error
+
+
+def _encode_text(encoding: Encoding, text: str, special: bool, name: str) -> list[int]:
+    """Token ids of the text alone."""
+    check_encodable(name, text)
     try:
         if not isinstance(encoding, tiktoken.Encoding):
             if special and isinstance(encoding, TokenizersEncoding):
