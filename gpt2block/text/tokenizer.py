@@ -213,8 +213,10 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
         special |= _in_settings(settings)
         spec = {
             "added_tokens": _special_tokens(special),
-            "pre_tokenizer": _byte_level(bool(settings.get("add_prefix_space"))),
-            "decoder": _byte_level(False),
+            "pre_tokenizer": {
+                **tokenizer_json.BYTE_LEVEL,
+                "add_prefix_space": bool(settings.get("add_prefix_space")),
+            },
             "model": {"type": "BPE", "vocab": ids, "merges": pairs},
         }
         return tokenizer_json.read(vocab.parent.name, spec)
@@ -238,11 +240,6 @@ def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]
              "normalized": False}  # fmt: skip
     by_id = sorted(found.items(), key=lambda item: item[1][0])
     return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]
-
-
-def _byte_level(add_prefix_space: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True,
-            "use_regex": True}  # fmt: skip
 
 
 def from_llm_c(path: Path) -> Encoding:

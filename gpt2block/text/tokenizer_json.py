@@ -21,6 +21,7 @@ from gpt2block.text.encoding import (
     Encoding,
     TokenizersEncoding,
     byte_characters,
+    bytes_of,
     bytes_of_all,
     is_rust_failure,
 )
@@ -30,7 +31,9 @@ SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 SPLIT_NOTHING = r"(?s:.+)"
 
 _LARGEST_ID = 2**31 - 1  # token ids are int32
-_BYTE_LEVEL = {"type", "add_prefix_space", "trim_offsets", "use_regex"}
+_UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
+BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
+                                 "trim_offsets": True, "use_regex": True}  # fmt: skip
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
 _PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
@@ -86,8 +89,9 @@ def by_tiktoken(
 ) -> tiktoken.Encoding:
     """A tiktoken.Encoding; ValueError for ids and tokens with which tiktoken would fail."""
     check_distinct([*ranks.values(), *special.values()])
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError("expected a token for each of the 256 bytes")
+    absent = [byte for byte in _UTF_8 if bytes([byte]) not in ranks]
+    if absent:
+        raise ValueError(f"expected a token for each byte of UTF-8: none for byte {absent[0]}")
     return tiktoken.Encoding(
         name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
     )
@@ -176,13 +180,6 @@ def _check_model(model: Any, fallback: bool) -> None:
             raise ValueError(
                 f"model.{setting} is {model[setting]!r}: not supported in a byte-level vocabulary"
             )
-    vocab = model["vocab"]
-    names = {byte: f"<0x{byte:02X}>" for byte in range(256)} if fallback else byte_characters()
-    absent = [byte for byte, char in names.items() if char not in vocab]
-    if absent and vocab.get(model.get("unk_token")) is None:
-        raise ValueError(
-            f"expected a token for each of the 256 bytes, or unk_token: none for byte {absent[0]}"
-        )
 
 
 def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
@@ -202,7 +199,7 @@ def _pipeline_problem(spec: Any) -> str | None:
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
     step = spec["pre_tokenizer"]
-    if step["type"] != "ByteLevel" or not step.keys() <= _BYTE_LEVEL:
+    if step["type"] != "ByteLevel" or not step.keys() <= BYTE_LEVEL.keys():
         return f"pre_tokenizer {step['type']}"
     if step.get("add_prefix_space"):
         return "pre_tokenizer.add_prefix_space"
@@ -228,6 +225,8 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
     for token in added:
         if not token.special or not token.plain:
             return f"added token {token.content!r}, which is not a plain special one"
+        if bytes_of(token.content) != token.content.encode():
+            return f"added token {token.content!r}, whose characters stand for bytes"
     for index, token in enumerate(new, len(vocab)):
         if token.token_id != index:
             return f"added token {token.content!r} with id {token.token_id} rather than {index}"
@@ -251,10 +250,11 @@ def _merges_problem(
     - the earlier merges turn the bytes of each token into exactly the two parts of its merge. Then
       no other two neighbours can have its bytes.
     """
-    order = {char: index for index, char in enumerate(byte_characters().values())}
+    known = {byte: char for byte, char in byte_characters().items() if char in vocab}
+    if not known.keys() >= _UTF_8:
+        return "bytes without a token"
+    order = {char: index for index, char in enumerate(known.values())}
     first = len(order)
-    if not order.keys() <= vocab.keys():
-        return "model.unk_token for bytes without a token"
     merged = list(map(add, parts[::2], parts[1::2]))
     ids = list(map(vocab.get, merged))
     if None in ids:
@@ -326,7 +326,12 @@ def _by_tokenizers(
             f"it has {problem}, which needs the package tokenizers: run "
             "pip install 'gpt2block[tokenizers]'"
         ) from error
-    definition = json.dumps(spec | {"truncation": None, "padding": None}, ensure_ascii=False)
+    definition = json.dumps(
+        spec
+        | {"truncation": None, "padding": None}
+        | ({} if _steps(spec, "decoder") else {"decoder": BYTE_LEVEL}),
+        ensure_ascii=False,
+    )
     try:
         encoding = TokenizersEncoding(name, definition, fallback)
         before = encoding.added_before()
