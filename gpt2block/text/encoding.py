@@ -59,11 +59,11 @@ class TokenizersEncoding:
     also the default of transformers. The text of ids is that of `Tokenizer.decode`.
 
     prefix: ids that the tokenizer adds before every text, such as that of <s>; `tokenizer.encode`
-    adds them. end_token: the name of the special token that ends a text, if it is known.
+    adds them. end_id: the token that ends a text, if the tokenizer's settings name one.
     """
 
     prefix: tuple[int, ...] = ()
-    end_token: str | None = None
+    end_id: int | None = None
 
     def __init__(self, name: str, definition: str, byte_fallback: bool = False) -> None:
         self.name = name

@@ -18,7 +18,6 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.text.encoding import (
-    Encoding,
     TokenizersEncoding,
     byte_characters,
     bytes_of,
@@ -39,6 +38,12 @@ _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_w
 _PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
 
 
+class TiktokenEncoding(tiktoken.Encoding):
+    """An `Encoding` of tiktoken. end_id: as in TokenizersEncoding."""
+
+    end_id: int | None = None
+
+
 class _Added(NamedTuple):
     """A token that is matched in the text before the BPE model is applied."""
 
@@ -48,7 +53,7 @@ class _Added(NamedTuple):
     plain: bool  # matched anywhere, without the white space around it
 
 
-def read(name: str, spec: Any) -> Encoding:
+def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     """The tokenizer described by `spec`, a parsed tokenizer.json.
 
     Raises ValueError for settings that are not supported; a damaged file may also raise KeyError,
@@ -79,6 +84,13 @@ def read(name: str, spec: Any) -> Encoding:
     return by_tiktoken(name, ranks, special, SPLIT_NOTHING if whole else SPLIT_WORDS)
 
 
+def id_of(spec: Any, content: str | None) -> int | None:
+    """The id of an added token, or of another token of the vocabulary, by its content."""
+    added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+    found: int | None = added.get(content, spec["model"]["vocab"].get(content))
+    return found
+
+
 def adds_prefix_space(spec: Any) -> bool:
     """Whether the tokenizer puts a space before a text."""
     return any(step.get("add_prefix_space") for step in _steps(spec, "pre_tokenizer"))
@@ -86,15 +98,13 @@ def adds_prefix_space(spec: Any) -> bool:
 
 def by_tiktoken(
     name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
-) -> tiktoken.Encoding:
-    """A tiktoken.Encoding; ValueError for ids and tokens with which tiktoken would fail."""
+) -> TiktokenEncoding:
+    """A TiktokenEncoding; ValueError for ids and tokens with which tiktoken would fail."""
     check_distinct([*ranks.values(), *special.values()])
     absent = [byte for byte in _UTF_8 if bytes([byte]) not in ranks]
     if absent:
         raise ValueError(f"expected a token for each byte of UTF-8: none for byte {absent[0]}")
-    return tiktoken.Encoding(
-        name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
-    )
+    return TiktokenEncoding(name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
 def check_distinct(ids: Sequence[Any]) -> None:
