@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2block.checks import check_integer, check_number
+from gpt2block.checks import check_integer, check_number, several
 from gpt2block.errors import CheckpointError, InputError, shown
 
 # Far above the sizes of every model: they limit the memory that a small, damaged file can request.
@@ -22,6 +22,7 @@ LIMITS: Mapping[str, int] = {
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 Shapes = Mapping[str, tuple[int, ...]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
 
 # The names of the same settings in other architectures of `transformers`
 _OTHER_NAMES: Mapping[str, str] = {
@@ -44,6 +45,17 @@ def check_eps(value: Any) -> float:
     return check_number("eps", value, 0, LARGEST_FLOAT32, expected)
 
 
+def check_token(name: str, value: Any) -> int:
+    """The value as an int; InputError unless it can be the id of a token."""
+    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
+
+
+def end_tokens_in(config: Mapping[str, Any]) -> Any:
+    """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
+    ends = config.get("eos_token_id")
+    return () if ends is None else ends
+
+
 def check_true_or_false(name: str, value: Any) -> None:
     """Raise InputError unless a setting of a config is a bool."""
     if not isinstance(value, bool):
@@ -54,7 +66,8 @@ def check_true_or_false(name: str, value: Any) -> None:
 class ModelConfig(ABC):
     """The sizes that every architecture has. A subclass for each adds its own.
 
-    Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
+    Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
+    generation, in addition to the tokenizer's. Raises InputError for anything else.
     """
 
     n_layer: int
@@ -64,6 +77,7 @@ class ModelConfig(ABC):
     vocab_size: int
     eps: float
     tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -71,6 +85,8 @@ class ModelConfig(ABC):
             object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
         object.__setattr__(self, "eps", check_eps(self.eps))
         check_true_or_false("tie_word_embeddings", self.tie_word_embeddings)
+        ends = tuple(check_token("eos_token_ids", token) for token in several(self.eos_token_ids))
+        object.__setattr__(self, "eos_token_ids", ends)
 
     @property
     @abstractmethod
@@ -88,9 +104,10 @@ class ModelConfig(ABC):
         return self.q_width
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, besides that of the tokenizer."""
-        return ()
+    def eos_token_id(self) -> int | list[int] | None:
+        """`eos_token_ids` as config.json has them."""
+        ends = list(self.eos_token_ids)
+        return ends[0] if len(ends) == 1 else ends or None
 
     @abstractmethod
     def block_shapes(self) -> Shapes:
@@ -112,7 +129,8 @@ class ModelConfig(ABC):
 class GPT2Config(ModelConfig):
     """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
 
-    Sizes are positive integers up to `LIMITS`. Raises InputError for anything else.
+    Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
+    generation, in addition to the tokenizer's. Raises InputError for anything else.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
@@ -121,9 +139,10 @@ class GPT2Config(ModelConfig):
     n_head: int = 12
     n_embd: int = 768
     n_ctx: int = 1024
-    vocab_size: int = 50257
+    vocab_size: int = GPT2_VOCABULARY
     eps: float = 1e-5
     tie_word_embeddings: bool = True
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,11 +185,12 @@ class GPT2Config(ModelConfig):
             **sizes,
             eps=config.get("layer_norm_epsilon", cls.eps),
             tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),
+            eos_token_ids=end_tokens_in(config),
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
-        end_of_text = 50256 if self.vocab_size == 50257 else None  # unknown for other vocabularies
+        end_of_text = GPT2_END if self.vocab_size == GPT2_VOCABULARY else None
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -187,7 +207,7 @@ class GPT2Config(ModelConfig):
             "scale_attn_by_inverse_layer_idx": False,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
+            "eos_token_id": end_of_text if self.eos_token_id is None else self.eos_token_id,
         }
 
 

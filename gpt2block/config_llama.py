@@ -10,15 +10,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_integer, check_number, several
+from gpt2block.checks import check_number
 from gpt2block.config import (
-    LARGEST_COUNT,
     LIMITS,
     ModelConfig,
     Shapes,
     check_count,
     check_settings,
+    check_token,
     check_true_or_false,
+    end_tokens_in,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -121,8 +122,8 @@ class LlamaConfig(ModelConfig):
     n_kv_head heads of keys and values are shared by n_head heads of queries, in groups of
     n_head / n_kv_head neighbours. n_ff: channels of the gated feed-forward. theta, scaling: of
     RoPE. attention_bias: whether the products of attention have biases; mlp_bias: those of the
-    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id,
-    eos_token_ids: the tokens that begin and end a text; each of the latter ends a generation.
+    feed-forward. n_kv_head and head_size 0 stand for n_head and n_embd / n_head. bos_token_id:
+    the token that begins a text. eos_token_ids: as in GPT2Config.
 
     Raises InputError. Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
     (2023).
@@ -135,6 +136,7 @@ class LlamaConfig(ModelConfig):
     vocab_size: int = 32000
     eps: float = 1e-5
     tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
     n_kv_head: int = 0
     n_ff: int = 11008
     head_size: int = 0
@@ -143,7 +145,6 @@ class LlamaConfig(ModelConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,9 +180,7 @@ class LlamaConfig(ModelConfig):
         check_true_or_false("attention_bias", self.attention_bias)
         check_true_or_false("mlp_bias", self.mlp_bias)
         if self.bos_token_id is not None:
-            object.__setattr__(self, "bos_token_id", _token("bos_token_id", self.bos_token_id))
-        ends = tuple(_token("eos_token_ids", token) for token in several(self.eos_token_ids))
-        object.__setattr__(self, "eos_token_ids", ends)
+            object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
     @property
     def kv_width(self) -> int:
@@ -236,14 +235,12 @@ class LlamaConfig(ModelConfig):
         fields["theta"], fields["scaling"] = _rope_of(config)
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             fields[name] = config.get(name, False)
-        ends = config.get("eos_token_id")
         fields["bos_token_id"] = config.get("bos_token_id")
-        return cls(**fields, eos_token_ids=() if ends is None else ends)
+        return cls(**fields, eos_token_ids=end_tokens_in(config))
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
         sizes = {theirs: getattr(self, ours) for ours, (theirs, _) in _SIZES.items()}
-        ends = list(self.eos_token_ids)
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -256,12 +253,8 @@ class LlamaConfig(ModelConfig):
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_ids[0] if len(ends) == 1 else ends or None,
+            "eos_token_id": self.eos_token_id,
         }
-
-
-def _token(name: str, value: Any) -> int:
-    return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
 def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

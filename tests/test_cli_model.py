@@ -359,7 +359,7 @@ def test_names_from_files_are_printed_without_control_characters(
 def test_tensor_names_are_printed_without_control_characters(command: Command) -> None:
     checkpoint = Checkpoint.open("shakespeare")
     facts: dict[str, Any] = {
-        "parameters": 1, "dtypes": ["float16"], "nbytes": 1, "memory": {},
+        "parameters": 1, "dtypes": ["float16"], "nbytes": 1, "memory": {}, "generation_config": {},
         "tensors": [{"name": "wte", "in_file": "w\x1b[2J", "shape": [1], "dtype": "float16"}],
     }  # fmt: skip
     cli_model._print_info(checkpoint, facts)
@@ -437,7 +437,8 @@ def test_info() -> None:
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert list(found) == [
-        "name", "file", "config", "parameters", "dtypes", "nbytes", "memory", "tensors",
+        "name", "file", "config", "generation_config", "parameters", "dtypes", "nbytes", "memory",
+        "tensors",
     ]  # fmt: skip
     assert found["parameters"] == 4_870_144
     assert found["dtypes"] == ["float16"]

@@ -170,6 +170,16 @@ def test_all_tokenizer_files_are_downloaded(hub: Hub, folder: Path) -> None:
     assert set(found) == names_in(folder) - {"README.md", "config.json", "model.safetensors"}
 
 
+def test_the_generation_config_is_downloaded(hub: Hub, folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.9}')
+    (folder / "chat_template.jinja").write_text("")
+    hub.put(REPO, folder)
+    opened = Checkpoint.open(REPO)
+    assert opened.config.eos_token_ids == (7,)
+    assert opened.generation_config() == {"eos_token_id": 7, "top_p": 0.9}
+    assert names_in(opened.directory) == names_in(folder)
+
+
 def test_cached_files_need_no_network(hub: Hub, folder: Path) -> None:
     hub.put(REPO, folder)
     Checkpoint.open(REPO)

@@ -187,6 +187,25 @@ def test_overwriting_removes_all_files_of_the_old_model(tmp_path: Path, with_pai
     assert not (folder / "vocab.json").exists()
 
 
+def test_the_generation_config_is_copied_or_removed(tmp_path: Path, with_pair: Path) -> None:
+    """Likewise the template of a chat, which belongs to the tokenizer."""
+    others = {"generation_config.json": '{"eos_token_id": [3, 4]}', "chat_template.jinja": "{{x}}"}
+    for name, text in others.items():
+        (with_pair / name).write_text(text)
+    model = GPT2.from_pretrained(with_pair, device="cpu")
+    for folder in (
+        model.save_pretrained(tmp_path / "model"),
+        save_pretrained(tmp_path / "checkpoint", Checkpoint.open(with_pair)),
+    ):
+        assert {name: (folder / name).read_text() for name in others} == others
+        config = json.loads((folder / "config.json").read_text())
+        assert config["eos_token_id"] == [3, 4]
+        with pytest.raises(InputError, match=r"generation_config\.json"):
+            save_pretrained(folder, GPT2Weights.random(1, SMALL))
+        save_pretrained(folder, GPT2Weights.random(1, SMALL), overwrite=True)
+        assert names_in(folder) == ["config.json", "model.safetensors"]
+
+
 def test_files_that_an_index_lists_in_other_folders_are_kept(tmp_path: Path) -> None:
     folder = save_pretrained(tmp_path / "folder", GPT2Weights.random(1, SMALL))
     (tmp_path / "mine").write_text("")

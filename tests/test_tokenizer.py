@@ -27,6 +27,7 @@ from gpt2block.config import GPT2Config
 from gpt2block.model import as_sequences
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, byte_characters, bytes_of_id, token_sizes
+from gpt2block.text.generation import Text
 from gpt2block.text.tokenizer_json import SPLIT_WORDS
 from gpt2block.walkthrough import with_trained_weights
 
@@ -93,9 +94,7 @@ def on_board() -> dict[str, Any]:
     [
         ("model", {"type": "WordPiece"}, "expected a BPE model"),
         ("pre_tokenizer", {"type": "Whitespace"}, "a ByteLevel pre_tokenizer, got 'Whitespace'"),
-        ("model", {"vocab": {"a": 0}}, "a token for each of the 256 bytes"),
         ("model", {"vocab": ["a"]}, "AttributeError"),
-        ("model", {"vocab": {"☃": 0}}, "a token for each of the 256 bytes"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(
@@ -106,6 +105,54 @@ def test_a_tokenizer_of_another_kind_is_refused(
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         tokenizer.load(tmp_path, 256)
+
+
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
+
+
+def without(absent: set[int]) -> dict[str, Any]:
+    """A tokenizer.json with ab, whose vocabulary has no tokens for these bytes."""
+    chars = [char for byte, char in byte_characters().items() if byte not in absent]
+    vocab = {token: index for index, token in enumerate([*chars, "ab"])}
+    return {**on_board(), "model": {"type": "BPE", "vocab": vocab, "merges": ["a b"]}}
+
+
+@pytest.mark.parametrize(
+    ("absent", "by_tiktoken"),
+    [(NEVER, True), ({0xFF}, True), (NEVER | {4, 6, 0xF1}, False), ({ord("Z"), 0xA9}, False)],
+)
+def test_a_vocabulary_need_not_have_every_byte(
+    tmp_path: Path, absent: set[int], by_tiktoken: bool
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    spec = without(absent)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    encoding = tokenizer.load(tmp_path, 300)
+    assert isinstance(encoding, tiktoken.Encoding) == by_tiktoken
+    known = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 97)]))
+    for text in (TEXT, "ab\x04abé\x06 Z\U00050000a\U0010ffffb", every):
+        ids = tokenizer.encode(encoding, text)
+        assert ids == known.encode(text).ids
+        assert encoding.decode(ids) == known.decode(ids)
+    assert tokenizer.token_ids(encoding, "\xa0Z", 300, "x").tolist() == known.encode("\xa0Z").ids
+
+
+@pytest.mark.parametrize("changed", [{}, {"ignore_merges": True}])
+def test_ids_whose_bytes_are_not_utf_8(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """With tiktoken and with the package tokenizers; as the decoder of the latter."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = small_json(tmp_path, **changed)
+    encoding = tokenizer.from_path(path, 300)
+    known = tokenizers.Tokenizer.from_file(str(path))
+    rng = np.random.default_rng(0)
+    parts = [*"aé日🎭".encode(), 0xC0, 0xE0, 0xED, 0xA0, 0xF0, 0xF4, 0x90, 0xFF, 256]
+    for _ in range(500):
+        ids = rng.choice(parts, 8).tolist()
+        assert encoding.decode(ids) == known.decode(ids)
+        text = Text()
+        pieces = [text.add(encoding.decode_single_token_bytes(token)) for token in ids]
+        assert "".join(pieces) + text.add(b"", final=True) == known.decode(ids)
 
 
 @pytest.mark.parametrize("token_id", ["7", -1, 8, 1.5, True, None, 2**31, 2**32, 2**64, 10**400])
@@ -240,7 +287,7 @@ def test_the_tokenizer_of_llm_c(tmp_path: Path, version: int, last: int) -> None
         (llm_c(*SINGLE, b"end")[:-1], "bytes: expected"),
         (llm_c(*SINGLE, b"a", b"end", last=257), "different"),
         (llm_c(*SINGLE, b"end", last=400), "different"),
-        (llm_c(*SINGLE[1:], b"end", last=255), "a token for each of the 256 bytes"),
+        (llm_c(*SINGLE[1:], b"end", last=255), "a token for each byte of UTF-8: none for byte 0"),
     ],
 )
 def test_a_damaged_tokenizer_of_llm_c(tmp_path: Path, content: bytes, message: str) -> None:
@@ -475,6 +522,88 @@ def test_a_tokenizer_with_byte_fallback(tmp_path: Path, text: str) -> None:
     pieces = b"".join(encoding.decode_single_token_bytes(token) for token in ids[1:])
     assert pieces == f" {text}".encode()
     assert tokenizer.end_of_text(encoding) == 2
+
+
+def step(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"type": kind, **settings}
+
+
+def sequence(*decoders: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "decoders": list(decoders)}
+
+
+METASPACE = step("Metaspace", replacement="▁", prepend_scheme="first", split=False)
+REPLACE = step("Replace", pattern={"String": "▁"}, content=" ")
+BYTES, FUSE = step("ByteFallback"), step("Fuse")
+TO_METASPACE = step("Replace", pattern={"String": " "}, content="▁")
+LOWERCASE = {"type": "Sequence", "normalizers": [step("Lowercase"), TO_METASPACE]}
+PIPELINES: list[dict[str, Any]] = [
+    {},
+    {"decoder": sequence(REPLACE, BYTES, FUSE)},  # without Strip, as Gemma's
+    {"decoder": sequence(REPLACE, BYTES, FUSE), "normalizer": TO_METASPACE},
+    {"decoder": sequence(REPLACE, BYTES, FUSE, step("Strip", content=" ", start=2, stop=0))},
+    {"decoder": sequence(REPLACE, BYTES, FUSE, step("Strip", content="a", start=1, stop=1))},
+    {"decoder": sequence(REPLACE, step("Strip", content=" ", start=1, stop=0), BYTES, FUSE)},
+    {"decoder": sequence(BYTES, METASPACE), "normalizer": None, "pre_tokenizer": METASPACE},
+    {"decoder": sequence(METASPACE, BYTES, FUSE), "normalizer": None, "pre_tokenizer": METASPACE},
+    {"decoder": sequence(BYTES, FUSE)},  # ▁ stays ▁
+    {"decoder": sequence(BYTES, step("Replace", pattern={"Regex": "▁+"}, content="_"), FUSE)},
+    {"normalizer": LOWERCASE},
+    {"normalizer": LOWERCASE, "decoder": sequence(REPLACE, BYTES, FUSE)},
+]
+SPACED = ["a new a", "new a", " new a", "anew", "a New a", "  a  b", "ab é new", "日本 </s> a", " "]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("content", ["new", " new", "New", "▁new"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_texts_of_byte_fallback_are_those_of_tokenizers(
+    tmp_path: Path, pipeline: dict[str, Any], content: str, normalized: bool
+) -> None:
+    """The text of ids, also random ones; inside a text, the tokens' texts one after the other."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = [
+        added_token(name, index, True) for index, name in enumerate(("<unk>", "<s>", "</s>"))
+    ]
+    new = added_token(content, 265, False) | {"normalized": normalized}
+    path = sentence_piece(tmp_path, added_tokens=[*special, new], **pipeline)
+    encoding = tokenizer.from_path(path, 1000)
+    known = tokenizers.Tokenizer.from_file(str(path))
+    rng = np.random.default_rng(1)
+    rows = [known.encode(text).ids for text in SPACED]
+    rows += [rng.choice([0, 1, 2, 13, 35, *"é".encode(), *range(259, 266)], 6).tolist()
+             for _ in range(50)]  # fmt: skip
+    for ids in rows:
+        assert encoding.decode(ids) == known.decode(ids, skip_special_tokens=False)
+        if not any(3 <= token < 259 for token in ids):  # no bytes
+            inside = known.decode([262, *ids, 262], skip_special_tokens=False)
+            pieces = map(encoding.decode_single_token_bytes, [262, *ids, 262])
+            assert b"".join(pieces).decode().endswith(inside)
+    with pytest.raises(KeyError):
+        encoding.decode([259, 266])
+
+
+@pytest.mark.parametrize("normalizer", [None, "Lowercase", "NFC", "ByteLevel"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("content", ["new", " new", "New", "<é>", "日 本"])
+def test_texts_of_added_tokens_are_those_of_tokenizers(
+    tmp_path: Path, content: str, special: bool, normalized: bool, normalizer: str | None
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = small_json(
+        tmp_path,
+        normalizer=normalizer and {"type": normalizer},
+        added_tokens=[added_token(content, 258, special) | {"normalized": normalized}],
+    )
+    encoding = tokenizer.from_path(path, 1000)
+    known = tokenizers.Tokenizer.from_file(str(path))
+    for text in ("a new a", "a New a", "<é>a 日 本", "anew"):
+        ids = known.encode(text).ids
+        expected = known.decode(ids, skip_special_tokens=False)
+        assert encoding.decode(ids) == expected
+        data = b"".join(map(encoding.decode_single_token_bytes, ids))
+        assert data.decode(errors="replace") == expected
 
 
 def test_byte_fallback_with_another_decoder_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from gpt2block.bulk import paths
 from gpt2block.checkpoints import Checkpoint
 from gpt2block.text.encoding import Encoding, rules, tokens_of
+from gpt2block.text.tokenizer import end_of_text
 
 
 @lru_cache(maxsize=4)
@@ -23,10 +24,10 @@ def of_model(name: str, revision: str | None = None) -> str:
 
 
 def of_tokenizer(encoding: Encoding | None) -> str | None:
-    """Return the SHA-256 of the tokenizer's rules, tokens and ids; None for None."""
+    """Return the SHA-256 of the tokenizer's rules, tokens, ids and end token; None for None."""
     if encoding is None:
         return None
-    found = hashlib.sha256(rules(encoding).encode())
+    found = hashlib.sha256(f"{rules(encoding)} {end_of_text(encoding)}".encode())
     for token_id, token in tokens_of(encoding):
         found.update(b"%d %d " % (token_id, len(token)) + token)
     for name in sorted(encoding.special_tokens_set):

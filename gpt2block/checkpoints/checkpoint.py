@@ -107,6 +107,12 @@ class Checkpoint:
             )
         return found
 
+    def generation_config(self) -> dict[str, Any]:
+        """The content of generation_config.json; {} without one. Raises CheckpointError."""
+        if gguf.is_gguf(self.file):  # it is complete; files next to it may be another model's
+            return {}
+        return hugging_face.read_generation_config(self.directory)
+
     @property
     def names(self) -> frozenset[str]:
         """The tensors' names in the file, without a prefix such as `transformer.`."""

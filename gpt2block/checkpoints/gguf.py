@@ -247,6 +247,7 @@ def _config(header: Header, file: Path) -> ModelConfig:
     missing = [prefix + key for key in needed if key not in settings]
     if missing or "token_embd.weight" not in header.tensors:
         raise CheckpointError(f"expected {', '.join(missing) or 'token_embd.weight'}: missing")
+    tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     sizes = {
         "n_layer": settings["block_count"],
         "n_head": settings["attention.head_count"],
@@ -254,6 +255,7 @@ def _config(header: Header, file: Path) -> ModelConfig:
         "n_ctx": settings.get("context_length", 2048),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": _HEAD not in header.tensors,
+        "eos_token_ids": tuple(dict.fromkeys(token for token in tokens if token is not None)),
     }
     if settings.get("vocab_size", sizes["vocab_size"]) != sizes["vocab_size"]:
         raise CheckpointError(
@@ -281,8 +283,6 @@ def _gpt2_config(sizes: dict[str, Any], settings: Mapping[str, Any]) -> GPT2Conf
 def _llama_config(
     sizes: dict[str, Any], settings: Mapping[str, Any], header: Header, file: Path
 ) -> LlamaConfig:
-    tokens = header.metadata.get
-    ends = [tokens(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     config = LlamaConfig(
         **sizes,
         n_ff=settings["feed_forward_length"],
@@ -293,8 +293,7 @@ def _llama_config(
         scaling=_scaling(settings, header, file),
         attention_bias="blk.0.attn_q.bias" in header.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
-        bos_token_id=tokens("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
     )
     for key in ("rope.dimension_count", "attention.value_length"):
         if settings.get(key, config.head_size) != config.head_size:

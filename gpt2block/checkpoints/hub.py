@@ -13,6 +13,7 @@ from pathlib import Path
 from gpt2block.checkpoints import tokenizer_files
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
+    GENERATION_CONFIG,
     INDEX,
     PYTORCH_INDEX,
     PYTORCH_WEIGHTS,
@@ -100,7 +101,10 @@ def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
-    """Return the weights file or index. Raises _MissingError, and errors of huggingface_hub."""
+    """Return the weights file or index, next to which are the configs.
+
+    Raises _MissingError, and errors of huggingface_hub.
+    """
     config = _get(repo, CONFIG, revision, cached)
     if config is None:
         raise _MissingError(CONFIG)
@@ -112,6 +116,7 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
     for shard in shards_of(file) if file.suffix == ".json" else ():
         if _get(repo, shard, commit, cached) is None:
             raise _MissingError(shard)
+    _get(repo, GENERATION_CONFIG, commit, cached)
     return file
 
 

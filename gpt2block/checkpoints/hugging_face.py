@@ -31,7 +31,7 @@ from gpt2block.checkpoints.stored import (
     read_start,
     reading,
 )
-from gpt2block.config import SIZES, GPT2Config, ModelConfig, model_shapes
+from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_shapes
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -40,6 +40,7 @@ INDEX = "model.safetensors.index.json"
 PYTORCH_WEIGHTS = "pytorch_model.bin"
 PYTORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 Entries = Mapping[str, Entry]
 _LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -258,6 +259,7 @@ def _read_config(
 ) -> tuple[ModelConfig, dict[str, Entry]]:
     """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width.
 
+    As in transformers, the end tokens of generation_config.json replace those of config.json.
     Returns the config, and the tensors by their names without prefixes.
     """
     path = file.parent / CONFIG
@@ -270,7 +272,21 @@ def _read_config(
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
+    try:
+        ends = end_tokens_in(read_generation_config(file.parent))
+        config = config if ends == () else replace(config, eos_token_ids=ends)
+    except InputError as error:
+        raise CheckpointError(f"{path.with_name(GENERATION_CONFIG)}: {error}") from error
     return config, _bare(file, entries, naming_of(config))
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """The content of generation_config.json; {} where there is none. Raises CheckpointError."""
+    path = directory / GENERATION_CONFIG
+    content = read_json(path) if is_file(path) else {}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected an object, got {shown(content)}")
+    return content
 
 
 def parse_config(config: Any) -> ModelConfig:

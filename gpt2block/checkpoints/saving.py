@@ -19,6 +19,7 @@ from gpt2block.checkpoints.checkpoint import Checkpoint
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     DTYPE_NAMES,
+    GENERATION_CONFIG,
     INDEX,
     PYTORCH_INDEX,
     PYTORCH_WEIGHTS,
@@ -26,7 +27,13 @@ from gpt2block.checkpoints.hugging_face import (
     shards_of,
 )
 from gpt2block.checkpoints.naming import Naming, naming_of
-from gpt2block.checkpoints.stored import DTYPES, converted, first_names, itemsize, reading
+from gpt2block.checkpoints.stored import (
+    DTYPES,
+    converted,
+    first_names,
+    itemsize,
+    reading,
+)
 from gpt2block.checks import is_plain
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -58,9 +65,10 @@ def save_pretrained(
     directory: created if it does not exist. weights: GPT2Weights, a Checkpoint or another
     TensorSource, read once, one tensor at a time. dtype: "float32", "float16" or "bfloat16"; None
     keeps each tensor's. tokenizer: a folder with tokenizer files, a tokenizer.json or a Checkpoint,
-    whose files are copied; by default those of `weights` if it is a Checkpoint.
+    whose files are copied; by default those of `weights` if it is a Checkpoint. The
+    generation_config.json of a Checkpoint is copied, too.
 
-    `overwrite` is required to replace a model in the directory. It removes the old model's config,
+    `overwrite` is required to replace a model in the directory. It removes the old model's configs,
     weights (including PyTorch's), shards and tokenizer files even where the new one has no file of
     that name; other files stay. An error before the new files are complete changes nothing. Returns
     the directory.
@@ -78,8 +86,9 @@ def save_pretrained(
             "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got "
             f"{shown(weights)}"
         )
-    tokens = _tokenizer_of(weights, tokenizer)
-    old = _model_files(directory, bool(tokens))
+    copied = _tokenizer_of(weights, tokenizer)
+    old = _model_files(directory, bool(copied))
+    copied |= _generation_config_of(weights, tokenizer)
     if old and not overwrite:
         raise InputError(
             f"{directory}: {first_names(old)} already there: give another directory or "
@@ -89,7 +98,7 @@ def save_pretrained(
         stored = _write_weights(new / WEIGHTS, weights, dtype)
         config = weights.config.to_hugging_face() | {"torch_dtype": stored}
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, content in tokens.items():
+        for name, content in copied.items():
             (new / name).write_bytes(content)
     return directory
 
@@ -133,6 +142,13 @@ def _content(file: Path) -> bytes:
         return file.read_bytes()
 
 
+def _generation_config_of(*given: Any) -> dict[str, bytes]:
+    """Return the generation_config.json of the first Checkpoint by its name; {} without one."""
+    source = next((each for each in given if isinstance(each, Checkpoint)), None)
+    content = source.generation_config() if source else {}
+    return {GENERATION_CONFIG: (json.dumps(content, indent=2) + "\n").encode()} if content else {}
+
+
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
     """Return the names of the files that a new model replaces.
 
@@ -142,7 +158,7 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
         names = set(os.listdir(directory)) if directory.exists() else set()
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
-    model = {CONFIG, WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX} & names
+    model = {CONFIG, GENERATION_CONFIG, WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX} & names
     for index in {INDEX, PYTORCH_INDEX} & names:
         with suppress(CheckpointError):  # a damaged index lists no files
             model |= {name for name in shards_of(directory / index) if name in names}

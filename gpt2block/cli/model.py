@@ -484,7 +484,7 @@ def score(
     if special or (bos and not are_tokens):
         text = token_ids(encoding, text, loaded.config.vocab_size, "text", special=special)
     if bos:
-        text = _prepend_end_of_text(encoding, text)
+        text = _prepend_end_of_text(encoding, text, loaded.config.vocab_size)
     with progress_bar("scoring") as bar:
         task = bar.add_task("scoring", total=None)
         found = scoring.score(
@@ -506,7 +506,7 @@ def score(
     _print_score(file, loaded, found, seconds)
 
 
-def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
+def _prepend_end_of_text(encoding: Encoding | None, ids: Any, vocab_size: int) -> Any:
     """Prepend the token that begins a text to the ids, unless the tokenizer has added it.
 
     <|endoftext|> for GPT-2. InputError if the tokenizer does not have it.
@@ -517,7 +517,7 @@ def _prepend_end_of_text(encoding: Encoding | None, ids: Any) -> Any:
     if prefix:
         present = np.array_equal(ids[: len(prefix)], prefix)
         return ids if present else np.concatenate([np.array(prefix, np.int32), ids])
-    end = end_of_text(encoding)
+    end = end_of_text(encoding, vocab_size)
     if end is None:
         raise InputError("--bos: this model has no tokenizer with <|endoftext|>")
     return np.concatenate([np.array([end], np.int32), ids])
@@ -625,6 +625,7 @@ def info(
         "name": checkpoint.name,
         "file": str(checkpoint.file),
         "config": asdict(c),
+        "generation_config": checkpoint.generation_config(),
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
         "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
@@ -659,6 +660,7 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
             "parameters": f"{facts['parameters']:,}",
             "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
+            **_generation_facts(c.eos_token_ids, facts["generation_config"]),
         }
     )
     out = console()
@@ -675,6 +677,17 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
         table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
     out.print()
     print_table(out, table)
+
+
+def _generation_facts(ends: Sequence[int], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The end tokens, and the settings of generation_config.json apart from tokens."""
+    facts = {"end tokens": ", ".join(map(str, ends))} if ends else {}
+    others = ", ".join(
+        f"{name} {json.dumps(value)}"
+        for name, value in settings.items()
+        if not name.endswith("_token_id") and not name.startswith(("_", "transformers_"))
+    )
+    return facts | ({"suggested": f"{others}; not applied"} if others else {})
 
 
 def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:

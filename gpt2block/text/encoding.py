@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_UNUSED = "\ue000"  # a character that no decoder changes
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Encoding(Protocol):
@@ -53,16 +54,16 @@ class TokenizersEncoding:
     """An `Encoding` that encodes with Hugging Face's package tokenizers.
 
     definition: the text of a tokenizer.json with a byte-level vocabulary, or with `byte_fallback`,
-    as SentencePiece's, in which ▁ stands for a space and <0x0A> for a byte. Ids are those of
+    as SentencePiece's, in which <0x0A> stands for a byte; it has a decoder. Ids are those of
     `Tokenizer.encode(text, add_special_tokens=False)`, without truncation and padding, which is
-    also the default of transformers.
+    also the default of transformers. The text of ids is that of `Tokenizer.decode`.
 
     prefix: ids that the tokenizer adds before every text, such as that of <s>; `tokenizer.encode`
-    adds them. end_token: the name of the special token that ends a text, if it is known.
+    adds them. end_id: the token that ends a text, if the tokenizer's settings name one.
     """
 
     prefix: tuple[int, ...] = ()
-    end_token: str | None = None
+    end_id: int | None = None
 
     def __init__(self, name: str, definition: str, byte_fallback: bool = False) -> None:
         self.name = name
@@ -75,10 +76,12 @@ class TokenizersEncoding:
             if token.special
         }
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        to_bytes = fallback_bytes_of if byte_fallback else bytes_of
-        self._bytes = {token_id: to_bytes(token) for token, token_id in vocab.items()}
-        self._bytes.update((id_, name.encode()) for name, id_ in self._special.items())
-        self.max_token_value: int = max(self._bytes)
+        self._tokens = {token_id: token for token, token_id in vocab.items()}
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+            # with tokenizers >= 0.23, what the normalizer makes of its content
+            self._tokens[token_id] = self._tokenizer.id_to_token(token_id) or token.content
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were looked up
+        self.max_token_value: int = max(self._tokens)
 
     def _load(self, special: bool) -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415  (optional dependency)
@@ -121,12 +124,25 @@ class TokenizersEncoding:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        data = b"".join(self.decode_single_token_bytes(int(token)) for token in tokens)
-        text = data.decode("utf-8", errors="replace")
-        return text.removeprefix(" ") if self._byte_fallback else text
+        ids = list(map(int, tokens))
+        if not self._tokens.keys() >= set(ids):  # the package omits them
+            raise KeyError(min(set(ids) - self._tokens.keys()))
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
     def decode_single_token_bytes(self, token: int) -> bytes:
+        if token not in self._bytes:
+            to_bytes = self._fallback_bytes_of if self._byte_fallback else bytes_of
+            self._bytes[token] = to_bytes(self._tokens[token])
         return self._bytes[token]
+
+    def _fallback_bytes_of(self, token: str) -> bytes:
+        """The bytes of a token inside a text: decoders may strip the start and the end of one."""
+        byte = _BYTE.fullmatch(token)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        text: str = self._tokenizer.decoder.decode([_UNUSED, token, _UNUSED])
+        return text[1:-1].encode()
 
     def encode_single_token(self, text_or_bytes: str) -> int:
         return self._special[text_or_bytes]
@@ -245,9 +261,3 @@ def bytes_of(token: str) -> bytes:
         return token.translate(_to_latin1()).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode("utf-8", errors="surrogatepass")
-
-
-def fallback_bytes_of(token: str) -> bytes:
-    """The bytes of a token of a vocabulary with byte_fallback."""
-    byte = _BYTE.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

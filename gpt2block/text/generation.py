@@ -205,15 +205,13 @@ class Run:
             rows_at_once = check_count("rows_at_once", rows_at_once)
         check_choice("overflow", overflow, get_args(Overflow))
         strings = _stop_strings(stop, encoding)
-        config, end = engine.config, tokenizer.end_of_text(encoding)
-        V = config.vocab_size
+        config, V = engine.config, engine.config.vocab_size
         if stop_ids is None:
-            ends_of = (*config.eos_token_ids, *(() if end is None else (end,)))
-            ids = tuple(token for token in ends_of if token < V)
+            ids = tokenizer.end_tokens(config, encoding)
         else:
             found = tokenizer.token_ids(None, several(stop_ids), V, "stop_ids")
-            ids = tuple(found.tolist())
-        ends = _Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, frozenset(ids))
+            ids = frozenset(found.tolist())
+        ends = _Ends(max_new_tokens, config.n_ctx, overflow == "truncate", strings, ids)
         sampling = chosen(
             sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
@@ -223,7 +221,7 @@ class Run:
         self.single, self.prompts = tokenizer.as_list(prompts, "prompt")
         _check_rows(len(self.prompts), samples)
         replace(sampling, sample=sampling.sample + samples - 1)  # raises if it is too large
-        starts = []
+        starts, end = [], tokenizer.end_of_text(encoding, V)
         for index, prompt in enumerate(self.prompts):
             name = "prompt" if self.single else f"prompt {index}"
             start = tokenizer.token_ids(encoding, prompt, V, name)

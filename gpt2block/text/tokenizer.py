@@ -26,14 +26,16 @@ from gpt2block.checkpoints.tokenizer_files import (
     OTHER_FORMATS,
     PAIRS,
     SETTINGS,
+    SPECIAL,
     TOKENIZER,
 )
+from gpt2block.config import GPT2_END, GPT2_VOCABULARY, ModelConfig
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.text import tokenizer_json
 from gpt2block.text.encoding import Encoding, TokenizersEncoding, as_array, is_rust_failure
+from gpt2block.text.tokenizer_json import TiktokenEncoding
 
 END_OF_TEXT = "<|endoftext|>"
-_GPT2_VOCABULARY = 50257
 _LLM_C_MAGIC = 20240328
 # Files of tokenizers that are not supported, or not without another file.
 _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
@@ -68,7 +70,7 @@ def load(source: Path | None, vocab_size: int) -> Encoding:
         return _fitting(from_gguf(source), vocab_size, source)
     encoding = _in_directory(source) if source else None
     name = source or "weights given as arrays"
-    if encoding is None and vocab_size != _GPT2_VOCABULARY:
+    if encoding is None and vocab_size != GPT2_VOCABULARY:
         raise CheckpointError(
             f"{name}: expected tokenizer.json for a vocabulary of {vocab_size} tokens"
         )
@@ -132,12 +134,11 @@ def _in_directory(directory: Path) -> Encoding | None:
 def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
     """tokenizer_config.json, or {} without it; CheckpointError if it adds tokens to every text.
 
-    with_bos: whether it may add one before every text.
+    with_bos: whether it may add one before every text. eos_token may also be that of
+    special_tokens_map.json.
     """
     path = directory / SETTINGS
-    settings = _parse(path) if os.path.lexists(path) else {}
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+    settings = {"eos_token": _object(directory / SPECIAL).get("eos_token")} | _object(path)
     for name in ("add_eos_token",) if with_bos else ("add_bos_token", "add_eos_token"):
         if settings.get(name):
             raise CheckpointError(
@@ -145,6 +146,14 @@ def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
                 "into the text or its ids where the model needs it"
             )
     return settings
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if the file does not exist."""
+    found = _parse(path) if os.path.lexists(path) else {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return found
 
 
 def _read(path: Path) -> bytes:
@@ -219,11 +228,15 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
         special |= _in_settings(settings)
         spec = {
             "added_tokens": _special_tokens(special),
-            "pre_tokenizer": _byte_level(bool(settings.get("add_prefix_space"))),
-            "decoder": _byte_level(False),
+            "pre_tokenizer": {
+                **tokenizer_json.BYTE_LEVEL,
+                "add_prefix_space": bool(settings.get("add_prefix_space")),
+            },
             "model": {"type": "BPE", "vocab": ids, "merges": pairs},
         }
-        return tokenizer_json.read(vocab.parent.name, spec)
+        encoding = tokenizer_json.read(vocab.parent.name, spec)
+        encoding.end_id = tokenizer_json.id_of(spec, _end_name(settings))
+        return encoding
     except _DAMAGE as error:
         raise _unreadable(vocab, error) from error
 
@@ -244,11 +257,6 @@ def _special_tokens(found: Mapping[str, tuple[int, Any]]) -> list[dict[str, Any]
              "normalized": False}  # fmt: skip
     by_id = sorted(found.items(), key=lambda item: item[1][0])
     return [{"id": token_id, "content": token, **flags} for token, (token_id, _) in by_id]
-
-
-def _byte_level(add_prefix_space: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True,
-            "use_regex": True}  # fmt: skip
 
 
 def from_llm_c(path: Path) -> Encoding:
@@ -317,8 +325,7 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
                 "one of them"
             )
         _check_bos(settings.get("add_bos_token"), encoding)
-        if isinstance(encoding, TokenizersEncoding):
-            encoding.end_token = _name_of(settings.get("eos_token"))
+        encoding.end_id = tokenizer_json.id_of(spec, _end_name(settings))
         return encoding
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
@@ -335,8 +342,9 @@ def _check_bos(setting: Any, encoding: Encoding) -> None:
         )
 
 
-def _name_of(token: Any) -> str | None:
-    """The name of a special token in the settings, a text or an object with `content`."""
+def _end_name(settings: Mapping[str, Any]) -> str | None:
+    """The content of eos_token in the settings, a text or an object with `content`."""
+    token = settings.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 
@@ -483,14 +491,22 @@ def as_list(given: Any, name: str) -> tuple[bool, list[Any]]:
     return False, several
 
 
-def end_of_text(encoding: Encoding | None) -> int | None:
+def end_of_text(encoding: Encoding | None, vocab_size: int = 0) -> int | None:
     """The id of the token that ends a text: eos_token of the settings, or <|endoftext|>.
 
-    None without either. <|endoftext|> also begins GPT-2's texts.
+    None without either. <|endoftext|> also begins GPT-2's texts. Without an encoding, it is that of
+    GPT-2's BPE for a vocabulary of GPT-2's size.
     """
-    name = END_OF_TEXT
-    if isinstance(encoding, TokenizersEncoding) and encoding.end_token is not None:
-        name = encoding.end_token
-    if encoding is None or name not in encoding.special_tokens_set:
-        return None
-    return encoding.encode_single_token(name)
+    if encoding is None:
+        return GPT2_END if vocab_size == GPT2_VOCABULARY else None
+    if isinstance(encoding, (TiktokenEncoding, TokenizersEncoding)) and encoding.end_id is not None:
+        return encoding.end_id
+    known = END_OF_TEXT in encoding.special_tokens_set
+    return encoding.encode_single_token(END_OF_TEXT) if known else None
+
+
+def end_tokens(config: ModelConfig, encoding: Encoding | None) -> frozenset[int]:
+    """The ids each of which ends a text: those of the model's config, and `end_of_text`."""
+    end = end_of_text(encoding, config.vocab_size)
+    every = {*config.eos_token_ids, *(() if end is None else (end,))}
+    return frozenset(token for token in every if token < config.vocab_size)

@@ -18,9 +18,9 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.text.encoding import (
-    Encoding,
     TokenizersEncoding,
     byte_characters,
+    bytes_of,
     bytes_of_all,
     is_rust_failure,
 )
@@ -30,10 +30,18 @@ SPLIT_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 SPLIT_NOTHING = r"(?s:.+)"
 
 _LARGEST_ID = 2**31 - 1  # token ids are int32
-_BYTE_LEVEL = {"type", "add_prefix_space", "trim_offsets", "use_regex"}
+_UTF_8 = frozenset(range(0xF5)) - {0xC0, 0xC1}  # the bytes that occur in UTF-8
+BYTE_LEVEL: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False,
+                                 "trim_offsets": True, "use_regex": True}  # fmt: skip
 _MODEL = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
           "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"}  # fmt: skip
 _PARTS = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}
+
+
+class TiktokenEncoding(tiktoken.Encoding):
+    """An `Encoding` of tiktoken. end_id: as in TokenizersEncoding."""
+
+    end_id: int | None = None
 
 
 class _Added(NamedTuple):
@@ -45,7 +53,7 @@ class _Added(NamedTuple):
     plain: bool  # matched anywhere, without the white space around it
 
 
-def read(name: str, spec: Any) -> Encoding:
+def read(name: str, spec: Any) -> TiktokenEncoding | TokenizersEncoding:
     """The tokenizer described by `spec`, a parsed tokenizer.json.
 
     Raises ValueError for settings that are not supported; a damaged file may also raise KeyError,
@@ -76,6 +84,13 @@ def read(name: str, spec: Any) -> Encoding:
     return by_tiktoken(name, ranks, special, SPLIT_NOTHING if whole else SPLIT_WORDS)
 
 
+def id_of(spec: Any, content: str | None) -> int | None:
+    """The id of an added token, or of another token of the vocabulary, by its content."""
+    added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+    found: int | None = added.get(content, spec["model"]["vocab"].get(content))
+    return found
+
+
 def adds_prefix_space(spec: Any) -> bool:
     """Whether the tokenizer puts a space before a text."""
     return any(step.get("add_prefix_space") for step in _steps(spec, "pre_tokenizer"))
@@ -83,14 +98,13 @@ def adds_prefix_space(spec: Any) -> bool:
 
 def by_tiktoken(
     name: str, ranks: dict[bytes, int], special: dict[str, int], split: str = SPLIT_WORDS
-) -> tiktoken.Encoding:
-    """A tiktoken.Encoding; ValueError for ids and tokens with which tiktoken would fail."""
+) -> TiktokenEncoding:
+    """A TiktokenEncoding; ValueError for ids and tokens with which tiktoken would fail."""
     check_distinct([*ranks.values(), *special.values()])
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError("expected a token for each of the 256 bytes")
-    return tiktoken.Encoding(
-        name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
-    )
+    absent = [byte for byte in _UTF_8 if bytes([byte]) not in ranks]
+    if absent:
+        raise ValueError(f"expected a token for each byte of UTF-8: none for byte {absent[0]}")
+    return TiktokenEncoding(name=name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
 def check_distinct(ids: Sequence[Any]) -> None:
@@ -176,13 +190,6 @@ def _check_model(model: Any, fallback: bool) -> None:
             raise ValueError(
                 f"model.{setting} is {model[setting]!r}: not supported in a byte-level vocabulary"
             )
-    vocab = model["vocab"]
-    names = {byte: f"<0x{byte:02X}>" for byte in range(256)} if fallback else byte_characters()
-    absent = [byte for byte, char in names.items() if char not in vocab]
-    if absent and vocab.get(model.get("unk_token")) is None:
-        raise ValueError(
-            f"expected a token for each of the 256 bytes, or unk_token: none for byte {absent[0]}"
-        )
 
 
 def _check_ids(vocab: Mapping[str, Any], added: Sequence[_Added]) -> None:
@@ -202,7 +209,7 @@ def _pipeline_problem(spec: Any) -> str | None:
     if spec.get("normalizer") is not None:
         return f"normalizer {spec['normalizer']['type']}"
     step = spec["pre_tokenizer"]
-    if step["type"] != "ByteLevel" or not step.keys() <= _BYTE_LEVEL:
+    if step["type"] != "ByteLevel" or not step.keys() <= BYTE_LEVEL.keys():
         return f"pre_tokenizer {step['type']}"
     if step.get("add_prefix_space"):
         return "pre_tokenizer.add_prefix_space"
@@ -228,6 +235,8 @@ def _added_problem(vocab: Mapping[str, int], added: Sequence[_Added]) -> str | N
     for token in added:
         if not token.special or not token.plain:
             return f"added token {token.content!r}, which is not a plain special one"
+        if bytes_of(token.content) != token.content.encode():
+            return f"added token {token.content!r}, whose characters stand for bytes"
     for index, token in enumerate(new, len(vocab)):
         if token.token_id != index:
             return f"added token {token.content!r} with id {token.token_id} rather than {index}"
@@ -251,10 +260,11 @@ def _merges_problem(
     - the earlier merges turn the bytes of each token into exactly the two parts of its merge. Then
       no other two neighbours can have its bytes.
     """
-    order = {char: index for index, char in enumerate(byte_characters().values())}
+    known = {byte: char for byte, char in byte_characters().items() if char in vocab}
+    if not known.keys() >= _UTF_8:
+        return "bytes without a token"
+    order = {char: index for index, char in enumerate(known.values())}
     first = len(order)
-    if not order.keys() <= vocab.keys():
-        return "model.unk_token for bytes without a token"
     merged = list(map(add, parts[::2], parts[1::2]))
     ids = list(map(vocab.get, merged))
     if None in ids:
@@ -325,7 +335,12 @@ def _by_tokenizers(
         raise ValueError(
             f"it has {problem}, which needs the package tokenizers: run pip install tokenizers"
         ) from error
-    definition = json.dumps(spec | {"truncation": None, "padding": None}, ensure_ascii=False)
+    definition = json.dumps(
+        spec
+        | {"truncation": None, "padding": None}
+        | ({} if _steps(spec, "decoder") else {"decoder": BYTE_LEVEL}),
+        ensure_ascii=False,
+    )
     try:
         encoding = TokenizersEncoding(name, definition, fallback)
         before = encoding.added_before()

@@ -1,0 +1,186 @@
+"""The tokens that end a text: those of the tokenizer's settings, and of the model's configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2block import GPT2, CheckpointError, GPT2Weights
+from gpt2block.bulk.identity import of_tokenizer
+from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.cli import main
+from gpt2block.config import GPT2Config
+from gpt2block.text import tokenizer
+from gpt2block.text.encoding import Encoding, TokenizersEncoding
+from gpt2block.text.generation import generate
+from tests.markov import MarkovEngine, cycle
+from tests.test_tokenizer import added_token, small_json, small_pair
+
+SPECIAL = [added_token("<|endoftext|>", 258, True), added_token("</s>", 259, True)]
+
+
+def by_tiktoken(folder: Path) -> Encoding:
+    return tokenizer.from_path(small_json(folder, added_tokens=SPECIAL), 300)
+
+
+def by_tokenizers(folder: Path) -> Encoding:
+    pytest.importorskip("tokenizers")
+    path = small_json(folder, added_tokens=SPECIAL, ignore_merges=True)
+    encoding = tokenizer.from_path(path, 300)
+    assert isinstance(encoding, TokenizersEncoding)
+    return encoding
+
+
+def by_two_files(folder: Path) -> Encoding:
+    small_pair(folder, **{"</s>": 259})
+    return tokenizer.load(folder, 300)
+
+
+KINDS = [by_tiktoken, by_tokenizers, by_two_files]
+CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "settings", "end"),
+    [
+        (CONFIG, {}, 258),
+        (CONFIG, {"eos_token": None}, 258),
+        (CONFIG, {"eos_token": "</s>"}, 259),
+        (CONFIG, {"eos_token": {"content": "</s>", "lstrip": False}}, 259),
+        (CONFIG, {"eos_token": "ab"}, 256),  # which is not a special token
+        (CONFIG, {"eos_token": "no token"}, 258),
+        (SPECIAL_MAP, {"eos_token": {"content": "</s>"}}, 259),
+        (SPECIAL_MAP, {}, 258),
+    ],
+)
+def test_the_token_of_the_settings_ends_a_text(
+    tmp_path: Path, kind: Any, name: str, settings: dict[str, Any], end: int
+) -> None:
+    (tmp_path / name).write_text(json.dumps(settings))
+    encoding = kind(tmp_path)
+    assert tokenizer.end_of_text(encoding) == end
+    engine = MarkovEngine(cycle(300), script=[[97, 98, end, 99, 100]])
+    found = generate(engine, encoding, "x", max_new_tokens=5)
+    assert (found.text, found.finish_reason) == ("ab", "stop")
+    assert found.tokens == (97, 98, end)
+
+
+def test_the_settings_decide_before_the_map(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text('{"eos_token": "<|endoftext|>"}')
+    (tmp_path / SPECIAL_MAP).write_text('{"eos_token": "</s>"}')
+    assert tokenizer.end_of_text(by_tiktoken(tmp_path)) == 258
+    (tmp_path / SPECIAL_MAP).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: expected a JSON object"):
+        by_tiktoken(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_token_is_part_of_the_fingerprint(tmp_path: Path, kind: Any) -> None:
+    first = of_tokenizer(kind(tmp_path))
+    assert of_tokenizer(kind(tmp_path)) == first
+    (tmp_path / CONFIG).write_text('{"eos_token": "</s>"}')
+    assert of_tokenizer(kind(tmp_path)) != first
+
+
+def test_the_end_without_a_tokenizer() -> None:
+    """GPT-2's BPE serves a model with a vocabulary of its size that has no tokenizer."""
+    assert tokenizer.end_of_text(None) is None
+    assert tokenizer.end_of_text(None, 50256) is None
+    assert tokenizer.end_of_text(None, 50257) == 50256
+
+
+SMALL = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=8, vocab_size=300)
+
+
+def model(folder: Path, ends: Any, generation: Any = None) -> Path:
+    save_pretrained(folder, GPT2Weights.random(1, SMALL), overwrite=True)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ends", "generation", "expected"),
+    [
+        (None, None, ()),
+        (7, None, (7,)),
+        ([7, 8], None, (7, 8)),
+        (7, {}, (7,)),
+        (7, {"eos_token_id": None}, (7,)),
+        (7, {"eos_token_id": 9}, (9,)),
+        (7, {"eos_token_id": [9, 8]}, (9, 8)),
+        (None, {"eos_token_id": 299}, (299,)),
+        (300, None, ()),  # outside the vocabulary
+    ],
+)
+def test_the_ends_of_a_model(tmp_path: Path, ends: Any, generation: Any, expected: Any) -> None:
+    opened = Checkpoint.open(model(tmp_path, ends, generation))
+    assert tokenizer.end_tokens(opened.config, None) == {*expected}
+    saved = Checkpoint.open(save_pretrained(tmp_path / "saved", opened))
+    assert saved.config == opened.config
+
+
+def test_the_ends_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for generation in (None, {"eos_token_id": [9, 8]}, {"eos_token_id": 4, "top_p": 0.5}):
+        folder = model(tmp_path / str(generation), 7, generation)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).generation_config
+        found = theirs.eos_token_id
+        ours = Checkpoint.open(folder).config.eos_token_ids
+        assert list(ours) == (found if isinstance(found, list) else [found])
+
+
+def test_a_model_stops_at_its_end_token(tmp_path: Path) -> None:
+    folder = model(tmp_path, None)
+    free = GPT2.from_pretrained(folder, device="cpu").generate([1, 2], seed=3, max_new_tokens=6)
+    model(tmp_path, 0, {"eos_token_id": free.tokens[3], "temperature": 5.0})
+    found = GPT2.from_pretrained(folder, device="cpu").generate([1, 2], seed=3, max_new_tokens=6)
+    assert found.tokens == free.tokens[: free.tokens.index(free.tokens[3]) + 1]
+    assert found.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "expected an object, got"),
+        ('{"eos_token_id": -1}', "eos_token_ids: expected token ids, got -1"),
+        ('{"eos_token_id": "</s>"}', "eos_token_ids: expected token ids"),
+    ],
+)
+def test_a_damaged_generation_config(tmp_path: Path, generation: str, message: str) -> None:
+    folder = model(tmp_path, None)
+    (folder / "generation_config.json").write_text(generation)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    assert "generation_config.json" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_info_shows_the_generation_config(tmp_path: Path, capsys: Any) -> None:
+    suggested = {"temperature": 0.6, "top_k": 20, "do_sample": True, "repetition_penalty": 1.1}
+    folder = model(tmp_path, 7, {"eos_token_id": [9, 8], "transformers_version": "5"} | suggested)
+
+    def info(*options: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["info", str(folder), *options])
+        assert end.value.code == 0
+        return str(capsys.readouterr().out)
+
+    found = json.loads(info("--json"))
+    assert found["config"]["eos_token_ids"] == [9, 8]
+    assert suggested.items() <= found["generation_config"].items()
+    shown = " ".join(info().split())
+    assert "end tokens 9, 8" in shown
+    assert (
+        "suggested temperature 0.6, top_k 20, do_sample true, repetition_penalty 1.1; not applied"
+        in shown
+    )
+    (folder / "generation_config.json").unlink()
+    assert "suggested" not in info()
