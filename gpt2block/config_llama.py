@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.checks import check_number
+from gpt2block.checks import check_number, several
 from gpt2block.config import (
     LIMITS,
     ModelConfig,

@@ -145,8 +145,9 @@ def _content(file: Path) -> bytes:
 def _generation_config_of(*given: Any) -> dict[str, bytes]:
     """Return the generation_config.json of the first Checkpoint by its name; {} without one."""
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
-    content = source.generation_config() if source else {}
-    return {GENERATION_CONFIG: (json.dumps(content, indent=2) + "\n").encode()} if content else {}
+    if source is None or not source.generation_config():
+        return {}
+    return {GENERATION_CONFIG: _content(source.directory / GENERATION_CONFIG)}
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
