@@ -32,6 +32,7 @@ from gpt2block.run.model import (
 )
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text.encoding import Encoding, as_array
+from gpt2block.text.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
     from gpt2block.explain import Page
@@ -174,12 +175,14 @@ class Model(Generic[Weights]):
         return self.engine.nbytes
 
     @cached_property
+    def lookup(self) -> Lookup:
+        """Loads the tokenizer when text needs it."""
+        return Lookup(self._checkpoint, self.config.vocab_size)
+
+    @property
     def tokenizer(self) -> Encoding:
         """The checkpoint's own, or GPT-2's BPE. Raises CheckpointError if it cannot be loaded."""
-        from gpt2block.text import tokenizer  # noqa: PLC0415  (tiktoken imports slowly)
-
-        directory = self._checkpoint.tokenizer_source() if self._checkpoint else None
-        return tokenizer.load(directory, self.config.vocab_size)
+        return self.lookup.encoding
 
     def tensors(self) -> Tensors:
         """Yield name, array and layout of every tensor as stored, like `Checkpoint.tensors`."""
@@ -276,7 +279,7 @@ class Model(Generic[Weights]):
         from gpt2block.explain import Page, collect  # noqa: PLC0415
         from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415
 
-        encoding = self._encoding(text)
+        encoding = of_inputs(self.lookup, text)
         ids = token_ids(encoding, text, self.config.vocab_size, "text")
         return Page(collect(self.engine, encoding, self.name, ids, layer))
 
@@ -350,7 +353,7 @@ class Model(Generic[Weights]):
 
         return generation.generate(
             self.engine,
-            self._encoding(prompts),
+            self.lookup,
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=chosen(
@@ -390,7 +393,7 @@ class Model(Generic[Weights]):
 
         return generation.stream(
             self.engine,
-            self._encoding(prompt),
+            self.lookup,
             prompt,
             max_new_tokens=max_new_tokens,
             sampling=chosen(
@@ -424,7 +427,7 @@ class Model(Generic[Weights]):
 
         return scoring.score(
             self.engine,
-            self._encoding(text),
+            self.lookup,
             text,
             stride=stride,
             tokens_at_once=tokens_at_once,
@@ -442,18 +445,7 @@ class Model(Generic[Weights]):
         """
         from gpt2block.text import scoring  # noqa: PLC0415
 
-        encoding = self._encoding(texts)
-        return scoring.embed(self.engine, encoding, texts, pooling, overflow=overflow)
-
-    def _encoding(self, texts: Any) -> Encoding | None:
-        """The tokenizer; None if it cannot be loaded and all inputs are token ids."""
-        several = texts if isinstance(texts, (list, tuple)) else [texts]
-        try:
-            return self.tokenizer
-        except CheckpointError:
-            if any(isinstance(text, str) for text in several):
-                raise
-            return None
+        return scoring.embed(self.engine, self.lookup, texts, pooling, overflow=overflow)
 
     def _sequences(
         self, ids: Any, cache: KVCache | None

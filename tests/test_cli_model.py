@@ -23,6 +23,7 @@ from gpt2block.checkpoints import Checkpoint
 from gpt2block.cli import model as cli_model
 from gpt2block.errors import CheckpointError
 from gpt2block.run.model import weight_bytes
+from gpt2block.text.tokenizer import from_path
 from tests.markov import MarkovEngine, byte_encoding, cycle, random_table
 
 ROOT = Path(__file__).parent.parent
@@ -73,8 +74,8 @@ class Command:
     ) -> Any:
         assert kv_dtype is None
         self.asked.append((name, dtype, device, revision))
-        checkpoint: Any = SimpleNamespace(directory=None, config=self.model.config)
-        encoding = cli_model.read_tokenizer(checkpoint, path) if path else self.model.tokenizer
+        V = self.model.config.vocab_size
+        encoding = from_path(path, V) if path else self.model.tokenizer
         if encoding is None and instead:
             raise CheckpointError(f"no tokenizer; {instead}")
         return self.model, encoding

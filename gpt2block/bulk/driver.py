@@ -8,7 +8,7 @@ import queue
 import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,7 @@ from distributed import CancelledError, Client, Future, KilledWorker, TimeoutErr
 from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
-from gpt2block.errors import InputError, PrintableError
+from gpt2block.errors import CheckpointError, InputError, PrintableError
 
 RETRIES = 2  # of a shard that raised an error that a retry may avoid
 ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
@@ -92,11 +92,14 @@ def run(
         files = records.find_files(inputs, watcher.say)
         records.check_kept(files, job.column, job.keep)
         if job.tokenizer_sha256 is None and records.any_text(files):
-            job.require_tokenizer()
+            job = job.checked(has_text=True)
         if job.form == "parquet":
             job = replace(job, typed=records.are_typed(files, job.keep))
         sizes = records.sizes(files)
         cut = records.cut(files, job.shard_size, [job.column, *job.keep])
+        if job.tokenizer_sha256 is None and records.begins_with_text(cut, job.column):
+            with suppress(CheckpointError):  # a record of text then has this error
+                job = job.checked(has_text=True)
         task = _Input(records.described(sizes), cut)
         manifest = _open_manifest(folder, job, task, engine, watcher)
         work = _Work(job, token, manifest, watcher)

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from gpt2block.bulk.problems import Problem, problem_of
 from gpt2block.bulk.records import Record, Shard, Unreadable
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
 from gpt2block.config import check_count, model_shapes
-from gpt2block.errors import CheckpointError, DeviceError, InputError, printable
-from gpt2block.text import tokenizer
+from gpt2block.errors import DeviceError, InputError, printable
+from gpt2block.text.lookup import Lookup
 
 FORMAT = 2  # of the manifest
 # How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
@@ -62,11 +61,12 @@ class Job:
     tokenizer_sha256: str | None = None
     typed: bool = False  # whether kept fields have their Arrow types in the results
 
-    def checked(self) -> Job:
+    def checked(self, has_text: bool = False) -> Job:
         """Return the job with absolute paths and the hashes of its model and tokenizer.
 
-        No weights are loaded. Raises InputError, CheckpointError for arguments that would fail on
-        every worker.
+        has_text: whether the input has texts, for which the tokenizer may be downloaded. No weights
+        are loaded. Raises InputError, CheckpointError for arguments that would fail on every
+        worker.
         """
         check_count("shard_size", self.shard_size)
         if self.device not in (None, "cuda", "cpu"):
@@ -82,9 +82,8 @@ class Job:
             records.require_pyarrow()
         output = paths.absolute("output", self.output)
         checkpoint = Checkpoint.open(self.model, self.revision)
-        encoding = None
-        with suppress(CheckpointError) if self.tokenizer is None else nullcontext():
-            encoding = read_tokenizer(checkpoint, self.tokenizer)  # token ids need no tokenizer
+        lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
+        encoding = lookup.encoding if has_text else lookup.at_hand
         task = tasks.make(self.task, checkpoint.config, encoding, self.batch_tokens, self.options)
         clash = ({*task.columns} | _RESERVED) & {*self.keep}
         if clash:
@@ -98,10 +97,6 @@ class Job:
             "tokenizer_sha256": identity.of_tokenizer(encoding),
         }
         return replace(self, **found)
-
-    def require_tokenizer(self) -> None:
-        """Raise CheckpointError, with the reason, where there is no tokenizer."""
-        read_tokenizer(Checkpoint.open(self.model, self.revision), self.tokenizer)
 
     def memory_bytes(self) -> int:
         """Return the size in bytes of the model's weights in float32. Raises CheckpointError."""
@@ -128,14 +123,6 @@ class Job:
             "input_sha256": input_sha256,
             "gpt2block": identity.of_program(),
         }
-
-
-def read_tokenizer(checkpoint: Checkpoint, path: str | None) -> Any:
-    """Return the tokenizer at `path`, or the checkpoint's. Raises CheckpointError."""
-    vocab_size = checkpoint.config.vocab_size
-    if path is not None:
-        return tokenizer.from_path(path, vocab_size)
-    return tokenizer.load(checkpoint.tokenizer_source(), vocab_size)
 
 
 def absolute(name: str) -> str:
@@ -172,6 +159,8 @@ def predictor(job: Job) -> Predictor:
                 tokenizer=job.tokenizer, revision=job.revision, batch_tokens=job.batch_tokens,
                 **job.options,
             )  # fmt: skip
+            if job.tokenizer_sha256 is not None:
+                found.load_tokenizer()
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
                 raise InputError(f"{here} does not have the client's tokenizer: copy it there")
             if job.device == "cuda":

@@ -21,6 +21,8 @@ from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids
 from gpt2block.run.numpy_model import NumpyModel
 from gpt2block.text import tokenizer as tokenizers
+from gpt2block.text.encoding import Encoding
+from gpt2block.text.lookup import Lookup, of_outputs
 
 Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")
@@ -36,6 +38,8 @@ class Predictor:
     `GPT2.from_pretrained`.
     tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the maximum number of tokens
     scored or embedded together; `rows_at_once` is the number of rows generated together.
+
+    For token ids a tokenizer is used only if its files are next to the weights, or named here.
 
     The constructor loads the model. A pickled Predictor holds the arguments only; an unpickled one
     loads the model at its first call, so each process loads it once.
@@ -75,20 +79,24 @@ class Predictor:
             self.name, self.device, self.dtype, revision=self.revision, kv_dtype=self.kv_dtype
         )
 
-    @property
-    def encoding(self) -> Any:
-        """The tokenizer; None where the model has none, which suffices for token ids."""
-        return self._tokenizer[0]
-
     @cached_property
-    def _tokenizer(self) -> tuple[Any, str]:
-        """The tokenizer, or None and the reason."""
-        if self.tokenizer is not None:
-            return tokenizers.from_path(self.tokenizer, self.model.config.vocab_size), ""
-        try:
-            return self.model.tokenizer, ""
-        except CheckpointError as error:
-            return None, str(error)
+    def _lookup(self) -> Lookup:
+        if self.tokenizer is None:
+            return self.model.lookup
+        return Lookup(None, self.model.config.vocab_size, self.tokenizer)
+
+    _has_text = False  # whether the tokenizer has been loaded for text
+
+    def load_tokenizer(self) -> None:
+        """Look the tokenizer up, as the first batch of texts does; it may be downloaded."""
+        if not self._has_text:
+            self._has_text = True
+            vars(self).pop("_task", None)
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The tokenizer; None where there is none, or none at hand before `load_tokenizer`."""
+        return of_outputs(self._lookup) if self._has_text else self._lookup.at_hand
 
     @cached_property
     def _task(self) -> Task:
@@ -128,6 +136,8 @@ class Predictor:
             raise InputError(
                 f"seed: expected one for each of the {len(values)} records, got {len(seeds)}"
             )
+        if any(isinstance(value, str) for value in values):
+            self.load_tokenizer()
         rows = self.rows(values, seeds)
         columns: dict[str, Any] = dict(batch)
         for column, kind in self.columns.items():
@@ -168,7 +178,7 @@ class Predictor:
         """Return the token ids. Raises InputError for a record that cannot be computed."""
         if isinstance(value, str):
             if self.encoding is None:
-                raise InputError(f"text needs a tokenizer: {self._tokenizer[1]}")
+                raise InputError(f"text needs a tokenizer: {self._missing()}")
         elif not isinstance(value, (list, tuple, np.ndarray)):
             raise InputError(f"expected text or token ids, got {type(value).__name__}")
         elif not len(value):
@@ -184,6 +194,14 @@ class Predictor:
         if problem:
             raise InputError(problem)
         return ids
+
+    def _missing(self) -> str:
+        """Return why there is no tokenizer."""
+        try:
+            self._lookup.encoding  # noqa: B018  (raises)
+        except CheckpointError as error:
+            return str(error)
+        return "the first record of the input has token ids: give texts a job of their own"
 
     def _batches(self, ids: Mapping[int, Ids]) -> Iterator[list[int]]:
         """Yield batches of records of similar length, the longest first, which need most memory.
@@ -267,7 +285,7 @@ def _seed(value: Any) -> int:
     return int(value)
 
 
-_LOADED = ("model", "_tokenizer", "_task")
+_LOADED = ("model", "_lookup", "_has_text", "_task")
 
 
 def record_seed(seed: int, record: int | bytes) -> int:

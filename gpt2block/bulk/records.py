@@ -320,6 +320,13 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
         raise ChangedError(f"{names}: changed since the job began, or differs on this worker")
 
 
+def begins_with_text(shards: Sequence[Shard], column: str) -> bool:
+    """Return whether the first record that can be read is a text. Raises OSError."""
+    found = (entry for shard in shards[:1] for entry in read(shard, column))
+    first = next((entry for entry in found if isinstance(entry, Record)), None)
+    return first is not None and isinstance(first.value, str)
+
+
 def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
     """Yield the lines without line ends, None for a line that is too long. Hashes every byte."""
     with open(span.path, "rb") as file:

@@ -91,6 +91,18 @@ class Checkpoint:
         self.tokenizer_files()
         return self.directory
 
+    def has_tokenizer(self) -> bool:
+        """Return whether a tokenizer is next to the weights; for a hub model, with its settings.
+
+        A GGUF file has its own. No request is sent. Raises CheckpointError where files cannot be
+        read.
+        """
+        if gguf.is_gguf(self.file):
+            return True
+        if self.repo and hub.unknown_tokenizer_files(self.repo, self.directory):
+            return False
+        return tokenizer_files.readable(tokenizer_files.present(self.directory))
+
     def tokenizer_files(self) -> dict[str, Path]:
         """Return the tokenizer's files by name, after downloading those of a hub model.
 

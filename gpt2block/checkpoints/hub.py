@@ -78,26 +78,32 @@ def fetch(repo: str, revision: str | None = None) -> Path:
 def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
     """Download the repository's tokenizer files into the folder of its weights.
 
-    snapshot: the folder of the cached weights, named by their commit. No request is sent when the
-    cache has tokenizer.json and records whether its settings exist, or records for every tokenizer
-    file whether it exists. Returns None, or the reason why the files are not known.
+    snapshot: the folder of the cached weights, named by their commit. No request is sent when none
+    of them is unknown. Returns None, or the reason why the files are not known.
     """
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
-
-    names, commit = tokenizer_files.NAMES, snapshot.name
     try:
-        known = {name: try_to_load_from_cache(repo, name, revision=commit) for name in names}
-        unknown = [name for name, state in known.items() if state is None]
-        has_json = isinstance(known[tokenizer_files.TOKENIZER], str)
-        if not unknown or (has_json and tokenizer_files.SETTINGS not in unknown):
-            return None
-        if _offline():
+        unknown = unknown_tokenizer_files(repo, snapshot)
+        if unknown and _offline():
             return "offline mode is set (HF_HUB_OFFLINE)"
         for name in unknown:
-            _get(repo, name, commit, cached=False)
+            _get(repo, name, snapshot.name, cached=False)
     except Exception as error:  # as in fetch
         return _reason(error)
     return None
+
+
+def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
+    """Return the tokenizer files of which the cache does not record whether they exist.
+
+    [] when the cache has tokenizer.json and records whether its settings exist.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    names = tokenizer_files.NAMES
+    known = {name: try_to_load_from_cache(repo, name, revision=snapshot.name) for name in names}
+    unknown = [name for name, state in known.items() if state is None]
+    has_json = isinstance(known[tokenizer_files.TOKENIZER], str)
+    return [] if has_json and tokenizer_files.SETTINGS not in unknown else unknown
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:

@@ -717,19 +717,19 @@ def load_model(
     """Read a model, with a progress bar on stderr, and before it its tokenizer.
 
     tokenizer: the path of another tokenizer. hint: added to the error if the model has no
-    tokenizer; with None, the tokenizer is then None.
+    tokenizer; None for token ids, for which only files next to the weights are read.
     """
     from gpt2block.model import from_pretrained  # noqa: PLC0415
+    from gpt2block.text.lookup import Lookup  # noqa: PLC0415
 
     checkpoint = Checkpoint.open(name, revision)
+    lookup = Lookup(checkpoint, checkpoint.config.vocab_size, tokenizer)
     try:
-        encoding = read_tokenizer(checkpoint, tokenizer)
+        encoding = lookup.at_hand if hint is None else lookup.encoding
     except CheckpointError as error:
         if tokenizer is not None:
             raise
-        if hint:
-            raise CheckpointError(f"{error}; {hint}") from error
-        encoding = None
+        raise CheckpointError(f"{error}; {hint}") from error
     total = len(checkpoint.stored)
 
     def progress(tensors: Iterable[Any]) -> Iterable[Any]:
@@ -740,15 +740,6 @@ def load_model(
         checkpoint, device=device, dtype=dtype, progress=progress, kv_dtype=kv_dtype
     )
     return loaded, encoding
-
-
-def read_tokenizer(checkpoint: Checkpoint, path: Path | None) -> Encoding:
-    """The tokenizer at `path`, or the checkpoint's without one. Raises CheckpointError."""
-    from gpt2block.text import tokenizer  # noqa: PLC0415
-
-    if path is None:
-        return tokenizer.load(checkpoint.tokenizer_source(), checkpoint.config.vocab_size)
-    return tokenizer.from_path(path, checkpoint.config.vocab_size)
 
 
 def _read_text(file: str, most: int) -> str:

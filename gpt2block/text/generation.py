@@ -23,6 +23,7 @@ from gpt2block.run.model import Floats, Ids, ModelEngine, Start
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, bytes_of_ids
+from gpt2block.text.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
 from gpt2block.text.scheduling import RowScheduler
 
 FinishReason = Literal["length", "stop", "context"]
@@ -36,10 +37,11 @@ BAD_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(ReadLater):
     """One continuation of a prompt.
 
-    text: ends before the stop string or stop token.
+    text: ends before the stop string or stop token; decoded when it is read, and "" without a
+        tokenizer.
     tokens: all sampled tokens, including those of the stop.
     logprobs: log-probabilities of the tokens under the model's own logits, before penalty,
         temperature and filters.
@@ -71,7 +73,7 @@ class Generation:
 @named_options()
 def generate(
     engine: ModelEngine,
-    encoding: Encoding | None,
+    encoding: Tokenizer,
     prompts: Any,
     *,
     max_new_tokens: int = 200,
@@ -92,8 +94,8 @@ def generate(
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1 a list of
     Generations for each prompt. The keywords are those of `GPT2.generate`. If prompts are ids, the
-    encoding may be None; the text is then empty. An empty prompt starts from <|endoftext|> if the
-    tokenizer has it.
+    encoding may be None; the text is then empty. With a Lookup, nothing is searched for ids until
+    their text is read. An empty prompt starts from <|endoftext|> if the tokenizer has it.
 
     overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
     context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
@@ -126,7 +128,7 @@ def generate(
 @named_options(samples="expected one sample, got {}: use generate")
 def stream(
     engine: ModelEngine,
-    encoding: Encoding | None,
+    encoding: Tokenizer,
     prompt: Prompt,
     *,
     max_new_tokens: int = 200,
@@ -143,12 +145,13 @@ def stream(
 ) -> Generator[str, None, Generation]:
     """Yield the text of `generate` for one prompt in pieces.
 
-    Pieces hold whole characters and no part of a stop string; joined, they are the text. The
-    generator returns the Generation. Raises as `generate` does; wrong arguments raise at the call.
+    Pieces hold whole characters and no part of a stop string; joined, they are the text. Without a
+    tokenizer, or with a Lookup that has none at hand for ids, there are none. The generator returns
+    the Generation. Raises as `generate` does; wrong arguments raise at the call.
     """
     run = Run(
         engine,
-        encoding,
+        of_inputs(encoding, prompt),
         prompt,
         max_new_tokens=max_new_tokens,
         sampling=chosen(
@@ -182,7 +185,7 @@ class Run:
     def __init__(
         self,
         engine: ModelEngine,
-        encoding: Encoding | None,
+        encoding: Tokenizer,
         prompts: Any,
         *,
         max_new_tokens: int = 200,
@@ -204,6 +207,10 @@ class Run:
         if rows_at_once is not None:
             rows_at_once = check_count("rows_at_once", rows_at_once)
         check_choice("overflow", overflow, get_args(Overflow))
+        reader = encoding  # which may wait until a text is read
+        encoding = of_inputs(reader, prompts)
+        if encoding is None and stop:
+            encoding = of_outputs(reader)
         strings = _stop_strings(stop, encoding)
         config, V = engine.config, engine.config.vocab_size
         if stop_ids is None:
@@ -230,7 +237,7 @@ class Run:
         def row(index: int) -> Row:
             start, more = starts[index // samples], index % samples
             options = replace(sampling, sample=sampling.sample + more) if more else sampling
-            return Row(start, options, encoding, ends)
+            return Row(start, options, reader, ends)
 
         self.rows = Rows(len(starts) * samples, row)
         self._longest = max(map(len, starts))  # prompt
@@ -347,17 +354,20 @@ class _Ends:
 
 
 class Row:
-    """One continuation while it is generated."""
+    """One continuation while it is generated.
 
-    def __init__(
-        self, prompt: Ids, sampling: Sampling, encoding: Encoding | None, ends: _Ends
-    ) -> None:
+    Its tokens are decoded when the text is read, or at once where stop strings may end it.
+    """
+
+    def __init__(self, prompt: Ids, sampling: Sampling, encoding: Tokenizer, ends: _Ends) -> None:
         self.prompt, self.sampling = prompt, sampling
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self._encoding, self._ends = encoding, ends
+        self._at_end_token = self._closed = False
         self._text = Text(ends.stop)
+        self._decoded = 0  # tokens
         self._pieces: list[str] = []
         self._taken = 0
 
@@ -378,10 +388,11 @@ class Row:
             raise InputError(f"the logits are {wrong} after {count} new tokens: {BAD_WEIGHTS}")
         self.tokens += tokens
         self.logprobs += logprobs
-        stopped = tokens[-1] in self._ends.stop_ids
-        self._pieces.append(self._text.add(self._bytes(tokens[:-1] if stopped else tokens)))
+        self._at_end_token = tokens[-1] in self._ends.stop_ids
+        if self._ends.stop:
+            self._decode()
         reason: FinishReason | None = None
-        if stopped or self._text.stopped:
+        if self._at_end_token or self._text.stopped:
             reason = "stop"
         elif len(self.tokens) == self._ends.max_new_tokens:
             reason = "length"
@@ -398,10 +409,20 @@ class Row:
 
     def close(self) -> None:
         """End the row: characters that were held back become text."""
-        self._pieces.append(self._text.add(b"", final=True))
+        self._closed = True
+        if self._ends.stop:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Turn the new tokens into text, without the one that ended the row."""
+        end = len(self.tokens) - self._at_end_token
+        data = self._bytes(self.tokens[self._decoded : end])
+        self._pieces.append(self._text.add(data, final=self._closed))
+        self._decoded = end
 
     def take(self) -> str:
         """The text added since the last call."""
+        self._decode()
         piece = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return piece
@@ -409,6 +430,7 @@ class Row:
     @property
     def text(self) -> str:
         """The text so far, without the characters held back."""
+        self._decode()
         return "".join(self._pieces)
 
     def token_texts(self) -> list[str]:
@@ -419,10 +441,12 @@ class Row:
         """The Generation of an ended row."""
         assert self.finish_reason is not None
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
-        return Generation(self.text, tokens, logprobs, self.finish_reason, self.sampling.seed)
+        found = Generation("", tokens, logprobs, self.finish_reason, self.sampling.seed)
+        return found.later(text=lambda: self.text)
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        return b"" if self._encoding is None else bytes_of_ids(self._encoding, tokens)
+        encoding = of_outputs(self._encoding) if tokens else None
+        return b"" if encoding is None else bytes_of_ids(encoding, tokens)
 
 
 class Rows(Sequence[Row]):

@@ -7,6 +7,7 @@ import math
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, overload
 
@@ -21,6 +22,7 @@ from gpt2block.run.model import Floats, Ids, ModelEngine, in_groups
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, as_array, bytes_of_id, token_sizes
 from gpt2block.text.generation import BAD_WEIGHTS, Overflow
+from gpt2block.text.lookup import ReadLater, Tokenizer, of_inputs, of_outputs
 
 Pooling = Literal["mean", "last"]
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
@@ -48,7 +50,7 @@ class ScoredTokens(Sequence[ScoredToken]):
     """The scored tokens of a text, in order: ids (N,), logprobs (N,) float32 in nats."""
 
     def __init__(
-        self, ids: Tokens, logprobs: Floats, encoding: Encoding | None, first: int | None = None
+        self, ids: Tokens, logprobs: Floats, encoding: Tokenizer, first: int | None = None
     ) -> None:
         """first: the token before the first scored one."""
         self.ids, self.logprobs, self._encoding, self._first = ids, logprobs, encoding, first
@@ -95,16 +97,17 @@ class ScoredTokens(Sequence[ScoredToken]):
         return b"".join(map(self._bytes, tokens)).decode(errors="replace")
 
     def _bytes(self, token: int) -> bytes:
-        return b"" if self._encoding is None else bytes_of_id(self._encoding, token)
+        encoding = of_outputs(self._encoding)
+        return b"" if encoding is None else bytes_of_id(encoding, token)
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(ReadLater):
     """The log-likelihood of a text: each token after the first is predicted once."""
 
     log_likelihood: float  # the sum, in nats
     n_tokens: int  # scored tokens
-    bytes: int | None  # of text in the scored tokens; None without a tokenizer
+    bytes: int | None  # of text in the scored tokens, counted when read; None without a tokenizer
     n_ctx: int  # tokens per window
     stride: int  # tokens between the starts of windows
     tokens: ScoredTokens = field(compare=False, repr=False)  # the scored tokens, each with its own
@@ -135,7 +138,7 @@ class Score:
 
 def score(
     engine: ModelEngine,
-    encoding: Encoding | None,
+    encoding: Tokenizer,
     text: Any,
     *,
     stride: int | None = None,
@@ -144,7 +147,8 @@ def score(
 ) -> Any:
     """Score a text, or token ids (a sequence, an array or the result of `load_tokens`).
 
-    Returns a Score, or a list of them for a list of texts.
+    Returns a Score, or a list of them for a list of texts. With a Lookup, nothing is searched for
+    ids until their text, or its number of bytes, is read.
 
     A window of n_ctx tokens slides by `stride`, n_ctx // 2 by default. The first window scores all
     of its tokens except the first; each later window scores its last `stride` tokens, which no
@@ -169,15 +173,16 @@ def score(
     texts = []
     for index, given in enumerate(several):
         name = "text" if single else f"text {index}"
-        ids = _tokens(encoding, given, vocab_size, name)
+        reader = of_inputs(encoding, given) if isinstance(given, str) else None
+        ids = _tokens(reader, given, vocab_size, name)
         if len(ids) < 2:
             raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
         texts.append(ids)
     logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
     total, done = sum(map(len, logprobs)), 0
     for windows in window_batches(texts, n_ctx, stride, tokens_at_once):
-        found = engine.log_likelihood([window.tokens for window in windows])
-        for window, nats in zip(windows, found, strict=True):
+        computed = engine.log_likelihood([window.tokens for window in windows])
+        for window, nats in zip(windows, computed, strict=True):
             part = nats[-window.scored :]
             if np.isnan(part).any():
                 name = "" if single else f"text {window.text}: "
@@ -192,15 +197,16 @@ def score(
     scores = []
     for ids, nats in zip(texts, logprobs, strict=True):
         tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]))
-        text_bytes = _count_bytes(encoding, ids, vocab_size)
+        text_bytes = partial(_count_bytes, encoding, ids, vocab_size)
         nats_sum = float(np.sum(nats, dtype=np.float64))
-        scores.append(Score(nats_sum, len(nats), text_bytes, n_ctx, stride, tokens))
+        found = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)
+        scores.append(found.later(bytes=text_bytes))
     return scores[0] if single else scores
 
 
 def embed(
     engine: ModelEngine,
-    encoding: Encoding | None,
+    encoding: Tokenizer,
     inputs: Any,
     pooling: Pooling = "mean",
     tokens_at_once: int = 8192,
@@ -219,7 +225,8 @@ def embed(
     sequences: list[Ids] = []
     for index, given in enumerate(several):
         name = "input" if single else f"input {index}"
-        ids = tokenizer.token_ids(encoding, given, config.vocab_size, name)
+        reader = of_inputs(encoding, given) if isinstance(given, str) else None
+        ids = tokenizer.token_ids(reader, given, config.vocab_size, name)
         if overflow == "truncate":
             ids = ids[-config.n_ctx :]
         if not 1 <= len(ids) <= config.n_ctx:
@@ -309,8 +316,9 @@ def _tokens(encoding: Encoding | None, text: Any, vocab_size: int, name: str) ->
     return ids
 
 
-def _count_bytes(encoding: Encoding | None, ids: Tokens, vocab_size: int) -> int | None:
+def _count_bytes(tokenizer: Tokenizer, ids: Tokens, vocab_size: int) -> int | None:
     """Bytes of text in the tokens after the first; special tokens have none."""
+    encoding = of_outputs(tokenizer)
     if encoding is None:
         return None
     sizes = token_sizes(encoding, vocab_size)
