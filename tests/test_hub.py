@@ -378,9 +378,7 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
-    def no_network(*_: object, local_files_only: bool = False, **__: object) -> str:
-        if local_files_only:
-            raise LocalEntryNotFoundError("not in the cache")
+    def no_network(*_: object, **__: object) -> str:
         try:
             raise ConnectionError("[Errno 101] Network is unreachable")
         except ConnectionError as error:

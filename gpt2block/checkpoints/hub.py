@@ -121,11 +121,12 @@ def _ask(repo: str, revision: str | None) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
+    url = hf_hub_url(repo, CONFIG, revision=revision)
     print(f"asking the Hugging Face hub for {repo} …", file=sys.stderr, flush=True)
     own = os.environ.get("HF_HUB_ETAG_TIMEOUT")
     timeout = constants.HF_HUB_ETAG_TIMEOUT if own else _FIRST_ANSWER
     with suppress(HfHubHTTPError):  # an answer: the download explains it, or tries again
-        get_hf_file_metadata(hf_hub_url(repo, CONFIG, revision=revision), timeout=timeout)
+        get_hf_file_metadata(url, timeout=timeout)
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
@@ -146,19 +147,20 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
     """Return a file's path; None where the cache, or the repository, does not have it."""
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,
         LocalEntryNotFoundError,
     )
 
     getLogger("huggingface_hub").setLevel(ERROR)  # do not log every retry
+    if cached:  # `hf_hub_download` may send a request, for a list of agents, for cached files, too
+        found = try_to_load_from_cache(repo, name, revision=revision)
+        return Path(found) if isinstance(found, str) else None
     try:
-        return Path(hf_hub_download(repo, name, revision=revision, local_files_only=cached))
-    except LocalEntryNotFoundError:
-        if cached:
-            return None
-        raise  # the hub could not be reached
+        return Path(hf_hub_download(repo, name, revision=revision))
+    except LocalEntryNotFoundError:  # the hub could not be reached
+        raise
     except EntryNotFoundError:
         return None
 
