@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from gpt2block import GPT2, BlockWeights, CheckpointError, GPT2Config, GPT2Weigh
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import Checkpoint, save_pretrained
+from gpt2block.checkpoints import hub as module
 from gpt2block.text import encoding, tokenizer
 
 REPO = "someone/own-words"
@@ -339,8 +343,6 @@ def test_shards_are_downloaded(hub: Hub, folder: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_pickle_is_downloaded_without_safetensors(hub: Hub, folder: Path, sharded: bool) -> None:
-    from gpt2block.checkpoints import hub as module  # noqa: PLC0415
-
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     if sharded:
         (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
@@ -386,9 +388,7 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
-    def no_network(*_: object, local_files_only: bool = False, **__: object) -> str:
-        if local_files_only:
-            raise LocalEntryNotFoundError("not in the cache")
+    def no_network(*_: object, **__: object) -> str:
         try:
             raise ConnectionError("[Errno 101] Network is unreachable")
         except ConnectionError as error:
@@ -396,6 +396,96 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
     refused(REPO, "cannot be reached or does not answer", "Network is unreachable", "check the net")
+
+
+@pytest.fixture
+def black_hole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A hub that takes connections and never answers."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield monkeypatch
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_a_hub_that_never_answers(
+    black_hole: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str | None
+) -> None:
+    """One request with a short time-out, or the user's; before, many, without a message."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    black_hole.setattr(module, "_FIRST_ANSWER", 600 if own else 1)
+    black_hole.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
+    if own:
+        black_hole.setenv("HF_HUB_ETAG_TIMEOUT", own)
+        black_hole.setattr(constants, "HF_HUB_ETAG_TIMEOUT", int(own))
+    started = perf_counter()
+    refused(REPO, "the hub cannot be reached or does not answer (ReadTimeout")
+    assert 1 <= perf_counter() - started < 10
+    assert capsys.readouterr().err == f"asking the Hugging Face hub for {REPO} …\n"
+
+
+def test_a_cached_model_without_its_tokenizer_and_a_hub_that_never_answers(
+    hub: Hub, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    for name in PAIR:
+        (folder / name).unlink()
+    hub.put(REPO, folder)
+    directory = Checkpoint.open(REPO).directory
+    shutil.rmtree(directory.parent.parent / ".no_exist")
+    request.getfixturevalue("black_hole").setattr(module, "_FIRST_ANSWER", 1)
+    started = perf_counter()
+    with pytest.raises(CheckpointError, match="the tokenizer is not in the Hugging Face cache"):
+        Checkpoint.open(REPO).tokenizer_files()
+    assert perf_counter() - started < 10
+
+
+def test_the_hub_is_asked_aloud_and_once(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.put(REPO, folder)
+    for expected in (f"asking the Hugging Face hub for {REPO} …\n", ""):  # cached
+        Checkpoint.open(REPO).tokenizer_files()
+        assert "".join(re.findall(r"asking.*\n", capsys.readouterr().err)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("shakespere", "shakespeare"), ("Shakespeare", "shakespeare"),
+        ("shakespeare-lama", "shakespeare-llama"),
+    ],
+)  # fmt: skip
+def test_a_bundled_model_s_name_misspelt_needs_no_network(
+    hub: Hub, capsys: pytest.CaptureFixture[str], name: str, meant: str
+) -> None:
+    refused(name, f"no model has this name: did you mean '{meant}'?")
+    assert not hub.requests
+    assert not capsys.readouterr().err
+
+
+def test_other_names_are_looked_up_before_one_is_suggested(hub: Hub, folder: Path) -> None:
+    refused("gpt2-larg", "the hub has no such repository", "did you mean 'gpt2-large'?")
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open("someone/nobody")
+    assert "did you mean" not in str(caught.value)
+    for name in ("gpt2-larg", "someone/shakespere"):
+        hub.put(name, folder)
+        assert Checkpoint.open(name).repo == name
+
+
+def test_a_cached_model_may_have_a_similar_name(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put("shakespeares", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "nearest", lambda name: None)
+        Checkpoint.open("shakespeares")
+    assert Checkpoint.open("shakespeares").repo == "shakespeares"
 
 
 def test_retries_are_not_reported() -> None:

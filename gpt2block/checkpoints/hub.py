@@ -1,12 +1,15 @@
 """Models on the Hugging Face hub: files from the local cache, or downloaded into it.
 
-HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have the meaning that `huggingface_hub` gives
-them.
+HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT have
+the meaning that `huggingface_hub` gives them.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from contextlib import suppress
 from logging import ERROR, getLogger
 from pathlib import Path
 
@@ -20,11 +23,13 @@ from gpt2block.checkpoints.hugging_face import (
     WEIGHTS,
     shards_of,
 )
+from gpt2block.checkpoints.locating import BUNDLED_NAMES, nearest
 from gpt2block.config import SIZES
 from gpt2block.errors import CheckpointError, InputError, shown
 
 _WEIGHTS = (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX)  # the first that exists is used
 _OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
+_FIRST_ANSWER = 5  # seconds, unless HF_HUB_ETAG_TIMEOUT is set
 _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
 
 
@@ -46,10 +51,13 @@ def check_revision(revision: str) -> None:
 def fetch(repo: str, revision: str | None = None) -> Path:
     """Return the weights file, or the index of its shards, with config.json next to it.
 
-    Cached files need no network. All downloaded files come from one commit and include the
-    tokenizer's. Raises CheckpointError.
+    Cached files need no network, and nor does the refusal of a name that is close to that of a
+    bundled model: the hub has few repositories without an owner. All downloaded files come from one
+    commit and include the tokenizer's. Raises CheckpointError.
     """
     at = f"{repo} at revision {revision}" if revision else repo
+    meant = nearest(repo)
+    hint = f": did you mean {meant!r}?" if meant else ""
     try:
         try:
             return _weights(repo, revision, cached=True)
@@ -57,8 +65,11 @@ def fetch(repo: str, revision: str | None = None) -> Path:
             if _offline():
                 raise CheckpointError(
                     f"{at}: offline mode is set (HF_HUB_OFFLINE), and the Hugging Face cache does "
-                    f"not have {missing}: unset it to download, or give the path of a folder"
+                    f"not have {missing}: unset it to download, or give the path of a folder{hint}"
                 ) from None
+        if meant in BUNDLED_NAMES:
+            raise CheckpointError(f"{at}: no model has this name{hint}")
+        _ask(repo, revision)
         file = _weights(repo, revision, cached=False)
     except CheckpointError:
         raise
@@ -69,22 +80,27 @@ def fetch(repo: str, revision: str | None = None) -> Path:
         ) from None
     except Exception as error:  # any error of the HTTP library, and of the cache's file system
         raise CheckpointError(
-            f"{at}: not in the Hugging Face cache, and {_reason(error)}"
+            f"{at}: not in the Hugging Face cache, and {_reason(error)}{hint}"
         ) from error
-    fetch_tokenizer(repo, file.parent)
+    fetch_tokenizer(repo, file.parent, asked=True)
     return file
 
 
-def fetch_tokenizer(repo: str, snapshot: Path) -> str | None:
+def fetch_tokenizer(repo: str, snapshot: Path, asked: bool = False) -> str | None:
     """Download the repository's tokenizer files into the folder of its weights.
 
-    snapshot: the folder of the cached weights, named by their commit. No request is sent when none
-    of them is unknown. Returns None, or the reason why the files are not known.
+    snapshot: the folder of the cached weights, named by their commit. asked: whether the hub has
+    just answered. No request is sent when none of the files is unknown. Returns None, or the reason
+    why they are not known.
     """
     try:
         unknown = unknown_tokenizer_files(repo, snapshot)
-        if unknown and _offline():
+        if not unknown:
+            return None
+        if _offline():
             return "offline mode is set (HF_HUB_OFFLINE)"
+        if not asked:
+            _ask(repo, snapshot.name)
         for name in unknown:
             _get(repo, name, snapshot.name, cached=False)
     except Exception as error:  # as in fetch
@@ -104,6 +120,22 @@ def unknown_tokenizer_files(repo: str, snapshot: Path) -> list[str]:
     unknown = [name for name, state in known.items() if state is None]
     has_json = isinstance(known[tokenizer_files.TOKENIZER], str)
     return [] if has_json and tokenizer_files.SETTINGS not in unknown else unknown
+
+
+def _ask(repo: str, revision: str | None) -> None:
+    """Say on stderr that the hub is asked, and raise the HTTP library's error if it cannot be.
+
+    This is one request with a short time-out: `hf_hub_download` repeats one for minutes.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    url = hf_hub_url(repo, CONFIG, revision=revision)
+    print(f"asking the Hugging Face hub for {repo} …", file=sys.stderr, flush=True)
+    own = os.environ.get("HF_HUB_ETAG_TIMEOUT")
+    timeout = constants.HF_HUB_ETAG_TIMEOUT if own else _FIRST_ANSWER
+    with suppress(HfHubHTTPError):  # an answer: the download explains it, or tries again
+        get_hf_file_metadata(url, timeout=timeout)
 
 
 def _weights(repo: str, revision: str | None, cached: bool) -> Path:
@@ -128,19 +160,20 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
 
 def _get(repo: str, name: str, revision: str | None, cached: bool) -> Path | None:
     """Return a file's path; None where the cache, or the repository, does not have it."""
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow to import)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,
         LocalEntryNotFoundError,
     )
 
     getLogger("huggingface_hub").setLevel(ERROR)  # do not log every retry
+    if cached:  # `hf_hub_download` may send a request, for a list of agents, for cached files, too
+        found = try_to_load_from_cache(repo, name, revision=revision)
+        return Path(found) if isinstance(found, str) else None
     try:
-        return Path(hf_hub_download(repo, name, revision=revision, local_files_only=cached))
-    except LocalEntryNotFoundError:
-        if cached:
-            return None
-        raise  # the hub could not be reached
+        return Path(hf_hub_download(repo, name, revision=revision))
+    except LocalEntryNotFoundError:  # the hub could not be reached
+        raise
     except EntryNotFoundError:
         return None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from gpt2block.checkpoints import smollm2
 from gpt2block.checkpoints.hugging_face import INDEX, PYTORCH_INDEX, PYTORCH_WEIGHTS, WEIGHTS
 from gpt2block.checkpoints.pytorch import SUFFIXES
 from gpt2block.checkpoints.stored import is_file
-from gpt2block.config import ALIASES
+from gpt2block.config import ALIASES, SIZES
 from gpt2block.errors import CheckpointError
 
 _MODELS = Path(__file__).parent.parent / "models"
@@ -18,6 +19,7 @@ BUNDLED = "shakespeare"  # the bundled model that is the default
 BUNDLED_NAMES = tuple(sorted(folder.parent.name for folder in _MODELS.glob("*/config.json")))
 _SUFFIXES = (*SUFFIXES, ".gguf")  # of weights that have no name of their own
 _FILE_SUFFIXES = (*_SUFFIXES, ".safetensors", ".json")  # a name with one is not a hub id
+KNOWN_NAMES = (*BUNDLED_NAMES, smollm2.SMOLLM2, *SIZES, *ALIASES)
 _HUB_ID = re.compile(r"(?=.{1,96}$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -30,6 +32,15 @@ def hub_id(name: str) -> str | None:
         return None
     repo = ALIASES.get(name, name)
     return repo if _HUB_ID.fullmatch(repo) and Path(name).suffix not in _FILE_SUFFIXES else None
+
+
+def nearest(name: str) -> str | None:
+    """Return the known name that `name` probably means; None where it is one, or far from all."""
+    if name in KNOWN_NAMES:
+        return None
+    known = {each.lower(): each for each in KNOWN_NAMES}
+    found = get_close_matches(name.lower(), known, 1, cutoff=0.8)
+    return known[found[0]] if found else None
 
 
 def locate(name: str) -> Path:
