@@ -24,7 +24,7 @@ from gpt2block.compare import exact_tensors
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("plain", "grouped", "scaled", "tied", "shards")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
-Array = NDArray[np.floating[Any]]
+Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
 
