@@ -324,6 +324,8 @@ class Model(Generic[Weights]):
             from gpt2block.text import tokenizer  # noqa: PLC0415
 
             text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
+            if not len(text):
+                raise InputError("text: expected at least one token, got an empty text")
         return self._one(text, cached=False)
 
     def _one(self, ids: Any, cached: bool) -> Ids:
