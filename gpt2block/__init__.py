@@ -12,18 +12,42 @@ TYPE_CHECKING = False  # type checkers take it as True; importing typing is slow
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpt2block import block as block
+    from gpt2block import checkpoints as checkpoints
+    from gpt2block import config as config
+    from gpt2block import cuda as cuda
     from gpt2block import doctor as doctor
+    from gpt2block import emulator as emulator
+    from gpt2block import errors as errors
+    from gpt2block import model as model
     from gpt2block import ops as ops
+    from gpt2block import plan as plan
     from gpt2block import reference
+    from gpt2block import run as run
+    from gpt2block import text as text
+    from gpt2block import weights as weights
     from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
     from gpt2block.architectures.llama_weights import LlamaBlockWeights, LlamaWeights
-    from gpt2block.block import Block, Comparison, solve
+    from gpt2block.block import Block, Comparison, Comparisons, solve
+    from gpt2block.bulk.predictor import Predictor
+    from gpt2block.checkpoints import Checkpoint
     from gpt2block.config import SIZES, GPT2Config
     from gpt2block.config_llama import LlamaConfig, RopeScaling
-    from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError
+    from gpt2block.errors import (
+        CheckpointError,
+        DeviceError,
+        InputError,
+        KernelError,
+        UnknownOption,
+    )
+    from gpt2block.explain import Page
+    from gpt2block.inspection import LogitLens
     from gpt2block.llama_block import LlamaBlock
-    from gpt2block.model import GPT2, Llama, from_pretrained
+    from gpt2block.model import GPT2, Llama, Model, from_pretrained
+    from gpt2block.run.model import KVCache
     from gpt2block.sampling import Sampling
+    from gpt2block.text.generation import Generation
+    from gpt2block.text.scoring import Score, ScoredToken, ScoredTokens
     from gpt2block.weights.matrix import WeightMatrix
     from gpt2block.weights.two_part import TwoPartMatrix
 
@@ -34,21 +58,33 @@ __all__ = [
     "SIZES",
     "Block",
     "BlockWeights",
+    "Checkpoint",
     "CheckpointError",
     "Comparison",
+    "Comparisons",
     "DeviceError",
     "GPT2Config",
     "GPT2Weights",
+    "Generation",
     "InputError",
+    "KVCache",
     "KernelError",
     "Llama",
     "LlamaBlock",
     "LlamaBlockWeights",
     "LlamaConfig",
     "LlamaWeights",
+    "LogitLens",
+    "Model",
+    "Page",
+    "Predictor",
     "RopeScaling",
     "Sampling",
+    "Score",
+    "ScoredToken",
+    "ScoredTokens",
     "TwoPartMatrix",
+    "UnknownOption",
     "WeightMatrix",
     "from_pretrained",
     "random_input",
@@ -61,43 +97,57 @@ _MODULE_OF = {
     "SIZES": "config",
     "Block": "block",
     "BlockWeights": "architectures.gpt2_weights",
+    "Checkpoint": "checkpoints",
     "CheckpointError": "errors",
     "Comparison": "block",
+    "Comparisons": "block",
     "DeviceError": "errors",
     "GPT2Config": "config",
     "GPT2Weights": "architectures.gpt2_weights",
+    "Generation": "text.generation",
     "InputError": "errors",
+    "KVCache": "run.model",
     "KernelError": "errors",
     "Llama": "model",
     "LlamaBlock": "llama_block",
     "LlamaBlockWeights": "architectures.llama_weights",
     "LlamaConfig": "config_llama",
     "LlamaWeights": "architectures.llama_weights",
+    "LogitLens": "inspection",
+    "Model": "model",
+    "Page": "explain",
+    "Predictor": "bulk.predictor",
     "RopeScaling": "config_llama",
     "Sampling": "sampling",
+    "Score": "text.scoring",
+    "ScoredToken": "text.scoring",
+    "ScoredTokens": "text.scoring",
     "TwoPartMatrix": "weights.two_part",
+    "UnknownOption": "errors",
     "WeightMatrix": "weights.matrix",
     "from_pretrained": "model",
     "random_input": "architectures.gpt2_weights",
     "solve": "block",
 }
 _MODULES = (  # submodules that need no import of their own
-    *("block", "checkpoints", "config", "cuda", "doctor", "errors", "model", "ops"),
-    *("plan", "reference", "run", "text", "weights"),
+    *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "model"),
+    *("ops", "plan", "reference", "run", "text", "weights"),
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = import_module("gpt2block.doctor").version()
-    elif name in _MODULE_OF:
-        value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
-    elif name in _MODULES:
-        return import_module(f"gpt2block.{name}")  # which sets the attribute
-    else:
-        raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # for type checkers an unknown name is an error
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            value: Any = import_module("gpt2block.doctor").version()
+        elif name in _MODULE_OF:
+            value = getattr(import_module(f"gpt2block.{_MODULE_OF[name]}"), name)
+        elif name in _MODULES:
+            return import_module(f"gpt2block.{name}")  # which sets the attribute
+        else:
+            raise AttributeError(f"module 'gpt2block' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

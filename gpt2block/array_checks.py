@@ -175,6 +175,20 @@ def host_array(x: Any) -> NDArray[Any] | None:
     return None
 
 
+def require_host(x: Any, use: str, dtype: Any, on_gpu: str) -> NDArray[Any]:
+    """`host_array`; InputError for anything else, with what to do: on_gpu for a CUDA array."""
+    host = host_array(x)
+    if host is not None:
+        return host
+    todo = ""
+    if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
+        todo = f": {on_gpu}"
+    elif isinstance(x, (list, tuple)):
+        module = "ml_dtypes" if dtype == ml_dtypes.bfloat16 else "np"
+        todo = f": use np.array(x, {module}.{np.dtype(dtype).name})"
+    raise InputError(f"x: expected a NumPy array {use}, got {type(x).__name__}{todo}")
+
+
 def imported(from_library: Callable[[Any], Any], x: Any) -> Any:
     """A foreign array through `from_library`; what is not shared is an InputError."""
     try:

@@ -12,8 +12,8 @@ from gpt2block import doctor, notebook
 from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.architectures.weights import BlockArrays
-from gpt2block.array_checks import FLOATS, host_array
-from gpt2block.checks import check_flag, named_options
+from gpt2block.array_checks import FLOATS, require_host
+from gpt2block.checks import check_choice, check_flag, named_options
 from gpt2block.config import block_shapes, check_count
 from gpt2block.cuda import cupy
 from gpt2block.errors import DeviceError, InputError, shown
@@ -168,9 +168,7 @@ def compare_steps(
     x: a NumPy array of `dtype`, the block's. given: as for an Engine. Raises InputError for
     another x.
     """
-    host = host_array(x)
-    if host is None:
-        raise InputError(f"x: expected a NumPy array to compare, got {type(x).__name__}")
+    host = require_host(x, "to compare", FLOATS[dtype], "copy it to the host")
     traced = engine.trace(host, given)
     truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
     rows = Comparisons()
@@ -195,13 +193,8 @@ def compare_steps(
 
 def check_options(dtype: Any, kernels: Any) -> None:
     """Raise InputError for values that a block's options do not accept."""
-    if not isinstance(dtype, str) or dtype not in FLOATS:
-        known = ", ".join(map(repr, FLOATS))
-        raise InputError(f"dtype: expected one of {known}, got {shown(dtype)}")
-    if not isinstance(kernels, str) or kernels not in KERNELS:
-        raise InputError(
-            f"kernels: expected one of {', '.join(map(repr, KERNELS))}, got {kernels!r}"
-        )
+    check_choice("dtype", dtype, FLOATS)
+    check_choice("kernels", kernels, KERNELS)
 
 
 def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
@@ -52,11 +52,33 @@ def check_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """InputError unless `value` is one of the strings."""
-    if not isinstance(value, str) or value not in choices:
-        expected = " or ".join(map(repr, choices))
-        raise InputError(f"{name}: expected {expected}, got {shown(value)}")
+# Usual names of dtypes that differ from NumPy's
+_DTYPE_OF = {
+    **dict.fromkeys(("fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("e4m3", "e4m3fn", "fp8", "float8"), "float8_e4m3fn"),
+    "e5m2": "float8_e5m2",
+}
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """InputError unless `value` is one of the strings; it suggests the nearest one."""
+    known = tuple(choices)
+    if not isinstance(value, str) or value not in known:
+        several = f"one of {', '.join(known)}"
+        expected = several if len(known) > 2 else " or ".join(map(repr, known))
+        raise InputError(f"{name}: expected {expected}, got {shown(value)}{meant(value, known)}")
+
+
+def meant(value: object, known: Iterable[str]) -> str:
+    """The end of an error message, ": did you mean bfloat16?"; "" if no known string is near."""
+    from difflib import get_close_matches  # noqa: PLC0415
+
+    text, names = str(value).lower(), list(known)
+    near = [_DTYPE_OF.get(text, "")] if _DTYPE_OF.get(text) in names else []
+    near = near or get_close_matches(text, names, 1)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def check_callable(name: str, value: object) -> None:

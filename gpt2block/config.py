@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2block.checks import check_integer, check_number, several
+from gpt2block.checks import check_integer, check_number, meant, several
 from gpt2block.errors import CheckpointError, InputError, shown
 
 # Far above the sizes of every model: they limit the memory that a small, damaged file can request.
@@ -299,7 +299,9 @@ def size(name: str) -> GPT2Config:
     """The config of a GPT-2 size, such as "gpt2" or "124M"; InputError lists the known names."""
     known = (*SIZES, *ALIASES)
     if not isinstance(name, str) or name not in known:
-        raise InputError(f"unknown size {name!r}: expected one of {', '.join(known)}")
+        raise InputError(
+            f"unknown size {name!r}: expected one of {', '.join(known)}{meant(name, known)}"
+        )
     return SIZES[ALIASES.get(name, name)]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
@@ -35,12 +36,33 @@ from gpt2block.text.encoding import Encoding, as_array
 from gpt2block.text.lookup import Lookup, of_inputs
 
 if TYPE_CHECKING:
-    from gpt2block.explain import Page
-    from gpt2block.text.generation import Generation, Overflow
+    from typing_extensions import Unpack
 
+    from gpt2block.explain import Page
+    from gpt2block.text.generation import Generation, Overflow, Prompt, Prompts
+    from gpt2block.text.scoring import Score
+
+Row = Sequence[int] | NDArray[np.integer[Any]]  # token ids (T,); an array also (B, T)
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Weights = TypeVar("Weights", bound=ModelArrays[Any])
 Loaded = TypeVar("Loaded", bound="Model[Any]")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `Model.generate` except `samples`, for type checkers."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    sampling: Sampling | None
+    stop: str | Iterable[str]
+    stop_ids: Iterable[int] | None
+    overflow: Overflow
+    rows_at_once: int | None
 
 
 class Model(Generic[Weights]):
@@ -208,7 +230,19 @@ class Model(Generic[Weights]):
             )
         return self.engine.new_cache(batch, n_ctx)
 
-    def __call__(self, ids: Any, cache: KVCache | None = None, last: bool = False) -> Any:
+    @overload
+    def __call__(self, ids: Row, cache: KVCache | None = None, last: bool = False) -> Floats: ...
+    @overload
+    def __call__(
+        self, ids: Sequence[Row], cache: KVCache | None = None, *, last: Literal[True]
+    ) -> Floats: ...
+    @overload
+    def __call__(
+        self, ids: Sequence[Row], cache: KVCache | None = None, last: bool = False
+    ) -> Floats | list[Floats]: ...
+    def __call__(
+        self, ids: Row | Sequence[Row], cache: KVCache | None = None, last: bool = False
+    ) -> Floats | list[Floats]:
         """Logits, float32: (T, V), (B, T, V), or a list of (T, V) for sequences of many lengths.
 
         last: return those of the last position only, (V,) or (B, V). cache: row b of the ids
@@ -221,7 +255,11 @@ class Model(Generic[Weights]):
             return np.stack(logits) if last else logits
         return np.stack(logits).reshape(*(shape[:-1] if last else shape), -1)
 
-    def hidden_states(self, ids: Any) -> Any:
+    @overload
+    def hidden_states(self, ids: Row) -> Floats: ...
+    @overload
+    def hidden_states(self, ids: Sequence[Row]) -> Floats | list[Floats]: ...
+    def hidden_states(self, ids: Row | Sequence[Row]) -> Floats | list[Floats]:
         """The residual stream, float32: after the embedding and each block, and the final norm's.
 
         (n_layer + 2, T, C), (n_layer + 2, B, T, C), or a list of the former.
@@ -232,7 +270,7 @@ class Model(Generic[Weights]):
             return states
         return np.stack(states, axis=1).reshape(len(states[0]), *shape, -1)
 
-    def trace(self, ids: Any, cached: bool = False) -> dict[str, Any]:
+    def trace(self, ids: Row, cached: bool = False) -> dict[str, NDArray[Any]]:
         """Step name → its result, (T, channels), for every step of the forward pass of ids (T,).
 
         Names are those of the plan in use, such as "embedding", "h.0.ln1", "h.11.gelu" and "ln_f".
@@ -240,7 +278,7 @@ class Model(Generic[Weights]):
         """
         return self.engine.trace(self._one(ids, cached), cached)
 
-    def compare(self, ids: Any, cached: bool = False) -> Comparisons:
+    def compare(self, ids: Row, cached: bool = False) -> Comparisons:
         """Every step of every layer compared with float64, in order, for a prompt of ids (T,).
 
         cached: for the last token only, as decoding computes it. The float64 pass uses the weights
@@ -249,7 +287,7 @@ class Model(Generic[Weights]):
         return compare(self.engine, self._one(ids, cached), cached)
 
     @named_options()
-    def attention(self, text: Any) -> Floats:
+    def attention(self, text: Prompt) -> Floats:
         """The attention weights for a text or token ids (T,): (n_layer, n_head, T, T), float32.
 
         weights[l, h, i, j] is the weight of token j for token i in head h of layer l; 0 for j > i.
@@ -257,7 +295,7 @@ class Model(Generic[Weights]):
         return inspection.attention_weights(self.engine, self._tokens(text))
 
     @named_options()
-    def logit_lens(self, text: Any, top: int = 5) -> LogitLens:
+    def logit_lens(self, text: Prompt, top: int = 5) -> LogitLens:
         """The `top` most likely next tokens after the embedding and after each block.
 
         Returns a LogitLens: ids and probabilities, (n_layer + 1, T, top) each. Raises InputError.
@@ -268,7 +306,7 @@ class Model(Generic[Weights]):
         return inspection.logit_lens(self.engine, self._tokens(text), top)
 
     @named_options()
-    def explain(self, text: Any, layer: int = 0) -> Page:
+    def explain(self, text: Prompt, layer: int = 0) -> Page:
         """One forward pass of a text or token ids (T,) as an HTML page, shown in a notebook.
 
         `save(path)` writes it: tokens and their surprisal, every step with its tensor, formula,
@@ -289,6 +327,8 @@ class Model(Generic[Weights]):
             from gpt2block.text import tokenizer  # noqa: PLC0415
 
             text = tokenizer.token_ids(self.tokenizer, text, self.config.vocab_size, "text")
+            if not len(text):
+                raise InputError("text: expected at least one token, got an empty text")
         return self._one(text, cached=False)
 
     def _one(self, ids: Any, cached: bool) -> Ids:
@@ -303,10 +343,26 @@ class Model(Generic[Weights]):
             )
         return sequences[0]
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, *, samples: Literal[1] = 1, **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, *, samples: int, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompts, *, samples: Literal[1] = 1, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+    @overload
+    def generate(
+        self, prompts: Prompts, *, samples: int, **options: Unpack[GenerateOptions]
+    ) -> list[list[Generation]]: ...
     @named_options()
     def generate(
         self,
-        prompts: Any,
+        prompts: Prompt | Prompts,
         *,
         max_new_tokens: int = 200,
         temperature: float = DEFAULT_TEMPERATURE,
@@ -321,7 +377,7 @@ class Model(Generic[Weights]):
         samples: int = 1,
         overflow: Overflow = "error",
         rows_at_once: int | None = None,
-    ) -> Any:
+    ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt (text or token ids), or each of a list.
 
         A Generation (text, tokens, logprobs, finish_reason, seed) for one prompt, a list for a list
@@ -351,7 +407,7 @@ class Model(Generic[Weights]):
         """
         from gpt2block.text import generation  # noqa: PLC0415
 
-        return generation.generate(
+        found: Generation | list[Generation] | list[list[Generation]] = generation.generate(
             self.engine,
             self.lookup,
             prompts,
@@ -366,11 +422,12 @@ class Model(Generic[Weights]):
             overflow=overflow,
             rows_at_once=rows_at_once,
         )  # fmt: skip
+        return found
 
     @named_options(samples="expected one sample, got {}: use generate")
     def stream(
         self,
-        prompt: Any,
+        prompt: Prompt,
         *,
         max_new_tokens: int = 200,
         temperature: float = DEFAULT_TEMPERATURE,
@@ -405,15 +462,33 @@ class Model(Generic[Weights]):
             overflow=overflow,
         )  # fmt: skip
 
-    @named_options()
-    def score(
+    @overload
+    def score(  # type: ignore[overload-overlap]
         self,
-        text: Any,
+        text: Prompt,
         stride: int | None = None,
         *,
         tokens_at_once: int = 8192,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Any:
+    ) -> Score: ...
+    @overload
+    def score(
+        self,
+        text: Sequence[Prompt],
+        stride: int | None = None,
+        *,
+        tokens_at_once: int = 8192,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Score]: ...
+    @named_options()
+    def score(
+        self,
+        text: Prompt | Sequence[Prompt],
+        stride: int | None = None,
+        *,
+        tokens_at_once: int = 8192,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Score | list[Score]:
         """Score a text or token ids: log_likelihood, perplexity, bits_per_byte, tokens.
 
         Returns a Score, whose `tokens` hold the log-probability and surprisal of every token; for a
@@ -425,7 +500,7 @@ class Model(Generic[Weights]):
         """
         from gpt2block.text import scoring  # noqa: PLC0415
 
-        return scoring.score(
+        found: Score | list[Score] = scoring.score(
             self.engine,
             self.lookup,
             text,
@@ -433,10 +508,14 @@ class Model(Generic[Weights]):
             tokens_at_once=tokens_at_once,
             progress=progress,
         )
+        return found
 
     @named_options()
     def embed(
-        self, texts: Any, pooling: Literal["mean", "last"] = "mean", overflow: Overflow = "error"
+        self,
+        texts: Prompt | Prompts,
+        pooling: Literal["mean", "last"] = "mean",
+        overflow: Overflow = "error",
     ) -> Floats:
         """Embed a text or token ids as a vector (C,), a list as (B, C): mean or last hidden state.
 

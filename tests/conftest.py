@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -16,6 +17,7 @@ from tests.devices import device  # noqa: F401  (a fixture of every test)
 from tests.gpus import context_problem
 
 PROGRAMS = "GPT2BLOCK_CPU_CUDA_CACHE"
+ON_GPU = pytest.StashKey[int]()  # the number of tests that are deselected without --gpu
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None
@@ -74,14 +76,33 @@ class Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that need a GPU, unless they are to run, and those of other parts."""
+    if not config.getoption("--gpu"):
+        on_gpu = [item for item in items if "gpu" in item.keywords]
+        items[:] = [item for item in items if "gpu" not in item.keywords]
+        config.hook.pytest_deselected(items=on_gpu)
+        if is_worker(config):
+            config.workeroutput["on_gpu"] = len(on_gpu)  # type: ignore[attr-defined]
+        config.stash[ON_GPU] = len(on_gpu)
     if config.getoption("--part"):
         items[:] = part_of(items, config.getoption("--part"))
-    if config.getoption("--gpu"):
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device: run pytest --gpu")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The processes of pytest-xdist collect the same tests; the one that reports collects none."""
+    node.config.stash[ON_GPU] = getattr(node, "workeroutput", {}).get("on_gpu", 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    count = config.stash.get(ON_GPU, 0)
+    if count:
+        line = f"{count:,} GPU tests deselected: --gpu runs them"
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            line += f"; no other test was selected, hence exit code {int(exitstatus)}"
+        terminalreporter.write_line(line)
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:

@@ -22,6 +22,7 @@ from gpt2block.bench import (
     PromptWork,
     Report,
     Work,
+    measure,
     token_contenders,
     token_peers,
     token_works,
@@ -256,8 +257,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
     monkeypatch.setattr(RandomGPT2, "on", lambda model, device: model._reference)
     if find_spec("cupy") is None or doctor.cuda_problem():
         monkeypatch.setattr(token_contenders, "cupy", Idle())
-    monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(reports, "resolve_device", lambda device: 0)
+    monkeypatch.setattr(measure, "gpu_index", lambda device: 0)
     monkeypatch.setattr(reports, "measured", lambda: BEST)
     monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
     monkeypatch.setattr(reports, "cupy", Idle())

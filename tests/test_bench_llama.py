@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gpt2block import InputError, LlamaConfig, bench, cli, doctor, emulator
+from gpt2block import InputError, LlamaConfig, bench, cli, emulator
 from gpt2block.architectures.steps import Steps
 from gpt2block.bench import (
     Ceilings,
@@ -20,6 +20,7 @@ from gpt2block.bench import (
     Report,
     Work,
     llama_peers,
+    measure,
     token_contenders,
     token_peers,
 )
@@ -207,8 +208,7 @@ def test_all_stages_are_right_in_the_table_and_json(
     step = LlamaDecodeWork("float16", model, 2, position=6)
     works = [step, LlamaPromptWork("float16", model, T=7)]
     monkeypatch.setattr(bench, "llama_works", lambda *arguments: works)
-    monkeypatch.setattr(doctor, "require_cuda", lambda what: None)
-    monkeypatch.setattr(reports, "resolve_device", lambda device: 0)
+    monkeypatch.setattr(measure, "gpu_index", lambda device: 0)
     monkeypatch.setattr(reports, "measured", lambda: BEST)
     monkeypatch.setattr(reports, "_versions", lambda index, more: {"GPU": "none", **more})
     reported: list[Report] = []

@@ -173,7 +173,8 @@ class CudaTensor:
         (np.zeros((0, 48), np.float32), r"x: expected at least one token, got shape \(0, 48\)"),
         (np.zeros((2, 0, 48), np.float32), "at least one token"),
         (np.ma.zeros((5, 48), np.float32), "x: expected an array without a mask"),
-        ([[0.0] * 48], "x: expected a NumPy array for a Block on the CPU, got list"),
+        ([[0.0] * 48], r"on the CPU, got list: use np.array\(x, np.float32\)$"),
+        (None, "x: expected a NumPy array for a Block on the CPU, got NoneType$"),
         (Unshared(), "expected an array that can be shared, got Unshared: requires grad"),
         (CudaTensor(), "got CudaTensor: copy it to the host, or make the Block with device='cuda'"),
     ],
@@ -184,6 +185,16 @@ def test_wrong_x_is_refused(block: Block, x: Any, message: str) -> None:
             call(x)
     with pytest.raises(InputError, match="expected"):
         block.compare(x)
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("float16", "np"), ("bfloat16", "ml_dtypes")])
+def test_the_advice_for_a_list_names_the_dtype_of_the_block(
+    weights: BlockWeights, dtype: str, target: str
+) -> None:
+    half = Block(weights, device="cpu", dtype=dtype)
+    for call in (half, half.compare):
+        with pytest.raises(InputError, match=rf"use np.array\(x, {target}.{dtype}\)$"):
+            call([[1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -214,10 +225,10 @@ def test_a_read_only_out_is_refused(block: Block) -> None:
     [
         (
             {"dtype": "float64"},
-            "dtype: expected one of 'float32', 'float16', 'bfloat16', got 'floa",
+            "dtype: expected one of float32, float16, bfloat16, got 'floa",
         ),
         ({"dtype": np.float32}, "dtype: expected one of"),
-        ({"kernels": "fast"}, "kernels: expected one of 'auto', 'skeleton', 'fused', got 'fast'"),
+        ({"kernels": "fast"}, "kernels: expected one of auto, skeleton, fused, got 'fast'"),
         ({"kernels": "skeleton", "dtype": "float16"}, "expected dtype 'float32', got 'float16'"),
         ({"device": "gpu"}, "device: expected 'cuda', 'cuda:N', 'cpu' or None, got 'gpu'"),
         ({"device": "cuda:x"}, "device: expected"),
@@ -251,7 +262,7 @@ def test_what_needs_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match=r"gpt2block\.solve cannot be used: no driver today"):
         gpt2block.solve(None, None, None, 1)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = gpt2block.nothing
+        _ = gpt2block.nothing  # type: ignore[attr-defined]
 
 
 def test_import_touches_no_gpu_and_is_quick() -> None:

@@ -82,7 +82,7 @@ def test_a_step_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_ids_are_refused() -> None:
     model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
     with pytest.raises(InputError, match=r"one sequence of at least 1 tokens, got \[2, 3\]"):
-        model.compare([[1, 2], [3, 4, 5]])
+        model.compare([[1, 2], [3, 4, 5]])  # type: ignore[list-item]
     with pytest.raises(InputError, match=r"one sequence of at least 2 tokens, got \[1\]"):
         model.trace([5], cached=True)
     with pytest.raises(InputError, match="53"):

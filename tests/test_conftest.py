@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,47 @@ def test_the_parts_are_all_tests_once(parts: int) -> None:
 def test_a_part_that_is_none(part: str) -> None:
     with pytest.raises(pytest.UsageError, match=f"--part: expected I/N, as in 1/2, got '{part}'"):
         conftest.part_of([], part)
+
+
+PROGRAM = "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n"
+EACH = f"{PROGRAM}@pytest.mark.gpu\n@pytest.mark.parametrize('i', range(2))\ndef test_b(i): pass\n"
+BOTH = f"{PROGRAM}def test_c(): pass\n"
+
+
+WITH_XDIST = ("-n", "1", "--dist", "loadfile")
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "line", "processes"),
+    [
+        (BOTH, 0, "1 GPU tests deselected: --gpu runs them\n", ()),
+        (EACH, 5, "3 GPU tests deselected: --gpu runs them; no other test was selected", ()),
+        (BOTH, 0, "1 GPU tests deselected: --gpu runs them\n", WITH_XDIST),
+        (
+            EACH,
+            5,
+            "3 GPU tests deselected: --gpu runs them; no other test was selected",
+            WITH_XDIST,
+        ),
+    ],
+)
+def test_gpu_tests_are_deselected(
+    tmp_path: Path, program: str, code: int, line: str, processes: tuple[str, ...]
+) -> None:
+    if processes:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_x.py").write_text(program)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "pyproject.toml"]
+    done = subprocess.run(
+        [*command, *processes, str(tmp_path)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert line in done.stdout
+    assert "skipped" not in done.stdout
 
 
 def test_failures_are_written_at_once(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gpt2block.checkpoints import Checkpoint
 from tests import plain
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
-Array = NDArray[np.floating[Any]]
+Array = NDArray[Any]
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

@@ -37,7 +37,7 @@ NAMES = ("plain", "grouped", "scaled", "tied", "shards")
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 LINEAR = {"rope_type": "linear", "factor": 2}
 THETA_3 = {"rope_parameters": {"rope_theta": 3}}
-Array = NDArray[np.floating[Any]]
+Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
 

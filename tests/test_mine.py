@@ -613,7 +613,7 @@ def test_a_listing_has_the_kernels_of_its_variant_alone(operation: Any) -> None:
 def test_a_rung_has_a_name_or_a_place() -> None:
     layernorm, softmax = find("layernorm"), find("softmax")
     assert rung(layernorm, "3").name == "3"
-    assert rung(layernorm, "none").kernels[0] == "layernorm768_kernel"
+    assert rung(layernorm, "skeleton").kernels[0] == "layernorm768_kernel"
     assert rung(softmax, "2").name == rung(softmax, "online_warp").name == "online_warp"
     for wrong in ("0", "5", "-1", "x", "²"):
         with pytest.raises(InputError, match=r"from 1 to 4, or one of three_pass, online_warp"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from gpt2block import doctor
 from gpt2block.architectures.gpt2_weights import BlockWeights, random_input
+from gpt2block.bench.measure import gpu_index
 from gpt2block.block import Block
 from gpt2block.cuda import cupy
 from gpt2block.cuda.timing import call_times
@@ -37,17 +37,18 @@ class BlockTime:
 
 def block_against_document(device: str | None = None) -> list[BlockTime]:
     """The skeleton block at the challenge's lengths and at T = 1, with and without a mask."""
-    doctor.require_cuda("the bench")
+    index = gpu_index(device)
     rows = []
     weights = BlockWeights.random(0)
-    for causal in (False, True):
-        block = Block(weights, causal=causal, device=device or "cuda", kernels="skeleton")
-        for T in (1, *DOCUMENT_MS):
-            x = cupy.asarray(random_input(T, (T, weights.n_embd)))
-            out = cupy.empty_like(x)
-            ms, out_us = call_times(partial(block, x, out=out))
-            _, call_us = call_times(partial(block, x))
-            document = None if causal else DOCUMENT_MS.get(T)
-            mask = "causal" if causal else "none"
-            rows.append(BlockTime(block.device, T, mask, ms, document, out_us, call_us))
+    with cupy.cuda.Device(index):
+        for causal in (False, True):
+            block = Block(weights, causal=causal, device=f"cuda:{index}", kernels="skeleton")
+            for T in (1, *DOCUMENT_MS):
+                x = cupy.asarray(random_input(T, (T, weights.n_embd)))
+                out = cupy.empty_like(x)
+                ms, out_us = call_times(partial(block, x, out=out))
+                _, call_us = call_times(partial(block, x))
+                document = None if causal else DOCUMENT_MS.get(T)
+                mask = "causal" if causal else "none"
+                rows.append(BlockTime(block.device, T, mask, ms, document, out_us, call_us))
     return rows

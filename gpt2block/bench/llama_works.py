@@ -21,6 +21,7 @@ from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
 from gpt2block.array_checks import FLOATS
 from gpt2block.bench.token_works import DecodeWork, PromptWork, RandomModel, parse_rows
 from gpt2block.bench.works import Work
+from gpt2block.checks import check_choice
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
@@ -218,8 +219,8 @@ def llama_works(
     name = name or "7b"
     if name not in SHAPES:
         raise InputError(f"--size: expected one of {', '.join(SHAPES)} with --llama, got {name!r}")
-    if dtype not in (None, *DTYPES):
-        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype is not None:
+        check_choice("--dtype", dtype, DTYPES)
     counts = ROWS if rows is None else parse_rows(rows)
     stored = "bfloat16" if name in BFLOAT16 else "float16"
     dtypes = [(each, kv_dtype) for each in ((dtype,) if dtype else (stored, NARROW))]

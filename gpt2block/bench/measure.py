@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import reference
+from gpt2block import doctor, reference
+from gpt2block.block import resolve_device
+from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
@@ -22,6 +24,19 @@ MOST_SETS = 256  # copies of the data
 
 Host = Mapping[str, Any]  # name → array, or WeightMatrix
 Truth = NDArray[Any]  # float64, or integers
+
+
+def gpu_index(device: str | None) -> int:
+    """The index of the GPU to time. Raises InputError for "cpu", DeviceError without a GPU."""
+    if device == "cpu":
+        raise InputError(
+            "--device cpu: bench measures the speed of a GPU: use `gpt2block kernels OPERATION "
+            "--device cpu` for the emulator, which measures no speed"
+        )
+    doctor.require_cuda("the bench")
+    index = resolve_device(device)
+    assert index is not None  # only "cpu" has none where CUDA works
+    return index
 
 
 def inputs_and_truth(
@@ -72,6 +87,7 @@ def check_storage(
     if dtype not in (None, *operation.dtypes):
         raise InputError(
             f"{operation.name}: dtype {dtype!r}: expected one of {', '.join(operation.dtypes)}"
+            f"{meant(dtype, operation.dtypes)}"
         )
     layouts = ("KN", "NK") if operation.matrices else ()
     if layout not in (None, *layouts):

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block import doctor
 from gpt2block.bench import contenders, measure, token_contenders, token_peers
 from gpt2block.bench.ceilings import TF32, Ceilings, measured
 from gpt2block.bench.contenders import Contender
@@ -24,7 +23,6 @@ from gpt2block.bench.race import Timed, first_line, race
 from gpt2block.bench.token_works import TokenWork
 from gpt2block.bench.torch_peers import TorchPeers
 from gpt2block.bench.works import Work
-from gpt2block.block import resolve_device
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 
@@ -81,10 +79,7 @@ def run(
     """Time every work. peer: "torch" or None. Raises InputError, DeviceError."""
     if peer not in (None, "torch"):
         raise InputError(f"--peer: expected torch, got {peer!r}")
-    doctor.require_cuda("the bench")
-    index = resolve_device(device)
-    if index is None:
-        raise InputError(f"--device {device}: the bench times a GPU")
+    index = measure.gpu_index(device)
     rows: list[Row] = []
     skipped: list[str] = []
     with cupy.cuda.Device(index):

@@ -20,6 +20,7 @@ from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host
 from gpt2block.bench.works import STEPS_OF_A_BLOCK, Work
+from gpt2block.checks import check_choice
 from gpt2block.config import GPT2Config, ModelConfig, model_shapes, size
 from gpt2block.cuda import timing
 from gpt2block.cuda.kernels import FP8
@@ -335,8 +336,7 @@ def decode_works(
     name: the size of the model, such as "gpt2". kv_dtype: as in `kv_cache_dtype`.
     """
     dtype = dtype or "bfloat16"
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_choice("--dtype", dtype, DTYPES)
     model = RandomGPT2(size(name or "gpt2"), dtype, kv_dtype)
     steps = (
         [DecodeWork(dtype, model, n, n in PEER_ROWS) for n in ROWS]

@@ -21,6 +21,7 @@ from gpt2block import reference
 from gpt2block.architectures.gpt2_weights import BlockWeights
 from gpt2block.bench import measure
 from gpt2block.bench.measure import Host, Truth, matrix, widened
+from gpt2block.checks import check_choice
 from gpt2block.cuda import timing
 from gpt2block.errors import InputError
 from gpt2block.weights.matrix import WeightMatrix
@@ -246,10 +247,9 @@ def chosen_works(
 
     Raises InputError.
     """
-    if what not in (*KINDS, "all"):
-        raise InputError(f"--what: expected one of {', '.join(KINDS)}, all, got {what!r}")
-    if dtype not in (None, *DTYPES):
-        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_choice("--what", what, (*KINDS, "all"))
+    if dtype is not None:
+        check_choice("--dtype", dtype, DTYPES)
     works = [
         work
         for kind in (KINDS if what == "all" else (what,))

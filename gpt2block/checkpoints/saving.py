@@ -27,14 +27,8 @@ from gpt2block.checkpoints.hugging_face import (
     shards_of,
 )
 from gpt2block.checkpoints.naming import Naming, naming_of
-from gpt2block.checkpoints.stored import (
-    DTYPES,
-    converted,
-    first_names,
-    itemsize,
-    reading,
-)
-from gpt2block.checks import is_plain
+from gpt2block.checkpoints.stored import DTYPES, converted, first_names, itemsize, reading
+from gpt2block.checks import is_plain, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files import put_in_place
@@ -80,6 +74,7 @@ def save_pretrained(
     if dtype is not None and not (isinstance(dtype, str) and dtype in SAVED_DTYPES):
         raise InputError(
             f"dtype: expected one of {', '.join(SAVED_DTYPES)} or None, got {shown(dtype)}"
+            f"{meant(dtype, SAVED_DTYPES)}"
         )
     if not isinstance(getattr(weights, "config", None), ModelConfig):
         raise InputError(

@@ -68,6 +68,10 @@ def compare(
     given = DEFAULT_TEXT if text is None else text
     ids = token_ids(encoding, given, loaded.config.vocab_size, "TEXT")
     most = min(MOST_TOKENS, loaded.config.n_ctx)
+    least = 2 if cached else 1
+    if len(ids) < least:
+        expected = "two tokens for a decoding step" if cached else "one token"
+        raise InputError(f"TEXT: expected at least {expected}, got {len(ids)}")
     if len(ids) > most:
         raise InputError(f"TEXT: expected at most {most:,} tokens, got {len(ids):,}: shorten it")
     steps = loaded.compare(ids, cached)

@@ -10,6 +10,7 @@ import typer
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.hugging_face import WEIGHTS
 from gpt2block.checkpoints.saving import SAVED_DTYPES
+from gpt2block.checks import check_choice
 from gpt2block.cli.model import OptionalStr
 from gpt2block.errors import InputError, printable
 
@@ -46,8 +47,8 @@ def convert(
     """
     if not output:
         raise InputError("OUT: expected a directory, got an empty string")
-    if dtype not in (None, *SAVED_DTYPES):
-        raise InputError(f"--dtype: expected one of {', '.join(SAVED_DTYPES)}, got {dtype!r}")
+    if dtype is not None:
+        check_choice("--dtype", dtype, SAVED_DTYPES)
     if os.path.lexists(os.path.expanduser(output)) and not overwrite:
         raise InputError(f"{output}: already exists: give another directory or --overwrite")
     source = Checkpoint.open(checkpoint)

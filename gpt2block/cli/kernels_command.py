@@ -43,7 +43,7 @@ from gpt2block.mine.listing import rung
 from gpt2block.mine.source import read
 from gpt2block.mine.templates import template as template_of
 from gpt2block.ops.operation import Operation, Sizes, Variant
-from gpt2block.ops.registry import all_sizes, find, parse_sizes
+from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
 
 CPU, CUDA = "cpu", "cuda"
 OWN = "Your own kernel"
@@ -256,9 +256,7 @@ def _small(request: Request, count: int = 99) -> list[tuple[Sizes, Attrs]]:
     if request.shape is None:
         return list(cases[-count:])
     sizes, attrs = cases[-1]
-    named = {part.partition("=")[0] for part in request.shape.split(",")}
-    stated = parse_sizes(request.operation, request.shape)
-    return [({**sizes, **{name: stated[name] for name in named}}, attrs)]
+    return [({**sizes, **stated_sizes(request.operation, request.shape)}, attrs)]
 
 
 def _on_cpu(request: Request, problem: str | None) -> bool:
@@ -316,7 +314,7 @@ def _on_gpu(request: Request) -> bool:
     """Time the built-in variants."""
     operation, every = request.operation, request.sweep
     sizes = parse_sizes(operation, request.shape)
-    series = [sizes] if request.shape or every else all_sizes(operation)
+    series = [sizes] if request.shape is not None or every else all_sizes(operation)
     ceiling = ceilings.measured(CEILINGS)
     results = [
         measure_variants(

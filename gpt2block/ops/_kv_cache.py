@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpt2block.checks import meant
 from gpt2block.cuda.arrays import check, storage
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError, shown
@@ -33,4 +34,7 @@ def array_dtype(k: Any, kv_dtype: str | None) -> str:
 def check_format(kv_dtype: Any) -> None:
     """Raise InputError unless `kv_dtype` is an FP8 format."""
     if not isinstance(kv_dtype, str) or kv_dtype not in FP8:
-        raise InputError(f"kv_dtype: expected one of {', '.join(FP8)}, got {shown(kv_dtype)}")
+        raise InputError(
+            f"kv_dtype: expected one of {', '.join(FP8)}, got {shown(kv_dtype)}"
+            f"{meant(kv_dtype, FP8)}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from gpt2block.array_checks import FLOATS
+from gpt2block.checks import meant
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, check, launch_at, storage
 from gpt2block.cuda.kernels import Defines, Geometry
@@ -26,7 +27,8 @@ def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
     w itself if nothing changes. Raises InputError.
     """
     if dtype not in FLOATS:
-        raise InputError(f"dtype {dtype!r}: expected one of {', '.join(FLOATS)}")
+        known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
+        raise InputError(f"dtype {dtype!r}: {known}")
     given = storage(w)
     check("w", w, dtype=given)
     if w.ndim != 2 or max(w.shape) >= 2**31:

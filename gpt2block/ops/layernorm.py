@@ -364,7 +364,7 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
 
 
 SKELETON = Variant(
-    "none",
+    "skeleton",
     "layernorm/skeleton.cu",
     ("layernorm768_kernel", "layernorm_kernel"),
     "the ten-step plan's kernel: one block per row, without mean and rstd",

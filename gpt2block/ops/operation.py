@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checks import meant
 from gpt2block.cuda import replaced
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
@@ -130,7 +131,11 @@ class Operation:
             if variant.name == str(name):
                 return variant
         known = ", ".join(variant.name for variant in self.variants)
-        raise InputError(f"{self.name}: unknown variant {name!r}: expected one of {known}")
+        problem = f"unknown variant {name!r}"
+        if any(kernel.name == name for kernel in self.auxiliary):
+            problem = f"variant {name!r} does not run by itself"
+        hint = meant(name, (variant.name for variant in self.variants))
+        raise InputError(f"{self.name}: {problem}: expected one of {known}{hint}")
 
     def choose(self, job: Any, name: str | int | None, order: tuple[str, ...] = ()) -> Variant:
         """The variant of that name, or the first one without a problem; InputError with the reason.

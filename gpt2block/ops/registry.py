@@ -89,14 +89,26 @@ def find(name: str) -> Operation:
 
 def parse_sizes(operation: Operation, text: str | None) -> dict[str, int]:
     """The documented sizes, changed by a text such as "B=1,T=128"; InputError for anything else."""
-    sizes = dict(operation.sizes)
-    for part in text.split(",") if text else []:
-        name, _, value = part.partition("=")
-        if name not in sizes or not re.fullmatch("[1-9][0-9]{0,9}", value):
-            example = ",".join(f"{key}={size}" for key, size in operation.sizes.items())
-            raise InputError(f"shape {part!r}: expected sizes such as {example}")
-        sizes[name] = int(value)
-    return sizes
+    return {**operation.sizes, **stated_sizes(operation, text)}
+
+
+def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
+    """The sizes in a text such as "B=1,T=128"; InputError says which part is wrong, and why."""
+    known, found = operation.sizes, {}
+    for part in () if text is None else text.split(","):
+        name, equals, value = map(str.strip, part.partition("="))
+        if not equals:
+            example = ",".join(f"{key}={size}" for key, size in known.items())
+            raise InputError(f"shape {text!r}: expected sizes such as {example}")
+        if name not in known:
+            problem = f"{operation.name} has no size {name}: expected {', '.join(known)}"
+        elif not re.fullmatch("[1-9][0-9]{0,9}", value):
+            problem = f"{name}: expected an integer from 1 to 9,999,999,999, got {value!r}"
+        else:
+            found[name] = int(value)
+            continue
+        raise InputError(f"shape {part.strip()!r}: {problem}")
+    return found
 
 
 def markdown() -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2block.checks import check_choice
 from gpt2block.config import check_eps
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
@@ -128,8 +129,7 @@ def _bind_stream(
     check_rows("x", x)
     if dtype is None:
         dtype = "float32" if out is None else storage(out)
-    if dtype not in STORAGE:
-        raise InputError(f"dtype: expected one of {', '.join(STORAGE)}, got {dtype!r}")
+    check_choice("dtype", dtype, STORAGE)
     out = output(out, x.shape, dtype, apart={"x": x, "weight": weight})
     if to_terms and dtype != "float32":
         raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")

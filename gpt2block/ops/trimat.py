@@ -280,7 +280,7 @@ OPERATION = Operation(
     bound="compute",
     attrs={"fill": None},
     auxiliary=(
-        Variant("any", FILE, (FILL,), "writes one value above the diagonal, where `fill` is given"),
+        Variant("fill", FILE, (FILL,), "one value above the diagonal, where `fill` is given"),
     ),
     binder=bind,
 )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
+from gpt2block.checks import check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
 from gpt2block.errors import InputError, shown
@@ -36,7 +37,7 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
     if not isinstance(kv_dtype, str) or kv_dtype not in (own, *FP8):
         raise InputError(
             f"kv_dtype: expected {', '.join(FP8)}, or {own} with weights of {dtype}, "
-            f"got {shown(kv_dtype)}"
+            f"got {shown(kv_dtype)}{meant(kv_dtype, (own, *FP8))}"
         )
     if kv_dtype != own and dtype == "float32":
         raise InputError(
@@ -58,7 +59,7 @@ def kv_cache_dtypes(kv_dtype: str | None) -> dict[str, str]:
         except InputError:
             continue
     if not found:
-        raise InputError(f"kv_dtype: expected one of {', '.join(DTYPES)}, got {shown(kv_dtype)}")
+        check_choice("kv_dtype", kv_dtype, DTYPES)
     return found
 
 
@@ -161,8 +162,7 @@ def rounded_up(n: int, steps: int) -> int:
 
 def check_dtype(dtype: str) -> None:
     """Raise InputError unless weights can be stored in `dtype`."""
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_choice("dtype", dtype, DTYPES)
 
 
 CacheKind = tuple[int, int, str, str]  # n_layer, channels of keys, dtype, device

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import FLOATS, host_array
-from gpt2block.errors import InputError
+from gpt2block.array_checks import FLOATS, require_host
 from gpt2block.plan import Plan, Step
 from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
 from gpt2block.run.numpy_walk import apply, timed, walk
@@ -51,12 +50,8 @@ class NumpyEngine:
         return self._walk(self._accept(x), given)
 
     def _accept(self, x: Any) -> NDArray[Any]:
-        host = host_array(x)
-        if host is None:
-            raise InputError(
-                f"x: expected a NumPy array for a Block on the CPU, got {type(x).__name__}: "
-                "copy it to the host, or make the Block with device='cuda'"
-            )
+        on_gpu = "copy it to the host, or make the Block with device='cuda'"
+        host = require_host(x, "for a Block on the CPU", self._stored, on_gpu)
         check_array("x", host, self._width, self._stored.name)
         return np.ascontiguousarray(host)
 

@@ -28,7 +28,8 @@ from gpt2block.text.scheduling import RowScheduler
 
 FinishReason = Literal["length", "stop", "context"]
 Overflow = Literal["error", "truncate"]
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
 SHOWN_TEXT = 200  # characters of a text in `repr`
 MOST_ROWS = 2**20  # prompts times samples of a call
 BAD_WEIGHTS = (

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpt2block import reference
 from gpt2block.array_checks import FLOATS
-from gpt2block.checks import is_plain
+from gpt2block.checks import is_plain, meant
 from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
@@ -186,7 +186,10 @@ def check_layout(layout: str) -> None:
 def _check_choices(dtype: str, layout: str) -> None:
     known = (*STORAGE, *FP8)
     if not isinstance(dtype, str) or dtype not in known:
-        raise InputError(f"unknown weight dtype {dtype!r}: expected one of {', '.join(known)}")
+        raise InputError(
+            f"unknown weight dtype {dtype!r}: expected one of {', '.join(known)}"
+            f"{meant(dtype, known)}"
+        )
     check_layout(layout)
 
 
