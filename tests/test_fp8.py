@@ -401,8 +401,7 @@ def test_what_does_not_fit_together_is_refused(where: str) -> None:
     for good, changes, message in (
         (w, {"dtype": "float16"}, "weights: expected float16, got uint8"),
         (plain, {"dtype": E5M2}, "weights: expected uint8, got float16"),
-        (w, {"dtype": E5M2}, "scale: float8_e5m2 has none: only float8_e4m3fn has"),
-        (plain, {"scale": w.scale}, "scale: float16 has none"),
+        (plain, {"scale": w.scale}, "scale: float16 has none: only FP8 has"),
         (w, {"dtype": "int4"}, "unknown weight dtype 'int4'"),
         (w, {"layout": "NK"}, r"scale: expected float32 \(40,\), .* got float32 \(24,\)"),
         (w, {"scale": w.scale.astype("float16")}, r"scale: expected float32 \(24,\)"),
@@ -415,6 +414,16 @@ def test_what_does_not_fit_together_is_refused(where: str) -> None:
         with pytest.raises(InputError, match=message):
             replace(good, **changes)
     assert replace(w, scale=None).dequantized().max() == 448
+
+
+@on_numpy_and_gpu
+def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
+    for dtype in (E5M2, E4M3):
+        w = WeightMatrix.quantize(matrix(where, weights()), dtype)
+        half = w.times(0.5)
+        assert half.data is w.data
+        np.testing.assert_array_equal(half.dequantized(), w.dequantized() / 2)
+        np.testing.assert_array_equal(half.times(8).dequantized(), w.dequantized() * 4)
 
 
 @on_numpy_and_gpu

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import Llama, LlamaConfig, LlamaWeights, cuda, emulator
-from gpt2block.compare import exact_tensors
+from gpt2block import Llama, LlamaBlockWeights, LlamaConfig, LlamaWeights, cuda, emulator
+from gpt2block.compare import compare, exact_tensors
 from gpt2block.emulator import loader
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.cuda_products import row_norms
@@ -45,10 +45,30 @@ def random_ids(length: int) -> Array:
     return np.random.default_rng(length).integers(53, size=length).astype(np.int32)
 
 
-def without_tensor_cores(weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch) -> Llama:
+def without_tensor_cores(
+    weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32"
+) -> Llama:
     with monkeypatch.context() as patch:
         patch.setattr(CudaModel, "_choose_products", lambda *_: ("float32", {}))
-        return Llama(weights, device="cuda")
+        return Llama(weights, device="cuda", dtype=dtype)
+
+
+def large_gated_product(block: LlamaBlockWeights) -> LlamaBlockWeights:
+    """The block with gate and up 4,000 times as large."""
+    names = ("w_gate", "b_gate", "w_up", "b_up")
+    return replace(block, **{name: getattr(block, name) * np.float32(4000) for name in names})
+
+
+def decoded(engine: Any, ids: Array) -> Array:
+    """Logits of each token, written one after another, (T, V)."""
+    cache = engine.new_cache(1, len(ids))
+    return np.stack([engine.forward([ids[n : n + 1]], "last", cache)[0] for n in range(len(ids))])
+
+
+def kernels(engine: Any, ids: Array) -> list[str]:
+    """The names of a prompt's launches, in order."""
+    with engine.running():
+        return [launch.name for launch in engine._pass(ids, False).launches]
 
 
 def rms(error: Array) -> float:
@@ -116,6 +136,38 @@ def test_row_norms_bound_every_product(device: None, dtype: str) -> None:
     np.testing.assert_allclose(row_norms(matrix, cuda.cupy.asarray(gamma)), 1.01 * largest, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_gated_product_beyond_float16(
+    device: None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on the kernels of other models, divided by a power of two; steps show it whole."""
+    plain = LlamaWeights.random(2, replace(TINY, n_layer=2, mlp_bias=True))
+    blocks = (plain.blocks[0], large_gated_product(plain.blocks[1]))
+    weights, ids = replace(plain, blocks=blocks), random_ids(19)
+    engines: Any = (Llama(w, device="cuda", dtype=dtype).engine for w in (weights, plain))
+    model, small = engines
+    assert list(model._divisors) == ["h.1.up", "h.1.ff"]
+    assert kernels(model, ids) == kernels(small, ids)
+
+    exact = exact_tensors(model, ids)
+    assert np.abs(exact["h.1.ff"]).max() > 4 * 65504
+    (logits,) = model.forward([ids], "logits")
+    assert np.abs(logits - exact["logits"]).max() <= 2e-3 * np.abs(exact["logits"]).max()
+    (nats,) = model.log_likelihood([ids])
+    np.testing.assert_allclose(nats, exact["scores"][:-1], atol=2e-3 * np.abs(logits).max())
+    for step in compare(model, ids, cached=False):
+        assert step.max_rel <= 2e-3, step
+
+    rows = [ids, random_ids(6)]
+    for row, together in zip(rows, model.forward(rows, "last"), strict=True):
+        np.testing.assert_array_equal(model.forward([row], "last")[0], together)
+        truth = exact_tensors(model, row)["logits"]
+        assert np.abs(together - truth[-1]).max() <= 2e-3 * np.abs(truth).max()
+
+    plainly: Any = without_tensor_cores(weights, monkeypatch, dtype)
+    np.testing.assert_array_equal(decoded(model, ids[:3]), decoded(plainly.engine, ids[:3]))
+
+
 def test_what_float16_cannot_hold_or_the_gpu_has_no_memory_for(
     device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,8 +178,7 @@ def test_what_float16_cannot_hold_or_the_gpu_has_no_memory_for(
         return str(engine.products)
 
     weights = LlamaWeights.random(2, TINY)
-    for name in ("w_gate", "w_up"):  # each fits, and so does up, but not their product
-        getattr(weights.blocks[0], name)[...] *= 400
+    weights.blocks[0].w_gate[...] *= 1e5  # SiLU is not linear: gate is not divided
     assert products("float32") == "two_part"
     assert products("float8_e5m2") == "float32"
     if cuda.replaced():

@@ -182,29 +182,49 @@ def test_steps_alone_and_traced(ran: list[str], dtype: str) -> None:
 
 
 def test_bounds_hold_for_the_operands() -> None:
-    """For tokens and for what is far larger than any, with γ and β that are not alike."""
+    """For tokens and for what is far larger than any, with γ and β that are not alike.
+
+    Norms: exact ones, as with FP8, or what follows from the largest magnitudes.
+    """
     rng = np.random.default_rng(0)
     w = weights(TWO_LAYERS)
     block = replace(w.blocks[0], gamma2=rng.normal(size=64).astype(np.float32) * 3)
     w = replace(w, blocks=(block, *w.blocks[1:]))
-    largest = {name: float(np.abs(a).max()) for name, a, _ in w.tensors()}
-    bounds = operand_bounds(TWO_LAYERS, largest)
-    assert list(bounds) == [f"h.{n}.{k}" for n in range(2) for k in ("ln1", "qkv", "ln2", "gelu")]
+    tensors = {name: a for name, a, _ in w.tensors()}
+    largest = {name: float(np.abs(a).max()) for name, a in tensors.items()}
+    exact = operand_bounds(
+        TWO_LAYERS, largest, lambda w, gamma: np.linalg.norm(tensors[w].T * tensors[gamma], axis=1)
+    )
+    bounds = operand_bounds(
+        TWO_LAYERS, largest, lambda w, gamma: np.array([8 * largest[w] * largest[gamma]])
+    )
+    operands = [f"h.{n}.{k}" for n in range(2) for k in ("ln1", "qkv", "ln2", "gelu")]
+    assert list(exact) == list(bounds) == ["ln_f", *operands]
+    assert exact["h.0.gelu"] < bounds["h.0.gelu"] / 2
     for size in (1e-3, 1.0, 1e6):
         x = rng.normal(size=(64, 64)) * size
         x[0, 5] *= 1e6  # nearly all of a row's deviation
         norm = reference.layernorm(x, block.gamma2, block.beta2, block.eps)
-        assert np.abs(norm).max() <= bounds["h.0.ln2"]
-        assert np.abs(reference.gelu(norm @ block.w_fc + block.b_fc)).max() <= bounds["h.0.gelu"]
+        assert np.abs(norm).max() <= exact["h.0.ln2"] == bounds["h.0.ln2"]
+        assert np.abs(reference.gelu(norm @ block.w_fc + block.b_fc)).max() <= exact["h.0.gelu"]
 
 
 def test_weights_that_float16_or_scales_cannot_hold(ran: list[str]) -> None:
-    """Prompts are then computed in float32."""
+    """Prompts are then computed in float32.
+
+    The norm of a row of 64 weights counts, not 64 times the largest of them.
+    """
     w = weights(TINY)
-    large = w.blocks[0].w_fc.copy()
-    large[3, 4] = 1e4
-    w = replace(w, blocks=(replace(w.blocks[0], w_fc=large), *w.blocks[1:]))
-    tensors = list(w.tensors())
+
+    def with_weight(value: float) -> GPT2Weights:
+        large = w.blocks[0].w_fc.copy()
+        large[3, 4] = value
+        return replace(w, blocks=(replace(w.blocks[0], w_fc=large),))
+
+    final = replace(w, gamma_f=w.gamma_f * np.float32(1e4))
+    for other, products in ((with_weight(4e3), "fp8"), (final, "float32")):
+        assert CudaModel(TINY, other.tensors(), DTYPES[1], 0).products == products
+    tensors = list(with_weight(1e4).tensors())
     chosen = {d: CudaModel(TINY, tensors, d, 0).products for d in (*DTYPES, "float16")}
     assert chosen == {
         "float32": "two_part",

@@ -28,6 +28,7 @@ class Architecture(Protocol):
     FEED_FORWARD: tuple[str, ...]  # buffers of the feed-forward
     TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
     BUFFERS: Mapping[str, str]  # the last part of a tensor's name → the buffer that it shares
+    DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
 
     def embedding(self) -> Step:
         """The step before the first block."""
@@ -58,6 +59,8 @@ class Architecture(Protocol):
         self, config: Any, largest: Mapping[str, float], norms: RowNorms
     ) -> dict[str, float]:
         """Upper bounds of the operands of products in two parts or with FP8 weights, by name.
+
+        They hold for any tokens: those of the layers, what these follow from, and the final norm.
 
         largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
         Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.

@@ -15,9 +15,11 @@ Learners" (2019).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from numpy.typing import NDArray
 
 from gpt2block.architectures.steps import Steps, fuse_epilogues
 from gpt2block.config import GPT2Config
@@ -28,6 +30,7 @@ QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "ln_f"  # the final norm
 FEED_FORWARD = ("gelu",)  # buffers of the feed-forward
 TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
+DIVIDED = ()  # GELU is not linear
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 BUFFERS: Mapping[str, str] = {
@@ -123,23 +126,26 @@ def constants(config: GPT2Config) -> dict[str, Any]:
 
 
 def operand_bounds(
-    config: GPT2Config, largest: Mapping[str, float], norms: Any = None
+    config: GPT2Config,
+    largest: Mapping[str, float],
+    norms: Callable[[str, str], NDArray[Any]],
 ) -> dict[str, float]:
     """The largest magnitude that the operands of each layer's products can have, by name.
 
     largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
     C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
-    the sum of their magnitudes at most C. GELU increases no magnitude.
+    so is their Euclidean norm. Their product with a row of weights, times γ, is at most sqrt(C)
+    times the norm of that row, and so is that of C ones, times β. GELU increases no magnitude.
     """
-    C = config.n_embd
-    bounds = {}
+    root = math.sqrt(config.n_embd)
+    bounds = {FINAL: root * largest["gamma_f"] + largest["beta_f"]}
     for n in range(config.n_layer):
         h = f"h.{n}."
         for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
-            gamma, beta = largest[f"{h}gamma{norm}"], largest[f"{h}beta{norm}"]
-            bounds[f"{h}ln{norm}"] = math.sqrt(C) * gamma + beta
-            product = C * largest[f"{h}w_{name}"] * (gamma + beta)
-            bounds[h + result] = product + largest[f"{h}b_{name}"]
+            gamma, beta = f"{h}gamma{norm}", f"{h}beta{norm}"
+            bounds[f"{h}ln{norm}"] = root * largest[gamma] + largest[beta]
+            rows = norms(f"{h}w_{name}", gamma) + norms(f"{h}w_{name}", beta)
+            bounds[h + result] = root * float(rows.max()) + largest[f"{h}b_{name}"]
     return bounds
 
 

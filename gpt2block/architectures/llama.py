@@ -32,6 +32,8 @@ QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
 FINAL = "rms_f"  # the final norm
 FEED_FORWARD = ("gate", "up")  # buffers of the feed-forward
 TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
+# FP8 prompts may divide up, and so ff, by what the product of ff is then multiplied by.
+DIVIDED = ("up", "ff", "down")
 
 # The last part of a tensor's name → the buffer that it shares with other tensors, in turn.
 BUFFERS: Mapping[str, str] = {
@@ -194,7 +196,7 @@ def operand_bounds(
     channel by channel, which is why `norms` has a number for each.
     """
     root = math.sqrt(config.n_embd)
-    bounds: dict[str, float] = {}
+    bounds = {FINAL: root * largest["gamma_f"]}
     for h in (f"h.{layer}." for layer in range(config.n_layer)):
 
         def product(n: int, name: str, h: str = h) -> NDArray[Any]:

@@ -7,7 +7,6 @@ that it is the same graph each time.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -34,7 +33,7 @@ from gpt2block.plan import Terms
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
-from gpt2block.run.cuda_products import choose_products, request_kernels
+from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
 from gpt2block.run.model import (
     CacheKind,
     Floats,
@@ -67,7 +66,8 @@ class CudaModel:
     Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
     the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
     FP8 matrices float16, and with float32 matrices operands are in two parts. FP8 matrices are
-    converted for each product; of float32 matrices, the parts are stored in addition.
+    converted for each product, and activations that float16 cannot hold are divided (`divisors`);
+    of float32 matrices, the parts are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -95,6 +95,8 @@ class CudaModel:
         self._caches = DecodingCaches(config, self.kv_dtype)
         self._lock = threading.RLock()
         self._parts: dict[str, TwoPartMatrix] = {}
+        self._divisors: dict[str, float] = {}
+        self._divided: dict[str, Any] = {}
         self._scales: tuple[dict[str, float], CudaArray] | None = None
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
@@ -125,6 +127,11 @@ class CudaModel:
                         for name, matrix in self._matrices.items()
                         if name.startswith("h.")
                     }
+                if self.products == "fp8":
+                    self._divisors = divisors(config, self._bounds)
+                    self._divided = divided_weights(
+                        config, self._divisors, self._matrices, self._vectors
+                    )
                 self.stream.synchronize()
 
     def _stored(
@@ -309,13 +316,22 @@ class CudaModel:
             copying = ("kv_append", "kv_round", "rows", "take", "two_part")
             names = [step.name for step in program.plan.steps if step.op not in copying]
             copies = {name: copy.get() for name, copy in program.trace(names).items()}
-        return {n: a[:, :V] if n.startswith("logits") else a for n, a in copies.items()}
+            whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
+        return {n: a[:, :V] if n.startswith("logits") else a for n, a in whole.items()}
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
         with self.running():
-            yield from itertools.starmap(StepResult, self._pass(ids, cached).run_alone(exact))
+            by = {} if cached else self._divisors
+            exact = {name: a / by[name] if name in by else a for name, a in exact.items()}
+            for name, kernels, out, ms in self._pass(ids, cached).run_alone(exact):
+                yield StepResult(name, kernels, self._whole(name, out, cached), ms)
+
+    def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
+        """The result of a step of `_pass`, times its divisor if it is an activation with one."""
+        divided = name in self._divisors and not cached
+        return result * np.float32(self._divisors[name]) if divided else result
 
     def _pass(self, ids: Ids, cached: bool) -> Program:
         """The program of a forward pass of one sequence, with its tokens on the device."""
@@ -405,7 +421,7 @@ class CudaModel:
 
         head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
         """
-        given: dict[str, Any] = {**self.given(), **self._parts}
+        given: dict[str, Any] = {**self.given(), **self._parts, **self._divided}
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":

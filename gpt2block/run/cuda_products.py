@@ -27,6 +27,7 @@ from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 
 NORMS_BLOCK = 256
+FLOAT16 = float(np.finfo(np.float16).max)
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
 
@@ -68,8 +69,8 @@ def choose_products(
 ) -> tuple[Products, dict[str, float]]:
     """The possible products, if the weights permit them, and bounds of their operands.
 
-    No activation of a prompt may be infinite, or too large for a scale, for any tokens. largest:
-    the largest magnitude of every tensor.
+    No activation of a prompt may be infinite, or too large for a scale, for any tokens; `divisors`
+    counts. largest: the largest magnitude of every tensor.
     """
     blocks = [matrix for name, matrix in matrices.items() if name.startswith("h.")]
     dtype = blocks[0].dtype
@@ -86,9 +87,41 @@ def choose_products(
         return np.array([math.sqrt(matrices[w].K) * largest[w] * largest[gamma]])
 
     bounds = architecture_of(config).operand_bounds(config, largest, norms)
-    limit = float(np.finfo(np.float16).max) if found == "fp8" else LARGEST_BOUND
-    fit = all(bound <= limit for bound in bounds.values())  # not of NaN
+    limit, by = (FLOAT16, divisors(config, bounds)) if found == "fp8" else (LARGEST_BOUND, {})
+    fit = all(bound / by.get(name, 1) <= limit for name, bound in bounds.items())  # not of NaN
     return (found, bounds) if fit else ("float32", {})
+
+
+def divisors(config: ModelConfig, bounds: Mapping[str, float]) -> dict[str, float]:
+    """Powers of two, by the names of activations that float16 can hold only divided by them."""
+    found: dict[str, float] = {}
+    for n in range(config.n_layer):
+        names = [f"h.{n}.{name}" for name in architecture_of(config).DIVIDED[:2]]
+        largest = max((bounds[name] for name in names), default=0)
+        if FLOAT16 < largest < math.inf:
+            found |= dict.fromkeys(names, 2.0 ** math.ceil(math.log2(largest / FLOAT16)))
+    return found
+
+
+def divided_weights(
+    config: ModelConfig,
+    by: Mapping[str, float],
+    matrices: Mapping[str, WeightMatrix],
+    vectors: Mapping[str, CudaArray],
+) -> dict[str, Any]:
+    """Weights for prompts whose activations are divided by `by`, which `divisors` returns.
+
+    They share the FP8 numbers; scales and biases are new. Powers of two are exact, so only what
+    float16 holds as subnormal numbers is rounded otherwise.
+    """
+    made: dict[str, Any] = {}
+    for h, divisor in {name.rpartition(".")[0]: divisor for name, divisor in by.items()}.items():
+        first, _, last = architecture_of(config).DIVIDED
+        made[f"{h}.w_{first}"] = matrices[f"{h}.w_{first}"].times(1 / divisor)
+        made[f"{h}.w_{last}"] = matrices[f"{h}.w_{last}"].times(divisor)
+        if (bias := f"{h}.b_{first}") in vectors:
+            made[bias] = vectors[bias] * np.float32(1 / divisor)
+    return made
 
 
 def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
 
 LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
-SCALED = "float8_e4m3fn"  # the one dtype that has scales
+SCALED = "float8_e4m3fn"  # the one dtype for which `quantize` makes scales
 # A channel whose weights are all smaller than this counts as zero. Larger scales give the same
 # results with and without subnormal float32 numbers, which the GPU flushes to zero.
 SMALLEST = 2.0**-91
@@ -30,7 +30,7 @@ class WeightMatrix:
 
     data: NumPy or CuPy, C-contiguous, (K, N) for layout "KN" or (N, K) for "NK". dtype: "float32",
     "float16", "bfloat16", or FP8 in uint8: "float8_e5m2", "float8_e4m3fn". scale: float32 (N,),
-    for E4M3 only: a weight of output n is scale[n] times the number in data; None means all ones.
+    for FP8 only: a weight of output n is scale[n] times the number in data; None means all ones.
     largest: the largest magnitude before rounding if `quantize` made the matrix, else None.
 
     The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
@@ -59,8 +59,8 @@ class WeightMatrix:
                 raise InputError(f"weights: {_some(on_host(bad))} infinity or NaN in {self.dtype}")
 
     def _check_scale(self) -> None:
-        if self.dtype != SCALED:
-            raise InputError(f"scale: {self.dtype} has none: only {SCALED} has scales")
+        if self.dtype not in FP8:
+            raise InputError(f"scale: {self.dtype} has none: only FP8 has scales")
         if kind(self.scale) != kind(self.data):
             raise InputError(
                 f"scale: expected a {kind(self.data)} array, as the weights are one, "
@@ -121,6 +121,13 @@ class WeightMatrix:
 
         scale = None if scale is None else cupy.asarray(scale)
         return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
+
+    def times(self, factor: float) -> WeightMatrix:
+        """FP8 weights times a power of two: the same numbers with other scales."""
+        scale = np.full(self.N, factor, np.float32)
+        if self.scale is not None:
+            scale *= on_host(self.scale)
+        return replace(self, scale=cupy.asarray(scale) if is_array(self.data) else scale)
 
     def arrays(self) -> dict[str, Any]:
         """The arrays of the matrix, by the suffix of their names in messages."""
