@@ -281,6 +281,8 @@ def check_driver(driver: Driver, cupy: CuPy | None) -> Check:
         fix = "install the NVIDIA driver (in a container: start it with --gpus all)"
         fix = "none: there is no CUDA on macOS" if sys.platform == "darwin" else fix
         return Check("driver", False, f"no working NVIDIA driver ({driver.missing})", fix)
+    if driver.code == cuda.NOT_INITIALIZED:
+        return Check("driver", False, cuda.FORKED, cuda.FORKED_FIX)
     if driver.code not in (0, NO_DEVICE):
         fix = DRIVER_FIX.get(driver.code, "run nvidia-smi to see the error; restart the machine")
         return Check("driver", False, f"the NVIDIA driver does not start: {driver.error}", fix)

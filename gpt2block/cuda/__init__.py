@@ -6,6 +6,7 @@ every module of the package can be imported without CuPy.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +15,29 @@ from typing import Any
 
 from gpt2block.errors import DeviceError
 
+NOT_INITIALIZED = 3  # the error of every CUDA function in such a process, also of cuInit
+FORKED = "this process was forked after CUDA had been initialized, and CUDA does not work in it"
+FORKED_FIX = "start processes with multiprocessing's method 'spawn' or 'forkserver'"
+
 
 class _CuPy:
-    """CuPy's names as attributes, each looked up once; DeviceError where CuPy is missing."""
+    """CuPy's names as attributes, each looked up once.
+
+    DeviceError where CuPy is missing, and in a process that was forked too late.
+    """
 
     _module: Any = None  # the replacement of CuPy, as in `replaced_by`
+    _forked = False  # whether CUDA may not work because this process was forked
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":  # inspection looks up any of them
             raise AttributeError(name)
         if self._module is None:
             try:
-                found = getattr(import_module("cupy"), name)
+                module = import_module("cupy")
+                if self._forked and name != "ndarray":  # which tells CuPy's arrays from others
+                    _check_fork(module.cuda.runtime)
+                found = getattr(module, name)
             except ImportError as error:
                 raise DeviceError(
                     f"CuPy cannot be imported ({error}): `gpt2block check` says what is missing"
@@ -37,6 +49,26 @@ class _CuPy:
 
 
 cupy: Any = _CuPy()
+
+
+def _check_fork(runtime: Any) -> None:
+    """Raise DeviceError if CUDA had been initialized when this process was forked."""
+    try:
+        runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if error.status == NOT_INITIALIZED:
+            raise DeviceError(f"{FORKED}: {FORKED_FIX}") from error
+
+
+def _after_fork() -> None:
+    """Let a forked process look up all names again, with `_check_fork`."""
+    if not replaced():
+        vars(cupy).clear()
+        cupy._forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_array(x: Any) -> bool:

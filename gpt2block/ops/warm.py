@@ -7,6 +7,7 @@ outputs, puts the new addresses into the earlier launches and runs them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Recipe(NamedTuple):
 
 _PLAIN = (type(None), bool, int, float, str)  # types of options that are compared by value
 _recipes: dict[Hashable, Recipe] = {}
+_inserting = threading.Lock()
 
 
 def call(
@@ -70,9 +72,10 @@ def call(
     bound = _bound_and_run(bind, inputs, out, options)
     recipe = _recipe(arrays, bound)
     if recipe is not None:
-        if len(_recipes) >= MOST:
-            _recipes.pop(next(iter(_recipes)), None)
-        _recipes[key] = recipe
+        with _inserting:  # no other thread may change the dict while it finds the oldest
+            if len(_recipes) >= MOST:
+                _recipes.pop(next(iter(_recipes)))
+            _recipes[key] = recipe
     return bound
 
 
