@@ -107,7 +107,7 @@ class RopeScaling:
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "longrope":
-            return frequencies / np.array(self.factors)
+            return frequencies / np.array(self.factors, np.float64)
         turns = self.original_context * frequencies / (2 * math.pi)  # in the original context
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)  # 0: divided by factor; 1: kept

@@ -60,13 +60,14 @@ def tensors_of(checkpoint: Checkpoint) -> Arrays:
 def neighbours(rows: NDArray[Any], n_head: int) -> NDArray[Any]:
     """Rows of Q or K for a RoPE that turns neighbours, from those for half-split pairs."""
     split = rows.reshape(n_head, 2, len(rows) // n_head // 2, -1)
-    return split.transpose(0, 2, 1, 3).reshape(rows.shape)
+    turned: NDArray[Any] = split.transpose(0, 2, 1, 3).reshape(rows.shape)
+    return turned
 
 
 def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The keys of an architecture, of which a test may change some."""
     c = checkpoint.config
-    sizes = {
+    sizes: dict[str, Any] = {
         "block_count": c.n_layer,
         "context_length": c.n_ctx,
         "embedding_length": c.n_embd,

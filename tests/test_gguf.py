@@ -56,8 +56,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(source: Path, tmp_path: 
     found, expected = Checkpoint.open(save(tmp_path / "m.gguf", source)), Checkpoint.open(source)
     assert_same_tensors(found, expected)
     sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
-    sizes += ("n_kv_head", "head_size", "n_ff", "theta", "attention_bias", "mlp_bias")
-    for size in sizes:
+    for size in (*sizes, "n_kv_head", "head_size", "n_ff", "theta", "attention_bias", "mlp_bias"):
         assert getattr(found.config, size, None) == getattr(expected.config, size, None), size
     model, theirs = (gpt2block.from_pretrained(each, device="cpu") for each in (found, expected))
     largest = np.abs(theirs(ids)).max()

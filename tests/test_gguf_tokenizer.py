@@ -13,6 +13,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from gguf import TokenType
+from make_golden_smollm2 import texts
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 import gpt2block
@@ -22,7 +23,6 @@ from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, TokenizersEncoding
 from tests.gguf_files import metadata_of, tensors_of, tokenizer_keys, write
 from tests.refusals import refused
-from tools.make_golden_smollm2 import texts
 
 CORPUS = Path(__file__).parent.parent / "kernels_cu"
 NORMAL, UNKNOWN, CONTROL = TokenType.NORMAL, TokenType.UNKNOWN, TokenType.CONTROL

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
 from gpt2block import CheckpointError, Llama
 from gpt2block.checkpoints import smollm2
 from gpt2block.text import tokenizer
 from tests.refusals import refused
-from tools.make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
 ON_NUMPY = 24  # tokens of each continuation
 STOPPED = "<|im_end|>"
