@@ -51,7 +51,7 @@ def check_revision(revision: str) -> None:
 def fetch(repo: str, revision: str | None = None) -> Path:
     """Return the weights file, or the index of its shards, with config.json next to it.
 
-    Cached files need no network, and nor does the refusal of a name that is close to that of a
+    Cached files need no network, and neither does the refusal of a name that is close to that of a
     bundled model: the hub has few repositories without an owner. All downloaded files come from one
     commit and include the tokenizer's. Raises CheckpointError.
     """
