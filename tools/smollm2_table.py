@@ -108,15 +108,16 @@ def theirs(folder: Path, ids: Any) -> Iterator[Row]:
                 do_sample=False, eos_token_id=None, pad_token_id=0,
             ).cpu()  # fmt: skip
 
+        def prompt(model: Any = model) -> Any:
+            return model(tokens[None, :PROMPT], logits_to_keep=1).logits.cpu()
+
         with torch.no_grad():
             yield (
                 f"transformers, {str(dtype).removeprefix('torch.')}",
                 float(nats(tokens[None, :WINDOW]).mean().exp()),
                 step(partial(generate, 1)),
                 step(partial(generate, len(rows))),
-                best(
-                    lambda model=model: model(tokens[None, :PROMPT], logits_to_keep=1).logits.cpu()
-                ),
+                best(prompt),
                 ids.size / best(lambda: [nats(part).sum().cpu() for part in rows.split(8)]),
             )
 
