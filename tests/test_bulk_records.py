@@ -21,9 +21,11 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.problems import problem_of
 from gpt2block.bulk.records import Cell, Record, Unreadable
 from gpt2block.bulk.tasks import Scoring
+from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.text import scoring
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
+from tests.markov import byte_encoding
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from unittest.mock import Mock
@@ -208,6 +210,40 @@ def test_the_error_of_a_text_explains_the_missing_tokenizer(
     assert counts(outcome) == (1, 1)
     assert errors(output)[0]["reason"].startswith("text needs a tokenizer: ")
     assert "expected tokenizer.json" in errors(output)[0]["reason"]
+
+
+def test_a_tokenizer_is_looked_up_for_text_only(
+    client: InlineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's BPE for a model without a tokenizer; for ids none, also on the workers."""
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=50257)
+    model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(1, config)))
+    found: list[str] = []
+
+    def get(name: str) -> tiktoken.Encoding:
+        found.append(name)
+        return byte_encoding()
+
+    monkeypatch.setattr("tiktoken.get_encoding", get)
+    ids = json.dumps({"text": [1, 2, 3]}) + "\n"
+    (tmp_path / "ids").mkdir()
+    outcome, output = run_job(tmp_path / "ids", ids, model=model)
+    assert (counts(outcome), found) == ((1, 0), [])
+    assert "n_bytes" not in rows(output)[0]
+    outcome, output = run_job(tmp_path, json_texts("abc") + ids, model=model)
+    assert counts(outcome) == (2, 0)
+    assert [row["n_bytes"] for row in rows(output)] == [2, 2]
+    assert found
+
+
+def test_a_job_with_another_end_token_is_another_job(client: InlineClient, tmp_path: Path) -> None:
+    model = save_pretrained(tmp_path / "model", Checkpoint.open(MODEL))
+    options = {"task": "generate", "options": {"max_new_tokens": 2}, "model": str(model)}
+    run_job(tmp_path, json_texts("abc"), **options)
+    run_job(tmp_path, json_texts("abc"), **options)
+    (model / "tokenizer_config.json").write_text('{"eos_token": "A"}')
+    with pytest.raises(InputError, match="tokenizer_sha256"):
+        run_job(tmp_path, json_texts("abc"), **options)
 
 
 @pytest.fixture

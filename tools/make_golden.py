@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def main() -> None:
     weights_of_tied = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}
     tied.load_state_dict({name: torch.tensor(array) for name, array in weights_of_tied.items()})
     stream, hidden, logits = evaluated(tied, ids)
-    expected = {
+    expected: dict[str, Any] = {
         "ids": ids.astype(np.int32),
         "stream": stream,
         "hidden": hidden,
