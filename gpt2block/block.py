@@ -49,14 +49,19 @@ class Comparison:
 
 
 class Comparisons(list[Comparison]):
-    """The steps of a forward pass compared with float64, in order; a table in a notebook."""
+    """The steps of a forward pass compared with float64, in order: a list, shown as a table."""
+
+    def __repr__(self) -> str:
+        return notebook.text_table(*self._table())
 
     def _repr_html_(self) -> str:
+        return notebook.table(*self._table())
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
         headers = ("step", "kernel", "shape", "alone, relative", "accumulated, relative")
-        rows = (
+        return headers, [
             (c.name, c.kernel, " × ".join(map(str, c.shape)), c.max_rel, c.total_rel) for c in self
-        )
-        return notebook.table(headers, rows)
+        ]
 
 
 class Block:

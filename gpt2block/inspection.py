@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import reference
+from gpt2block import notebook, reference
 from gpt2block.architectures import architecture_of
 from gpt2block.architectures.passes import model_plan
 from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
+from gpt2block.text.encoding import Encoding, bytes_of_id
+
+POSITIONS = 6  # the last ones, which a table as text shows
+POSITIONS_HTML = 32
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,46 @@ class LogitLens:
     """The most likely next tokens after the embedding and after each block, at every position.
 
     ids (n_layer + 1, T, top) int64, the most likely first; probabilities, float32, of the same
-    shape. The last layer's are the model's own predictions.
+    shape. The last layer's are the model's own predictions. tokens (T,): the input. As text, and in
+    a notebook, it is a table of the most likely token for the last positions.
     """
 
     ids: NDArray[np.int64]
     probabilities: Floats
+    tokens: Ids | None = None
+    encoding: Encoding | None = None  # for the texts of tokens
+
+    def __repr__(self) -> str:
+        return f"{self._title(POSITIONS)}\n{notebook.text_table(*self._table(POSITIONS))}"
+
+    def _repr_html_(self) -> str:
+        title = notebook.paragraph(self._title(POSITIONS_HTML))
+        return title + notebook.table(*self._table(POSITIONS_HTML))
+
+    def _title(self, most: int) -> str:
+        layers, T, top = self.ids.shape
+        which = f"the last {most} of {T} tokens" if most < T else f"{T} tokens"
+        return f"LogitLens of {layers - 1} blocks, {which}, top {top}: the most likely next token"
+
+    def _table(self, most: int) -> tuple[list[str], list[list[str]]]:
+        """Headers, the tokens of the input, and a row for each layer."""
+        layers, T, _ = self.ids.shape
+        first = max(0, T - most)
+        tokens = range(first, T) if self.tokens is None else self.tokens[first:].tolist()
+        given = map(str if self.tokens is None else self._text, tokens)
+        rows = []
+        for layer in range(layers):
+            ids = self.ids[layer, first:, 0].tolist()
+            likely = zip(ids, self.probabilities[layer, first:, 0].tolist(), strict=True)
+            name = f"block {layer - 1}" if layer else "embedding"
+            rows.append([name, *(f"{self._text(token)} {p:.0%}" for token, p in likely)])
+        return ["after", *given], rows
+
+    def _text(self, token: int) -> str:
+        """The text of a token in quotes, or its id without a tokenizer."""
+        if self.encoding is None:
+            return str(token)
+        return repr(bytes_of_id(self.encoding, token).decode(errors="replace"))
 
 
 def attention_weights(engine: TracedEngine, ids: Ids) -> Floats:
@@ -58,12 +97,15 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
     return weights
 
 
-def logit_lens(engine: TracedEngine, ids: Ids, top: int) -> LogitLens:
+def logit_lens(
+    engine: TracedEngine, ids: Ids, top: int, encoding: Encoding | None = None
+) -> LogitLens:
     """The `top` most likely tokens by the final norm and lm_head, applied after each block.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
-    return lens_of(engine, engine.forward([ids], "states")[0][:-1], top)
+    found = lens_of(engine, engine.forward([ids], "states")[0][:-1], top)
+    return replace(found, tokens=ids, encoding=encoding)
 
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:

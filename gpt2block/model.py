@@ -303,7 +303,8 @@ class Model(Generic[Weights]):
         top = check_count("top", top)
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
-        return inspection.logit_lens(self.engine, self._tokens(text), top)
+        ids = self._tokens(text)
+        return inspection.logit_lens(self.engine, ids, top, self._encoding(text))
 
     @named_options()
     def explain(self, text: Prompt, layer: int = 0) -> Page:

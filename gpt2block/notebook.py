@@ -1,11 +1,44 @@
-"""HTML for notebooks. All text is escaped."""
+"""Tables of results, as text and as HTML for notebooks. In HTML all text is escaped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
 HIGHEST_BITS = 16.0  # surprisal shown in the strongest color
+MOST_ROWS = 24  # of a table as text; of a longer one the first and the last
+MOST_CHARACTERS = 40  # of a cell of a table as text
+
+
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table for a terminal, of texts and numbers; numbers are aligned to the right."""
+    half = MOST_ROWS // 2
+    cut = len(rows) > MOST_ROWS
+    shown = [*rows[:half], *rows[-half:]] if cut else list(rows)
+    first = rows[0] if rows else headers
+    numbers = [isinstance(value, (int, float)) for value in first]
+    cells = [list(headers), *([_short(_text(value)) for value in row] for row in shown)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    if cut:
+        lines.insert(1 + half, f"… {len(rows) - 2 * half} more")
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -16,11 +49,8 @@ def table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f'<td style="text-align: right">{value:.3g}</td>'
-    if isinstance(value, int):
-        return f'<td style="text-align: right">{value:,}</td>'
-    return f'<td style="text-align: left">{escape(str(value))}</td>'
+    side = "right" if isinstance(value, (int, float)) else "left"
+    return f'<td style="text-align: {side}">{escape(_text(value))}</td>'
 
 
 def paragraph(text: str) -> str:
