@@ -102,9 +102,10 @@ class CudaEngine:
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        array = cupy.asarray(w, dtype="float32")
-        if name not in self._matrices:
+        if name not in self._matrices:  # packed matrices of Llama are transposed views
+            array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
+        array = cupy.asarray(w, dtype="float32")
         if self._two_part:
             return TwoPartMatrix.from_float32(stored(array, "float32", transposed=True))
         rows = stored(array, self._dtype, transposed=True)
@@ -253,8 +254,8 @@ def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
 
 
 def _sendable(array: NDArray[Any]) -> CudaArray:
-    """A copy on the device; integers as int32."""
-    return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
+    """A C-contiguous copy on the device; integers as int32."""
+    return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 
 
 def _shape(value: Any, weight: bool) -> Shape:

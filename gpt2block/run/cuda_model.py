@@ -106,7 +106,8 @@ class CudaModel:
                 for name, array, layout in tensors:
                     if layout is None:
                         largest[name] = vector_magnitude(name, array, allow_nonfinite)
-                        self._vectors[name] = cupy.asarray(array.astype(np.float32, copy=False))
+                        vector = array.astype(np.float32, copy=False)
+                        self._vectors[name] = cupy.asarray(vector, order="C")
                     else:
                         matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
                         largest[name] = matrix.largest or 0.0
