@@ -100,6 +100,9 @@ class CudaModel:
         with cupy.cuda.Device(device):
             _check_room(config, dtype)
             self.stream = cupy.cuda.Stream(non_blocking=True)
+            made = cupy.cuda.Event(disable_timing=True)
+            made.record()  # the caller's stream may still compute tensors in device memory
+            self.stream.wait_event(made)
             with self.stream:
                 request_kernels(config, dtype)
                 largest: dict[str, float] = {}
