@@ -144,10 +144,10 @@ class Block:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
 
         NumPy in, NumPy out; a CUDA array (CuPy, DLPack, `__cuda_array_interface__`) in, a CuPy
-        array out, on CuPy's current stream. The call does not wait for work of another library on
-        `out` in a different stream. The result is a new array, which later calls leave unchanged,
-        or `out`. An x that is not C-contiguous is copied first; `out` must be C-contiguous. NaN
-        propagates. Raises InputError.
+        array out, on CuPy's current stream. That stream and the current stream of the library of x
+        or `out` wait for each other, so that x can be overwritten, and `out` read, at once. The
+        result is a new array, which later calls leave unchanged, or `out`. An x that is not
+        C-contiguous is copied first; `out` must be C-contiguous. NaN propagates. Raises InputError.
         """
         return self._engine.forward(x, out)
 

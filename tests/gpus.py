@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
+import numpy as np
 import pytest
 
 from gpt2block.cuda import cupy
@@ -80,6 +81,17 @@ def large_memory(nbytes: int) -> Iterator[None]:
             yield
         finally:
             pool.free_all_blocks()
+
+
+SPIN = """extern "C" __global__ void spin(long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+}"""
+
+
+def busy(ms: int = 50) -> None:
+    """Keep CuPy's current stream busy for about so long: work that does not wait comes first."""
+    cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(ms * 2_000_000),))
 
 
 def context_problem() -> str | None:

@@ -129,8 +129,9 @@ model = gpt2block.from_pretrained("shakespeare", device="cuda")
 block = Block(weights, device="cuda")
 block(x)
 for call in (lambda: block(x), lambda: block.trace(x), lambda: Block(weights, device="cuda"),
-             lambda: Block(weights), lambda: model([1, 2]), lambda: model.generate("A", max_new_tokens=3),
-             lambda: gpt2block.from_pretrained("shakespeare"), lambda: model.embed(["A"])):
+             lambda: Block(weights), lambda: model([1, 2]), lambda: model.embed(["A"]),
+             lambda: model.generate("A", max_new_tokens=3),
+             lambda: gpt2block.from_pretrained("shakespeare")):
     print(in_a_fork(call))
 print(in_a_fork(lambda: Block(weights, device="cpu", dtype="bfloat16")))
 block(x)

@@ -53,6 +53,23 @@ def test_nothing_is_copied_without_a_change(device: Any) -> None:
 
 
 @one_order
+def test_a_transposed_view(device: Any) -> None:
+    """Its transposition needs no kernel, and no memory."""
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    w = device.asarray(rows).T
+    turned = stored(w, "float32", transposed=True)
+    assert turned.data.ptr == w.data.ptr
+    np.testing.assert_array_equal(turned.get(), rows)
+    for found, expected in (
+        (stored(w, "float32"), rows.T),
+        (stored(w, "float16"), rows.T),
+        (stored(w, "float16", transposed=True), rows),
+    ):
+        assert found.flags.c_contiguous
+        np.testing.assert_array_equal(found.get(), expected)
+
+
+@one_order
 def test_nan_stays_nan(device: Any) -> None:
     w = device.asarray(np.array([[np.nan, 1.0], [2.0, -np.nan]], np.float32))
     for dtype in FLOATS:

@@ -18,6 +18,7 @@ from gpt2block import InputError
 from gpt2block.cuda import kernels
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.ops.warm import _recipes
+from tests.threads import together
 
 
 class Recorder:
@@ -143,6 +144,20 @@ def test_the_oldest_recipe_is_forgotten(host: Recorder, monkeypatch: pytest.Monk
     for n in range(1, 9):
         ops.softmax(host.array((2, n)))
         assert len(_recipes) <= 3
+
+
+def test_threads_forget_recipes_at_once(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt2block import ops  # noqa: PLC0415
+
+    monkeypatch.setattr(import_module("gpt2block.ops.warm"), "MOST", 3)
+    inputs = [host.array((2, n)) for n in range(1, 40)]
+
+    def work(number: int) -> None:
+        for x in inputs * 30:
+            assert ops.softmax(x).shape == x.shape
+
+    assert together(work) == []
+    assert len(_recipes) <= 3
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

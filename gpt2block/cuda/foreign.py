@@ -1,9 +1,10 @@
-"""View CUDA arrays of other libraries as CuPy arrays, without a copy."""
+"""CUDA arrays of other libraries: views as CuPy arrays, and the order of work on them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,67 @@ from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MOST_VIEWS = 64  # cached, of torch tensors; the oldest is dropped first
-_views: dict[tuple[Any, ...], CudaArray] = {}
+MOST_VIEWS = 64  # cached, of torch tensors
+LEGACY = 1  # the default stream in `__cuda_array_interface__`; CUDA's functions take 0 as well
+
+
+class InOrder:
+    """Orders a call's work on CuPy's current stream with that of other libraries on theirs.
+
+    CUDA itself orders the default stream with blocking streams, and no other two. PyTorch's are
+    non-blocking, CuPy's can be. So the call's stream waits for each different one by an event, and
+    each one for the call. Raises InputError where a stream is capturing a graph.
+    """
+
+    def __init__(self) -> None:
+        self.stream = cupy.cuda.get_current_stream()
+        self._others: set[int | None] = set()
+        if self.stream.is_capturing():
+            raise _capturing("the current stream")
+
+    def join(self, array: Any) -> None:
+        """Let the call's stream wait for the work that the array's library has queued."""
+        theirs = _stream_of(array)
+        if theirs == self.stream.ptr or theirs in self._others:
+            return
+        if theirs is not None:
+            if cupy.cuda.runtime.streamIsCapturing(theirs):
+                raise _capturing(f"the current stream of {type(array).__module__}")
+            queued = cupy.cuda.Event(disable_timing=True)
+            cupy.cuda.runtime.eventRecord(queued.ptr, theirs)
+            self.stream.wait_event(queued)
+        self._others.add(theirs)
+
+    def release(self, done: Any) -> None:
+        """Let the other streams wait for the event `done`, and the host for an unknown stream."""
+        for theirs in self._others:
+            if theirs is None:
+                done.synchronize()
+            else:
+                cupy.cuda.runtime.streamWaitEvent(theirs, done.ptr)
+
+
+def _capturing(stream: str) -> InputError:
+    return InputError(f"{stream} is capturing a graph: a Block captures its own")
+
+
+def _stream_of(array: Any) -> int | None:
+    """The stream on which the array's library works, 0 for the default one; None: not known.
+
+    None as well in an interface stands for the default stream, as Numba uses it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return int(torch.cuda.current_stream(array.get_device()).cuda_stream)
+    interface = getattr(array, "__cuda_array_interface__", {})
+    if "stream" not in interface:
+        return None
+    stream = interface["stream"] or 0
+    return 0 if stream == LEGACY else int(stream)
 
 
 def as_cupy(array: Any) -> CudaArray:
-    """View a CUDA array of any library; the current stream waits for the library's queued work.
+    """View a CUDA array of any library.
 
     array: an object with DLPack or `__cuda_array_interface__`. Raises InputError for anything else.
     """
@@ -28,7 +84,7 @@ def as_cupy(array: Any) -> CudaArray:
     if view is not None:
         return view
     if hasattr(array, "__dlpack__") and host_array(array) is None:
-        # Preferred to the interface below, since it makes our stream wait for the array's.
+        # Preferred to the interface below: it orders streams also where the library's is not known.
         return imported(cupy.from_dlpack, array)
     if hasattr(array, "__cuda_array_interface__"):
         return imported(cupy.asarray, array)
@@ -49,23 +105,10 @@ def _torch_view(array: Any) -> CudaArray | None:
     if not array.is_cuda or array.requires_grad or array.layout != torch.strided:
         return None
     device = array.get_device()
-    key = array.data_ptr(), array.dtype, array.shape, array.stride(), device
-    view = _views.get(key)
-    if view is None:
-        view = _new_view(*key)
-        if view is None:
-            return None
-        if len(_views) >= MOST_VIEWS:
-            _views.pop(next(iter(_views)), None)
-        _views[key] = view
-    stream, theirs = cupy.cuda.get_current_stream(), torch.cuda.current_stream(device).cuda_stream
-    if stream.ptr != theirs:
-        queued = cupy.cuda.Event(disable_timing=True)
-        cupy.cuda.runtime.eventRecord(queued.ptr, theirs)
-        stream.wait_event(queued)
-    return view
+    return _new_view(array.data_ptr(), array.dtype, array.shape, array.stride(), device)
 
 
+@lru_cache(MOST_VIEWS)  # which several threads may use
 def _new_view(
     pointer: int, dtype: Any, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> CudaArray | None:

@@ -81,8 +81,9 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     ) -> ndarray:
         if memptr is None:
             return empty(shape, dtype)
-        owner = memptr.mem.owner
-        start = memptr.ptr - owner.ctypes.data
+        owner, start = memptr.mem.owner, memptr.ptr - memptr.mem.ptr
+        if owner is None:  # memory that another library keeps alive
+            owner = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
         plain = np.ndarray(shape, np.dtype(dtype), owner, start, strides)
         made: ndarray = plain.view(cls)
         return made
@@ -143,13 +144,24 @@ def _allocated(owner: np.ndarray[Any, Any], address: int, nbytes: int) -> None:
 
 
 def asarray(array: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+    if hasattr(array, "__cuda_array_interface__"):
+        return _shared(array.__cuda_array_interface__)
     host = np.asarray(array)
     dtype = host.dtype if dtype is None else np.dtype(dtype)
     if isinstance(array, ndarray) and array.dtype == dtype and (order is None or _c(array)):
         return array
-    made = empty(host.shape, dtype)
+    transposed = order is None and host.flags.f_contiguous  # CuPy keeps this order
+    made: Any = empty(host.shape[::-1], dtype).T if transposed else empty(host.shape, dtype)
     made[...] = host
-    return made
+    return made  # type: ignore[no-any-return]
+
+
+def _shared(interface: dict[str, Any]) -> ndarray:
+    """A view of another library's array, by its `__cuda_array_interface__`."""
+    dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
+    address = interface["data"][0]
+    memory = UnownedMemory(address, int(np.prod(shape)) * dtype.itemsize, None)
+    return ndarray(shape, dtype, MemoryPointer(memory, 0), interface["strides"])
 
 
 def _c(array: np.ndarray[Any, Any]) -> bool:
@@ -326,6 +338,8 @@ class _Graph:
 
 
 class Event:
+    ptr = 0
+
     def __init__(self, disable_timing: bool = False) -> None:
         pass
 
@@ -438,5 +452,8 @@ cuda = SimpleNamespace(
         driverGetVersion=lambda: 12000,
         runtimeGetVersion=lambda: 12000,
         getDeviceCount=lambda: 1,
+        eventRecord=lambda event, stream: None,
+        streamWaitEvent=lambda stream, event: None,
+        streamIsCapturing=lambda stream: False,
     ),
 )

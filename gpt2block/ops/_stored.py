@@ -24,11 +24,14 @@ FROM: dict[str, Defines] = {
 def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
     """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R).
 
-    w itself if nothing changes. Raises InputError.
+    w: C-contiguous, or the transposed view of such a matrix. A view of w if no element moves.
+    Raises InputError.
     """
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
+    if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
+        w, transposed = w.T, not transposed
     given = storage(w)
     check("w", w, dtype=given)
     if w.ndim != 2 or max(w.shape) >= 2**31:

@@ -157,7 +157,7 @@ def on_device(ids: Any, V: int) -> CudaArray:
         at = tuple(int(i) for i in wrong[0])
         place = at[0] if len(at) == 1 else at
         raise InputError(f"ids: id {int(host[at])} at {place}: expected 0 to {V - 1}")
-    return cupy.asarray(host, dtype=cupy.int32)
+    return cupy.asarray(host, dtype=cupy.int32, order="C")
 
 
 def encoder(

@@ -17,7 +17,7 @@ from gpt2block import doctor
 from gpt2block.array_checks import host_array
 from gpt2block.cuda import cupy, timing
 from gpt2block.cuda.arrays import Bound, contiguous, on_16_bytes
-from gpt2block.cuda.foreign import as_cupy
+from gpt2block.cuda.foreign import InOrder, as_cupy
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops.registry import OPERATIONS, largest, shapes
@@ -102,9 +102,10 @@ class CudaEngine:
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        array = cupy.asarray(w, dtype="float32")
-        if name not in self._matrices:
+        if name not in self._matrices:  # packed matrices of Llama are transposed views
+            array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
+        array = cupy.asarray(w, dtype="float32")
         if self._two_part:
             return TwoPartMatrix.from_float32(stored(array, "float32", transposed=True))
         rows = stored(array, self._dtype, transposed=True)
@@ -118,26 +119,27 @@ class CudaEngine:
         return sum(int(w.nbytes) for w in self._weights.values())
 
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
-        with self._lock, cupy.cuda.Device(self.device):
-            array, on_host = self._accept(x)
+        with self._in_order() as order:
+            array, on_host = self._accept(x, order)
             if on_host:
                 target = cupy.empty(array.shape, dtype=self._dtype)
                 if out is not None:
                     check_out(out, array.shape, np.ndarray, self._dtype)
-                self._run(array, target, given)
+                self._run(array, target, given, order.stream)
                 return target.get(out=out)
-            target = cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out)
+            target = (
+                cupy.empty(array.shape, self._dtype) if out is None else self._adopt(out, order)
+            )
             check_out(target, array.shape, cupy.ndarray, self._dtype)
-            self._run(array, target, given)
+            self._run(array, target, given, order.stream)
             return target if out is None else out
 
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
-        with self._lock, cupy.cuda.Device(self.device):
-            array, on_host = self._accept(x)
+        with self._in_order() as order:
+            array, on_host = self._accept(x, order)
             program = self._program(array, cupy.empty(array.shape, dtype=self._dtype), given)
-            with self._exclusive():
-                self._workspace(array.shape, given).send(given)
-                copies = program.trace()
+            self._workspace(array.shape, given).send(given)
+            copies = program.trace()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
@@ -156,7 +158,7 @@ class CudaEngine:
             names = ", ".join(launch.name for launch in bound.launches)
             return StepResult(out, names, timing.gpu_ms(bound.launches))
 
-    def _accept(self, x: Any) -> tuple[CudaArray, bool]:
+    def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.
 
         For products on tensor cores the array is also aligned to 16 bytes.
@@ -165,21 +167,23 @@ class CudaEngine:
         if host is not None:
             check_array("x", host, self._width, self._dtype)
             return cupy.asarray(host, order="C"), True
-        array = self._adopt(x)
+        array = self._adopt(x, order)
         check_array("x", array, self._width, self._dtype)
         return (on_16_bytes("x", array) if self.plan.matrices else contiguous(array)[0]), False
 
-    def _adopt(self, array: Any) -> CudaArray:
+    def _adopt(self, array: Any, order: InOrder) -> CudaArray:
         """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
-        array = as_cupy(array)
-        if array.device.id != self.device:
+        view = as_cupy(array)
+        if view.device.id != self.device:
             raise InputError(
                 f"expected an array on cuda:{self.device}, the device of this Block, "
-                f"got one on cuda:{array.device.id}"
+                f"got one on cuda:{view.device.id}"
             )
-        return array
+        if view is not array:
+            order.join(array)
+        return view
 
-    def _run(self, x: CudaArray, out: CudaArray, given: Given) -> None:
+    def _run(self, x: CudaArray, out: CudaArray, given: Given, stream: Any) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
         program = self._calls.get(key)
         repeated = program is not None
@@ -187,28 +191,27 @@ class CudaEngine:
             # Kept alive here, x and out would hold their memory, and no later call could have it.
             caller_owned = (self.plan.input, self.plan.output)
             program = self._program(x, out, given, caller_owned)
-        with self._exclusive() as stream:
-            self._workspace(x.shape, given).send(given)
-            if repeated and self._use_graph:
-                program.replay(stream, self._private)
-            else:
-                program.run()
+        self._workspace(x.shape, given).send(given)
+        if repeated and self._use_graph:
+            program.replay(stream, self._private)
+        else:
+            program.run()
         self._calls[key] = program  # which has run: its kernels are loaded
         self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
 
     @contextmanager
-    def _exclusive(self) -> Iterator[Any]:
-        """The caller's stream, after it waits for the last call, which may use another stream."""
-        stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing():
-            raise InputError("the current stream is capturing a graph: a Block captures its own")
-        stream.wait_event(self._done)
-        try:
-            yield stream
-        finally:
-            self._done.record(stream)
+    def _in_order(self) -> Iterator[InOrder]:
+        """Hold the lock; order the call after the last one, which may use another stream."""
+        with self._lock, cupy.cuda.Device(self.device):
+            order = InOrder()
+            order.stream.wait_event(self._done)
+            try:
+                yield order
+            finally:
+                self._done.record(order.stream)
+                order.release(self._done)
 
     def _program(
         self,
@@ -253,8 +256,8 @@ def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
 
 
 def _sendable(array: NDArray[Any]) -> CudaArray:
-    """A copy on the device; integers as int32."""
-    return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
+    """A C-contiguous copy on the device; integers as int32."""
+    return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 
 
 def _shape(value: Any, weight: bool) -> Shape:

@@ -102,13 +102,17 @@ class CudaModel:
         with cupy.cuda.Device(device):
             _check_room(config, dtype)
             self.stream = cupy.cuda.Stream(non_blocking=True)
+            made = cupy.cuda.Event(disable_timing=True)
+            made.record()  # the caller's stream may still compute tensors in device memory
+            self.stream.wait_event(made)
             with self.stream:
                 request_kernels(config, dtype)
                 largest: dict[str, float] = {}
                 for name, array, layout in tensors:
                     if layout is None:
                         largest[name] = vector_magnitude(name, array, allow_nonfinite)
-                        self._vectors[name] = cupy.asarray(array.astype(np.float32, copy=False))
+                        vector = array.astype(np.float32, copy=False)
+                        self._vectors[name] = cupy.asarray(vector, order="C")
                     else:
                         matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
                         largest[name] = matrix.largest or 0.0

@@ -1,0 +1,30 @@
+"""Threads that run at the same time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+
+def together(work: Callable[[int], None], threads: int = 8) -> list[BaseException]:
+    """The errors of threads that run at the same time, and change places often."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        running = [threading.Thread(target=run, args=(n,)) for n in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return errors
