@@ -17,6 +17,7 @@ import gpt2block as gpt2block_package
 from gpt2block import Block, Comparison, cli, doctor, walkthrough
 from gpt2block.cli import app as cli_app
 from gpt2block.cli import display
+from gpt2block.emulator import loader
 from gpt2block.walkthrough import Walkthrough, with_trained_weights
 
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
@@ -188,9 +189,11 @@ def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], message: str
 def test_check_prints_every_finding_and_its_mend() -> None:
     done = gpt2block("check", "--json")
     found = json.loads(done.stdout)
-    assert found["ok"] == all(check["ok"] for check in found["checks"])
+    assert found["ok"] == all(check["ok"] for check in found["checks"] if check["name"] != "g++")
     assert done.returncode == (0 if found["ok"] else 1)
-    assert [check["name"] for check in found["checks"]][1:4] == ["Python", "NumPy", "CuPy"]
+    assert found["runs"]["GPU"] == found["ok"]
+    names = [check["name"] for check in found["checks"]]
+    assert [*names[1:4], names[-1]] == ["Python", "NumPy", "CuPy", "g++"]
     assert all(check["ok"] or check["fix"] for check in found["checks"])
     table = gpt2block("check")
     assert table.returncode == done.returncode
@@ -302,7 +305,84 @@ def test_a_note_of_the_check_has_a_mark_of_its_own(
         cli.main(["check"])
     assert end.value.code == 0
     marks = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert marks == [["ok", "A", "fine"], ["note", "B", "works"], ["→", "change", "it"]]
+    assert marks[:3] == [["ok", "A", "fine"], ["note", "B", "works"], ["→", "change", "it"]]
+
+
+@pytest.mark.parametrize(
+    ("numpy", "gpu", "compiler", "line"),
+    [
+        (True, True, True, "runs here: NumPy, emulator, GPU"),
+        (True, True, False, "runs here: NumPy, GPU; not here: emulator"),
+        (True, False, True, "runs here: NumPy, emulator; not here: GPU"),
+        (True, False, False, "runs here: NumPy; not here: emulator, GPU"),
+        (False, False, True, "runs here: nothing; not here: NumPy, emulator, GPU"),
+    ],
+)
+def test_the_check_ends_with_what_runs_here(
+    numpy: bool,
+    gpu: bool,
+    compiler: bool,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts = [doctor.Check("NumPy", numpy, "2"), doctor.Check("driver", gpu, "CUDA", "install it")]
+    monkeypatch.setattr(doctor, "examine", lambda: parts)
+    monkeypatch.setattr(loader, "missing", lambda: None if compiler else "g++ is not installed")
+    monkeypatch.setattr(loader, "_output", lambda *command: "12.3.0")
+    for options in ([], ["--json"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["check", *options])
+        assert end.value.code == (0 if gpu else 1)
+    *table, last, as_json = capsys.readouterr().out.splitlines()
+    assert last == line
+    assert any("g++" in row and ("12.3.0" in row) == compiler for row in table)
+    assert any("apt install g++" in row for row in table) != compiler
+    found = json.loads(as_json)
+    assert found["runs"] == {"NumPy": numpy, "emulator": numpy and compiler, "GPU": gpu}
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("generate --model sha", ["shakespeare", "shakespeare-llama"]),
+        ("score --model gpt2-", ["gpt2-medium", "gpt2-large", "gpt2-xl"]),
+        ("generate --dtype bf", ["bfloat16"]),
+        ("convert a b --dtype f", ["float32", "float16"]),
+        ("kernels --dtype float8_e5", ["float8_e5m2"]),
+        ("generate --device ", ["cpu", "cuda"]),
+        ("kernels lay", ["layernorm", "layernorm_gelu"]),
+        ("kernels trimat --variant tri", ["tri3", "tri4", "tri5", "tri6"]),
+        ("kernels trimat --source n", ["naive"]),
+        ("kernels --variant n", []),
+    ],
+)
+def test_the_shell_completes_values(
+    words: str,
+    values: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpt2block"])
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # a script, not pytest
+    monkeypatch.setenv("_GPT2BLOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"gpt2block {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.split() == values
+
+
+@pytest.mark.parametrize(("columns", "width"), [("70", 70), ("200", 200), ("0", 120), ("x", 120)])
+def test_piped_tables_have_the_width_that_columns_states(
+    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert display.console().width == width
+    monkeypatch.delenv("COLUMNS")
+    assert display.console().width == 120
 
 
 def test_bench_without_a_gpu_runs_nothing() -> None:

@@ -16,13 +16,15 @@ import typer
 from rich.table import Table
 
 from gpt2block import bench as benches
-from gpt2block import doctor, walkthrough
+from gpt2block import doctor, emulator, walkthrough
+from gpt2block.array_checks import FLOATS
 from gpt2block.bench import block_against_document
 from gpt2block.bench.decode_plot import draw_decoding
 from gpt2block.bench.roofline import check_file, draw
 from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli import bench as cli_bench
 from gpt2block.cli import compare as cli_compare
+from gpt2block.cli import complete
 from gpt2block.cli import convert as cli_convert
 from gpt2block.cli import explain as cli_explain
 from gpt2block.cli import kernels_command as cli_kernels_command
@@ -73,12 +75,19 @@ def _gpt2block(
 @app.command(epilog="Example: gpt2block block --text 'To be, or not to be' --layer 2")
 def block(
     weights: Annotated[
-        str, typer.Option(help="A Hugging Face directory, .safetensors file or hub id.")
+        str,
+        typer.Option(
+            help="A Hugging Face directory, .safetensors file or hub id.",
+            autocompletion=complete.models,
+        ),
     ] = BUNDLED,
     revision: Revision = None,
     size: Annotated[
         OptionalStr,
-        typer.Option(help="Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl."),
+        typer.Option(
+            help="Random weights of gpt2, gpt2-medium, gpt2-large or gpt2-xl.",
+            autocompletion=complete.sizes,
+        ),
     ] = None,
     layer: Annotated[int, typer.Option(help="Index of the block whose steps are shown.")] = 0,
     text: Annotated[
@@ -89,7 +98,10 @@ def block(
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows; row b is the text rotated by b tokens.")] = 1,
     causal: Annotated[bool, typer.Option(help="Attend only to earlier tokens.")] = True,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(help="float32, bfloat16 or float16.", autocompletion=complete.one_of(*FLOATS)),
+    ] = "float32",
     kernels: Annotated[
         str, typer.Option(help="skeleton (ten steps), fused (seven steps) or auto.")
     ] = "auto",
@@ -157,17 +169,26 @@ def _print_walkthrough(result: walkthrough.Walkthrough) -> None:
 
 @app.command(epilog="Example: gpt2block check --json")
 def check(as_json: Json = False) -> None:
-    """Check Python, CuPy, driver, device and compiler; print the command that fixes each problem.
+    """Check Python, CuPy, driver, device and compilers; print the command that fixes each problem.
 
-    A note marks a part that works but should be changed. The exit code is 0 if kernels can run on
-    a GPU of this machine, else 1.
+    A note marks a part that works but should be changed. The last line says what runs here: NumPy,
+    the emulator, which needs g++, and kernels on a GPU. The exit code is 0 if kernels can run on a
+    GPU of this machine, else 1.
     """
-    checks = doctor.examine()
-    ok = all(found.ok for found in checks)
+    of_gpu, of_emulator = doctor.examine(), emulator.check()
+    numpy = all(found.ok for found in of_gpu if found.name in ("Python", "NumPy"))
+    ok = all(found.ok for found in of_gpu)
+    runs = {"NumPy": numpy, "emulator": numpy and of_emulator.ok, "GPU": ok}
+    checks = [*of_gpu, of_emulator]
     if as_json:
-        print(json.dumps({"ok": ok, "checks": [asdict(found) for found in checks]}))
+        print(json.dumps({"ok": ok, "runs": runs, "checks": [asdict(found) for found in checks]}))
     else:
         _print_checks(checks)
+        here, missing = ([name for name in runs if runs[name] is is_so] for is_so in (True, False))
+        print(
+            f"runs here: {', '.join(here) or 'nothing'}"
+            f"{'; not here: ' if missing else ''}{', '.join(missing)}"
+        )
     raise typer.Exit(0 if ok else FAILED)
 
 
@@ -219,13 +240,15 @@ def bench(
         typer.Option(
             help="Only bfloat16, float16 or float32; with --decode that of the weights, by default "
             "bfloat16, also float8_e5m2 or float8_e4m3fn; with --llama by default float16 (1b: "
-            "bfloat16), then float8_e5m2."
+            "bfloat16), then float8_e5m2.",
+            autocompletion=complete.dtypes,
         ),
     ] = None,
     kv_dtype: Annotated[
         OptionalStr,
         typer.Option(
-            help="With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values."
+            help="With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",
+            autocompletion=complete.dtypes,
         ),
     ] = None,
     only: Annotated[

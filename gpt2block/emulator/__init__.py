@@ -12,24 +12,28 @@ from typing import Any
 
 from gpt2block.cuda import replaced_by
 from gpt2block.emulator.loader import (
+    INSTALL,
     ORDERS,
     USUAL,
     Checks,
     Order,
     ShimError,
     Source,
+    check,
     compile_kernel_file,
     missing,
     run,
 )
 
 __all__ = [
+    "INSTALL",
     "ORDERS",
     "Checks",
     "Order",
     "ShimError",
     "Source",
     "adopted",
+    "check",
     "compile_kernel_file",
     "emulated",
     "missing",

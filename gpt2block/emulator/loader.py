@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
+from gpt2block.doctor import Check
 from gpt2block.errors import KernelError
 
 HERE = Path(__file__).parent
@@ -396,6 +397,21 @@ def _line(program: Path, address: str) -> str:
     place = f"{int(address, 16) - 1:#x}"  # inside the call, whose return address is known
     found = _output("addr2line", "-e", str(program), place)
     return re.sub(r" \(discriminator \d+\)", "", found)
+
+
+INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libubsan (Fedora)"
+
+
+def check() -> Check:
+    """Whether the emulator can run here, as a line of `gpt2block check`. Never raises."""
+    try:
+        problem = missing()
+        version = "" if problem else _output("g++", "-dumpfullversion")
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = f"g++ does not run: {error}"
+    if problem:
+        return Check("g++", False, f"{problem}: the emulator compiles kernels with it", INSTALL)
+    return Check("g++", True, f"{version}, for the emulator on the CPU")
 
 
 def missing() -> str | None:

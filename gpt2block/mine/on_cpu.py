@@ -28,13 +28,14 @@ from gpt2block.ops.operation import Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]
-INSTALL = "apt install g++ (Debian, Ubuntu) or dnf install gcc-c++ libasan libubsan (Fedora)"
 
 
 def require_emulator() -> None:
     """Raise DeviceError with what to install if the emulator cannot run."""
     if problem := emulator.missing():
-        raise DeviceError(f"--device cpu compiles kernels with g++, but {problem}: {INSTALL}")
+        raise DeviceError(
+            f"--device cpu compiles kernels with g++, but {problem}: {emulator.INSTALL}"
+        )
 
 
 def check_kernel(

@@ -1,0 +1,38 @@
+"""Values that the shell completes, after `gpt2block --install-completion`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from gpt2block.checkpoints import BUNDLED_NAMES
+from gpt2block.config import SIZES
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.run.model import DTYPES
+
+Completion = Callable[[str], list[str]]
+
+
+def one_of(*names: str) -> Completion:
+    """Complete one of these names."""
+
+    def matching(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return matching
+
+
+models = one_of(*BUNDLED_NAMES, *SIZES)
+sizes = one_of(*SIZES)
+dtypes = one_of(*DTYPES)
+devices = one_of("cpu", "cuda")
+operations = one_of(*OPERATIONS)
+
+
+def variants(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete a variant of the operation that is already on the line."""
+    # In `args` where the option that is completed lacks its value
+    words = (str(context.params.get("operation")), *context.args)
+    found = next((OPERATIONS[word] for word in words if word in OPERATIONS), None)
+    return one_of(*(each.name for each in found.variants))(incomplete) if found else []
