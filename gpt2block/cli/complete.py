@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 
 from gpt2block.checkpoints import BUNDLED_NAMES
+from gpt2block.checkpoints.smollm2 import SMOLLM2
 from gpt2block.config import SIZES
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.run.model import DTYPES
@@ -23,7 +24,7 @@ def one_of(*names: str) -> Completion:
     return matching
 
 
-models = one_of(*BUNDLED_NAMES, *SIZES)
+models = one_of(*BUNDLED_NAMES, SMOLLM2, *SIZES)
 sizes = one_of(*SIZES)
 dtypes = one_of(*DTYPES)
 devices = one_of("cpu", "cuda")
