@@ -191,6 +191,9 @@ class GPT2Config(ModelConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
         end_of_text = GPT2_END if self.vocab_size == GPT2_VOCABULARY else None
+        end = {"eos_token_id": self.eos_token_id}
+        if end_of_text is not None and not self.eos_token_ids:
+            end = {}  # its default in transformers is GPT-2's
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -207,7 +210,7 @@ class GPT2Config(ModelConfig):
             "scale_attn_by_inverse_layer_idx": False,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text if self.eos_token_id is None else self.eos_token_id,
+            **end,
         }
 
 

@@ -126,6 +126,14 @@ def test_the_ends_of_a_model(tmp_path: Path, ends: Any, generation: Any, expecte
     assert saved.config == opened.config
 
 
+def test_a_config_of_gpt2s_vocabulary_is_read_as_it_was_written() -> None:
+    for ends in ((), (50256,), (5, 50256)):
+        config = GPT2Config(eos_token_ids=ends)
+        assert GPT2Config.from_hugging_face(config.to_hugging_face()) == config
+    transformers = pytest.importorskip("transformers")
+    assert transformers.GPT2Config(**GPT2Config().to_hugging_face()).eos_token_id == 50256
+
+
 def test_the_ends_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for generation in (None, {"eos_token_id": [9, 8]}, {"eos_token_id": 4, "top_p": 0.5}):
