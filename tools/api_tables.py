@@ -1,8 +1,8 @@
 """Lists of parameters on the page of the Python API: an extension of griffe.
 
 A docstring describes a parameter in a sentence that begins with its name and a colon, or with
-several names: "top: tokens for each layer. ids, mask: as in a call." Such sentences become a section
-of NumPy's style, which mkdocstrings shows as a table with types and defaults.
+several names: "top: tokens for each layer. ids, mask: as in a call." Such sentences become a
+section of NumPy's style, which mkdocstrings shows as a table with types and defaults.
 """
 
 from __future__ import annotations
