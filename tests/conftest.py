@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if PROGRAMS not in os.environ:
         folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="gpt2block-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ.pop("COLUMNS", None)  # tables have their usual width
+    os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it past os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):  # workers share the cores, and read it at start

@@ -110,7 +110,7 @@ def test_the_command_refuses_what_does_not_fit() -> None:
     for arguments, message in (
         (["--layer", "6"], "--layer: expected 0 to 5, got 6"),
         (["x" * 300], "expected at most 256 tokens, got 300"),
-        (["x", "--cached"], "at least 2 tokens"),
+        (["x", "--cached"], "TEXT: expected at least two tokens for a decoding step, got 1"),
     ):
         ran = CliRunner().invoke(app, ["compare", "--device", "cpu", *arguments])
         assert ran.exit_code != 0

@@ -17,6 +17,7 @@ import excerpts
 import pictures
 import pytest
 
+import gpt2block
 from gpt2block.mine.arguments import contract
 from gpt2block.ops.registry import OPERATIONS
 
@@ -100,6 +101,32 @@ def test_the_reference_has_the_docstrings(site: Path) -> None:
     text = unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text(encoding="utf-8")))
     assert "Load a checkpoint, one tensor at a time." in text
     assert "softmax(Q Kᵀ / sqrt(HS)) V for each head." in text
+
+
+def test_the_reference_has_every_public_name_and_tables_of_parameters(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    ids = re.findall(r'id="gpt2block\.([\w.]+)"', page)
+    assert {name.rpartition(".")[2] for name in ids} >= {*gpt2block.__all__} - {"reference"}
+    assert "model.GPT2.__call__" in ids
+    rows = [re.sub(r"<[^>]+>|\s+", " ", row) for row in re.findall(r"<tr.*?</tr>", page, re.S)]
+    assert any(row.split()[:3] == ["top_k", "int", "sample"] for row in rows)
+    assert any(row.split()[:2] == ["allow_nonfinite", "bool"] for row in rows)
+    assert any(row.split()[:2] == ["finish_reason", "FinishReason"] for row in rows)
+    assert page.count("<table") > 30
+
+
+def test_descriptions_of_parameters_become_a_section() -> None:
+    pytest.importorskip("griffe", reason="building the site needs the extra docs")
+    import api_tables  # noqa: PLC0415
+
+    text = "Do it.\n\nx: first. a, b: as in f: always.\nOf c: no. y: none.\nRaises E: x: 3.\n\nEnd."
+    assert api_tables.with_section(text, ["a", "b", "c", "x"], "Parameters") == (
+        "Do it.\n\nRaises E: x: 3.\n\nEnd.\n\nParameters\n----------\n"
+        "x\n    first.\na\n    as in f: always. Of c: no. y: none.\n"
+        "b\n    as in f: always. Of c: no. y: none."
+    )
+    for names in ([], ["z"]):
+        assert api_tables.with_section(text, names, "Parameters") == text
 
 
 def test_an_excerpt_is_a_block_of_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ prompt, its ids and the 100 most likely tokens that follow. scores: number of to
 of the start of tinyshakespeare, each in one window. logits: the largest of one prompt's last
 position and their ids.
 
-The committed file was made with torch 2.11.0 and transformers 5.23.0 on a CPU.
+The committed file was made with torch 2.11.0 and transformers 5.17.0 on a CPU.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpt2block.run.model import DTYPES
 from gpt2block.text import tokenizer
 
 WINDOW, PROMPT, ROW, ROWS = 4096, 512, 1024, 64  # tokens; rows that are computed together
-NEW, TURNS = 128, 5
+NEW, TURNS = 64, 3
 Row = tuple[str, float, float, float, float, float]
 
 
@@ -42,7 +43,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(folder, checkpoint, overwrite=True)
-        for name, perplexity, one, many, prompt, rate in (*ours(ids), *theirs(Path(folder), ids)):
+        for name, perplexity, one, many, prompt, rate in chain(
+            ours(ids), theirs(Path(folder), ids)
+        ):
             print(
                 f"| {name} | {perplexity:.4f} | {1e6 * one:.0f} | {1e6 * many:,.0f} | "
                 f"{1e3 * prompt:.2f} | {rate:,.0f} |",

@@ -1,0 +1,54 @@
+"""Lists of parameters on the page of the Python API: an extension of griffe.
+
+A docstring describes a parameter in a sentence that begins with its name and a colon, or with
+several names: "top: tokens for each layer. ids, mask: as in a call." Such sentences become a
+section of NumPy's style, which mkdocstrings shows as a table with types and defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import griffe
+
+_OTHER = re.compile(r"(?<=\.)\s(?=Raises |Returns )")  # begins text that describes no parameter
+
+
+class Tables(griffe.Extension):
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        _add_sections(pkg)
+
+
+def _add_sections(parent: griffe.Object) -> None:
+    for child in parent.members.values():
+        if isinstance(child, (griffe.Module, griffe.Class)):
+            _add_sections(child)
+        if isinstance(child, (griffe.Function, griffe.Class)) and child.docstring is not None:
+            attributes = "dataclass" in child.labels
+            names = child.attributes if attributes else [each.name for each in child.parameters]
+            title = "Attributes" if attributes else "Parameters"
+            child.docstring.value = with_section(child.docstring.value, names, title)
+
+
+def with_section(text: str, names: Iterable[str], title: str) -> str:
+    """A docstring in which the descriptions of these names are a section at the end."""
+    name = "|".join(map(re.escape, names))
+    if not name:
+        return text
+    begin = re.compile(rf"(?:^|(?<=\.)\s+|\n)((?:{name})(?:, (?:{name}))*): ")
+    prose, section = [], []
+    for paragraph in text.split("\n\n"):
+        before, *described = begin.split(paragraph)
+        kept = [before]
+        for which, what in zip(described[::2], described[1::2], strict=True):
+            description, *rest = _OTHER.split(what, maxsplit=1)
+            words = " ".join(description.split())
+            section += [f"{each}\n    {words}" for each in which.split(", ")]
+            kept += rest
+        prose.append(" ".join(part for part in kept if part.strip()) if described else paragraph)
+    if not section:
+        return text
+    body = "\n\n".join(part for part in prose if part.strip())
+    return "\n".join((body, "", title, "-" * len(title), *section))
