@@ -304,7 +304,7 @@ class Model(Generic[Weights]):
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
         ids = self._tokens(text)
-        return inspection.logit_lens(self.engine, ids, top, self._encoding(text))
+        return inspection.logit_lens(self.engine, ids, top, of_inputs(self.lookup, text))
 
     @named_options()
     def explain(self, text: Prompt, layer: int = 0) -> Page:

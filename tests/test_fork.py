@@ -40,12 +40,6 @@ def in_a_fork(call: Callable[[], Any]) -> str:
         return pipe.read().decode()
 
 
-class CUDARuntimeError(RuntimeError):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"error {status}")
-        self.status = status
-
-
 @pytest.fixture
 def initialized(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The emulator as the module cupy. Its `by` is the process that initialized CUDA, if any."""
@@ -53,20 +47,17 @@ def initialized(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         pytest.skip(problem)
     from gpt2block.emulator import stand_in  # noqa: PLC0415
 
-    def get_device_count() -> int:
-        if changed.by not in (None, os.getpid()):
-            raise CUDARuntimeError(cuda.NOT_INITIALIZED)
-        return 1
+    state = SimpleNamespace(by=os.getpid())
 
-    changed = SimpleNamespace(**vars(stand_in.cuda.runtime))
-    changed.by, changed.CUDARuntimeError = os.getpid(), CUDARuntimeError
-    changed.getDeviceCount = get_device_count
-    monkeypatch.setattr(stand_in.cuda, "runtime", changed)
+    def cu_init() -> int:
+        return 0 if state.by in (None, os.getpid()) else cuda.NOT_INITIALIZED
+
+    monkeypatch.setattr(cuda, "initialized", cu_init)
     monkeypatch.setitem(sys.modules, "cupy", stand_in)
     monkeypatch.setattr(doctor, "cuda_problem", lambda: None)
     found = dict(vars(cuda.cupy))
     vars(cuda.cupy).clear()
-    yield changed
+    yield state
     vars(cuda.cupy).clear()
     vars(cuda.cupy).update(found)
 

@@ -6,6 +6,7 @@ every module of the package can be imported without CuPy.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -34,14 +35,13 @@ class _CuPy:
             raise AttributeError(name)
         if self._module is None:
             try:
-                module = import_module("cupy")
-                if self._forked and name != "ndarray":  # which tells CuPy's arrays from others
-                    _check_fork(module.cuda.runtime)
-                found = getattr(module, name)
+                found = getattr(import_module("cupy"), name)
             except ImportError as error:
                 raise DeviceError(
                     f"CuPy cannot be imported ({error}): `gpt2block check` says what is missing"
                 ) from error
+            if self._forked and name != "ndarray":  # which tells CuPy's arrays from others
+                _check_fork()
         else:
             found = getattr(self._module, name)
         setattr(self, name, found)
@@ -51,13 +51,21 @@ class _CuPy:
 cupy: Any = _CuPy()
 
 
-def _check_fork(runtime: Any) -> None:
+def _check_fork() -> None:
     """Raise DeviceError if CUDA had been initialized when this process was forked."""
+    if initialized() == NOT_INITIALIZED:
+        raise DeviceError(f"{FORKED}: {FORKED_FIX}")
+
+
+def initialized() -> int:
+    """The result of cuInit, which creates no context: 0 if CUDA works, or an error.
+
+    After a fork, CUDA's runtime still answers from what the parent process knew.
+    """
     try:
-        runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        if error.status == NOT_INITIALIZED:
-            raise DeviceError(f"{FORKED}: {FORKED_FIX}") from error
+        return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
+    except OSError:  # no driver: the next call of CuPy says so
+        return 0
 
 
 def _after_fork() -> None:
