@@ -346,7 +346,10 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
         ({"dtype": "two_part"}, "bound: expected the largest magnitude that the result can have"),
         ({"bound": 1.0}, "bound: expected dtype 'two_part', of a two-part result"),
         ({"dtype": "two_part", "bound": math.inf}, "bound: expected a magnitude from 0"),
-        ({"variant": "split"}, "variant 'split' does not run by itself: expected one of mma, hopper"),
+        (
+            {"variant": "split"},
+            "variant 'split' does not run by itself: expected one of mma, hopper",
+        ),
     ],
 )
 def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message: str) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.checkpoints.gguf_header import MAGIC, Header, Placed, library, read_header
-from gpt2block.checkpoints.hugging_face import check_tensors
+from gpt2block.checkpoints.hugging_face import checked_parts
 from gpt2block.checkpoints.naming import Naming, single
 from gpt2block.checkpoints.stored import Entry, Joined, Stored, read_start, reading
-from gpt2block.config import GPT2Config, ModelConfig, model_shapes
+from gpt2block.config import GPT2Config, ModelConfig
 from gpt2block.config_llama import LlamaConfig, RopeScaling
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -101,15 +101,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         name: Entry(file, placed.offset, placed.shape, _dtype(name, placed, file), "C")
         for name, placed in header.tensors.items()
     }
-    present = naming.layers(found)
-    if present != config.n_layer:  # checked before anything of the config's size is allocated
-        raise CheckpointError(
-            f"{file}: block_count is {config.n_layer}, the file has {present} blocks"
-        )
-    parts = {
-        ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
-    }
-    check_tensors(file, naming, parts, found)
+    parts = checked_parts(file, "block_count is", config, naming, found)
 
     def stored(ours: str, names: Sequence[str]) -> Stored:
         pieces = []
@@ -146,13 +138,13 @@ def header_of(file: Path) -> Header:
 class Encoded(Stored):
     """A tensor of a GGUF file, read as floats.
 
-    dtype: the one of its type; float32 for quantized types. kind: the number of its type. stored:
+    dtype: the one of its type; float32 for quantized types. kind: the number of its type. length:
     its bytes. heads: of a part of Q and K, the number of heads, whose rows change their order; 0
     for other tensors.
     """
 
     kind: int = 0
-    stored: int = 0
+    length: int = 0
     heads: int = 0
 
     @property
@@ -161,7 +153,7 @@ class Encoded(Stored):
 
     @property
     def nbytes(self) -> int:
-        return self.stored
+        return self.length
 
     def read_into(self, array: NDArray[Any]) -> None:
         """Read into a C-contiguous array of this shape and any float dtype.
@@ -171,7 +163,7 @@ class Encoded(Stored):
         flat = array.reshape(self.shape[0], -1)
         unit = self.shape[0] // self.heads if self.heads else 1
         rows = unit * max(1, _DECODED_AT_ONCE // (unit * flat.shape[1]))
-        row_bytes = self.stored // self.shape[0]
+        row_bytes = self.length // self.shape[0]
         with reading(self.file), self.file.open("rb") as stream:
             stream.seek(self.offset or 0)
             for first in range(0, self.shape[0], rows):

@@ -67,15 +67,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     if tied and "lm_head.weight" in found:
         config = replace(config, tie_word_embeddings=False)
     naming = naming_of(config)
-    present = naming.layers(found)
-    if present != config.n_layer:  # checked before anything of the config's size is allocated
-        raise CheckpointError(
-            f"{file}: {source} has n_layer {config.n_layer}, the file has {present} blocks"
-        )
-    parts = {
-        ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
-    }
-    check_tensors(file, naming, parts, found)
+    parts = checked_parts(file, f"{source} has n_layer", config, naming, found)
     stored = {
         ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
         for ours, names in parts.items()
@@ -132,7 +124,25 @@ def _stored(file: Path, layout: str | None, entries: Entries) -> Stored:
     return Joined.of(parts)
 
 
-def check_tensors(
+def checked_parts(
+    file: Path, source: str, config: ModelConfig, naming: Naming, found: Entries
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return gpt2block's names → names and shapes in the file of a model's tensors.
+
+    source: what states the number of blocks. Raises CheckpointError unless the tensors found are
+    exactly these.
+    """
+    present = naming.layers(found)
+    if present != config.n_layer:  # checked before anything of the config's size is allocated
+        raise CheckpointError(f"{file}: {source} {config.n_layer}, the file has {present} blocks")
+    parts = {
+        ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
+    }
+    _check(file, naming, parts, found)
+    return parts
+
+
+def _check(
     file: Path, naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], found: Entries
 ) -> None:
     """Raise CheckpointError unless the tensors found are exactly those of the model."""
