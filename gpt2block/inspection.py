@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.run.numpy_walk import apply
 from gpt2block.text.encoding import Encoding, bytes_of_id
+from gpt2block.text.lookup import ReadLater
 
 POSITIONS = 6  # the last ones, which a table as text shows
 POSITIONS_HTML = 32
 
 
 @dataclass(frozen=True)
-class LogitLens:
+class LogitLens(ReadLater):
     """The most likely next tokens after the embedding and after each block, at every position.
 
     ids (n_layer + 1, T, top) int64, the most likely first; probabilities, float32, of the same
@@ -34,7 +35,9 @@ class LogitLens:
     ids: NDArray[np.int64]
     probabilities: Floats
     tokens: Ids | None = None
-    encoding: Encoding | None = None  # for the texts of tokens
+    # For the texts of tokens, looked up when they are shown: a factory, as a default would be the
+    # class's attribute and hide what is looked up.
+    encoding: Encoding | None = field(default_factory=lambda: None)
 
     def __repr__(self) -> str:
         return f"{self._title(POSITIONS)}\n{notebook.text_table(*self._table(POSITIONS))}"
@@ -98,14 +101,16 @@ def weights_of(engine: TracedEngine, traced: Mapping[str, NDArray[Any]]) -> Floa
 
 
 def logit_lens(
-    engine: TracedEngine, ids: Ids, top: int, encoding: Encoding | None = None
+    engine: TracedEngine, ids: Ids, top: int, encoding: Callable[[], Encoding | None]
 ) -> LogitLens:
     """The `top` most likely tokens by the final norm and lm_head, applied after each block.
+
+    encoding: returns the tokenizer with which tokens are shown.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
     """
     found = lens_of(engine, engine.forward([ids], "states")[0][:-1], top)
-    return replace(found, tokens=ids, encoding=encoding)
+    return replace(found, tokens=ids).later(encoding=encoding)
 
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, overload
 
@@ -304,7 +304,7 @@ class Model(Generic[Weights]):
         if top > self.config.vocab_size:
             raise InputError(f"top: expected at most {self.config.vocab_size} tokens, got {top}")
         ids = self._tokens(text)
-        return inspection.logit_lens(self.engine, ids, top, of_inputs(self.lookup, text))
+        return inspection.logit_lens(self.engine, ids, top, partial(of_inputs, self.lookup, text))
 
     @named_options()
     def explain(self, text: Prompt, layer: int = 0) -> Page:
