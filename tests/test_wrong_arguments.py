@@ -55,6 +55,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "GPT2Config": GPT2Config,
 }  # fmt: skip
 
+pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass")
+
 
 # Their results are not floats that follow from float64 ones.
 EXACT = {"two_part", "joined", "to_fp8", "from_fp8", "sample_token", *list(FUNCTIONS)[-11:]}
