@@ -332,6 +332,8 @@ def test_wrong_prompts(prompt: Any, message: str) -> None:
 def test_text_without_a_tokenizer() -> None:
     with pytest.raises(InputError, match="no tokenizer: expected token ids, got text"):
         generate(MarkovEngine(cycle(3)), None, "a")
+    with pytest.raises(InputError, match="stop: expected strings of at least one character"):
+        generate(MarkovEngine(cycle(3)), None, [0], stop=np.array([1, 2]))
     with pytest.raises(InputError, match="no tokenizer, so there is no text: use stop_ids"):
         generate(MarkovEngine(cycle(3)), None, [0], stop="a")
 

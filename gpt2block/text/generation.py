@@ -208,11 +208,15 @@ class Run:
         if rows_at_once is not None:
             rows_at_once = check_count("rows_at_once", rows_at_once)
         check_choice("overflow", overflow, get_args(Overflow))
+        strings = _stop_strings(stop)
         reader = encoding  # which may wait until a text is read
         encoding = of_inputs(reader, prompts)
-        if encoding is None and stop:
+        if encoding is None and strings:
             encoding = of_outputs(reader)
-        strings = _stop_strings(stop, encoding)
+            if encoding is None:
+                raise InputError(
+                    "stop: this model has no tokenizer, so there is no text: use stop_ids"
+                )
         config, V = engine.config, engine.config.vocab_size
         if stop_ids is None:
             ids = tokenizer.end_tokens(config, encoding)
@@ -521,14 +525,12 @@ def _check_rows(prompts: int, samples: int) -> None:
         )
 
 
-def _stop_strings(stop: Any, encoding: Encoding | None) -> tuple[str, ...]:
+def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(several(stop))
     if not all(isinstance(string, str) and string for string in strings):
         raise InputError(f"stop: expected strings of at least one character, got {shown(stop)}")
     for string in strings:
         tokenizer.check_encodable("stop", string)
-    if strings and encoding is None:
-        raise InputError("stop: this model has no tokenizer, so there is no text: use stop_ids")
     return strings
 
 
