@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gpt2block import errors as errors
     from gpt2block import model as model
     from gpt2block import ops as ops
-    from gpt2block import plan as plan
     from gpt2block import reference
     from gpt2block import run as run
     from gpt2block import text as text
@@ -131,7 +130,7 @@ _MODULE_OF = {
 }
 _MODULES = (  # submodules that need no import of their own
     *("block", "checkpoints", "config", "cuda", "doctor", "emulator", "errors", "model"),
-    *("ops", "plan", "reference", "run", "text", "weights"),
+    *("ops", "reference", "run", "text", "weights"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -9,18 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor, notebook
-from gpt2block.architectures.gpt2 import fused_plan, ten_step_plan
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.architectures.weights import BlockArrays
 from gpt2block.array_checks import FLOATS, require_host
 from gpt2block.checks import check_choice, check_flag, named_options
 from gpt2block.config import block_shapes, check_count
 from gpt2block.cuda import cupy
-from gpt2block.errors import DeviceError, InputError, shown
+from gpt2block.errors import Argument, DeviceError, InputError, shown
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY
 from gpt2block.ops.attention import SIXTEEN_BITS, TENSOR_HEAD
-from gpt2block.ops.registry import largest
-from gpt2block.run import NOTHING, Engine, Given
+from gpt2block.passes import gpt2
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.bounds import Bounds
+from gpt2block.passes.machine import Step
+from gpt2block.run import NOTHING, BlockSpec, Engine, Given
 from gpt2block.run.numpy_block import NumpyEngine
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
@@ -78,8 +81,8 @@ class Block:
     kernels: "skeleton", ten steps in float32 with the kernels of LeetGPU's challenge; "fused",
     seven steps on tensor cores, for heads of 64 channels and compute capability 8.0 or newer; or
     "auto", the faster of those that support the dtype. Fused float32 has the accuracy of float32:
-    the operands of its products are stored in two float16 parts (TwoPartMatrix), which requires
-    finite weights. With NumPy "auto" selects the ten steps for float32.
+    the operands of its products are two-part (TwoPartMatrix), which requires finite weights. With
+    NumPy "auto" selects the ten steps for float32.
 
     Raises InputError for wrong arguments, DeviceError when the device cannot be used.
     """
@@ -106,17 +109,19 @@ class Block:
         self.causal = causal
         self._kernels = _choose(kernels, dtype, weights, index)
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
-        make_plan = fused_plan if self._kernels == "fused" else ten_step_plan
-        self.plan = make_plan(weights.n_head, causal, weights.eps, weights.tensors())
+        bounds = None
+        if index is not None and self._kernels == "fused" and dtype == "float32":
+            bounds = largest(weights)
+        self.spec = spec_of(weights, causal, self._kernels, bounds)
         self._engine = self._make_engine(index, graph)
 
     def _make_engine(self, index: int | None, graph: bool) -> Engine:
-        tensors, width = self.weights.tensors(), self.weights.n_embd
+        tensors = self.weights.tensors()
         if index is None:
-            return NumpyEngine(self.plan, tensors, width, self.dtype)
+            return NumpyEngine(self.spec, tensors, self.dtype)
         from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
-        return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
+        return CudaEngine(self.spec, tensors, index, graph, self.dtype)
 
     def __repr__(self) -> str:
         w = self.weights
@@ -129,6 +134,11 @@ class Block:
     def kernels(self) -> str:
         """The kernels in use, "skeleton" or "fused", also where "auto" was requested."""
         return self._kernels
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the block, in order: names, operations and the names of their inputs."""
+        return self.spec.steps
 
     @property
     def device(self) -> str:
@@ -152,7 +162,7 @@ class Block:
         return self._engine.forward(x, out)
 
     def trace(self, x: Any) -> dict[str, Any]:
-        """Step name → a copy of its result, for every step of the plan, ln1 … output."""
+        """Step name → a copy of its result, for every step, ln1 … output."""
         return self._engine.trace(x)
 
     def compare(self, x: Any) -> Comparisons:
@@ -161,14 +171,14 @@ class Block:
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
         weights = self.weights.astype(np.float64)
-        exact = NumpyEngine(self.plan, weights.tensors(), weights.n_embd)
+        exact = NumpyEngine(self.spec, weights.tensors())
         return compare_steps(self._engine, exact, x, self.dtype)
 
 
 def compare_steps(
     engine: Engine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
 ) -> Comparisons:
-    """Compare every step of an engine's plan with `exact`, the same plan in float64.
+    """Compare every step of an engine with `exact`, the same block in float64.
 
     x: a NumPy array of `dtype`, the block's. given: as for an Engine. Raises InputError for
     another x.
@@ -177,7 +187,7 @@ def compare_steps(
     traced = engine.trace(host, given)
     truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
     rows = Comparisons()
-    for step in engine.plan.steps:
+    for step in engine.spec.steps:
         truth[step.name] = exact.apply(step, {**truth, **given})
         rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
         own = engine.step(step, {**rounded, **given})
@@ -221,11 +231,15 @@ def resolve_device(device: str | None) -> int | None:
     device = "cuda" if device is None else device
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index == "" or (index.isdecimal() and len(index) < 10)):
-        raise InputError(f"device: expected 'cuda', 'cuda:N', 'cpu' or None, got {device!r}")
-    doctor.require_cuda(f"device {device!r}")
+        raise InputError(
+            "device: expected 'cuda', 'cuda:N' or 'cpu' (by default the GPU if there is one), "
+            f"got {device!r}"
+        )
+    doctor.require_cuda(Argument("device"), f" {device!r}")
     count = cupy.cuda.runtime.getDeviceCount()
     if int(index or 0) >= count:
-        raise DeviceError(f"device {device!r}: this machine has {count}, cuda:0…cuda:{count - 1}")
+        here = f"this machine has {count}, cuda:0…cuda:{count - 1}"
+        raise DeviceError(Argument("device"), f" {device!r}: {here}")
     return int(index or cupy.cuda.Device().id)
 
 
@@ -252,8 +266,13 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
     """The kernels to use, "skeleton" or "fused". Raises InputError that names an alternative."""
     if kernels == "skeleton" and dtype in SIXTEEN_BITS:
         raise InputError(
-            f"kernels 'skeleton': expected dtype 'float32', got {dtype!r}: "
-            "use kernels='fused', or dtype='float32'"
+            Argument("kernels"),
+            " 'skeleton': expected ",
+            Argument("dtype"),
+            f" 'float32', got {dtype!r}: use ",
+            Argument("kernels", "fused"),
+            ", or ",
+            Argument("dtype", "float32"),
         )
     if kernels == "skeleton":
         return kernels
@@ -263,13 +282,18 @@ def _choose(kernels: str, dtype: str, weights: BlockWeights, device: int | None)
     if dtype in SIXTEEN_BITS:
         if problem:
             raise InputError(
-                f"dtype {dtype!r}: {problem}: use dtype='float32', whose kernels run here, "
-                "or device='cpu'"
+                Argument("dtype"),
+                f" {dtype!r}: {problem}: use ",
+                Argument("dtype", "float32"),
+                ", whose kernels run here, or ",
+                Argument("device", "cpu"),
             )
         return "fused"
-    problem = problem or split_problem(weights)
+    problem = problem or two_part_problem(weights)
     if problem and kernels == "fused":
-        raise InputError(f"kernels 'fused': {problem}: use kernels='skeleton'")
+        raise InputError(
+            Argument("kernels"), f" 'fused': {problem}: use ", Argument("kernels", "skeleton")
+        )
     return "skeleton" if problem else "fused"
 
 
@@ -285,7 +309,7 @@ def fused_problem(weights: BlockWeights, capability: int) -> str | None:
     return None
 
 
-def split_problem(weights: BlockWeights) -> str | None:
+def two_part_problem(weights: BlockWeights) -> str | None:
     """Why the scales of two-part tensors cannot be derived from the weights.
 
     None when they can: then no x makes a tensor too large for its scale.
@@ -294,11 +318,27 @@ def split_problem(weights: BlockWeights) -> str | None:
     for name, w in tensors.items():
         if not np.isfinite(w).all():
             return f"{name}: expected finite weights, found infinity or NaN"
-    plan = fused_plan(weights.n_head, True, weights.eps, tensors)
-    for name, bound in largest(plan, tensors).items():
+    for name, bound in largest(weights).items():
         if bound > LARGEST_BOUND:
             return f"{name}: with these weights it may be as large as {bound:.1e}, beyond 2^127"
     return None
+
+
+def spec_of(
+    weights: BlockWeights, causal: bool, kernels: str, bounds: Mapping[str, float] | None = None
+) -> BlockSpec:
+    """The block of these weights. Projections of fused kernels may sum over K in parts."""
+    heads = weights.n_head, weights.n_head, weights.eps, weights.n_embd // weights.n_head
+    names = weights.tensors()
+    fused = kernels == "fused"
+    return BlockSpec(gpt2, Settings(*heads, causal), weights.n_embd, names, kernels, fused, bounds)
+
+
+def largest(weights: BlockWeights) -> dict[str, float]:
+    """Step of the fused block → the largest magnitude of its result, where there is a bound."""
+    do = Bounds(weights.astype(np.float32).tensors())
+    spec_of(weights, True, "fused").run(do)
+    return do.found
 
 
 def _capability(device: int) -> int:
@@ -326,5 +366,6 @@ def solve(x: Any, output: Any, weights: Any, seq_len: int) -> None:
             raise InputError(
                 f"{name}: expected seq_len · 768 = {seq_len * 768:,} floats, got {array.size:,}"
             )
-    plan = ten_step_plan(n_head=12, causal=False, eps=1e-5, weights=block_shapes(768))
-    run_once(plan, unpack(weights.ravel()), x.reshape(shape), output.reshape(shape))
+    settings = Settings(n_head=12, n_kv_head=12, eps=1e-5, head_size=64, causal=False)
+    spec = BlockSpec(gpt2, settings, 768, block_shapes(768), "skeleton")
+    run_once(spec, unpack(weights.ravel()), x.reshape(shape), output.reshape(shape))

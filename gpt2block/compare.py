@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import ROWS_AT_ONCE, model_plan
 from gpt2block.block import Comparison, Comparisons, errors
 from gpt2block.config import ModelConfig
+from gpt2block.passes import architecture_of
+from gpt2block.passes.blocks import ModelStepPass, Settings
+from gpt2block.passes.forward import forward
+from gpt2block.passes.prefill import ROWS_AT_ONCE
 from gpt2block.run.model import Ids, TracedEngine
-from gpt2block.run.numpy_walk import walk
+from gpt2block.run.numpy_machine import NumpyMachine
 
 Exact = NDArray[np.float64]
 
@@ -22,7 +24,7 @@ Exact = NDArray[np.float64]
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     """The tensors of a forward pass of ids (T,) in float64, with the weights as they are stored.
 
-    Keys: the names of `model_plan`, (T, channels) each; "h.0.k" (1, T, C) and
+    Keys: the names of `model_steps`, (T, channels) each; "h.0.k" (1, T, C) and
     "h.0.v" for K and V of a layer; "scores" (T,) for the log-likelihoods of the next tokens, where
     the last is that of the first token.
     """
@@ -40,9 +42,9 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     rows = np.arange(T)
     batch = {"tokens": ids, "positions": rows, "row": 0 * rows}
     batch |= {"cu_seqlens": np.array([0, T]), "start": np.array([0])}
-    plan = model_plan(config, "logits", T)
-    given = {**weights, **architecture.constants(config), **kept, **batch}
-    found: dict[str, Exact] = walk(plan, given, plan.names)
+    do = NumpyMachine({**weights, **architecture.constants(config), **kept, **batch}, keep=None)
+    forward(ModelStepPass(do, Settings.of(config), T), architecture, config, "logits")
+    found: dict[str, Exact] = do.kept
     scores = np.asarray(reference.log_likelihood(found["logits"], np.roll(ids, -1)), np.float64)
     return {**found, **kept, "scores": scores}
 
@@ -79,7 +81,7 @@ def compare_tensors(
 def _by_engine_names(
     exact: Mapping[str, Exact], config: ModelConfig, T: int, cached: bool
 ) -> dict[str, Exact]:
-    """Add the names that GPU plans use: q in decoding, logits and scores in groups of rows."""
+    """Add the names of passes on a GPU: q in decoding, logits and scores in groups of rows."""
     found, qkv = dict(exact), architecture_of(config).QKV
     for name, tensor in exact.items():
         if name.endswith(f".{qkv}"):

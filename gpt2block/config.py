@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt2block.checks import check_integer, check_number, meant, several
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 # Far above the sizes of every model: they limit the memory that a small, damaged file can request.
 LIMITS: Mapping[str, int] = {
@@ -23,14 +23,6 @@ LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 Shapes = Mapping[str, tuple[int, ...]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
-
-# The names of the same settings in other architectures of `transformers`
-_OTHER_NAMES: Mapping[str, str] = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_positions": "max_position_embeddings",
-}
 
 
 def check_count(name: str, value: Any, most: int = LARGEST_COUNT) -> int:
@@ -48,12 +40,6 @@ def check_eps(value: Any) -> float:
 def check_token(name: str, value: Any) -> int:
     """The value as an int; InputError unless it can be the id of a token."""
     return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
-
-
-def end_tokens_in(config: Mapping[str, Any]) -> Any:
-    """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
-    ends = config.get("eos_token_id")
-    return () if ends is None else ends
 
 
 def check_true_or_false(name: str, value: Any) -> None:
@@ -174,19 +160,15 @@ class GPT2Config(ModelConfig):
         Raises CheckpointError for another architecture, for variants of GPT-2 that the kernels do
         not compute, and if the two names of a size have different values.
         """
-        if not isinstance(config, dict):
-            raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
-        kind = config.get("model_type", "gpt2")
-        if not isinstance(kind, str) or kind != "gpt2":
-            raise CheckpointError(f"config.json: expected model_type 'gpt2', got {shown(kind)}")
-        sizes = _sizes_in(config)
-        _check_variant(config, sizes.get("n_embd", cls.n_embd))
-        return cls(
-            **sizes,
-            eps=config.get("layer_norm_epsilon", cls.eps),
-            tie_word_embeddings=config.get("tie_word_embeddings", cls.tie_word_embeddings),
-            eos_token_ids=end_tokens_in(config),
-        )
+        check_model_type(config, "gpt2", default="gpt2")
+        sizes = sizes_in(config, _NAMES)
+        if "n_ctx" in config:
+            sizes.setdefault("n_ctx", config["n_ctx"])
+        inner = (None, 4 * sizes.get("n_embd", cls.n_embd))
+        width = ("n_inner", inner, "the kernels have a hidden width of 4 n_embd only")
+        check_settings(config, (*_SETTINGS, width))
+        others = {ours: config[theirs] for ours, theirs in _OTHERS.items() if theirs in config}
+        return cls(**sizes, **others, eos_token_ids=end_tokens_in(config))
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
@@ -214,57 +196,76 @@ class GPT2Config(ModelConfig):
         }
 
 
-def _sizes_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in a config.json, under either name. Raises CheckpointError or InputError."""
-    sizes = {name: config[name] for name in ("n_ctx", "vocab_size") if name in config}
-    for name, other in _OTHER_NAMES.items():
-        ours = "n_ctx" if name == "n_positions" else name
-        keys = [key for key in (name, other) if key in config]
-        for key in keys:
-            check_count(key, config[key], LIMITS[ours])
-        given = [config[key] for key in keys]
-        if len(given) == 2 and given[0] != given[1]:
+# Our names of the sizes → those in config.json, of which the second is general in `transformers`;
+# likewise of other fields; settings with the supported values, the default first, and the reason
+Names = Mapping[str, tuple[str, ...]]
+Settings = Iterable[tuple[str, tuple[Any, ...], str]]
+_NAMES: Names = {
+    "n_layer": ("n_layer", "num_hidden_layers"),
+    "n_head": ("n_head", "num_attention_heads"),
+    "n_embd": ("n_embd", "hidden_size"),
+    "n_ctx": ("n_positions", "max_position_embeddings"),
+    "vocab_size": ("vocab_size",),
+}
+_OTHERS = {"eps": "layer_norm_epsilon", "tie_word_embeddings": "tie_word_embeddings"}
+_SETTINGS: Settings = (
+    ("activation_function", ("gelu_new", "gelu_pytorch_tanh"),
+     "the kernels compute GELU in its tanh approximation only"),
+    ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
+    ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
+    ("add_cross_attention", (False,), "there is no encoder to attend to"),
+    ("quantization_config", (None,), "quantized weights are not supported"),
+)  # fmt: skip
+
+
+def check_object(config: Any) -> dict[str, Any]:
+    """The content of a config.json; CheckpointError unless it is an object."""
+    if not isinstance(config, dict):
+        raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
+    return config
+
+
+def check_model_type(config: Any, expected: str, default: str | None = None) -> None:
+    """CheckpointError unless this is the object of a config.json of this model_type."""
+    kind = check_object(config).get("model_type", default)
+    if kind != expected:
+        raise CheckpointError(f"config.json: expected model_type {expected!r}, got {shown(kind)}")
+
+
+def end_tokens_in(config: Mapping[str, Any]) -> Any:
+    """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
+    ends = config.get("eos_token_id")
+    return () if ends is None else ends
+
+
+def sizes_in(
+    config: Mapping[str, Any], names: Names, limits: Mapping[str, int] = LIMITS
+) -> dict[str, Any]:
+    """The sizes in a config.json by our names. Raises CheckpointError or InputError."""
+    found = {}
+    for ours, keys in names.items():
+        sizes = {key: check_count(key, config[key], limits[ours]) for key in keys if key in config}
+        if sizes:
+            found[ours] = agreed(sizes)
+    return found
+
+
+def agreed(given: Mapping[str, Any]) -> Any:
+    """The one value of these keys of a config.json. Raises CheckpointError if they differ."""
+    (first, value), *others = given.items()
+    for name, other in others:
+        if other != value:
             raise CheckpointError(
-                f"config.json: {name} {shown(given[0])} contradicts {other} {shown(given[1])}: "
-                "both name the same size: remove the wrong one"
+                f"config.json: {first} {shown(value)} contradicts {name} {shown(other)}: remove "
+                "the wrong one: both name the same setting"
             )
-        if given:
-            sizes[ours] = given[0]
-    return sizes
+    return value
 
 
-def _check_variant(config: Mapping[str, Any], n_embd: int) -> None:
-    """CheckpointError for settings that change what the model computes."""
-    check_settings(
-        config,
-        (
-            (
-                "activation_function",
-                ("gelu_new", "gelu_pytorch_tanh"),
-                "the kernels compute GELU in its tanh approximation only",
-            ),
-            ("n_inner", (None, 4 * n_embd), "the kernels have a hidden width of 4 n_embd only"),
-            (
-                "scale_attn_weights",
-                (True,),
-                "the kernels divide by the square root of the head size",
-            ),
-            ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
-            ("add_cross_attention", (False,), "there is no encoder to attend to"),
-            ("quantization_config", (None,), "quantized weights are not supported"),
-        ),
-    )
-
-
-def check_settings(
-    config: Mapping[str, Any],
-    settings: Iterable[tuple[str, tuple[Any, ...], str]],
-    prefix: str = "",
-) -> None:
+def check_settings(config: Mapping[str, Any], settings: Settings, prefix: str = "") -> None:
     """Raise CheckpointError for a setting of a config.json with a value that is not supported.
 
-    settings: the name of each setting, the supported values, the first of which is the default, and
-    why there are no others. prefix: of the names in the message.
+    prefix: of the names in the message.
     """
     for name, supported, why in settings:
         value = config.get(name, supported[0])
@@ -290,12 +291,7 @@ SIZES: Mapping[str, GPT2Config] = {
 }
 
 # Number of parameters → size
-ALIASES: Mapping[str, str] = {
-    "124M": "gpt2",
-    "355M": "gpt2-medium",
-    "774M": "gpt2-large",
-    "1558M": "gpt2-xl",
-}
+ALIASES: Mapping[str, str] = dict(zip(("124M", "355M", "774M", "1558M"), SIZES, strict=True))
 
 
 def size(name: str) -> GPT2Config:
@@ -303,7 +299,9 @@ def size(name: str) -> GPT2Config:
     known = (*SIZES, *ALIASES)
     if not isinstance(name, str) or name not in known:
         raise InputError(
-            f"unknown size {name!r}: expected one of {', '.join(known)}{meant(name, known)}"
+            "unknown ",
+            Argument("size"),
+            f" {name!r}: expected one of {', '.join(known)}{meant(name, known)}",
         )
     return SIZES[ALIASES.get(name, name)]
 
@@ -312,19 +310,13 @@ def block_shapes(n_embd: int) -> dict[str, tuple[int, ...]]:
     """Name → shape of the twelve tensors of a block, in packed order; matrices are (in, out)."""
     C = n_embd
     return {
-        "gamma1": (C,),
-        "beta1": (C,),
-        "w_qkv": (C, 3 * C),
-        "b_qkv": (3 * C,),
-        "w_attn": (C, C),
-        "b_attn": (C,),
-        "gamma2": (C,),
-        "beta2": (C,),
-        "w_fc": (C, 4 * C),
-        "b_fc": (4 * C,),
-        "w_proj": (4 * C, C),
-        "b_proj": (C,),
-    }
+        "gamma1": (C,), "beta1": (C,),
+        "w_qkv": (C, 3 * C), "b_qkv": (3 * C,),
+        "w_attn": (C, C), "b_attn": (C,),
+        "gamma2": (C,), "beta2": (C,),
+        "w_fc": (C, 4 * C), "b_fc": (4 * C,),
+        "w_proj": (4 * C, C), "b_proj": (C,),
+    }  # fmt: skip
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

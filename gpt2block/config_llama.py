@@ -14,34 +14,38 @@ from gpt2block.checks import check_number, several
 from gpt2block.config import (
     LIMITS,
     ModelConfig,
+    Names,
+    Settings,
     Shapes,
+    agreed,
     check_count,
+    check_model_type,
     check_settings,
     check_token,
     check_true_or_false,
     end_tokens_in,
+    sizes_in,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
 
-MOST_FF = 2**20  # channels of the feed-forward
-MOST_HEAD = 2**16
 _RopeKind = Literal["linear", "llama3", "longrope"]
+_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": LIMITS["n_head"], "n_ff": 2**20,
+                              "head_size": 2**16}  # fmt: skip
 
-# Our name of a size → that of config.json, and whether it must be there
-_SIZES: Mapping[str, tuple[str, bool]] = {
-    "n_layer": ("num_hidden_layers", True),
-    "n_head": ("num_attention_heads", True),
-    "n_kv_head": ("num_key_value_heads", False),
-    "n_embd": ("hidden_size", True),
-    "n_ff": ("intermediate_size", True),
-    "head_size": ("head_dim", False),
-    "n_ctx": ("max_position_embeddings", False),
-    "vocab_size": ("vocab_size", True),
+# Our names of the sizes → those in config.json; all but three must be there
+_NAMES: Names = {
+    "n_layer": ("num_hidden_layers",),
+    "n_head": ("num_attention_heads",),
+    "n_kv_head": ("num_key_value_heads",),
+    "n_embd": ("hidden_size",),
+    "n_ff": ("intermediate_size",),
+    "head_size": ("head_dim",),
+    "n_ctx": ("max_position_embeddings",),
+    "vocab_size": ("vocab_size",),
 }
-_THEIR_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": LIMITS["n_head"], "n_ff": MOST_FF,
-                                    "head_size": MOST_HEAD}  # fmt: skip
-# Settings that change the result: name, supported values with the default first, the reason
-_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+# Settings that change the result
+_SETTINGS: Settings = (
     ("hidden_act", ("silu", "swish"), "the feed-forward computes SiLU only"),
     ("sliding_window", (None,), "attention sees all earlier tokens"),
     ("use_sliding_window", (None, False), "attention sees all earlier tokens"),
@@ -50,14 +54,14 @@ _SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 _ROPE_SETTINGS = (("partial_rotary_factor", (None, 1), "RoPE turns all channels of a head"),)
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
+
+
+def _check_factor(name: str, value: Any) -> float:
+    expected = "a number from 2^-20 to 2^20"
+    return check_number(f"rope_scaling: {name}", value, 2.0**-20, 2.0**20, expected)
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,8 @@ class RopeScaling:
             known = " or ".join(map(repr, _SCALING_FIELDS))
             raise InputError(f"rope_scaling: expected kind {known}, got {shown(self.kind)}")
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            expected = "a number from 2^-20 to 2^20"
-            number = check_number(f"rope_scaling: {name}", getattr(self, name), 2.0**-20, 2.0**20,
-                                  expected)  # fmt: skip
-            object.__setattr__(self, name, number)
-        factors = tuple(
-            check_number("rope_scaling: factors", factor, 2.0**-20, 2.0**20, expected)
-            for factor in several(self.factors)
-        )
+            object.__setattr__(self, name, _check_factor(name, getattr(self, name)))
+        factors = tuple(_check_factor("factors", factor) for factor in several(self.factors))
         object.__setattr__(self, "factors", factors)
         if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
@@ -158,7 +156,7 @@ class LlamaConfig(ModelConfig):
                 )
             object.__setattr__(self, "head_size", self.n_embd // self.n_head)
         for name in ("n_kv_head", "n_ff", "head_size"):
-            number = check_count(name, getattr(self, name), _THEIR_LIMITS[name])
+            number = check_count(name, getattr(self, name), _LIMITS[name])
             object.__setattr__(self, name, number)
         if self.n_head % self.n_kv_head:
             raise InputError(
@@ -219,28 +217,26 @@ class LlamaConfig(ModelConfig):
         Keys that do not change the result of the model are ignored. Raises CheckpointError for
         settings that change it in a way that is not supported, with their names.
         """
-        if not isinstance(config, dict):
-            raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
-        if config.get("model_type") != "llama":
-            got = shown(config.get("model_type"))
-            raise CheckpointError(f"config.json: expected model_type 'llama', got {got}")
-        missing = [theirs for theirs, needed in _SIZES.values() if needed and theirs not in config]
+        check_model_type(config, "llama")
+        given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
+        missing = [key for (key,) in _NAMES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
-        fields: dict[str, Any] = {"n_ctx": 2048, "eps": config.get("rms_norm_eps", 1e-6)}
-        for ours, (theirs, needed) in _SIZES.items():
-            if needed or config.get(theirs) is not None:
-                fields[ours] = check_count(theirs, config[theirs], _THEIR_LIMITS[ours])
+        fields = {"n_ctx": 2048, **sizes_in(given, _NAMES, _LIMITS)}
         check_settings(config, _SETTINGS)
         fields["theta"], fields["scaling"] = _rope_of(config)
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             fields[name] = config.get(name, False)
-        fields["bos_token_id"] = config.get("bos_token_id")
-        return cls(**fields, eos_token_ids=end_tokens_in(config))
+        return cls(
+            **fields,
+            eps=config.get("rms_norm_eps", 1e-6),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=end_tokens_in(config),
+        )
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
-        sizes = {theirs: getattr(self, ours) for ours, (theirs, _) in _SIZES.items()}
+        sizes = {theirs: getattr(self, ours) for ours, (theirs,) in _NAMES.items()}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -274,26 +270,14 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             thetas[f"{name}: rope_theta"] = fields.get("rope_theta")
             scalings[name] = _scaling(name, fields)
     given = {name: theta for name, theta in thetas.items() if theta is not None}
-    return _agreed(given or {"rope_theta": 10000.0}), _agreed(scalings or {"rope_scaling": None})
-
-
-def _agreed(given: Mapping[str, Any]) -> Any:
-    """The one value of these keys of a config.json. Raises CheckpointError if they differ."""
-    (first, value), *others = given.items()
-    for name, other in others:
-        if other != value:
-            raise CheckpointError(
-                f"config.json: {first} {shown(value)} contradicts {name} {shown(other)}: "
-                "remove the wrong one"
-            )
-    return value
+    return agreed(given or {"rope_theta": 10000.0}), agreed(scalings or {"rope_scaling": None})
 
 
 def _scaling(name: str, fields: Mapping[str, Any]) -> RopeScaling | None:
     """The scaling of `fields`, the value of the key `name`. A type of null is "default"."""
     types = [(key, fields[key]) for key in ("rope_type", "type") if key in fields]
     kinds = {f"{name}: {key}": "default" if kind is None else kind for key, kind in types}
-    kind = _agreed(kinds or {"rope_type": "default"})
+    kind = agreed(kinds or {"rope_type": "default"})
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in _SCALING_FIELDS:

@@ -385,11 +385,14 @@ def _first_problem() -> str | None:
     return next((check.detail for check in _cuda_checks(thorough=False) if not check.ok), None)
 
 
-def require_cuda(what: str) -> None:
-    """Raise DeviceError with the reason why `what` cannot be used, unless kernels can run."""
+def require_cuda(*what: object) -> None:
+    """Raise DeviceError with the reason why `what` cannot be used, unless kernels can run.
+
+    what: the beginning of the message, in parts.
+    """
     problem = cuda_problem()
     if problem:
-        raise DeviceError(f"{what} cannot be used: {problem}: {ADVICE}")
+        raise DeviceError(*what, f" cannot be used: {problem}: {ADVICE}")
 
 
 def describe_device(index: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from reprlib import Repr
+from typing import NamedTuple
 
 LONGEST = 500  # characters of a message
 _KEPT_END = 160  # characters kept from the end, which says what to do
@@ -42,11 +44,38 @@ def shown(value: object) -> str:
     return _Values().repr(value)
 
 
-class PrintableError(Exception):
-    """Base class with a printable message, as it may hold names and values from files."""
+class Argument(NamedTuple):
+    """An argument that a message names; the command line shows its option instead.
 
-    def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+    value: one that the message suggests, as in "dtype='float32'".
+    """
+
+    name: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value!r}" if self.value else self.name
+
+
+class PrintableError(Exception):
+    """Base class with a printable message, as it may hold names and values from files.
+
+    parts: text and Arguments, which joined are the message. A message about an argument begins with
+    its name and a colon, as in "stride: expected …": this name becomes an Argument.
+    """
+
+    def __init__(self, *parts: object) -> None:
+        first, *rest = parts or ("",)
+        name, colon, problem = str(first).partition(": ")
+        if colon and name.isidentifier():
+            parts = Argument(name), colon, problem, *rest
+        self.parts = [part if isinstance(part, Argument) else str(part) for part in parts]
+        super().__init__(self.message())
+
+    def message(self, spelled: Callable[[Argument], str] = str) -> str:
+        """The message, in which `spelled` writes the arguments."""
+        texts = (spelled(part) if isinstance(part, Argument) else part for part in self.parts)
+        return printable("".join(texts))
 
 
 class InputError(PrintableError, ValueError):

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import notebook, reference
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import model_plan
 from gpt2block.cuda.kernels import FP8
+from gpt2block.passes import architecture_of, final_step
 from gpt2block.run.model import Floats, Ids, TracedEngine
-from gpt2block.run.numpy_walk import apply
+from gpt2block.run.numpy_machine import apply
 from gpt2block.text.encoding import Encoding, bytes_of_id
 from gpt2block.text.lookup import ReadLater
 
@@ -115,7 +114,7 @@ def logit_lens(
 
 def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     """`logit_lens`, from the residual stream before and after each block: (n_layer + 1, T, C)."""
-    norm, _ = model_plan(engine.config, "logits", 1).steps[-2:]
+    norm = final_step(engine.config)
     parameters = norm.inputs[1:]
     needed = {*parameters, "wte", "lm_head"}
     weights = {
@@ -127,7 +126,8 @@ def lens_of(engine: TracedEngine, states: Floats, top: int) -> LogitLens:
     shape = (*states.shape[:2], top)
     found = LogitLens(np.empty(shape, np.int64), np.empty(shape, np.float32))
     for layer, x in enumerate(states):
-        normed = apply(norm, (x, *(weights[name] for name in parameters)))
+        inputs = (x, *(weights[name] for name in parameters))
+        normed = apply(norm.op, inputs, **norm.attrs)
         probabilities = reference.softmax(reference.matmul_bias(normed, head))
         chosen = np.sort(np.argpartition(probabilities, -top, axis=-1)[:, -top:], axis=-1)
         kept = np.take_along_axis(probabilities, chosen, axis=-1)

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures.llama import block_plan, fused_plan
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
-from gpt2block.array_checks import MOST_POSITIONS
 from gpt2block.block import (
     Comparisons,
     check_options,
@@ -19,10 +17,14 @@ from gpt2block.block import (
 )
 from gpt2block.checks import check_flag, named_options, plain_array
 from gpt2block.config_llama import LlamaConfig
+from gpt2block.contract import MOST_POSITIONS
 from gpt2block.cuda import cupy
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
-from gpt2block.run import Engine, Given
+from gpt2block.passes import llama
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.machine import Step
+from gpt2block.run import BlockSpec, Engine, Given
 from gpt2block.run.numpy_block import NumpyEngine
 
 
@@ -69,8 +71,10 @@ class LlamaBlock:
         if index is not None:
             self._check_kernels(weights.config, fused, index)
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
-        make_plan = fused_plan if self.kernels == "fused" else block_plan
-        self.plan = make_plan(weights.config, self.causal, weights.half_split)
+        c = weights.config
+        heads = c.n_head, c.n_kv_head, c.eps, c.head_size
+        settings = Settings(*heads, self.causal, weights.half_split, rope=True)
+        self.spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), self.kernels)
         self._engine = self._make_engine(index, graph)
 
     def _check_kernels(self, config: LlamaConfig, supported: str, index: int) -> None:
@@ -89,12 +93,11 @@ class LlamaBlock:
 
     def _make_engine(self, index: int | None, graph: bool) -> Engine:
         tensors = {**self.weights.tensors(), "frequencies": self.weights.frequencies}
-        width = self.weights.n_embd
         if index is None:
-            return NumpyEngine(self.plan, tensors, width, self.dtype)
+            return NumpyEngine(self.spec, tensors, self.dtype)
         from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
 
-        return CudaEngine(self.plan, tensors, width, index, graph, self.dtype)
+        return CudaEngine(self.spec, tensors, index, graph, self.dtype)
 
     def __repr__(self) -> str:
         c = self.weights.config
@@ -103,6 +106,11 @@ class LlamaBlock:
             f"causal={self.causal}, {self.dtype}, kernels {self.kernels!r}, {self.device}, "
             f"{self.weight_bytes:,} bytes)"
         )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the block, in order: names, operations and the names of their inputs."""
+        return self.spec.steps
 
     @property
     def device(self) -> str:
@@ -124,7 +132,7 @@ class LlamaBlock:
         return self._engine.forward(x, out, _given(positions, x))
 
     def trace(self, x: Any, positions: Any = None) -> dict[str, Any]:
-        """Step name → its result, for every step of the plan, rms1 … output."""
+        """Step name → its result, for every step, rms1 … output."""
         return self._engine.trace(x, _given(positions, x))
 
     def compare(self, x: Any, positions: Any = None) -> Comparisons:
@@ -134,12 +142,12 @@ class LlamaBlock:
         """
         weights = self.weights.astype(np.float64)
         tensors = {**weights.tensors(), "frequencies": weights.frequencies}
-        exact = NumpyEngine(self.plan, tensors, weights.n_embd)
+        exact = NumpyEngine(self.spec, tensors)
         return compare_steps(self._engine, exact, x, self.dtype, _given(positions, x))
 
 
 def _given(positions: Any, x: Any) -> Given:
-    """The inputs of the plan that each call determines."""
+    """The tensors that each call determines."""
     return {"positions": _checked(positions, x)}
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.array_checks import check_real, takes
+from gpt2block.array_checks import check_real
 from gpt2block.checks import check_integer
+from gpt2block.contract import takes
 from gpt2block.errors import InputError
 from gpt2block.sampling import Sampling, choose, rows_of
 
@@ -35,7 +36,7 @@ QUERIES = 16
 SMALLEST_SCALE = 2.0**-126  # of a two-part row: float32 represents its inverse, too
 
 
-@takes(ids="int ... T", wte="V C", wpe="P C")
+@takes("ids i32 ... T; wte f32 V C; wpe f32 P C -> out f32 ... T C")
 def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
     """Token plus position embedding. ids (..., T), wte (V, C), wpe (n_ctx, C) → (..., T, C)."""
     _check_places("ids", ids, len(wte))
@@ -45,7 +46,7 @@ def encoder(ids: NDArray[np.integer[Any]], wte: Array, wpe: Array) -> Array:
     return embedded
 
 
-@takes(ids="int N", positions="int N", wte="table V C", wpe="P C")
+@takes("ids positions i32 N; wte table V C; wpe? f32 P C -> out f32 N C")
 def encoder_rows(
     ids: NDArray[np.integer[Any]],
     positions: NDArray[np.integer[Any]],
@@ -66,7 +67,7 @@ def encoder_rows(
     return embedded
 
 
-@takes(x="... C", gamma="C", beta="C")
+@takes("x any ... C; gamma beta other C -> out out_dtype ... C; mean? rstd? f32 ...")
 def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     """(x - mean) / sqrt(var + eps) · γ + β over the last axis.
 
@@ -78,7 +79,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     return (x - mean) / std * gamma + beta
 
 
-@takes(x="... C")
+@takes("x any ... C -> mean rstd f32 ...")
 def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
     """The statistics that LayerNorm stores for a backward pass: mean and 1 / sqrt(var + eps).
 
@@ -90,13 +91,16 @@ def layernorm_stats(x: Array, eps: float = 1e-5) -> tuple[Array, Array]:
     return mean, rstd
 
 
-@takes(a="... K", w="K N", bias="N")
+@takes("a f32 ... K; w f32 K N; bias? f32 N -> out f32 ... N")
 def matmul_bias(a: Array, w: Array, bias: Array | None = None) -> Array:
     """a · w + bias. a (..., K), w (K, N), bias (N,) or None → (..., N)."""
     return a @ w if bias is None else a @ w + bias
 
 
-@takes(qkv="... T W")
+@takes(
+    "qkv mixed ... T W -> out mixed ... T W*n_head//(n_head+2*n_kv_head); "
+    "scores? f32 ... n_head T T"
+)
 def attention(qkv: Array, n_head: int, causal: bool = False, n_kv_head: int | None = None) -> Array:
     """softmax(Q Kᵀ / sqrt(HS)) V for each head.
 
@@ -125,7 +129,7 @@ def attention(qkv: Array, n_head: int, causal: bool = False, n_kv_head: int | No
     return out.reshape(*batch, T, -1)
 
 
-@takes(q="T C", k="S KV", v="S KV")
+@takes("q f32 T Q; k v kv P C -> out f32 T Q")
 def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> Array:
     """Causal attention of new tokens over the keys and values of their whole sequence so far.
 
@@ -161,7 +165,7 @@ def attention_cached(q: Array, k: Array, v: Array, start: int, n_head: int) -> A
     return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(T, C)
 
 
-@takes(qkv="N W", k="B P C", v="B P C", row="int N", position="int N")
+@takes("qkv mixed N W; k v kv B P C; row position i32 N -> k v kv B P C")
 def kv_append(
     qkv: Array,
     k: Array,
@@ -186,7 +190,7 @@ def kv_append(
     return k
 
 
-@takes(qkv="N W")
+@takes("qkv any N W -> qkv any N W")
 def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
     """K and V of packed rows rounded to FP8, as a kv_cache of that dtype holds them. (N, W).
 
@@ -201,7 +205,7 @@ def kv_round(qkv: Array, n_head: int, n_kv_head: int, kv_dtype: str) -> Array:
     return np.concatenate([qkv[:, :Q], rounded.astype(qkv.dtype)], axis=1)
 
 
-@takes(qkv="N W", k="B P C", v="B P C", cu_seqlens="int S", start="int B")
+@takes("qkv any N W; k v kv B P C; cu_seqlens i32 B+1; start i32 B -> out any N W-2*C")
 def attention_packed(
     qkv: Array,
     k: Array,
@@ -237,7 +241,7 @@ def attention_packed(
     return out
 
 
-@takes(qkv="N W", cu_seqlens="int S")
+@takes("qkv mixed N W; cu_seqlens i32 S -> out mixed N W*n_head//(n_head+2*n_kv_head)")
 def attention_varlen(
     qkv: Array,
     cu_seqlens: NDArray[np.integer[Any]],
@@ -257,7 +261,7 @@ def attention_varlen(
     return out
 
 
-@takes(q="M C", k="B P KV", v="B P KV", row="int M", position="int M")
+@takes("q f32 M Q; k v kv B P C; row position i32 M -> out f32 M Q")
 def attention_split(
     q: Array,
     k: Array,
@@ -281,7 +285,7 @@ def attention_split(
     return out
 
 
-@takes(scores="... T")
+@takes("scores f32 ... T -> out~scores f32 ... T")
 def softmax(scores: Array, causal: bool = False) -> Array:
     """exp(s - max) / Σ exp(s - max) over the last axis; a score of -inf has weight 0.
 
@@ -314,7 +318,7 @@ def _weighted_sum(p: Array, v: Array, causal: bool) -> Array:
     return out
 
 
-@takes(qkv="B T 3 NH HS")
+@takes("qkv f32 B T 3 NH HS -> out f32 B NH T T")
 def trimat(qkv: Array, fill: float | None = None) -> Array:
     """The causal half of Q Kᵀ / sqrt(HS) for each head.
 
@@ -330,7 +334,10 @@ def trimat(qkv: Array, fill: float | None = None) -> Array:
     return result
 
 
-@takes(x="... K", w="matrix K N", bias="N", gamma="K", beta="K", residual="... N", up="matrix K N")
+@takes(
+    "x f32 ... K; w rows K N; bias? f32 N; gamma? beta? f32 K; residual? f32 ... N; "
+    "up? rows K N -> out~residual f32 ... N"
+)
 def linear(
     x: Array,
     w: Array | WeightMatrix,
@@ -358,7 +365,10 @@ def linear(
     return product if residual is None else residual + product
 
 
-@takes(x="B K", w="matrix K N", k="B P C", v="B P C", position="int B")
+@takes(
+    "x f32 M K; w rows K N; bias? f32 N; gamma? beta? f32 K; k v kv B P C; row position i32 M "
+    "-> q f32 M C; k v kv B P C"
+)
 def linear_qkv(
     x: Array,
     w: Array | WeightMatrix,
@@ -381,7 +391,10 @@ def linear_qkv(
     return qkv[:, : k.shape[-1]]
 
 
-@takes(a="... K", w="matrix K N", bias="N", residual="... N", up="matrix K N")
+@takes(
+    "a any ... K; w rows K N; bias? f32 N; residual? out_dtype ... N; up? rows K N; "
+    "memory? f16 S -> out~residual out_dtype ... N"
+)
 def gemm(
     a: Array,
     w: Array | WeightMatrix,
@@ -400,7 +413,7 @@ def gemm(
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
 
-@takes(x="float32 ... K")
+@takes("x float32 ... K -> out two_part ... K")
 def two_part(x: Array) -> tuple[Array, Array]:
     """The two-part form of each row of float32: x = (hi + lo 2^-11) scale, hi and lo float16.
 
@@ -425,7 +438,7 @@ def two_part(x: Array) -> tuple[Array, Array]:
 
 
 def joined(parts: Array, scale: Array) -> Array:
-    """The inverse of `split`: the numbers (rows, K), float32, that the parts represent exactly."""
+    """The inverse of `two_part`: the float32 numbers (rows, K) that the parts represent exactly."""
     for name, array, dtype, ndim in (
         ("parts", parts, "float16", 3),
         ("scale", scale, "float32", 1),
@@ -441,7 +454,7 @@ def joined(parts: Array, scale: Array) -> Array:
     return result
 
 
-@takes(x="N C", indices="int B")
+@takes("x mixed N C; indices i32 B -> out out_dtype B C")
 def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
     """Some rows of x: (N, C), indices (B,) → (B, C)."""
     _check_places("indices", indices, len(x))
@@ -449,7 +462,7 @@ def take(x: Array, indices: NDArray[np.integer[Any]]) -> Array:
     return taken
 
 
-@takes(x="... C")
+@takes("x any ... C")
 def rows(x: Array, first: int, end: int) -> Array:
     """A view of rows `first` to `end` - 1 of x."""
     check_integer("first", first, 0, len(x) - 1, f"0 to {len(x) - 1}")
@@ -457,13 +470,13 @@ def rows(x: Array, first: int, end: int) -> Array:
     return x[first:end]
 
 
-@takes(a="...", b="...")
+@takes("a b f32 ... -> out~a~b f32 ...")
 def add(a: Array, b: Array) -> Array:
     """a + b, the residual connection, for arrays of the same shape."""
     return a + b
 
 
-@takes(x="...")
+@takes("x f32 ... -> x f32 ...")
 def gelu(x: Array) -> Array:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))), GPT-2's GELU.
 
@@ -477,7 +490,7 @@ def gelu(x: Array) -> Array:
 _gelu = gelu  # for functions with an argument of that name
 
 
-@takes(x="... C", gamma="C", beta="C")
+@takes("x f32 ... C; gamma? beta? f32 C -> out~x f32 ... C")
 def layernorm_gelu(
     x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
 ) -> Array:
@@ -488,7 +501,9 @@ def layernorm_gelu(
     return gelu(layernorm(x, gamma, beta, eps))
 
 
-@takes(x="... C", weight="C")
+@takes(
+    "x strided ... C; weight any C; residual? any ... C -> out out_dtype ... C; total? any ... C"
+)
 def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     """x / sqrt(mean(x²) + eps) · weight over the last axis.
 
@@ -499,7 +514,7 @@ def rmsnorm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     return x / rms * weight
 
 
-@takes(x="... T H D")
+@takes("x strided ... T H D -> out~x any ... T H D")
 def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = False) -> Array:
     """Rotary position embedding: each pair (r, i) → (r cos a - i sin a, r sin a + i cos a).
 
@@ -515,7 +530,7 @@ def rope(x: Array, start: int = 0, theta: float = 10000.0, half_split: bool = Fa
     return _turned(x, np.cos(angle), np.sin(angle), half_split)
 
 
-@takes(qkv="... T W", positions="int T", frequencies="P")
+@takes("qkv any ... T W; positions i32 T; frequencies f64 P -> out~qkv any ... T W")
 def rope_qkv(
     qkv: Array,
     positions: NDArray[np.integer[Any]],
@@ -541,7 +556,10 @@ def rope_qkv(
     return np.concatenate([turned, heads[..., turning:, :]], axis=-2).reshape(qkv.shape)
 
 
-@takes(qkv="N W", frequencies="P", k="B S C", v="B S C", row="int N", position="int N")
+@takes(
+    "qkv f32 N W; frequencies f64 P; k v kv B S C; row position i32 N -> out f32 N W-2*C; "
+    "k v kv B S C"
+)
 def rope_append(
     qkv: Array,
     frequencies: Array,
@@ -563,7 +581,10 @@ def rope_append(
     return turned[:, : -2 * k.shape[-1]]
 
 
-@takes(x="M K", w="matrix K N", by="M P 2", k="B S C", v="B S C", row="int M", position="int M")
+@takes(
+    "x f32 M K; w rows K N; bias? f32 N; by f32 M P 2; k v kv B S C; row position i32 M "
+    "-> out f32 M 2*P*n_head; k v kv B S C"
+)
 def linear_rope(
     x: Array,
     w: Array | WeightMatrix,
@@ -594,7 +615,7 @@ def linear_rope(
     return qkv[:, : n_head * D]
 
 
-@takes(position="int N", frequencies="P")
+@takes("position i32 N; frequencies f64 P -> out f32 N P 2")
 def rotations(position: NDArray[np.integer[Any]], frequencies: Array) -> Array:
     """The cosines and sines of RoPE's angles: position (N,), frequencies (D / 2,) → (N, D / 2, 2).
 
@@ -615,7 +636,7 @@ def _turned(x: Array, cos: Array, sin: Array, half_split: bool) -> Array:
     return out
 
 
-@takes(x="... K", gamma="K", w="matrix K N")
+@takes("x strided ... K; gamma any K; w matrix K N -> out any ... N")
 def rmsnorm_matmul(
     x: Array,
     gamma: Array,
@@ -642,7 +663,10 @@ def rmsnorm_matmul(
     return rope(heads, start, theta, half_split).reshape(product.shape)
 
 
-@takes(x="... K", gamma="K", w1="matrix K N", w3="matrix K N", residual="... K")
+@takes(
+    "x strided ... K; gamma any K; w1 w3 matrix K N; residual? any ... K "
+    "-> out any ... N; h? any ... K"
+)
 def rmsnorm_ffn(
     x: Array,
     gamma: Array,
@@ -663,7 +687,7 @@ def rmsnorm_ffn(
     return out if residual is None else (out, h)
 
 
-@takes(gate="...", up="...")
+@takes("gate up any ... -> out~gate~up any ...")
 def silu_mul(gate: Array, up: Array) -> Array:
     """SiLU(gate) · up, SiLU(x) = x / (1 + exp(-x)), for arrays of the same shape."""
     with np.errstate(over="ignore"):  # exp(-x) = inf gives -0
@@ -713,7 +737,7 @@ def _fp8_format(name: str) -> _Fp8:
     return FP8_FORMATS[name]
 
 
-@takes(x="...", scale="N")
+@takes("x any ...; scale? f32 N -> out u8 ...")
 def to_fp8(
     x: Array,
     format: str = "float8_e5m2",
@@ -754,7 +778,7 @@ def to_fp8(
     return np.where(np.signbit(wide), code | 0x80, code).astype(np.uint8)
 
 
-@takes(x="byte ...")
+@takes("x u8 ...")
 def from_fp8(x: NDArray[np.uint8], format: str = "float8_e5m2") -> NDArray[np.float32]:
     """The numbers that FP8 bytes represent, exactly. → shape of x, float32."""
     magnitudes = _fp8_magnitudes(format)
@@ -778,7 +802,7 @@ def _fp8_magnitudes(format: str) -> NDArray[np.float32]:
     return values
 
 
-@takes(logits="... V", targets="int ...")
+@takes("logits f32 ... V; targets i32 ... -> out f32 ...")
 def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
     """logits[target] - log Σ exp(logits) of each row. logits (..., V), targets (...) → (...).
 
@@ -794,7 +818,7 @@ def log_likelihood(logits: Array, targets: NDArray[np.integer[Any]]) -> Array:
     return np.where(known, found, found.dtype.type(math.nan))
 
 
-@takes(logits="B V", seen="byte B V")
+@takes("logits f32 B V; seen? u8 B V -> token i32 B")
 def sample_token(
     logits: Array,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -815,7 +839,7 @@ def sample_token(
     return np.array(tokens, np.int32)
 
 
-@takes(x="... T C")
+@takes("x any ... T C")
 def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     """The ten-step Pre-LN block. x (T, C) or (B, T, C) → same shape, in the dtype of x."""
     if not hasattr(w, "w_qkv") or w.n_embd != x.shape[-1]:
@@ -835,7 +859,7 @@ def block_forward(x: Array, w: BlockWeights, causal: bool = False) -> Array:
     return add(x1, ff2)
 
 
-@takes(x="... T C", positions="int T")
+@takes("x any ... T C; positions i32 T")
 def llama_block_forward(
     x: Array, w: LlamaBlockWeights, positions: NDArray[np.integer[Any]], causal: bool = True
 ) -> Array:

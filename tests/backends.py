@@ -40,8 +40,7 @@ class OnDevice:
         self.name = name
 
     def _run(self, op: str, *inputs: Array | None, **attrs: Any) -> Array:
-        shapes = (None if a is None else a.shape for a in inputs)
-        shape = OPERATIONS[op].shape(*shapes, **attrs)
+        shape = np.shape(getattr(reference, op)(*inputs, **attrs))
         results: list[Array] = []
         with running_on(self.name) as device:
             for _ in range(2 if self.name == "gpu" else 1):

@@ -30,6 +30,7 @@ in_every_order = pytest.mark.parametrize("where", ORDERS)
 on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
 on_one_order = pytest.mark.parametrize("where", [ORDERS[-1], GPU])
 on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
+on_one_of_each = pytest.mark.parametrize("where", ["numpy", ORDERS[-1], GPU])
 H200 = 132  # multiprocessors
 
 

@@ -14,7 +14,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.config import GPT2Config
-from gpt2block.run.model import CacheKind, Floats, Ids, Sampled, Start, Tensors, Want
+from gpt2block.run.model import CacheKind, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.sampling import Sampling
 
 END = "<|endoftext|>"
@@ -74,7 +74,7 @@ class MarkovEngine:
     def new_cache(self, batch: int, n_ctx: int) -> Any:
         raise AssertionError("the tests do not use this")
 
-    def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
+    def forward(self, sequences: Sequence[Ids], want: Output, cache: Any = None) -> list[Floats]:
         """Return hidden states: (i, 1, 0, 0) for token i."""
         assert want == "hidden"
         self._check(sequences)

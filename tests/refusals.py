@@ -1,4 +1,4 @@
-"""An assertion on checkpoints that cannot be opened."""
+"""Assertions on checkpoints that cannot be opened, or are read completely."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpt2block import CheckpointError
 from gpt2block.checkpoints import Checkpoint
+from gpt2block.config import model_shapes
 
 
 def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoint.open) -> str:
@@ -21,3 +23,29 @@ def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoi
     for word in words:
         assert word in message
     return message
+
+
+def assert_same_tensors(found: Checkpoint, expected: Checkpoint, dtype: Any = None) -> None:
+    """Expect the same tensors, bit for bit; matrices may have another layout in the file.
+
+    dtype: the one as which `expected` is read, if it is another one than that of its file.
+    """
+    for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
+        (name, array, layout), (their_name, truth, their_layout) = ours, theirs
+        assert name == their_name
+        truth = np.ascontiguousarray(truth if layout == their_layout else truth.T, dtype)
+        assert (array.dtype, array.shape) == (truth.dtype, truth.shape)
+        assert array.tobytes() == truth.tobytes(), name
+
+
+def read_or_refused(name: str | Path) -> None:
+    """Expect a checkpoint whose tensors can all be read in their shapes, or a CheckpointError."""
+    try:
+        checkpoint = Checkpoint.open(name)
+    except CheckpointError:
+        return
+    shapes = model_shapes(checkpoint.config)
+    for ours, array, layout in checkpoint.tensors():
+        turned = layout == "NK" and ours.startswith("h.")
+        assert (array.T if turned else array).shape == shapes.pop(ours)
+    assert not shapes

@@ -19,11 +19,13 @@ from gpt2block.cuda import kernels, replaced
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.cuda.kernels import FP8, Geometry
 from gpt2block.emulator import loader
-from gpt2block.ops.attention_cached import append_geometry as attention_cached_append
-from gpt2block.ops.attention_cached import bind as bind_attention_cached
-from gpt2block.ops.attention_cached import bind_split
-from gpt2block.ops.attention_cached import split_geometry as attention_cached_split
-from gpt2block.ops.attention_cached import tiles_geometry as attention_cached_tiles
+from gpt2block.ops.attention_cached import (
+    ATTENTION_PACKED,
+    ATTENTION_SPLIT,
+    append_geometry,
+    split_geometry,
+    tiles_geometry,
+)
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.devices import every_device, on_gpu, one_order, running_on, set_attributes
@@ -32,6 +34,7 @@ from tests.plain import normal
 Array = NDArray[Any]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 H200 = 232448  # bytes of shared memory that a block can have
+MODULE = sys.modules[split_geometry.__module__]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 few = settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -126,8 +129,8 @@ def split(
     with pytest.MonkeyPatch.context() as patch:
         if forced:
             chosen = partial(forced_geometry, forced)
-            patch.setattr(sys.modules[bind_split.__module__], "split_geometry", chosen)
-        bound = bind_split(inputs, n_head=n_head)
+            patch.setattr(MODULE, "split_geometry", chosen)
+        bound = ATTENTION_SPLIT.bind(inputs, n_head=n_head)
     for _ in range(1 if replaced() else 3):
         bound.out.fill(np.nan)
         results.append(bound.run().get())
@@ -138,7 +141,7 @@ def split(
 
 def forced_geometry(forced: dict[str, int], *sizes: Any) -> Geometry:
     """forced: AS_HEADS of a block, AS_WARPS of each, AS_CLUSTER, or AS_VECTORS."""
-    geometry = attention_cached_split(*sizes)
+    geometry = split_geometry(*sizes)
     sizes_of = dict(geometry.defines) | forced
     cluster, heads = forced.get("AS_CLUSTER", 1), forced.get("AS_HEADS", 1)
     warps = heads * int(sizes_of["AS_WARPS"])
@@ -153,9 +156,7 @@ def edited_split(
     """Of three heads, by an edited kernel."""
     (B, n_ctx, C), n_head = k.shape, 3
     out = np.full((B, C), np.nan, np.float32)
-    geometry = attention_cached_split(
-        B, n_ctx, n_head, n_head, C // n_head, k.itemsize, 4, H200, False
-    )
+    geometry = split_geometry(B, n_ctx, n_head, n_head, C // n_head, k.itemsize, 4, H200, False)
     args = [q, k, v, np.arange(B, dtype=np.int32), position, B, n_ctx, out]
     launch_edited(source, order, geometry, args, k.dtype.name)
     return out
@@ -245,7 +246,7 @@ def test_split_is_the_same_however_the_work_is_shared(
         np.testing.assert_array_equal(got, right)
 
 
-@every_device
+@one_order
 def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
     k, v = cache(0, [40, 40], 40, 24, "float32")
     q = normal(1, 6, 24)
@@ -253,7 +254,7 @@ def test_split_leaves_out_rows_and_positions_outside(device: Any) -> None:
     position = device.asarray(np.array([39, 5, 5, -1, 40, -1], np.int32))
     out = device.asarray(np.full((6, 24), np.nan, np.float32))
     kept = tuple(map(device.asarray, (q, k, v)))
-    got = bind_split((*kept, row, position), out, n_head=3).run().get()
+    got = ATTENTION_SPLIT.bind((*kept, row, position), out, n_head=3).run().get()
     for m in (0, 4):  # 40 counts as the last position
         assert_right(got[m, None], q[m, None], k[1], v[1], 39, 3)
     assert np.isnan(got[[1, 2, 3, 5]]).all()
@@ -316,7 +317,7 @@ def packed(
     for _ in range(1 if replaced() else 2):
         inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
         out = device.asarray(np.full((len(qkv), k.shape[-1]), np.nan, qkv.dtype))
-        bound = bind_attention_cached(inputs, out, n_head=n_head, longest=max(lengths))
+        bound = ATTENTION_PACKED.bind(inputs, out, n_head=n_head, longest=max(lengths))
         results.append(bound.run().get())
     np.testing.assert_array_equal(results[0], results[-1])
     result: Array = results[0]
@@ -369,7 +370,7 @@ def test_packed_rows_of_large_heads(
     assert_packed_right(device, [40, 3], [3, 70], 1, size, dtype)
 
 
-@every_device
+@one_order
 @pytest.mark.parametrize(
     ("heads", "dtype"),
     [((2, 64), "bfloat16"), ((3, 16), "float16"), ((2, 12), "bfloat16"), ((1, 7), "float16")],
@@ -409,13 +410,11 @@ def test_a_sequence_gets_its_bits_alone_in_a_batch_and_in_pieces(device: Any, dt
 def test_queries_of_a_thread_leave_the_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = cache(0, [90], 90, 64, "bfloat16")
     qkv = normal(1, 90, 3 * 64)
-    geometry = attention_cached_tiles(1, 90, 1, 1, 64, 2, H200)
+    geometry = tiles_geometry(1, 90, 1, 1, 64, 2, H200)
     geometry = geometry._replace(grid=(1, 2), defines=(*geometry.defines, ("AO_ROWS", 4)))
     with running_on("forward") as device:
         right = packed(device, qkv, k, v, [90], [0], 1)
-        monkeypatch.setattr(
-            sys.modules[bind_split.__module__], "tiles_geometry", lambda *_: geometry
-        )
+        monkeypatch.setattr(MODULE, "tiles_geometry", lambda *_: geometry)
         np.testing.assert_array_equal(packed(device, qkv, k, v, [90], [0], 1), right)
 
 
@@ -427,7 +426,7 @@ def test_what_lies_outside_is_left_out() -> None:
     seams, starts = np.array([-5, 12, 40, 7], np.int32), np.array([-3, 15, 2], np.int32)
     with running_on("forward") as device:
         inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
-        out = bind_attention_cached(inputs, n_head=2, longest=30).run().get()
+        out = ATTENTION_PACKED.bind(inputs, n_head=2, longest=30).run().get()
     assert_right(out[:12], qkv[:12, :C].copy(), k[0], v[0], 0, 2)
     assert_right(out[12:17], qkv[12:17, :C].copy(), k[1], v[1], 15, 2)
     assert np.isnan(out[17:]).all()
@@ -440,7 +439,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
     qkv, starts = normal(1, 130, 96), np.zeros(1, np.int32)
     with running_on("forward") as device:
         right = packed(device, qkv, k, v, [130], [0], 2)
-    geometry = attention_cached_tiles(1, 130, 2, 2, 16, 2, H200)
+    geometry = tiles_geometry(1, 130, 2, 2, 16, 2, H200)
     for barrier in ("  // K is there, and", "  // V is there, and"):
         edit = f"        __syncthreads();{barrier}"
         racing = shipped.edited(edit, f"        {barrier}", header="attention/online.cuh")
@@ -457,7 +456,7 @@ def test_widening_before_the_barrier_is_needed() -> None:
 # --- append
 
 
-@every_device
+@one_order
 @every_dtype
 @pytest.mark.parametrize("C", [24, 14, 9])
 @pytest.mark.parametrize("narrow", [False, True])
@@ -481,7 +480,7 @@ def test_append(device: Any, narrow: bool, C: int, dtype: str) -> None:
 # --- encoder_rows
 
 
-@every_device
+@one_order
 @pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
 @pytest.mark.parametrize("C", [24, 10, 7])
 def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
@@ -504,33 +503,31 @@ def test_encoder_rows(device: Any, C: int, dtype: str) -> None:
 
 
 def test_launches() -> None:
-    geometry = attention_cached_split(1, 1024, 12, 12, 64, 2, 132, H200, True)
+    geometry = split_geometry(1, 1024, 12, 12, 64, 2, 132, H200, True)
     assert (geometry.grid, geometry.block) == ((8, 12, 1), (128,))
     assert dict(geometry.defines)["AS_WIDTH"] == 8
     for M, cluster in ((4, 8), (8, 4), (16, 2), (64, 1), (512, 1)):
-        geometry = attention_cached_split(M, 1024, 12, 12, 64, 2, 132, H200, True)
+        geometry = split_geometry(M, 1024, 12, 12, 64, 2, 132, H200, True)
         assert (geometry.grid, geometry.block) == ((cluster, 12, M), (128,))
-    assert attention_cached_split(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
+    assert split_geometry(1, 100, 12, 12, 64, 2, 132, H200, True).grid == (1, 12, 1)
     for M, threads in ((1, 384), (64, 128)):
-        geometry = attention_cached_split(M, 1024, 12, 12, 64, 4, 108, H200, False)
+        geometry = split_geometry(M, 1024, 12, 12, 64, 4, 108, H200, False)
         assert (geometry.grid, geometry.block) == ((1, 12, M), (threads,))
-    geometry = attention_cached_tiles(8, 1024, 12, 12, 64, 2, H200)
+    geometry = tiles_geometry(8, 1024, 12, 12, 64, 2, H200)
     assert (geometry.grid, geometry.block) == ((96, 8), (128,))
     assert 2 * (geometry.shared + 1024) <= 233472  # two blocks on an H200's multiprocessor
     for longest in (1, 5000):  # the keys of a tile follow from the head alone
-        assert attention_cached_tiles(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
+        assert tiles_geometry(1, longest, 12, 12, 64, 2, H200).defines == geometry.defines
     with pytest.raises(InputError, match=r"head size 257: .* at most 256"):
-        attention_cached_split(1, 10, 1, 1, 257, 4, 132, H200, True)
+        split_geometry(1, 10, 1, 1, 257, 4, 132, H200, True)
     with pytest.raises(InputError, match="head size 256: the smallest tiles take"):
-        attention_cached_tiles(1, 10, 1, 1, 256, 4, 49152)
+        tiles_geometry(1, 10, 1, 1, 256, 4, 49152)
     with pytest.raises(InputError, match="too many for a grid"):
-        attention_cached_tiles(1, 2**24, 1, 1, 64, 4, H200)
-    assert dict(attention_cached_append(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
-    assert dict(attention_cached_append(5, 768, 2304, 2, 4, 4).defines)["KV_WIDTH"] == 1
-    assert (
-        dict(attention_cached_append(5, 768, 2304, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
-    )
-    assert dict(attention_cached_append(5, 768, 2304, 2, 4, 2).defines)["KV_WIDTH"] == 1
+        tiles_geometry(1, 2**24, 1, 1, 64, 4, H200)
+    assert dict(append_geometry(5, 768, 2304, 2, 16, 16).defines)["KV_WIDTH"] == 8
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 4).defines)["KV_WIDTH"] == 1
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 4, narrow=True).defines)["KV_WIDTH"] == 2
+    assert dict(append_geometry(5, 768, 2304, 2, 4, 2).defines)["KV_WIDTH"] == 1
 
 
 @pytest.mark.parametrize(
@@ -541,8 +538,8 @@ def test_every_head_stays_in_registers(arch: str, size: int, itemsize: int) -> N
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     stored = kernels.stored_as("float32" if itemsize == 4 else "bfloat16")
     tiles, split = (
-        attention_cached_tiles(1, 100, 2, 2, size, itemsize, H200),
-        attention_cached_split(1, 1024, 2, 2, size, itemsize, 132, H200, arch != "sm_75"),
+        tiles_geometry(1, 100, 2, 2, size, itemsize, H200),
+        split_geometry(1, 1024, 2, 2, size, itemsize, 132, H200, arch != "sm_75"),
     )
     for file, geometry in (("attention/cached.cu", tiles), ("attention/decode.cu", split)):
         log = kernels.compile_for(file, arch, (*stored, *geometry.defines)).log
@@ -605,37 +602,46 @@ def test_the_ops(device: Any) -> None:
 
 @one_order
 def test_bad_input(device: Any) -> None:
-    def split(*inputs: Any, out: Any = None) -> None:
-        bind_split(inputs, out, n_head=3)
-
+    """What test_contracts.py does not try: numbers, and sizes that depend on each other."""
     q, k = device.zeros((5, 48), "float32"), device.zeros((2, 9, 48), "float16")
     qkv, at = device.zeros((5, 144), "float32"), device.zeros(2, "int32")
     rows, seams = device.zeros(5, "int32"), device.zeros(3, "int32")
-    wide, long = device.zeros((2, 9, 48), "float32"), device.zeros(2, "int64")
+    wide, floats, flat = (device.zeros(n, "float32") for n in ((2, 9, 48), 2, 191))
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (ops.attention_cached, (q, k[0], k[1], 5, 3), "start: expected 0 to 4 for 5 queries"),
         (ops.attention_cached, (q, k[0], k[1], 0, 5), "n_head: expected a divisor of the 48"),
-        (ops.attention_cached, (q, k[0], q, 0, 3), r"v: expected shape \(1, 9, 48\)"),
-        (ops.attention_packed, (qkv, k, k, at, at, 3, 5), r"cu_seqlens: expected shape \(3,\)"),
         (ops.attention_packed, (q, k, k, seams, at, 3, 5), r"qkv: expected \(N, 144\)"),
         (ops.attention_packed, (qkv, k, k, seams, at, 3, 0), "longest: expected a number"),
-        (ops.attention_split, (qkv[0], k, k, rows, rows, 3), r"q: expected \(M, 48\)"),
         (ops.attention_split, (qkv, k, k, rows, rows, 4), "q: 4 heads of 36 channels: expected k"),
-        (ops.attention_split, (q, k, k, at, rows, 3), r"row: expected shape \(5,\)"),
-        (ops.attention_split, (q[:2], k, wide, at, at, 3), "v: expected float16"),
-        (ops.attention_split, (q[:2], k, k, at, long, 3), "position: expected int"),
-        (partial(split, out=q[1:3]), (q[:2], k, k, at, at), "out: overlaps q:"),
-        (ops.kv_append, (qkv, k, k, rows, rows), "v: overlaps k"),
+        # as many bytes, and as many elements
+        (ops.attention_split, (q[:2], k, k, at, floats, 3), "position: expected int32, got float"),
+        (ops.attention_split, (q[:2], k, k, at[None], at, 3), r"row: expected shape \(2,\), got"),
+        (  # in one element
+            partial(ATTENTION_SPLIT.bind, out=flat[95:191].reshape(2, 48), n_head=3),
+            ((flat[:96].reshape(2, 48), k, k, at, at),),
+            "out: overlaps q:",
+        ),
+        (
+            ops.attention_split,
+            (device.zeros((2, 72), "float32"), k, k, at, at, 3),
+            "q: 3 heads of 24 channels: expected k of as many heads or of a divisor",
+        ),
+        (ops.kv_append, (qkv, k, k, rows, rows), "k: overlaps v"),
         (
             ops.kv_append,
             (q, k, device.zeros((2, 9, 48), "float16"), rows, rows),
             r"qkv: expected \(N, 144\), or more queries of k's 48",
         ),
+        (
+            ops.attention_packed,
+            (qkv.astype("float16"), wide, wide, seams, at, 3, 5),
+            "qkv: expected float32, got float16",
+        ),
         (ops.encoder_rows, (rows, at, q, q), r"positions: expected shape \(5,\)"),
         (
             ops.encoder_rows,
             (rows, rows, q, device.zeros((5, 40), "float32")),
-            r"wpe: expected \(n_ctx, 48\)",
+            r"wpe: expected shape \(\d+, 48\), got \(5, 40\)",
         ),
     ]
     for op, args, message in cases:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpt2block import reference
 from gpt2block.cuda import replaced
 from gpt2block.ops._attention_tiles import two_part_geometry
-from gpt2block.ops.attention import MMA_TWO_PART, bind
+from gpt2block.ops.attention import MMA_TWO_PART, VARLEN, bind
 from gpt2block.reference import joined, two_part
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 from tests import plain
@@ -47,26 +47,22 @@ def evaluate(
     n_head: int,
     causal: bool,
     packed: bool = True,
-    split: Callable[[Array], tuple[Array, Array]] = two_part,
+    convert: Callable[[Array], tuple[Array, Array]] = two_part,
     one_scale: float | None = None,
 ) -> Array:
-    """On a GPU twice, with the same bits. split: gives parts and scales; one_scale: of all rows."""
-    ragged: dict[str, Any] = {}
-    if packed:
-        starts = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
-        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
-    parts, scale = map(device.asarray, split(qkv))
+    """On a GPU twice, with the same bits. convert: to parts and scales; one_scale: of all rows."""
+    parts, scale = map(device.asarray, convert(qkv))
     shape, nan = (len(qkv), 64 * n_head), np.nan
+    heads: dict[str, Any] = {"n_head": n_head, "causal": causal}
     results = []
     for _ in range(1 if replaced() else 2):
         out = device.full((2, *shape), nan, "float16"), device.full(len(qkv), nan, "float32")
-        bound = bind(
-            (TwoPartMatrix(parts, scale, qkv.shape, one_scale),),
-            TwoPartMatrix(*out, shape),
-            n_head=n_head,
-            causal=causal,
-            **ragged,
-        )
+        matrix, to = TwoPartMatrix(parts, scale, qkv.shape, one_scale), TwoPartMatrix(*out, shape)
+        if packed:
+            starts = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
+            bound = VARLEN.bind((matrix, starts), to, **heads, max_seqlen=max(lengths))
+        else:
+            bound = bind((matrix,), to, **heads)
         bound.run()
         results.append(joined(out[0].get(), out[1].get()))
     np.testing.assert_array_equal(results[0], results[-1])
@@ -125,14 +121,14 @@ def assert_same_with_one_scale(device: Any, qkv: Array, lengths: list[int], caus
     """The kernel for one scale has the bits of the one for any scales."""
     scale = scale_for(3 * float(np.abs(qkv).max()))
 
-    def split(x: Array) -> tuple[Array, Array]:
+    def with_one_scale(x: Array) -> tuple[Array, Array]:
         high = (x / np.float32(scale)).astype(np.float16)
         low = ((x / np.float32(scale) - high) * 2048).astype(np.float16)
         return np.stack([high, low]), np.full(len(x), scale, np.float32)
 
     n_head = qkv.shape[1] // 192
     one, several = (
-        evaluate(device, qkv, lengths, n_head, causal, split=split, one_scale=known)
+        evaluate(device, qkv, lengths, n_head, causal, convert=with_one_scale, one_scale=known)
         for known in (scale, None)
     )
     np.testing.assert_array_equal(one, several)

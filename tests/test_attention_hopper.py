@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from gpt2block import InputError
 from gpt2block.cuda import kernels
 from gpt2block.ops._attention_tiles import HOPPER_SHARED, HOPPER_THREADS, hopper_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.attention import HOPPER, OPERATION, TENSOR_CORES, Job
+from gpt2block.ops.attention import HOPPER, MMA, bind
 from tests import test_attention_mma
+from tests.devices import running_on
 from tests.gpus import cupy_with
 from tests.test_attention_mma import (
     DTYPES,
@@ -213,11 +215,12 @@ def test_bad_input(cp: ModuleType) -> None:
 
 
 def test_other_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(None, None, "float16", 1, 5, 1, 1, 64, False)
-    for capability, best in ((80, "mma"), (90, "hopper"), (120, "mma")):
-        monkeypatch.setattr(
-            import_module("gpt2block.ops.attention"),
-            "compute_capability",
-            lambda now=capability: now,
-        )
-        assert OPERATION.choose(job, None, TENSOR_CORES).name == best
+    module = import_module("gpt2block.ops.attention")
+    monkeypatch.setattr(module, "launch_at", lambda file, *_: file)
+    monkeypatch.setattr(module, "tensor_map", lambda *_: None)
+    for capability, best in ((80, MMA), (90, HOPPER), (120, MMA)):
+        monkeypatch.setattr(module, "compute_capability", lambda now=capability: now)
+        with running_on("forward") as device:
+            qkv = device.zeros((5, 192), "float16")
+            launches: tuple[Any, ...] = bind((qkv,), n_head=1, causal=False).launches
+            assert launches == (best,)

@@ -10,7 +10,8 @@ tensor cores take no others, and so does the result. Scores, sums and the quotie
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -24,9 +25,10 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
+from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import loader
 from gpt2block.ops._attention_tiles import MMA_TILES, Tile, mma_geometry, mma_stage, together
-from gpt2block.ops.attention import MMA
+from gpt2block.ops.attention import MMA, VARLEN
 from gpt2block.ops.attention import bind as bind_attention
 from tests import plain
 from tests.compiling import assert_clean
@@ -103,16 +105,16 @@ def evaluate(
 ) -> Array:
     """With lengths as a ragged batch; on a GPU twice, and both must give the same bits."""
     qkv = cp.asarray(qkv)
-    ragged: dict[str, Any] = {}
+    bind: Callable[..., Bound] = partial(bind_attention, (qkv,))
     if lengths:
         starts = cp.asarray(np.cumsum([0, *lengths], dtype=np.int32))
-        ragged = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
+        bind = partial(VARLEN.bind, (qkv, starts), max_seqlen=max(lengths))
     results: list[Array] = []
     for _ in range(1 if replaced() else 2):
         out = cp.empty((*qkv.shape[:-1], 64 * n_head), qkv.dtype)
         out.data.memset(0xFF, out.nbytes)
         options: dict[str, Any] = {"n_head": n_head, "causal": causal, "variant": variant}
-        results.append(bind_attention((qkv,), out, **options, **ragged).run().get())
+        results.append(bind(out, **options).run().get())
     same_bits(results[0], results[-1])
     return results[0]
 
@@ -522,7 +524,7 @@ def test_bad_input(device: Any) -> None:
         ((x, 2), {**ragged, "max_seqlen": 6}, "max_seqlen: expected .*, 1 to the 5 rows"),
         ((x, 2), {**ragged, "cu_seqlens": starts.astype("int64")}, "cu_seqlens: expected int32"),
         ((x, 2), {**ragged, "cu_seqlens": starts[:1]}, r"cu_seqlens: expected shape \(B \+ 1,\)"),
-        ((x[None], 2), ragged, r"qkv: expected \(N, 3C\) with cu_seqlens"),
+        ((x[None], 2), ragged, r"qkv: expected shape \(N, W\), got \(1, 5, 384\)"),
         ((x.astype("float32"), 2), ragged, "float32 takes sequences of one length"),
     ):
         with pytest.raises(InputError, match=message):

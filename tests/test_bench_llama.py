@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from gpt2block import InputError, LlamaConfig, bench, cli, emulator
-from gpt2block.architectures.steps import Steps
 from gpt2block.bench import (
     Ceilings,
     DecodeWork,
@@ -35,12 +35,15 @@ from gpt2block.bench.llama_works import (
     stages_of,
 )
 from gpt2block.bench.measure import tolerance
+from gpt2block.bench.staged_pass import StagedPass
 from gpt2block.cli.bench import print_report
 from gpt2block.config import model_shapes
 from gpt2block.cuda import cupy
 from gpt2block.emulator import loader
+from gpt2block.passes.forward import Product
 from gpt2block.run.model import weight_bytes
 from gpt2block.run.numpy_model import NumpyModel
+from tests.outlines import outline
 
 BEST = Ceilings(4000.0, {"float32": 50.0, "tf32": 400.0, "float16": 700.0, "bfloat16": 800.0})
 TINY = LlamaConfig(
@@ -88,7 +91,9 @@ def kernels_of(dtype: str) -> list[tuple[int, set[str]]]:
     """Of each stage: the number of steps of a layer, and their operations."""
     found = []
     for stage in stages_of(dtype):
-        steps = [step for step in stage.plan(TINY).steps if step.name.startswith("h.1.")]
+        do = outline(TINY)
+        stage.run(do, TINY)
+        steps = [step for step in do.steps if step.name.startswith("h.1.")]
         found.append((len(steps), {step.op for step in steps}))
     return found
 
@@ -187,13 +192,15 @@ def work_ids(model: RandomLlama) -> Any:
 
 @pytest.mark.usefixtures("emulated", "short")
 def test_a_wrong_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block without its residual."""
+    """Blocks whose residual is the feed-forward itself."""
 
-    def without(steps: Steps) -> Steps:
-        *others, last = steps
-        return [*others, replace(last, inputs=(last.inputs[1],) * 2)]
+    class Wrong(StagedPass):
+        def _product(self, p: Product) -> Any:
+            y = super()._product(p._replace(add=None))
+            return self.do(p.result, "add", (y, y)) if p.add else y
 
-    monkeypatch.setattr(token_contenders, "stages_of", lambda dtype: [Stage("wrong", without)])
+    monkeypatch.setattr(sys.modules["gpt2block.bench.llama_works"], "StagedPass", Wrong)
+    monkeypatch.setattr(token_contenders, "stages_of", lambda dtype: [Stage("wrong", {})])
     work = LlamaDecodeWork("float16", RandomLlama(TINY, "float16"), 1, position=6)
     entrants = [each for each in token_contenders.contenders(work, 0) if each.name == "wrong"]
     rows, _ = reports.rows_of(work, entrants, 1, BEST)

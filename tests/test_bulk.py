@@ -20,7 +20,8 @@ from gpt2block.bulk import Predictor, record_seed, records, shards
 from gpt2block.bulk import job as job_module
 from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import GROUP
-from gpt2block.bulk.records import ChangedError, Record, Unreadable
+from gpt2block.bulk.records import ChangedError, Record
+from gpt2block.bulk.tasks import Problem
 from gpt2block.run.model import in_groups
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
@@ -134,20 +135,23 @@ def test_seeds(model: GPT2) -> None:
 
 
 def test_embeddings(model: GPT2) -> None:
-    found = Predictor("embed", device="cpu")({"tokens": [[72, 105], [], [1] * 257]})
+    embed = Predictor("embed", device="cpu")
+    found = embed({"tokens": [[72, 105], [], [1] * 257]})
     assert found["embedding"].shape == (3, 256)
     assert found["embedding"].dtype == np.float32
     np.testing.assert_array_equal(found["embedding"][0], model.embed([72, 105]))
     assert np.isnan(found["embedding"][1:]).all()
     expected = [f"expected 1 to 256 tokens, got {count}" for count in (0, 257)]
     assert found["error"].tolist() == ["", *expected]
-    assert Predictor("embed", device="cpu")({"text": []})["embedding"].shape == (0, 256)
+    assert embed({"text": []})["embedding"].shape == (0, 256)
 
 
 def test_a_prompt_longer_than_the_context_is_an_error_of_its_record() -> None:
     found = Predictor("generate", device="cpu", max_new_tokens=1)({"text": ["ab", "x" * 300]})
     assert found["error"][0] == ""
     assert found["error"][1].startswith("300 tokens, the model's context is 256")
+    with pytest.raises(CheckpointError):
+        Predictor("score", "no/such/folder", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,7 @@ def test_a_prompt_longer_than_the_context_is_an_error_of_its_record() -> None:
         ("generate", {"seed": -1}, "seed: expected an unsigned integer"),
         ("generate", {"samples": 0}, "samples: expected a positive integer"),
         ("generate", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
+        ("embed", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
         ("embed", {"pooling": "max"}, "pooling: expected 'mean' or 'last'"),
         ("embed", {"batch_tokens": 0}, "batch_tokens: expected a positive integer"),
         ("sing", {}, "task: expected one of score, generate, embed"),
@@ -168,21 +173,58 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
     with pytest.raises(InputError, match=message):
         Predictor(task, device="cpu", **options)
     batch_tokens = options.pop("batch_tokens", 1)
-    job = Job(task, "nowhere", options=options, batch_tokens=batch_tokens)
+    job = Job(task, output="nowhere", options=options, batch_tokens=batch_tokens)
     with pytest.raises(InputError, match=message):
         job.checked()
 
 
-def test_wrong_arguments_of_a_job() -> None:
-    arguments: tuple[tuple[dict[str, Any], str], ...] = (
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
         ({"device": "cuda:1"}, "expected cuda or cpu, got 'cuda:1'"),
         ({"form": "csv"}, "format: expected one of jsonl, parquet"),
         ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
         ({"shard_size": 0}, "shard_size: expected a positive integer"),
-    )
-    for wrong, message in arguments:
-        with pytest.raises(InputError, match=message):
-            Job("score", "nowhere", **wrong).checked()
+        ({"dtype": "int8"}, "dtype: expected one of float32, "),
+        ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
+    ],
+)
+def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Job("score", output="nowhere", **wrong).checked()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, "expected a mapping from names to columns, got NoneType"),
+        (["a"], "expected a mapping from names to columns, got list"),
+        ({}, "expected a column text or tokens, got none"),
+        ({"words": ["a"], 1: []}, "expected a column text or tokens, got words, 1"),
+        ({"text": "abc"}, "text: expected a column with an entry for each record, got str"),
+        ({"text": b"abc"}, "text: expected a column"),
+        ({"text": 5}, "text: expected a column"),
+        ({"text": None}, "text: expected a column"),
+        ({"text": {"a": 1}}, "text: expected a column"),
+        ({"tokens": np.array(5)}, "tokens: expected a column"),
+        ({"text": ["ab"], "seed": 5}, "seed: expected a column"),
+        ({"text": ["ab"], "seed": []}, "seed: expected one for each of the 1 records, got 0"),
+    ],
+)
+def test_wrong_batches(scoring: Predictor, batch: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        scoring(batch)
+
+
+def test_a_wrong_seed_is_the_error_of_its_record() -> None:
+    predictor = Predictor("generate", device="cpu", max_new_tokens=2)
+    seeds: list[Any] = [1, -1, 2**64, None, 1.5, True, "7", np.uint64(2**64 - 1), np.nan]
+    found = predictor({"text": ["To"] * len(seeds), "seed": np.array(seeds, object)})
+    assert [index for index, error in enumerate(found["error"]) if not error] == [0, 7]
+    assert found["error"][1] == "seed: expected an integer from 0 to 2**64 - 1, got -1"
+    assert found["completion"][0]
+    alone = predictor({"text": ["To"], "seed": [1]})
+    assert alone["completion"][0] == found["completion"][0]
 
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,18 +238,12 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "map needs Dask: pip install dask distributed bokeh" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["score", "generate", "embed"])
-def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["map", command, "--help"])
-    assert f"Example: gpt2block map {command} " in capsys.readouterr().out
-
-
-def test_a_batch_without_text(scoring: Predictor) -> None:
-    with pytest.raises(InputError, match="expected a column text or tokens, got words"):
-        scoring({"words": ["a"]})
-    with pytest.raises(CheckpointError):
-        Predictor("score", "no/such/folder", device="cpu")
+def test_help_shows_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("score", "generate", "embed", ""):
+        with pytest.raises(SystemExit):
+            cli.main(["map", *command.split(), "--help"])
+        shown = f"Example: gpt2block map {command} " if command else "1 when no record has one"
+        assert shown in " ".join(capsys.readouterr().out.split())
 
 
 def read_shards(files: list[Path], size: int) -> list[list[Any]]:
@@ -267,7 +303,9 @@ def test_unreadable_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (part,) = read_shards([file], 100)
     assert part[0] == Record(0, "lines.jsonl", 0, "with a BOM")
     assert part[-1] == Record(8, "lines.jsonl", 8, [1, 2])
-    reasons = {entry.index: entry.reason for entry in part if isinstance(entry, Unreadable)}
+    reasons = {
+        entry.index: entry.value.reason for entry in part if isinstance(entry.value, Problem)
+    }
     assert list(reasons) == [2, 3, 4, 5, 6, 7]
     assert reasons[2].startswith("not JSON: ")
     assert reasons[3] == "expected an object, got list"
@@ -287,17 +325,6 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(OSError, match="cannot be read: No such file"):
         list(records.read(first, "text"))
-
-
-def test_find_files(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.jsonl", "c.dat", ".hidden.txt"):
-        (tmp_path / name).touch()
-    assert [path.name for path in records.find_files([tmp_path])] == ["a.jsonl", "b.txt"]
-    (tmp_path / "empty").mkdir()
-    wrong = (("c.dat", "a file that ends in .txt"), ("d", "no such"), ("empty", "none"))
-    for name, message in wrong:
-        with pytest.raises(InputError, match=message):
-            records.find_files([tmp_path / name])
 
 
 def test_json_lines() -> None:
@@ -349,6 +376,6 @@ def test_a_worker_ends_after_a_cuda_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("os._exit", end)
     with pytest.raises(EndedError):
-        job_module._computed(failing(CUDARuntimeError("illegal address")), [], [], print)
+        job_module._computed(failing(CUDARuntimeError("illegal address")), [], 0, print)
     with pytest.raises(MemoryError):
-        job_module._computed(failing(MemoryError()), [], [], print)
+        job_module._computed(failing(MemoryError()), [], 0, print)

@@ -9,22 +9,26 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpt2block import InputError, cli
-from gpt2block.bulk import paths, shards
+from gpt2block.bulk import paths, records, shards
+from gpt2block.bulk.job import Job
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
+from gpt2block.bulk import driver
 
-SHA256 = "0" * 64
+MODEL = Path(__file__).parent.parent / "gpt2block/models/shakespeare"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -85,18 +89,14 @@ def test_the_exit_code_shows_whether_any_record_has_a_result(
     assert (code, out) == (0, f"{tmp_path / 'empty'}: 0 records\n")
 
 
-def test_the_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["map", "--help"])
-    assert "1 when no record has one" in " ".join(capsys.readouterr().out.split())
-
-
 def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "older").mkdir(parents=True)
     lines.rename(folder / lines.name)
-    for name in ("a.csv", "notes.md", ".hidden.txt"):
+    for name in ("a.csv", "notes.md", ".hidden.txt", "z.text", "b.jsonl"):
         (folder / name).touch()
+    files = [path.name for path in records.find_files([folder])]
+    assert files == ["b.jsonl", "lines.txt", "z.text"]
     code, out, err = run("score", folder, "--output", tmp_path / "o")
     assert code == 0
     assert "3 records, 1 errors" in out
@@ -118,6 +118,7 @@ def test_ignored_entries_of_a_folder_are_reported(run: Run, lines: Path, tmp_pat
         ("in.csv/a.txt", "cannot be read: Not a directory"),
         ("loop.txt", "cannot be read: Too many levels of symbolic links"),
         ("absent.txt", "no such file"),
+        ("empty", "in this folder, found none"),
         ("~nosuchuser/a.txt", "no home directory is known"),
         ("a\0.txt", "a path cannot hold a NUL"),
         ("\ud800.txt", "cannot be read: "),
@@ -129,6 +130,7 @@ def test_inputs_that_cannot_be_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.txt")
+    Path("empty").mkdir()
     Path("zero.txt").symlink_to("/dev/zero")
     Path("loop.txt").symlink_to("loop.txt")
     Path("in.csv").touch()
@@ -148,17 +150,6 @@ def test_a_folder_or_files_without_permission(
     monkeypatch.setattr(Path, method, closed)
     message = refused(run("score", tmp_path / "in", "--output", tmp_path / "o"))
     assert "cannot be read: Permission denied" in message
-
-
-def test_embed_truncates(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "in.txt"
-    path.write_text("x" * 300 + "\nab\n")
-    code, out, err = run("embed", path, "--output", tmp_path / "e")
-    assert (code, "1 records, 1 errors in" in out) == (0, True), err
-    command = ("embed", path, "--output", tmp_path / "t", "--overflow")
-    code, out, err = run(*command, "truncate")
-    assert (code, "2 records\n" in out) == (0, True), err
-    assert "overflow: expected 'error' or 'truncate'" in refused(run(*command, "x"))
 
 
 @pytest.mark.parametrize(
@@ -276,15 +267,100 @@ def test_the_format_and_name_of_the_input_belong_to_the_job(run: Run, tmp_path: 
     assert "inputs.files was 1, now it is 2" in message
 
 
+def test_the_dtype_belongs_to_the_job(run: Run, lines: Path, tmp_path: Path) -> None:
+    command = ("score", lines, "--output", tmp_path / "o")
+    assert run(*command)[0] == 0
+    message = refused(run(*command, "--dtype", "bfloat16"))
+    assert "dtype was 'float32', now it is 'bfloat16': choose another --output" in message
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file's content by name, without the lock."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != shards.LOCK]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_job_is_finished_repaired_or_refused(
+    run: Run, client: InlineClient, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "o"
+    command = ("embed", lines, "--output", output, "--shard-size", "2")
+    assert run(*command)[0] == 0
+    before = contents(output)
+    row = json.loads(before["part-00000.jsonl"].splitlines()[0])
+    assert list(row) == ["index", "embedding", "n_tokens"]
+    assert len(row["embedding"]) == 256
+    assert run(*command)[0] == 0
+    assert client.tries == [0, 1]  # nothing was left to compute
+    (output / "part-00001.jsonl").write_bytes(b"damaged")
+    assert "part-00001.jsonl was changed or removed" in run(*command)[2]
+    assert client.tries == [0, 1, 1]
+
+    other = tmp_path / "model"
+    shutil.copytree(MODEL, other)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00")
+    changes: dict[str, tuple[str | Path, ...]] = {
+        "of another job: options.pooling was 'mean'": (*command, "--pooling", "last"),
+        "overflow: expected 'error' or 'truncate', got 'x'": (*command, "--overflow", "x"),
+        "--shard-size was 2, now it is 7": (*command, "--shard-size", "7"),
+        "task was 'embed', now it is 'score'": ("score", *command[1:]),
+        "model_sha256 was": (*command, "--model", str(other)),
+        "no Dask scheduler answers": (
+            "embed", lines, "--output", tmp_path / "n", "--scheduler", "tcp://127.0.0.1:9"
+        ),
+        "--workers is for a local cluster": (
+            "embed", lines, "--output", tmp_path / "n", "--scheduler", "tcp://x:9", "--workers", "2"
+        ),
+        "not empty, and not written by gpt2block map": ("embed", lines, "--output", other),
+    }  # fmt: skip
+    monkeypatch.setattr("gpt2block.bulk.cluster.CONNECT_SECONDS", 1)
+    for message, words in changes.items():
+        assert message in refused(run(*words))
+    lines.write_text(lines.read_text().replace("T", "t"))
+    assert "input_sha256 was" in refused(run(*command))
+    with shards.locked(output, "token"):
+        assert "another gpt2block map writes to this folder" in refused(run(*command))
+    assert contents(output) == before
+    assert not (tmp_path / "n").exists()
+
+
 DEEP = "[" * 500 + "]" * 500
 DEEPER = "[" * 100_000 + "]" * 100_000
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[records.Shard]]:
+    """The manifest and the shards of a finished job."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "lines.txt").write_text("To be,\nx\nor not\nto be\n")
+    job = Job("score", device="cpu", output=str(folder / "o"))
+    with pytest.MonkeyPatch.context() as patch:
+        inline_cluster.use(patch)
+        driver.run(job, [str(folder / "lines.txt")], Mock())
+    cut = records.cut([folder / "lines.txt"], job.shard_size, [])
+    return (folder / "o" / shards.MANIFEST).read_text(), cut
+
+
+Refuse = Callable[[str], str]
+
+
 @pytest.fixture
-def manifest(run: Run, lines: Path, tmp_path: Path) -> Path:
-    """The manifest of a finished job."""
-    assert run("score", lines, "--output", tmp_path / "o")[0] == 0
-    return tmp_path / "o" / shards.MANIFEST
+def refuse(finished: tuple[str, list[records.Shard]], tmp_path: Path) -> Refuse:
+    """Refuse to continue the finished job with another text of the manifest; return the message."""
+    described = json.loads(finished[0].splitlines()[0])
+
+    def call(text: str) -> str:
+        (tmp_path / shards.MANIFEST).write_text(text)
+        with pytest.raises(InputError) as error:
+            driver._open_manifest(tmp_path, described, finished[1], Mock())
+        message = str(error.value)
+        assert message.startswith(f"{tmp_path / shards.MANIFEST}")
+        assert message.endswith("choose another --output")
+        return message
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -294,44 +370,36 @@ def manifest(run: Run, lines: Path, tmp_path: Path) -> Path:
         ("shard", "7"), ("shard", "1" * 400), ("shard", "1" * 5000), ("records", "-1"),
         ("records", "null"), ("records", "1000000"), ("errors", "[1]"), ("errors", "0"),
         ("tokens", "{}"), ("tokens", "NaN"), ("tokens", "1e3"), ("sha256", "null"),
-        ("sha256", '"abc"'), ("sha256", DEEP), ("errors_sha256", DEEPER), ("errors_sha256", "5"),
-        ("errors_sha256", "null"), ("more", "1"),
+        ("sha256", '"abc"'), ("sha256", "1" * 64), ("sha256", DEEP), ("errors_sha256", DEEPER),
+        ("errors_sha256", "5"), ("errors_sha256", "null"), ("more", "1"),
     ],
 )  # fmt: skip
 def test_a_manifest_changed_by_hand(
-    run: Run, lines: Path, manifest: Path, name: str, value: str
+    finished: tuple[str, Any], refuse: Refuse, name: str, value: str
 ) -> None:
-    job, done, _ = manifest.read_text().split("\n")
-    entry = {**json.loads(done), name: "HERE"}
-    manifest.write_text(f"{job}\n{json.dumps(entry)}\n".replace('"HERE"', value))
-    message = refused(run("score", lines, "--output", manifest.parent))
-    assert f"{manifest}: damaged" in message
-    assert "choose another --output" in message
+    job, done, _ = finished[0].split("\n")
+    entry = json.dumps({**json.loads(done), name: "HERE"})
+    assert ": damaged" in refuse(f"{job}\n{entry}\n".replace('"HERE"', value))
 
 
-@pytest.mark.parametrize("value", ["null", "{}", DEEP, "1" * 400])
 def test_a_manifest_whose_job_was_changed_by_hand(
-    run: Run, lines: Path, manifest: Path, value: str
+    finished: tuple[str, Any], refuse: Refuse
 ) -> None:
-    first, rest = manifest.read_text().split("\n", 1)
+    first, rest = finished[0].split("\n", 1)
     for name, correct in json.loads(first).items():
-        if json.dumps(correct) == value:
-            continue
-        changed = json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
-        manifest.write_text(f"{changed}\n{rest}")
-        message = refused(run("score", lines, "--output", manifest.parent))
-        assert "choose another --output" in message
+        for value in {"null", "{}", DEEP, "1" * 400} - {json.dumps(correct)}:
+            changed = json.dumps({**json.loads(first), name: "HERE"}).replace('"HERE"', value)
+            refuse(f"{changed}\n{rest}")
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", "nonsense\n", "\0\n", "{}\n{}\n", DEEPER + "\n"])
-def test_a_file_that_is_not_a_manifest(run: Run, lines: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / shards.MANIFEST).write_text(text)
-    message = refused(run("score", lines, "--output", tmp_path))
-    assert "damaged, or not a manifest" in message
+def test_a_file_that_is_not_a_manifest(refuse: Refuse, text: str) -> None:
+    assert "damaged, or not a manifest" in refuse(text)
 
 
-def test_part_files_of_another_job_are_reported(run: Run, lines: Path, manifest: Path) -> None:
-    output = manifest.parent
+def test_part_files_of_another_job_are_reported(run: Run, lines: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o"
+    run("score", lines, "--output", output)
     names = ["errors/part-00007.ndjson", "part-00001.jsonl", "part-00000.parquet", "part-x"]
     for name in names:
         (output / name).touch()
@@ -343,20 +411,25 @@ def test_part_files_of_another_job_are_reported(run: Run, lines: Path, manifest:
 
 def test_manifest(tmp_path: Path) -> None:
     written = shards.Manifest(tmp_path)
-    written.begin({"task": "score"})
+    written.write({"task": "score"})
     for shard in (2, 0, 1):
         sha256 = shards.replace_file(tmp_path / shards.part_name(shard, "jsonl"), b"%d" % shard)
         written.add(shards.Done(shard, 1, 0, 1, sha256, None))
+    sha256 = shards.replace_file(tmp_path / shards.part_name(3, "jsonl"), b"3")
+    errors = shards.replace_file(tmp_path / shards.errors_name(3), b"{}")
+    written.add(shards.Done(3, 1, 1, 1, sha256, errors))
     with written.path.open("ab") as file:
-        file.write(b'{"shard": 3, "rec')  # killed while it was written
+        file.write(b'{"shard": 4, "rec')  # killed while it was written
     again = shards.Manifest(tmp_path)
     assert again.job == {"task": "score"}
     assert again.done == written.done
     assert again.forget_damaged("jsonl") == []
     (tmp_path / "part-00001.jsonl").write_bytes(b"another")
     (tmp_path / "part-00002.jsonl").unlink()
-    assert sorted(again.forget_damaged("jsonl")) == ["part-00001.jsonl", "part-00002.jsonl"]
-    again.finish()
+    (tmp_path / shards.errors_name(3)).unlink()
+    damaged = ["part-00001.jsonl", "part-00002.jsonl", "part-00003.ndjson"]
+    assert sorted(again.forget_damaged("jsonl")) == damaged
+    again.write({"task": "score"})
     assert list(shards.Manifest(tmp_path).done) == [0]
 
 

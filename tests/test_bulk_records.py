@@ -18,9 +18,8 @@ import tiktoken
 from gpt2block import GPT2, CheckpointError, DeviceError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk import Predictor, records, shards
 from gpt2block.bulk.job import Job
-from gpt2block.bulk.problems import problem_of
-from gpt2block.bulk.records import Cell, Record, Unreadable
-from gpt2block.bulk.tasks import Scoring
+from gpt2block.bulk.records import Cell
+from gpt2block.bulk.tasks import Problem, Scoring, problem_of
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.text import scoring
 from tests import inline_cluster
@@ -236,6 +235,20 @@ def test_a_tokenizer_is_looked_up_for_text_only(
     assert found
 
 
+def test_texts_do_not_depend_on_the_size_of_shards(client: InlineClient, tmp_path: Path) -> None:
+    found = []
+    for size in (3, 1):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        options: dict[str, Any] = {"task": "generate", "options": {"max_new_tokens": 8, "seed": 3}}
+        outcome, output = run_job(folder, json_texts(*"abc"), shard_size=size, **options)
+        assert counts(outcome) == (3, 0)
+        parts = sorted(path.name for path in output.glob("part-*"))
+        found.append([row for part in parts for row in rows(output, part)])
+    assert found[0] == found[1]
+    assert len({row["completion"] for row in found[0]}) == 3
+
+
 def test_a_job_with_another_end_token_is_another_job(client: InlineClient, tmp_path: Path) -> None:
     model = save_pretrained(tmp_path / "model", Checkpoint.open(MODEL))
     options = {"task": "generate", "options": {"max_new_tokens": 2}, "model": str(model)}
@@ -403,8 +416,8 @@ def test_parquet(pa: Any, tmp_path: Path) -> None:
     cut = records.cut([file], 4, ["text", "id"])
     found = [entry for shard in cut for entry in records.read(shard, "text", ["id"])]
     assert [entry.index for entry in found] == [entry.line for entry in found] == list(range(7))
-    assert isinstance(found[6], Unreadable)
-    good = [entry for entry in found if isinstance(entry, Record)]
+    assert isinstance(found[6].value, Problem)
+    good = [entry for entry in found if not isinstance(entry.value, Problem)]
     assert [entry.value for entry in good] == ["a", "b", "c", None, "e", "a"]
     assert good[5].kept["id"].value() == {"n": 5}
     with pytest.raises(InputError, match="expected a column 'words', found text, id"):
@@ -422,7 +435,7 @@ def test_a_part_as_parquet(pa: Any) -> None:
     def part() -> bytes:
         columns: Any = {"completion": "texts", "logprobs": "floats"}
         types = {"day": pa.date32()}
-        writer = shards.ParquetPart(columns, ["id", "day"], types, single=False)
+        writer = shards.ParquetPart(columns, ["id", "day"], types)
         day = pa.chunked_array([[datetime.date(2020, 1, 2)]])
         row = {"completion": ["a"], "logprobs": [np.ones(2, np.float32)]}
         writer.add(3, {"id": {"n": 1}, "day": Cell(day, 0)}, row)
@@ -433,50 +446,6 @@ def test_a_part_as_parquet(pa: Any) -> None:
         {"index": 3, "id": '{"n": 1}', "day": datetime.date(2020, 1, 2), "completion": ["a"],
          "logprobs": [[1.0, 1.0]]}
     ]  # fmt: skip
-
-
-def test_a_wrong_seed_is_the_error_of_its_record() -> None:
-    predictor = Predictor("generate", device="cpu", max_new_tokens=2)
-    seeds: list[Any] = [1, -1, 2**64, None, 1.5, True, "7", np.uint64(2**64 - 1), np.nan]
-    found = predictor({"text": ["To"] * len(seeds), "seed": np.array(seeds, object)})
-    assert [index for index, error in enumerate(found["error"]) if not error] == [0, 7]
-    assert found["error"][1] == "seed: expected an integer from 0 to 2**64 - 1, got -1"
-    assert found["completion"][0]
-    alone = predictor({"text": ["To"], "seed": [1]})
-    assert alone["completion"][0] == found["completion"][0]
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (None, "expected a mapping from names to columns, got NoneType"),
-        (["a"], "expected a mapping from names to columns, got list"),
-        ({}, "expected a column text or tokens, got none"),
-        ({1: []}, "expected a column text or tokens, got 1"),
-        ({"text": "abc"}, "text: expected a column with an entry for each record, got str"),
-        ({"text": b"abc"}, "text: expected a column"),
-        ({"text": 5}, "text: expected a column"),
-        ({"text": None}, "text: expected a column"),
-        ({"text": {"a": 1}}, "text: expected a column"),
-        ({"tokens": np.array(5)}, "tokens: expected a column"),
-        ({"text": ["ab"], "seed": 5}, "seed: expected a column"),
-        ({"text": ["ab"], "seed": []}, "seed: expected one for each of the 1 records, got 0"),
-    ],
-)
-def test_wrong_batches(batch: Any, message: str) -> None:
-    predictor = Predictor("score", device="cpu")
-    with pytest.raises(InputError, match=message):
-        predictor(batch)
-
-
-def test_a_panic_is_the_error_of_its_record_in_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor("score", device="cpu")
-
-    def encode(self: Any, value: Any) -> Any:
-        raise PanicException("no") if value == "bad" else AssertionError
-
-    monkeypatch.setattr(Predictor, "_ids", encode)
-    assert predictor({"text": ["bad"]})["error"].tolist() == ["PanicException: no"]
 
 
 def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
@@ -491,8 +460,6 @@ def test_embed_truncates(client: InlineClient, tmp_path: Path) -> None:
     np.testing.assert_allclose(together[1], model.embed("ab"), atol=1e-5)
     with pytest.raises(InputError, match="overflow: expected 'error' or 'truncate', got 'x'"):
         scoring.embed(model.engine, model.tokenizer, "ab", overflow="x")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="overflow: expected"):
-        Predictor("embed", device="cpu", overflow="x")
     options = {"overflow": "truncate"}
     outcome, output = run_job(tmp_path, json_texts(long), task="embed", options=options)
     assert counts(outcome) == (1, 0)

@@ -14,8 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from fuzzing.gpt2 import config_json, label_of, shapes, sizes_of, write_sparse
 from safetensors.numpy import save_file
 
 from gpt2block import BlockWeights, CheckpointError, GPT2Config, GPT2Weights, InputError
@@ -24,46 +23,27 @@ from gpt2block.config import LIMITS, model_shapes
 from tests.refusals import refused
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5)
-CONFIG = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_head": 3,
-    "n_embd": 48,
-    "n_positions": 11,
-    "vocab_size": 5,
-}
-NAMES = {  # gpt2block's and Hugging Face's, independent of the implementation
-    "wte": "wte.weight", "wpe": "wpe.weight", "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias",
-    "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
-    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
-    "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
-    "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
-    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
-    "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
-}  # fmt: skip
+CONFIG = config_json(sizes_of(SMALL))
+HEAD = {"lm_head.weight": np.full((5, 48), 2, np.float32)}
 
 
-def hugging_face_tensors(config: GPT2Config, prefix: str = "") -> dict[str, np.ndarray]:
+def hugging_face_tensors(config: GPT2Config, prefix: str = "") -> dict[str, Any]:
     """Return a model's tensors with the names of the original files, and the mask buffers."""
-    rng = np.random.default_rng(1)
-    out: dict[str, Any] = {
-        "wte.weight": rng.standard_normal((config.vocab_size, config.n_embd)),
-        "wpe.weight": rng.standard_normal((config.n_ctx, config.n_embd)),
-        "ln_f.weight": np.ones(config.n_embd),
-        "ln_f.bias": np.zeros(config.n_embd),
-    }
-    mask = np.tril(np.ones((1, 1, config.n_ctx, config.n_ctx)))
-    for layer in range(config.n_layer):
-        block = BlockWeights.random(layer, config).tensors()
-        out |= {f"h.{layer}.{NAMES[name]}": array for name, array in block.items()}
-        out[f"h.{layer}.attn.bias"] = mask
-    return {prefix + name: array.astype(np.float32) for name, array in out.items()}
+    mask = np.tril(np.ones((1, 1, config.n_ctx, config.n_ctx), np.float32))
+    weights = GPT2Weights.random(1, config)
+    out = {label_of(ours): array for ours, array, _ in weights.tensors()}
+    out |= {f"h.{layer}.attn.bias": mask for layer in range(config.n_layer)}
+    return {prefix + name: array for name, array in out.items()}
 
 
-def write_weights(folder: Path, tensors: dict[str, Any], dtype: Any = None) -> Path:
+TENSORS = hugging_face_tensors(SMALL)
+WEIGHTS = GPT2Weights.random(1, SMALL)
+
+
+def write_weights(folder: Path, tensors: dict[str, Any] = TENSORS, dtype: Any = None) -> Path:
     """Write model.safetensors. dtype: None keeps that of each tensor."""
     arrays = {name: array.astype(dtype or array.dtype) for name, array in tensors.items()}
-    save_file(arrays, folder / "model.safetensors")
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     return folder / "model.safetensors"
 
 
@@ -74,96 +54,61 @@ def write_config(folder: Path, **changed: Any) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    write_weights(tmp_path, hugging_face_tensors(SMALL))
+    write_weights(tmp_path)
     write_config(tmp_path)
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def reused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder for tests that write the same file for every example."""
-    folder = tmp_path_factory.mktemp("reused")
-    write_weights(folder, hugging_face_tensors(SMALL))
-    return folder
-
-
-def test_a_block_is_read_from_a_directory_and_from_its_file(directory: Path) -> None:
-    expected = BlockWeights.random(1, SMALL)
-    for path in (directory, directory / "model.safetensors"):
-        got = BlockWeights.from_pretrained(str(path), layer=1)
-        assert got.n_head == 3
-        for name, array in expected.tensors().items():
-            np.testing.assert_array_equal(getattr(got, name), array)
-
-
+@pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_prefix_and_storage_dtypes(tmp_path: Path, dtype: Any) -> None:
-    write_weights(tmp_path, hugging_face_tensors(SMALL, "transformer."), dtype)
-    write_config(tmp_path)
-    got = BlockWeights.from_pretrained(str(tmp_path), layer=0)
-    assert got.w_fc.dtype == np.float32
-    np.testing.assert_array_equal(
-        got.w_fc, BlockWeights.random(0, SMALL).w_fc.astype(dtype).astype(np.float32)
-    )
+def test_all_tensors_in_order(tmp_path: Path, dtype: Any, prefix: str) -> None:
+    """In the stored dtype, and as float32 weights; from the directory and from its file."""
+    tensors = {prefix + name: array for name, array in TENSORS.items()}
+    file = write_weights(tmp_path, tensors | HEAD, dtype)
+    write_config(tmp_path, tie_word_embeddings=False)
+    checkpoint = Checkpoint.open(tmp_path)
+    found = list(checkpoint.tensors())
+    shapes = model_shapes(checkpoint.config)
+    assert [name for name, _, _ in found] == list(shapes) == list(checkpoint.stored)
+    assert list(shapes)[:4] == ["wte", "wpe", "h.0.gamma1", "h.0.beta1"]
+    assert list(shapes)[-4:] == ["h.1.b_proj", "gamma_f", "beta_f", "lm_head"]
+    for name, array, layout in found:
+        kept = (TENSORS | HEAD)[label_of(name)].astype(dtype)
+        assert array.dtype == (np.float32 if dtype == np.float64 else dtype)
+        np.testing.assert_array_equal(array, kept)
+        assert array.shape == shapes[name]
+        outer = "NK" if name in ("wte", "lm_head") else None
+        assert layout == ("KN" if ".w_" in name else outer)
+    assert checkpoint.nbytes == np.dtype(dtype).itemsize * sum(a.size for _, a, _ in found)
+    assert "h.1.mlp.c_fc.weight" in checkpoint.names
+    weights = GPT2Weights.from_pretrained(checkpoint)
+    for (ours, array, _), (_, truth, _) in zip(weights.tensors(), found, strict=True):
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, truth.astype(np.float32), err_msg=ours)
+    for path in (tmp_path, file):
+        block = BlockWeights.from_pretrained(str(path), layer=1)
+        assert block.n_head == 3
+        for name, array in weights.blocks[1].tensors().items():
+            np.testing.assert_array_equal(getattr(block, name), array)
 
 
 def test_a_whole_model(directory: Path) -> None:
     model = GPT2Weights.from_pretrained(str(directory))
     assert model.config == SMALL
-    assert len(model.blocks) == 2
     assert model.lm_head is model.wte
-    assert model.wpe.shape == (11, 48)
-
-
-def test_an_untied_lm_head(directory: Path) -> None:
-    write_config(directory, tie_word_embeddings=False)
-    refused(directory, "1 tensors missing: lm_head.weight")
-    head = np.full((5, 48), 2, np.float32)
-    write_weights(directory, hugging_face_tensors(SMALL) | {"lm_head.weight": head})
-    np.testing.assert_array_equal(GPT2Weights.from_pretrained(str(directory)).lm_head, head)
-
-
-def test_all_tensors_in_order(directory: Path) -> None:
-    checkpoint = Checkpoint.open(directory)
-    stored = hugging_face_tensors(SMALL)
-    found = list(checkpoint.tensors())
-    shapes = model_shapes(SMALL)
-    assert [name for name, _, _ in found] == list(shapes) == list(checkpoint.stored)
-    assert list(shapes)[:4] == ["wte", "wpe", "h.0.gamma1", "h.0.beta1"]
-    assert list(shapes)[-3:] == ["h.1.b_proj", "gamma_f", "beta_f"]
-    for name, array, layout in found:
-        block, dot, kind = name.rpartition(".")
-        np.testing.assert_array_equal(array, stored[block + dot + NAMES[kind]])
-        assert array.shape == shapes[name]
-        assert layout == ("NK" if name == "wte" else "KN" if kind.startswith("w_") else None)
-    assert checkpoint.nbytes == sum(array.nbytes for _, array, _ in found)
-    assert "h.1.mlp.c_fc.weight" in checkpoint.names
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_tensors_have_the_stored_dtype(directory: Path, dtype: Any) -> None:
-    tensors = hugging_face_tensors(SMALL) | {"lm_head.weight": np.ones((5, 48))}
-    write_weights(directory, tensors, dtype)
-    write_config(directory, tie_word_embeddings=False)
-    found = list(Checkpoint.open(directory).tensors())
-    expected = np.dtype(np.float32 if dtype == np.float64 else dtype)
-    assert {array.dtype for _, array, _ in found} == {expected}
-    assert found[-1][0::2] == ("lm_head", "NK")
-
-
-def test_weights_and_checkpoint_have_the_same_tensors(directory: Path) -> None:
-    weights = GPT2Weights.from_pretrained(directory)
-    for ours, theirs in zip(weights.tensors(), Checkpoint.open(directory).tensors(), strict=True):
+    for ours, theirs in zip(model.tensors(), Checkpoint.open(directory).tensors(), strict=True):
         assert ours[0::2] == theirs[0::2]
         np.testing.assert_array_equal(ours[1], theirs[1])
     some_blocks = GPT2Weights.from_pretrained(directory, layers=[1])
     with pytest.raises(InputError, match="expected all 2 of the model, got 1"):
         list(some_blocks.tensors())
+    write_config(directory, tie_word_embeddings=False)
+    refused(directory, "1 tensors missing: lm_head.weight")
 
 
 def sharded(folder: Path) -> dict[str, str]:
     """Write the model as three files and an index; return tensor name → file name."""
-    tensors = hugging_face_tensors(SMALL, "transformer.")
+    tensors = {f"transformer.{name}": array for name, array in TENSORS.items()}
     weight_map: dict[str, str] = {}
     for i in range(3):
         file = f"model-0000{i + 1}-of-00003.safetensors"
@@ -180,7 +125,7 @@ def test_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
         got = BlockWeights.from_pretrained(path, layer=1)
-        np.testing.assert_array_equal(got.w_proj, BlockWeights.random(1, SMALL).w_proj)
+        np.testing.assert_array_equal(got.w_proj, WEIGHTS.blocks[1].w_proj)
     assert len(list(Checkpoint.open(tmp_path).tensors())) == 28
 
 
@@ -191,6 +136,12 @@ def test_missing_shards_and_wrong_indexes(tmp_path: Path) -> None:
     (tmp_path / names[2]).unlink()
     refused(tmp_path, "2 of 3 files are not in its folder", f"{names[0]}, {names[2]}")
     outside = f"index.json: expected names of files in the same folder, got ../{names[0]}"
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
+    for name in names:
+        (tmp_path / name).write_text(pointer)
+    refused(tmp_path, f"{names[0]}: a Git-LFS pointer of ", "git lfs pull")
+    for name in names[::2]:
+        (tmp_path / name).unlink()
     for content, message in (
         ({}, "expected weight_map"),
         ({"weight_map": []}, "expected weight_map"),
@@ -210,7 +161,7 @@ def test_missing_shards_and_wrong_indexes(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     names = sorted(set(sharded(tmp_path).values()))
-    save_file(hugging_face_tensors(SMALL), tmp_path / names[0])
+    save_file(TENSORS, tmp_path / names[0])
     refused(tmp_path, "20 tensors are stored twice: ", ", …")
 
 
@@ -228,98 +179,47 @@ def test_the_trained_sorting_model(data: Path) -> None:
     assert model.lm_head is not model.wte
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of "gpt2" in an empty, offline Hugging Face cache."""
-    home = tmp_path / "hf"
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(home))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    repo = home / "hub" / "models--gpt2"
+OFFLINE = """
+from pathlib import Path
+from gpt2block import *
+from gpt2block.checkpoints import Checkpoint
+opened = Checkpoint.open('gpt2')
+print(opened.config)
+print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])
+next(opened.directory.glob('*00001*')).unlink()
+for name in ('gpt2', 'gpt2-xl'):
+    try: GPT2Weights.from_pretrained(name)
+    except CheckpointError as error: print(error)
+"""
+
+
+def test_hub_ids_in_an_offline_cache(tmp_path: Path) -> None:
+    """In a new process, as users set it; with the other name of a size; errors name the file."""
+    repo = tmp_path / "hub" / "models--gpt2"
     snapshot = repo / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
+    for folder in (snapshot, repo / "refs"):
+        folder.mkdir(parents=True)
     (repo / "refs" / "main").write_text(snapshot.name)
-    return snapshot
-
-
-def run_python(code: str) -> str:
-    """Run Python in a new process, as huggingface_hub reads its environment when imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from gpt2block import *\n{code}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def message_offline(code: str, name: str) -> str:
-    """Return the CheckpointError that the code raises in offline mode for this hub id."""
-    printed = run_python(f"try: {code}\nexcept CheckpointError as e: print(e)")
-    assert printed.startswith(f"{name}: offline mode is set (HF_HUB_OFFLINE)")
-    assert "network" not in printed
-    assert "\n" not in printed
-    return printed
-
-
-def test_hub_id_from_an_offline_cache(cache: Path) -> None:
-    rng = np.random.default_rng(0)
-    tensors = hugging_face_tensors(GPT2Config(n_layer=2, vocab_size=7))
-    for layer in range(2, 12):  # the same arrays under the names of twelve layers, to save memory
-        tensors |= {
-            name.replace("h.1.", f"h.{layer}."): array
-            for name, array in tensors.items()
-            if name.startswith("h.1.")
-        }
-    tensors["wte.weight"] = rng.standard_normal((50257, 768), dtype=np.float32)
-    write_weights(cache, tensors)
-    hf_config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024}
-    (cache / "config.json").write_text(json.dumps({**hf_config, "n_positions": 1024}))
-    printed = run_python(
-        "from gpt2block.checkpoints import Checkpoint\n"
-        "c = Checkpoint.open('gpt2'); m = GPT2Weights.from_pretrained(c, layers=())\n"
-        "w = BlockWeights.from_pretrained('gpt2', layer=11)\n"
-        "print(c.config, m.lm_head.shape, float(w.w_fc[3, 5]).hex())"
-    )
-    expected = BlockWeights.random(1, GPT2Config()).w_fc[3, 5]
-    assert printed == f"{GPT2Config(n_layer=12)} (50257, 768) {float(expected).hex()}"
-
-
-def test_shards_from_an_offline_cache(cache: Path) -> None:
-    """With the other name of a size. The error names the shard that is not cached."""
-    weight_map = sharded(cache)
-    printed = run_python("print(BlockWeights.from_pretrained('124M', layer=1).w_fc[3, 5])")
-    assert printed == str(BlockWeights.random(1, SMALL).w_fc[3, 5])
-    shard = next(iter(weight_map.values()))
-    (cache / shard).unlink()
-    message = message_offline("GPT2Weights.from_pretrained('gpt2')", "gpt2")
-    assert f"does not have {shard}: " in message
-
-
-def test_hub_id_that_is_not_in_the_offline_cache(cache: Path) -> None:
-    message = message_offline("BlockWeights.from_pretrained('gpt2-xl')", "gpt2-xl")
-    assert "does not have config.json" in message
+    sharded(snapshot)
+    others = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    run = [sys.executable, "-c", OFFLINE]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env=environment)
+    config, number, *messages = done.stdout.splitlines()
+    assert config == str(SMALL)
+    assert number == str(WEIGHTS.blocks[1].w_fc[3, 5])
+    missing = ("gpt2", "model-00001-of-00003.safetensors"), ("gpt2-xl", "config.json")
+    for message, (name, file) in zip(messages, missing, strict=True):
+        assert message.startswith(f"{name}: offline mode is set (HF_HUB_OFFLINE)")
+        assert f"does not have {file}: " in message
+        assert "network" not in message
 
 
 def test_a_file_without_config_has_the_size_of_its_width(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_head=16, n_embd=1024, n_ctx=3, vocab_size=4)
-    save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
+    write_sparse(tmp_path / "weights.safetensors", shapes(sizes_of(config)))
     assert Checkpoint.open(tmp_path / "weights.safetensors").config == config
-
-
-def nested(depth: int) -> list[Any]:
-    """Return a list in a list in a list, and so on."""
-    out: list[Any] = []
-    for _ in range(depth):
-        out = [out]
-    return out
-
-
-def test_missing(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "no such file or directory", "hub id")
-    refused(tmp_path / "nowhere.safetensors", "no such file or directory")
-    refused(tmp_path, "expected model.safetensors or pytorch_model.bin", "found nothing")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "gpt2.ckpt"])
@@ -330,18 +230,13 @@ def test_a_pickle_that_is_not_of_torch_save(tmp_path: Path, name: str) -> None:
     refused(tmp_path / f"no-{name}", "no such file or directory")
 
 
-def test_git_lfs_pointer(directory: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 548105171\n"
-    (directory / "model.safetensors").write_text(pointer)
-    refused(directory, "a Git-LFS pointer of", "git lfs pull")
-
-
-@given(cut=st.floats(0, 0.999))
-def test_truncated_anywhere(reused: Path, cut: float) -> None:
-    file = write_weights(reused, hugging_face_tensors(SMALL))
+def test_truncated_anywhere(directory: Path) -> None:
+    file = directory / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[: int(cut * len(content))])
-    refused(reused, "truncated or not a safetensors file", "download it again")
+    length = 8 + int.from_bytes(content[:8], "little")
+    for cut in (*range(0, length, 97), length - 1, length, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:cut])
+        refused(directory, "truncated or not a safetensors file", "download it again")
 
 
 @pytest.mark.parametrize(
@@ -358,14 +253,14 @@ def test_truncated_anywhere(reused: Path, cut: float) -> None:
     ids=["misshapen", "missing", "with and without the prefix", "integers"],
 )  # fmt: skip
 def test_a_wrong_tensor(directory: Path, name: str, tensor: Any, message: str) -> None:
-    tensors = {**hugging_face_tensors(SMALL), name: tensor}
+    tensors = {**TENSORS, name: tensor}
     write_weights(directory, {key: array for key, array in tensors.items() if array is not None})
     refused(directory, message)
 
 
 def test_all_wrong_tensors_are_listed(directory: Path) -> None:
     """Before any tensor is read; mask buffers and a tied lm_head are allowed."""
-    tensors = hugging_face_tensors(SMALL)
+    tensors = dict(TENSORS)
     tensors["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
     tensors["lm_head.weight"] = tensors["wte.weight"].copy()
     write_weights(directory, tensors)
@@ -384,27 +279,6 @@ def test_all_wrong_tensors_are_listed(directory: Path) -> None:
         "1 tensors of another dtype: h.1.ln_1.bias: expected one of float64, float32, "
         "float16, bfloat16, got I32",
     )
-
-
-def test_a_config_with_another_number_of_layers(directory: Path) -> None:
-    for n_layer in (1, 3):
-        write_config(directory, n_layer=n_layer)
-        refused(directory, f"config.json has n_layer {n_layer}, the file has 2 blocks")
-
-
-def test_a_layer_that_is_not_an_integer(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match="layer: expected an integer, got '0'"):
-        BlockWeights.from_pretrained(directory, layer="0")  # type: ignore[arg-type]
-    for wrong in (False, True):
-        with pytest.raises(CheckpointError, match=f"layer: expected an integer, got {wrong}"):
-            BlockWeights.from_pretrained(directory, layer=wrong)
-    assert BlockWeights.from_pretrained(directory, layer=np.int64(1)).n_head == 3
-
-
-def test_a_name_of_another_type() -> None:
-    for wrong in (None, 3, b"gpt2", ["gpt2"]):
-        with pytest.raises(InputError, match="checkpoint: expected a name or a path, got"):
-            Checkpoint.open(wrong)  # type: ignore[arg-type]
 
 
 def test_a_revision_is_for_hub_ids(directory: Path) -> None:
@@ -440,7 +314,13 @@ def test_a_folder_that_is_deleted_while_it_is_read(
         list(Checkpoint.open(str(directory)).tensors())
 
 
-def test_names_that_cannot_be_read() -> None:
+def test_names_that_cannot_be_read(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such file or directory", "hub id")
+    refused(tmp_path / "nowhere.safetensors", "no such file or directory")
+    refused(tmp_path, "expected model.safetensors or pytorch_model.bin", "found nothing")
+    for wrong in (None, 3, b"gpt2", ["gpt2"]):
+        with pytest.raises(InputError, match="checkpoint: expected a name or a path, got"):
+            Checkpoint.open(wrong)  # type: ignore[arg-type]
     refused("", "expected a name or a path, got an empty string")
     refused("x" * 400 + "/y", "cannot be read")
     refused("~nosuchuser/gpt2", "nosuchuser")
@@ -466,6 +346,7 @@ def test_the_bundled_model_is_found_next_to_a_folder_of_its_name(
 def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     read = partial(BlockWeights.from_pretrained, layer=layer)
     refused(directory, f"layer {layer} is out of range", "2 layers", read=read)
+    assert BlockWeights.from_pretrained(directory, layer=np.int64(1)).n_head == 3
 
 
 @pytest.mark.parametrize(
@@ -496,7 +377,10 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"n_layer": 10_001}, "n_layer: expected at most 10,000, got 10001"),
         ({"layer_norm_epsilon": 10**400}, "eps: expected a finite number"),
         ({"layer_norm_epsilon": 1e39}, "that fits float32, got 1e+39"),
-        ({"model_type": nested(900)}, "expected model_type 'gpt2' or 'llama', got [[["),
+        (
+            {"model_type": json.loads("[" * 900 + "]" * 900)},
+            "expected model_type 'gpt2' or 'llama', got [[[",
+        ),
         ({"num_attention_heads": 12}, "n_head 3 contradicts num_attention_heads 12"),
         ({"num_hidden_layers": 3}, "n_layer 2 contradicts num_hidden_layers 3"),
         ({"hidden_size": 768}, "n_embd 48 contradicts hidden_size 768"),
@@ -505,6 +389,8 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"layer_norm_epsilon": None}, "eps: expected a finite number"),
         ({"layer_norm_epsilon": -1}, "eps: expected a finite number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false"),
+        ({"n_layer": 1}, "config.json has n_layer 1, the file has 2 blocks"),
+        ({"n_layer": 3}, "config.json has n_layer 3, the file has 2 blocks"),
     ],
 )
 def test_a_wrong_config(directory: Path, change: dict[str, Any], message: str) -> None:
@@ -541,7 +427,7 @@ def test_configs_of_one_model(directory: Path, config: dict[str, Any]) -> None:
 def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> None:
     """Only without config.json may a model of width 768 have the size of GPT-2 small."""
     config = GPT2Config(n_layer=1, n_ctx=2, vocab_size=3)
-    save_file(hugging_face_tensors(config), tmp_path / "weights.safetensors")
+    write_sparse(tmp_path / "weights.safetensors", shapes(sizes_of(config)))
     index = {"weight_map": {"a": "weights.safetensors", "b": "part.safetensors"}}
     (tmp_path / "index.json").write_text(json.dumps(index))
     opened = {"config.json": "weights.safetensors", "part.safetensors": "index.json"}
@@ -562,19 +448,6 @@ def test_a_name_that_is_not_a_file_is_not_absent(tmp_path: Path, name: str) -> N
         refused(special, f"{special}: expected a file, found a named pipe")
 
 
-def test_a_config_without_read_permission(directory: Path) -> None:
-    (directory / "config.json").chmod(0)
-    if os.access(directory / "config.json", os.R_OK):
-        pytest.skip("this user may read everything")
-    refused(directory, "config.json: cannot be read: Permission denied")
-
-
-def test_a_config_that_is_too_long(directory: Path) -> None:
-    with (directory / "config.json").open("r+b") as stream:
-        stream.truncate(2**40)
-    refused(directory, "config.json: expected at most 100,000,000 bytes, got 1,099,511,627,776")
-
-
 def test_the_documentation_lists_the_limits_and_the_names() -> None:
     text = (
         Path(__file__).parent.parent.joinpath("docs", "checkpoints.md").read_text(encoding="utf-8")
@@ -587,79 +460,20 @@ def test_the_documentation_lists_the_limits_and_the_names() -> None:
         assert f"`{names[1]}`" in rows[names[0]]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "null", "3", '"x"', ""])
-def test_a_config_that_is_not_an_object(directory: Path, text: str) -> None:
-    (directory / "config.json").write_text(text)
-    refused(directory, "config.json")
-
-
-def test_a_width_of_no_gpt2_size_needs_a_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
+def test_a_config_that_cannot_be_read(directory: Path) -> None:
+    config = directory / "config.json"
+    for text in ("{", "[]", "null", "3", '"x"', "", "[" * 100_000):
+        config.write_text(text)
+        refused(directory, "config.json")
+    with config.open("r+b") as stream:
+        stream.truncate(2**40)
+    refused(directory, "config.json: expected at most 100,000,000 bytes, got 1,099,511,627,776")
+    config.write_text("{}")
+    config.chmod(0)
+    if not os.access(config, os.R_OK):  # root may read everything
+        refused(directory, "config.json: cannot be read: Permission denied")
+    config.unlink()
     refused(directory, "expected config.json next to it", "width 48 is not that of a GPT-2 size")
-
-
-def opens_or_is_refused(folder: Path) -> None:
-    """Expect a checkpoint whose tensors can all be read, or a CheckpointError."""
-    try:
-        checkpoint = Checkpoint.open(folder)
-    except CheckpointError:
-        return
-    assert len(list(checkpoint.tensors())) == 28
-
-
-@given(at=st.floats(0, 1), damage=st.binary(min_size=1, max_size=12), in_header=st.booleans())
-def test_damaged_anywhere(reused: Path, at: float, damage: bytes, in_header: bool) -> None:
-    file = write_weights(reused, hugging_face_tensors(SMALL))
-    write_config(reused)
-    content = file.read_bytes()
-    length = 8 + int.from_bytes(content[:8], "little")
-    offset = int(at * (length if in_header else len(content)))
-    file.write_bytes(content[:offset] + damage + content[offset + len(damage) :])
-    opens_or_is_refused(reused)
-
-
-WRONG_VALUES: list[Any] = [
-    None, "F16", "F4", 7, -1, [], [0, 0], [48], [-48], [2**62, 4], [0, 2**63], {}, "x", [[]]
-]  # fmt: skip
-
-
-@given(
-    changes=st.dictionaries(
-        st.sampled_from(["dtype", "shape", "data_offsets"]),
-        st.sampled_from(WRONG_VALUES),
-        min_size=1,
-    ),
-    tensor=st.sampled_from(["wte.weight", "ln_f.bias", "h.0.attn.bias", "__metadata__"]),
-)
-def test_forged_headers(reused: Path, changes: dict[str, Any], tensor: str) -> None:
-    file = reused / "model.safetensors"
-    save_file(hugging_face_tensors(SMALL), file, {"format": "pt"})
-    write_config(reused)
-    content = file.read_bytes()
-    length = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:length])
-    header[tensor] = {**header[tensor], **changes}
-    forged = json.dumps(header).encode()
-    file.write_bytes(len(forged).to_bytes(8, "little") + forged + content[length:])
-    opens_or_is_refused(reused)
-
-
-@given(
-    config=st.dictionaries(
-        st.sampled_from([
-            *CONFIG, "n_ctx", "num_attention_heads", "num_hidden_layers", "hidden_size",
-            "max_position_embeddings", "n_inner", "activation_function", "layer_norm_epsilon",
-            "scale_attn_weights", "add_cross_attention", "quantization_config", "x",
-        ]),
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-        | st.sampled_from([2, 3, 11, 48, 192, "gpt2", "gelu_new", [], {}, [[1]], 10**30, 10**400,
-                           nested(900)]),
-    )
-)  # fmt: skip
-def test_random_configs(reused: Path, config: dict[str, Any]) -> None:
-    write_weights(reused, hugging_face_tensors(SMALL))
-    write_config(reused, **config)
-    opens_or_is_refused(reused)
 
 
 MEASURE = """
@@ -668,27 +482,29 @@ from gpt2block import GPT2
 def memory(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return 1024 * int(line.split()[1])
-GPT2.from_pretrained(device="cpu", dtype=sys.argv[2])  # a small model, for all imports
-open("/proc/self/clear_refs", "w").write("5")
-before = memory("VmRSS")
-model = GPT2.from_pretrained(sys.argv[1], device="cpu", dtype=sys.argv[2])
-print(memory("VmHWM") - before, model.nbytes)
+for dtype in ("float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"):
+    GPT2.from_pretrained(device="cpu", dtype=dtype)  # a small model, for all imports
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    model = GPT2.from_pretrained(sys.argv[1], device="cpu", dtype=dtype)
+    print(dtype, memory("VmHWM") - before, model.nbytes)
+    del model
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("requested", ["float32", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
-def test_peak_memory(tmp_path: Path, stored: str, requested: str) -> None:
+def test_peak_memory(tmp_path: Path, stored: str) -> None:
     """At most 1.2 times the file or the weights in the requested dtype, plus one tensor."""
     config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=30_000)
     save_pretrained(tmp_path, GPT2Weights.random(0, config), stored)
     checkpoint = Checkpoint.open(tmp_path)
     largest = checkpoint.stored["wte"].nbytes
-    run = [sys.executable, "-c", MEASURE, str(tmp_path), requested]
+    run = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
-    peak, kept = map(int, done.stdout.split())
     file = checkpoint.file.stat().st_size
-    assert max(file, kept) > 55e6
-    assert peak <= 1.2 * max(file, kept) + largest, f"{peak:,} for {file:,} and {kept:,}"
-    print(f"peak {peak / max(file, kept):.2f}")
+    for line in done.stdout.splitlines():
+        dtype, *numbers = line.split()
+        peak, kept = map(int, numbers)
+        assert max(file, kept) > 55e6
+        assert peak <= 1.2 * max(file, kept) + largest, f"{dtype}: {peak:,} for {file:,}, {kept:,}"

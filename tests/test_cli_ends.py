@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from gpt2block import cli, doctor
+from gpt2block import doctor
+from tests.command_line import Ended, gpt2block
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
@@ -41,73 +42,68 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="streams and signals as 
 
 @functools.cache
 def usual_exit_code(name: str) -> int:
-    return shell('"$@"', COMMANDS[name], stdin=subprocess.DEVNULL).returncode
+    return int(shell('"$@"', COMMANDS[name], stdin=subprocess.DEVNULL).code)
 
 
-def shell(line: str, arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+def shell(line: str, arguments: list[str], **options: Any) -> Ended:
     """The command as "$@" in a line for the shell."""
-    return subprocess.run(
+    done = subprocess.run(
         ["bash", "-c", line, "bash", sys.executable, "-m", "gpt2block", *arguments],
         capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT, **options,
     )  # fmt: skip
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-@pytest.mark.parametrize("name", WRITING)
-def test_a_full_disk_is_one_line(name: str) -> None:
-    done = shell('"$@" > /dev/full', COMMANDS[name])
-    assert done.returncode == 1
-    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_a_closed_standard_output_is_one_line(name: str) -> None:
-    done = shell('"$@" >&-', COMMANDS[name])
-    assert done.returncode == 1
-    assert done.stderr == "error: cannot write to standard output: Bad file descriptor\n"
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [(">&-", "Bad file descriptor"), ("> /dev/full", "No space left on device")],
+)
+def test_output_that_cannot_be_written_is_one_line(name: str, target: str, reason: str) -> None:
+    if target == "> /dev/full" and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    done = shell(f'"$@" {target}', COMMANDS[name])
+    assert (done.code, done.err) == (1, f"error: cannot write to standard output: {reason}\n")
 
 
 @pytest.mark.parametrize("name", ["generate", "info", "kernels", "help"])
 def test_a_closed_pipe_is_quiet(name: str) -> None:
     """The reader is gone before anything is written."""
     done = shell('{ sleep 0.1; "$@"; echo $? >&2; } | true', COMMANDS[name])
-    assert done.stderr.splitlines()[-1] == "141"
-    assert len(done.stderr.splitlines()) == 1
+    assert done.err.splitlines()[-1] == "141"
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_closed_input_and_a_closed_standard_error_change_nothing(name: str) -> None:
     done = shell('"$@" <&- 2>&-', COMMANDS[name])
-    assert (done.returncode, done.stderr) == (usual_exit_code(name), "")
-    assert bool(done.stdout) == (name != "bench")
+    assert (done.code, done.err) == (usual_exit_code(name), "")
+    assert bool(done.out) == (name != "bench")
 
 
 @pytest.mark.parametrize("name", WRITING)
 def test_all_streams_closed(name: str) -> None:
-    assert shell('"$@" <&- >&- 2>&-', COMMANDS[name]).returncode == 1
+    assert shell('"$@" <&- >&- 2>&-', COMMANDS[name]).code == 1
 
 
 def test_standard_error_that_is_full_is_ignored() -> None:
     done = shell('"$@" 2> /dev/full', COMMANDS["generate"])
-    assert (done.returncode, done.stdout[:4]) == (0, "KING")
+    assert (done.code, done.out[:4]) == (0, "KING")
 
 
 @pytest.mark.parametrize("arguments", [["generate", "-"], ["score", "-"], ["generate"]])
 def test_standard_input_that_is_closed_is_empty(arguments: list[str]) -> None:
     done = shell('"$@" <&-', [*arguments, "--device", "cpu"])
     if arguments == ["generate"]:
-        assert done.returncode == 0
-        assert done.stdout.startswith("JULIET:")
+        assert done.code == 0
+        assert done.out.startswith("JULIET:")
     else:
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+        assert done.error
 
 
 def test_standard_input_that_only_writes(tmp_path: Path) -> None:
     done = shell(f'"$@" 0> {tmp_path}/file', ["generate", "-"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: stdin: cannot be read: ")
+    assert done.error.startswith("stdin: cannot be read: ")
 
 
 def test_a_file_is_never_opened_as_standard_output(tmp_path: Path) -> None:
@@ -123,8 +119,8 @@ def test_a_deleted_working_directory(name: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     done = shell(f'cd {gone}; rmdir {gone}; "$@"', COMMANDS[name])
-    assert "Traceback" not in done.stderr
-    assert done.returncode == usual_exit_code(name)
+    assert "Traceback" not in done.err
+    assert done.code == usual_exit_code(name)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +133,7 @@ def test_a_relative_path_in_a_deleted_working_directory(
 ) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    done = shell(f'cd {gone}; rmdir {gone}; "$@"', arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    assert shell(f'cd {gone}; rmdir {gone}; "$@"', arguments).error
 
 
 @pytest.mark.parametrize(
@@ -157,39 +150,27 @@ def test_a_relative_path_in_a_deleted_working_directory(
         ["kernels", "softmax", "--plot", "~nosuchuser/chart.png"],
     ],
 )
-def test_an_unknown_user_is_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    err = capsys.readouterr().err
-    assert end.value.code == 2
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "~nosuchuser" in err
+def test_an_unknown_user_is_one_line(arguments: list[str]) -> None:
+    assert "~nosuchuser" in gpt2block(*arguments).error
 
 
 @pytest.mark.parametrize("arguments", [["score"], ["score", "--tokens"], ["score", "--text"]])
 @pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
 def test_what_is_no_regular_file_is_refused(
-    kind: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, arguments: list[str], tmp_path: Path
 ) -> None:
     path = {"fifo": tmp_path / "fifo", "zero": Path("/dev/zero"), "folder": tmp_path}[kind]
     if kind == "fifo":
         os.mkfifo(path)
-    with pytest.raises(SystemExit) as end:
-        cli.main([*arguments, str(path)])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: expected a regular file")
+    assert gpt2block(*arguments, path).error.startswith(f"{path}: expected a regular file")
 
 
 @pytest.mark.parametrize(
     ("arguments", "most"), [(["score", "-"], 256), (["generate", "-"], 16), (["generate"], 16)]
 )
 def test_a_text_without_end_is_refused(arguments: list[str], most: int) -> None:
-    done = shell('"$@" < /dev/zero', arguments)
-    assert done.returncode == 2
-    assert done.stderr == f"error: stdin: expected at most {most} MiB of text, got more\n"
+    said = shell('"$@" < /dev/zero', arguments).error
+    assert said == f"stdin: expected at most {most} MiB of text, got more"
 
 
 # Ctrl-C

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpt2block import cli, doctor, emulator
+from gpt2block import doctor, emulator
 from gpt2block.bench import Ceilings, Measurement
 from gpt2block.cli import mine as cli_mine
 from gpt2block.cli.mine import placed
@@ -16,6 +14,7 @@ from gpt2block.mine import on_gpu
 from gpt2block.mine.finding import Finding
 from gpt2block.mine.templates import template
 from gpt2block.ops.registry import find
+from tests.command_line import Ended, gpt2block
 
 NO_GPU = "no driver today"
 on_emulator = pytest.mark.skipif(
@@ -23,18 +22,8 @@ on_emulator = pytest.mark.skipif(
 )
 
 
-class Ended:
-    """Exit code and output of a command."""
-
-    def __init__(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as end:
-            cli.main(["kernels", *arguments])
-        self.code = end.value.code
-        self.out, self.err = capsys.readouterr()
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
+def kernels(*arguments: object) -> Ended:
+    return gpt2block("kernels", *arguments)
 
 
 @pytest.fixture
@@ -51,36 +40,33 @@ def my_softmax(tmp_path: Path) -> Path:
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_the_emulator_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = Ended(["softmax", "--variant", "three_pass", "--shape", "T=5"], capsys)
+def test_without_a_gpu_the_emulator_runs() -> None:
+    ended = kernels("softmax", "--variant", "three_pass", "--shape", "T=5")
     assert ended.code == 0
     assert ended.err == f"note: running on the CPU: {NO_GPU}\n"
     assert "reduced sizes: B=1 NH=1 T=5 (on a GPU B=2 NH=12 T=1024)" in ended.out
     assert "three_pass" in ended.out
     assert "No times" in ended.out
-    ended = Ended(["softmax", "--variant", "1", "--json"], capsys)
-    assert ended.code == 2  # a variant has a name
+    assert "unknown --variant '1'" in kernels("softmax", "--variant", "1", "--json").error
 
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_what_the_emulator_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = Ended(["gemm", "--variant", "hopper"], capsys)
+def test_what_the_emulator_cannot_run_is_one_line() -> None:
+    ended = kernels("gemm", "--variant", "hopper")
     assert ended.code == 1
     line = "not run: hopper: wgmma and TMA, instructions of sm_90a, are not emulated"
     assert line in ended.out.splitlines()
-    found = Ended(["gemm", "--variant", "hopper", "--json", "--device", "cpu"], capsys).json
+    found = kernels("gemm", "--variant", "hopper", "--json", "--device", "cpu").json
     assert (found["rows"], found["device"], found["note"]) == ([], "cpu", None)
     assert found["skipped"] == [line.removeprefix("not run: ")]
 
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_a_wrong_variant_on_the_emulator(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_variant_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt2block.bench.measure.tolerance", lambda dtype: 0.0)
-    ended = Ended(["softmax", "--variant", "three_pass", "--shape", "T=5"], capsys)
+    ended = kernels("softmax", "--variant", "three_pass", "--shape", "T=5")
     assert ended.code == 1
     assert "WRONG" in ended.out
 
@@ -90,45 +76,39 @@ def test_a_wrong_variant_on_the_emulator(
     "options",
     [["--device", "cuda"], ["--sweep"], ["--plot", "a.png"], ["--device", "cuda", "--json"]],
 )
-def test_what_needs_a_gpu_says_so(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    ended = Ended(["softmax", *options], capsys)
+def test_what_needs_a_gpu_says_so(options: list[str]) -> None:
+    ended = kernels("softmax", *options)
     assert ended.code == 1
+    why = f"softmax: no kernel was run: {NO_GPU}: this needs a GPU, and {doctor.ADVICE}"
     if "--json" in options:
-        assert ended.json["run"] is False
+        assert ended.json == {"run": False, "why": why}
     else:
-        assert ended.err.startswith(
-            f"error: softmax: no kernel was run: {NO_GPU}: this needs a GPU"
-        )
+        assert (ended.out, ended.err) == ("", f"error: {why}\n")
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_gpu_and_compiler_one_line_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(emulator, "missing", lambda: "g++ is not installed")
-    ended = Ended(["softmax"], capsys)
+    ended = kernels("softmax")
     assert ended.code == 1
     assert ended.err.count("\n") == 1
     assert NO_GPU in ended.err
     assert "apt install g++" in ended.err
-    ended = Ended(["softmax", "--device", "cpu"], capsys)
-    assert ended.code == 2
-    assert ended.err.startswith(
-        "error: --device cpu compiles kernels with g++, but g++ is not inst"
-    )
+    said = kernels("softmax", "--device", "cpu").error
+    assert said.startswith("--device cpu compiles kernels with g++, but g++ is not inst")
 
 
 @on_emulator
 @pytest.mark.usefixtures("no_gpu")
-def test_a_users_kernel_on_the_emulator(
-    my_softmax: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = Ended(["softmax", "--mine", str(my_softmax), "--block", "32"], capsys)
+def test_a_users_kernel_on_the_emulator(my_softmax: Path) -> None:
+    ended = kernels("softmax", "--mine", my_softmax, "--block", "32")
     assert ended.code == 0
     assert "softmax: my_softmax of my.cu, on the CPU, by an emulator of CUDA" in ended.out
     assert "Right in forward, reverse and shuffled thread order." in ended.out
     assert "Sizes are reduced here: a GPU times B=2, NH=12, T=1024." in ended.out
-    found = Ended(["softmax", "--mine", str(my_softmax), "--shape", "T=3", "--json"], capsys).json
+    found = kernels("softmax", "--mine", my_softmax, "--shape", "T=3", "--json").json
     (row,) = found["checked"]
     assert row["sizes"] == {"B": 1, "NH": 1, "T": 3}
     assert (row["grid"], row["block"], row["shared"]) == ([1], [64], 0)
@@ -136,19 +116,17 @@ def test_a_users_kernel_on_the_emulator(
 
 
 @on_emulator
-def test_a_wrong_kernel_shows_its_line(
-    my_softmax: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_kernel_shows_its_line(my_softmax: Path) -> None:
     text = my_softmax.read_text(encoding="utf-8").replace("i = 1; i < n", "i = 1; i <= n")
     my_softmax.write_text(text, encoding="utf-8")
-    ended = Ended(["softmax", "--mine", str(my_softmax), "--device", "cpu"], capsys)
+    ended = kernels("softmax", "--mine", my_softmax, "--device", "cpu")
     assert ended.code == 1
     lines = ended.out.splitlines()
     number = 1 + next(i for i, line in enumerate(text.splitlines()) if "i <= n" in line)
     assert lines[1] == f"my.cu:{number}: reads out of bounds: byte 300 of x, which has 300 bytes"
     assert lines[2] == f"{number:>5} | {text.splitlines()[number - 1]}"
     assert lines[3].startswith("in block (0, 0, 0), thread (14, 0, 0), at B=1, NH=3, T=5")
-    found = Ended(["softmax", "--mine", str(my_softmax), "--device", "cpu", "--json"], capsys)
+    found = kernels("softmax", "--mine", my_softmax, "--device", "cpu", "--json")
     assert found.code == 1
     assert found.json["problem"]["lines"] == [number]
 
@@ -166,20 +144,13 @@ def test_a_wrong_kernel_shows_its_line(
         (["sample_token", "--template"], "sample_token has no template: expected one of add"),
     ],
 )
-def test_options_that_do_not_fit(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = Ended(arguments, capsys)
-    assert ended.code == 2
-    assert said in ended.err
-    assert ended.err.count("\n") == 1
+def test_options_that_do_not_fit(arguments: list[str], said: str) -> None:
+    assert said in kernels(*arguments).error
 
 
-def test_a_template_and_a_source_are_printed_as_they_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert Ended(["softmax", "--template"], capsys).out == template(find("softmax"))
-    printed = Ended(["softmax", "--source", "2"], capsys).out
+def test_a_template_and_a_source_are_printed_as_they_are() -> None:
+    assert kernels("softmax", "--template").out == template(find("softmax"))
+    printed = kernels("softmax", "--source", "2").out
     assert "softmax_forward_kernel2(" in printed
     assert 'extern "C" __global__ void softmax_forward_kernel1(' not in printed
     assert "\x1b" not in printed
@@ -220,30 +191,30 @@ def test_the_place_in_the_race_is_said() -> None:
 
 
 def test_a_race_is_a_table_with_the_users_row(
-    my_softmax: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    my_softmax: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "cuda_problem", lambda: None)
     raced = on_gpu.Raced(
         [row("1", 4.0), row("mine", 2.0)], [], Ceilings(4000.0, {"float32": 50.0, "float16": 9.0})
     )
     monkeypatch.setattr(on_gpu, "run", lambda job: iter([raced]))
-    ended = Ended(["softmax", "--mine", str(my_softmax)], capsys)
+    ended = kernels("softmax", "--mine", my_softmax)
     assert ended.code == 0
     assert "Your kernel is number 1 of 2" in ended.out
     assert "mine" in ended.out
-    found = Ended(["softmax", "--mine", str(my_softmax), "--json"], capsys).json
+    found = kernels("softmax", "--mine", my_softmax, "--json").json
     assert [each["variant"] for each in found["rows"]] == ["1", "mine"]
     hang = Finding("my_softmax still runs after 20 s, and was ended", at="during the check")
     monkeypatch.setattr(on_gpu, "run", lambda job: iter([hang]))
-    ended = Ended(["softmax", "--mine", str(my_softmax)], capsys)
+    ended = kernels("softmax", "--mine", my_softmax)
     assert ended.code == 1
     assert "my.cu: my_softmax still runs after 20 s, and was ended\nduring the check" in ended.out
 
 
 @pytest.mark.gpu
-def test_a_users_kernel_on_the_gpu(my_softmax: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_kernel_on_the_gpu(my_softmax: Path) -> None:
     shape = ["--shape", "B=1,NH=1,T=64"]
-    ended = Ended(["softmax", "--mine", str(my_softmax), *shape, "--json"], capsys)
+    ended = kernels("softmax", "--mine", my_softmax, *shape, "--json")
     assert ended.code == 0
     names = [each["variant"] for each in ended.json["rows"]]
     assert names == [*(each.name for each in find("softmax").variants), "mine"]

@@ -30,7 +30,7 @@ from tests.gpus import large_memory
 
 pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
 from gpt2block.array_checks import FLOATS
-from gpt2block.run import program
+from gpt2block.run import recording
 from gpt2block.run.cuda_block import MAX_CALLS, MAX_SHAPES, CudaEngine
 
 pytestmark = pytest.mark.gpu
@@ -119,13 +119,13 @@ def test_the_second_call_captures_a_graph_and_the_third_replays_it(
     cp: ModuleType, gpt2: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures: list[int] = []
-    capture = program.capture
+    capture = recording.capture
 
     def spy(launches: tuple[kernels.Launch, ...], stream: Any, overlapping: bool) -> Any:
         captures.append(len(launches))
         return capture(launches, stream, overlapping)
 
-    monkeypatch.setattr(program, "capture", spy)
+    monkeypatch.setattr(recording, "capture", spy)
     x, out = cp.asarray(random_input(0, (30, 768))), cp.empty((30, 768), "float32")
     block = Block(gpt2, device="cuda")
     for calls, expected in ((1, []), (2, [10]), (3, [10])):
@@ -411,7 +411,7 @@ def test_trace_and_compare(cp: ModuleType, gpt2: BlockWeights) -> None:
     block = Block(gpt2, causal=True, device="cuda")
     x = random_input(0, (2, 30, 768))
     trace = block.trace(x)
-    assert list(trace) == list(block.plan.names)
+    assert list(trace) == [step.name for step in block.steps]
     np.testing.assert_array_equal(trace["output"], block(x))
     assert isinstance(block.trace(cp.asarray(x))["gelu"], cp.ndarray)
     rows = block.compare(x)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.run import cuda_decoding
-from gpt2block.run.cuda_caches import PROGRAMS
-from gpt2block.run.model import Ids, Start, rounded_up, start_all
+from gpt2block.run.model import Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -57,7 +57,7 @@ def test_any_number_of_slots(device: str, rows: int) -> None:
     m = model(device)
     prompts = random_prompts([1 + 5 * b % 24 for b in range(64)])
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 1, "stop_ids": [2, 10]}
-    options["temperature"] = 0.1
+    options |= {"temperature": 0.1, "repetition_penalty": 1.1}
     alone = [m.generate(prompt, **options) for prompt in prompts]
     assert {found.finish_reason for found in alone} == {"stop", "length", "context"}
     together = m.generate(prompts, rows_at_once=rows, **options)
@@ -124,15 +124,17 @@ def test_sequences_come_and_go(device: str) -> None:
 def test_a_step_whose_sequences_were_all_stopped(device: str) -> None:
     """It gives no result: that of a sequence that started later comes next, or there is none."""
     with nullcontext() if device == "cpu" else running_on(device):
-        m, ids = model("cpu" if device == "cpu" else "cuda"), random_prompts([3])[0]
+        m, (ids, others) = model("cpu" if device == "cpu" else "cuda"), random_prompts([3, 3])
+        expected = [m.generate(p, max_new_tokens=2, temperature=0) for p in (ids, others)]
         decoding, greedy = m.engine.decode(2, 24), Sampling(temperature=0)
         decoding.start([Start(0, ids, greedy, 9)])
         first = decoding.next()
         decoding.stop(np.array([0], np.int32))
-        decoding.start([Start(1, ids, greedy, 9)])
-        second = decoding.next()
-        assert (first.slots.tolist(), second.slots.tolist()) == ([0], [1])
-        assert first.tokens == second.tokens
+        decoding.start([Start(1, others, greedy, 9)])
+        second, third = decoding.next(), decoding.next()
+        assert [step.slots.tolist() for step in (first, second, third)] == [[0], [1], [1]]
+        assert int(first.tokens[0]) == expected[0].tokens[0]
+        assert (int(second.tokens[0]), int(third.tokens[0])) == expected[1].tokens
         decoding.stop(np.array([1], np.int32))
         with pytest.raises(RuntimeError, match="expected a sequence in at least one slot"):
             decoding.next()
@@ -275,33 +277,17 @@ def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_activations_for_which_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later prompt allocates all of them, whichever could not be."""
+    """A later prompt allocates them; results are those of a model that had the memory."""
+    prompt = list(range(9))
     with running_on("forward"):
-        engine: Any = model("cuda").engine
-        zeros, missing = cuda.cupy.zeros, cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
-        names = set(engine.activations(1)[1])
-        for number in range(len(names) + 1):
-            calls, rows = itertools.count(), 2 << number
-
-            def allocate(*args: Any, calls: Any = calls, number: int = number) -> Any:
-                if next(calls) == number:
-                    raise missing
-                return zeros(*args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(cuda.cupy, "zeros", allocate)
-                with pytest.raises(MemoryError):
-                    engine.activations(rows)
-            stream, others = engine.activations(rows)
-            assert set(others) == names
-            assert {len(stream), *map(len, others.values())} == {rows}
-
-
-def test_the_rows_of_all_steps() -> None:
-    """The estimate of a slot's memory counts no fewer rows of activations than steps have."""
-    for slots in (*range(1, 70), 100, 255, 384, 512):
-        rows = {min(rounded_up(n, 2), slots) for n in range(1, slots + 1)}
-        assert sum(rows) <= PROGRAMS * slots
+        m, other = model("cuda"), model("cuda")
+        m([1])
+        missing = cuda.cupy.cuda.memory.OutOfMemoryError(1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpt2block.run.recording.Arena", Mock(side_effect=missing))
+            with pytest.raises(MemoryError):
+                m(prompt)
+        np.testing.assert_array_equal(m(prompt), other(prompt))
 
 
 def test_slots_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing.vocabularies import added_token
 
 from gpt2block import GPT2, CheckpointError, GPT2Weights
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.cli import main
 from gpt2block.config import GPT2Config
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, TokenizersEncoding
 from gpt2block.text.generation import generate
+from tests.command_line import gpt2block, printed
 from tests.markov import MarkovEngine, cycle
-from tests.test_tokenizer import added_token, small_json, small_pair
+from tests.tokenizer_files import small_json, small_pair
 
-SPECIAL = [added_token("<|endoftext|>", 258, True), added_token("</s>", 259, True)]
+SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
 
 
 def by_tiktoken(folder: Path) -> Encoding:
@@ -171,24 +172,17 @@ def test_a_damaged_generation_config(tmp_path: Path, generation: str, message: s
     assert message in str(caught.value)
 
 
-def test_info_shows_the_generation_config(tmp_path: Path, capsys: Any) -> None:
+def test_info_shows_the_generation_config(tmp_path: Path) -> None:
     suggested = {"temperature": 0.6, "top_k": 20, "do_sample": True, "repetition_penalty": 1.1}
     folder = model(tmp_path, 7, {"eos_token_id": [9, 8], "transformers_version": "5"} | suggested)
-
-    def info(*options: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            main(["info", str(folder), *options])
-        assert end.value.code == 0
-        return str(capsys.readouterr().out)
-
-    found = json.loads(info("--json"))
+    found = gpt2block("info", folder, "--json").json
     assert found["config"]["eos_token_ids"] == [9, 8]
     assert suggested.items() <= found["generation_config"].items()
-    shown = " ".join(info().split())
+    shown = " ".join(printed("info", folder).split())
     assert "end tokens 9, 8" in shown
     assert (
         "suggested temperature 0.6, top_k 20, do_sample true, repetition_penalty 1.1; not applied"
         in shown
     )
     (folder / "generation_config.json").unlink()
-    assert "suggested" not in info()
+    assert "suggested" not in printed("info", folder)

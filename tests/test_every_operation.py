@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from gpt2block import InputError, WeightMatrix, emulator, ops
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy
+from gpt2block.emulator import stand_in
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
 from tests import devices
@@ -133,3 +135,12 @@ def test_inputs_that_do_not_fit_are_refused(operation: Operation, device: Any) -
             here.bind((first, *others), **{**here.attrs, "variant": "nothing"})
     with pytest.raises(InputError, match="CuPy array"):
         getattr(ops, operation.name)(*host, **here.attrs)
+
+
+def test_an_array_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that says so, as a machine rarely has two GPUs."""
+    with devices.running_on("forward") as device:
+        x = device.zeros((2, 4), "float32")
+        monkeypatch.setattr(stand_in.ndarray, "device", SimpleNamespace(id=7))
+        with pytest.raises(InputError, match=r"x: .* it is on device 7: use"):
+            ops.gelu(x)

@@ -122,7 +122,8 @@ def test_memory_ends_in_a_model(cp: ModuleType, dtype: str, name: str) -> None:
         return GPT2(weights, device="cuda", dtype=dtype)
 
     expected = CALLS[name](make())
-    assert fail_each_allocation(cp, make, CALLS[name], same_as(expected)) > 2
+    failed = fail_each_allocation(cp, make, CALLS[name], same_as(expected))
+    assert failed >= 2  # the arena, and arrays of the call
 
 
 def test_memory_ends_while_a_model_is_made(cp: ModuleType) -> None:
@@ -156,9 +157,9 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, cp: ModuleType) 
     expected = Block(weights, device="cuda", kernels="skeleton")(x)
     block = Block(weights, device="cuda", kernels="skeleton")
     kernels._function.cache_clear()
-    requests._modules.clear()
+    requests._kernels.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "program", lambda file, defines: f"no CUDA, {file} {defines}")
+        patch.setattr(kernels, "program", lambda *args: f"no CUDA, {args}")
         for _ in range(2):
             with pytest.raises(KernelError, match="does not compile"):
                 block(x)

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
+from gpt2block.ops.call import Call
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.ops.to_fp8 import ABSMAX_FILE, FILE, OPERATION, Job
-from gpt2block.ops.to_fp8 import absmax as to_fp8_absmax
-from gpt2block.weights.matrix import SMALLEST
+from gpt2block.ops.to_fp8 import OPERATION
+from gpt2block.weights.conversions import ABSMAX_FILE, FP8_BLOCK, FP8_FILE
+from gpt2block.weights.matrix import SMALLEST, _absmax
 from tests.devices import GPU, in_every_order, moved, on_every_backend, outputs, running_on
 from tests.launches import geometry_of, stub
 
@@ -210,13 +211,13 @@ def test_narrow_loads(where: str, offset: int) -> None:
 
 def absmax(where: str, w: Array, layout: str) -> Array:
     if where == "numpy":
-        most = np.abs(w.astype(np.float32)).max(axis=layout.index("K"))
+        most = _absmax(w, layout)
         most[~np.isfinite(most)] = np.inf
-        return np.asarray(most)
+        return most
     with running_on(where):
-        results = [to_fp8_absmax(cp.asarray(w), layout).get() for _ in range(1 + (where == "gpu"))]
+        results = [_absmax(cp.asarray(w), layout) for _ in range(1 + (where == "gpu"))]
     np.testing.assert_array_equal(results[0], results[-1])
-    return np.asarray(results[0])
+    return results[0]
 
 
 @on_every_backend
@@ -246,9 +247,11 @@ def test_largest_magnitudes(where: str, layout: str, dtype: str, shape: tuple[in
 def test_no_spills(layout: str | None, dtype: str) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     x, scale = stub(dtype, (4096, 4096)), layout and stub()
-    job = Job(x, scale, stub("uint8"), E4M3, True, layout or "KN", None)
-    how = geometry_of(OPERATION.variant("vectors"), job)
-    log = kernels.compile_for(FILE, "sm_90", how.defines).log
+    options = {"format": E4M3, "saturate": True, "layout": layout or "KN", "block": FP8_BLOCK}
+    how = geometry_of(
+        OPERATION.variant("vectors"), Call(x=x, scale=scale, out=stub("uint8"), **options)
+    )
+    log = kernels.compile_for(FP8_FILE, "sm_90", how.defines).log
     log += kernels.compile_for(ABSMAX_FILE, "sm_90", kernels.stored_as(dtype)).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == 3
@@ -310,6 +313,18 @@ def test_quantize(where: str, layout: str, source: str, dtype: str) -> None:
     assert dequantized.shape == (12, 8)
     assert dequantized.dtype == np.float32
     np.testing.assert_array_equal(dequantized, expected)
+
+
+@in_every_layout
+def test_parts_of_a_matrix_on_the_host(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row or column has its own scale in all of them."""
+    w = weights() * np.arange(1, 25, dtype=np.float32)
+    stored = w if layout == "KN" else np.ascontiguousarray(w.T)
+    whole = WeightMatrix.quantize(stored, E4M3, layout)
+    monkeypatch.setattr("gpt2block.weights.matrix.AT_ONCE", 100)
+    parts = WeightMatrix.quantize(stored, E4M3, layout)
+    np.testing.assert_array_equal(parts.scale, whole.scale)
+    np.testing.assert_array_equal(parts.data, whole.data)
 
 
 @on_numpy_and_gpu
@@ -405,6 +420,7 @@ def test_what_does_not_fit_together_is_refused(where: str) -> None:
         (w, {"dtype": "int4"}, "unknown weight dtype 'int4'"),
         (w, {"layout": "NK"}, r"scale: expected float32 \(40,\), .* got float32 \(24,\)"),
         (w, {"scale": w.scale.astype("float16")}, r"scale: expected float32 \(24,\)"),
+        (w, {"scale": w.scale[:, None]}, r"scale: .* \(24,\), .* got float32 \(24, 1\)"),
         (w, {"scale": 0.5}, "scale: expected a .* array, as the weights are one, got float"),
         (w, {"scale": zero}, r"scale: expected positive normal numbers, got 0\.0 at 4"),
         (w, {"scale": subnormal}, r"scale: expected positive normal numbers, got 1.* at 5"),
@@ -433,6 +449,7 @@ def test_times_a_power_of_two_changes_the_scales_only(where: str) -> None:
 def test_bytes_that_are_no_numbers_are_refused(where: str, dtype: str, byte: int) -> None:
     good = np.arange(6, dtype=np.uint8).reshape(2, 3)
     good[0] = reference.FP8_FORMATS[dtype].largest
+    good[1, 2] = 0x80 | good[0, 0]  # the same with a sign
     WeightMatrix(matrix(where, good), dtype)
     good[1, 1] = byte
     message = rf"1 of 6 weights, the first at \[1, 1\], are infinity or NaN in {dtype}"
@@ -499,7 +516,7 @@ def test_bad_input() -> None:
         ((x,), {"scale": scale[:47]}, r"scale: expected shape \(48,\), got \(47,\)"),
         ((x,), {"scale": scale, "layout": "NK"}, r"scale: expected shape \(3,\)"),
         ((x,), {"scale": scale, "layout": "kn"}, "layout 'kn': expected 'KN' or 'NK'"),
-        ((x[0],), {"scale": scale}, r"x: expected a matrix, as scale is given, got shape \(48,\)"),
+        ((x[0],), {"scale": scale}, r"x: expected shape \(K, N\), got \(48,\)"),
         ((x,), {"scale": scale.astype("float16")}, "scale: expected float32, got float16"),
         ((x,), {"out": x}, "out: expected uint8, got float32"),
         ((x,), {"variant": "fast"}, "unknown variant 'fast': expected one of element, vectors"),

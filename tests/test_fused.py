@@ -28,7 +28,6 @@ from gpt2block import (
     BlockWeights,
     GPT2Config,
     InputError,
-    TwoPartMatrix,
     cli,
     random_input,
     reference,
@@ -40,7 +39,7 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.bench import measure
 from gpt2block.block import fused_problem, rounded
 from gpt2block.cuda import kernels, overlap
-from gpt2block.run import NOTHING, program
+from gpt2block.run import recording
 from gpt2block.run.cuda_block import CudaEngine
 from tests.devices import running_on
 from tests.gpus import cupy_with
@@ -165,7 +164,7 @@ def test_what_auto_comes_to(weights: BlockWeights) -> None:
         ("bfloat16", "fused", "fused", 7),
     ):
         block = Block(weights, device="cpu", dtype=dtype, kernels=asked)
-        assert (block.kernels, len(block.plan.steps)) == (kind, steps)
+        assert (block.kernels, len(block.steps)) == (kind, steps)
 
 
 @in_16_bits
@@ -240,7 +239,7 @@ def test_a_graph_of_waiting_kernels_is_made_of_overlapping_launches(
     for overlapping in (False, True):
         early.clear()
         plain.clear()
-        assert program.capture(launches, Stream(), overlapping) == "graph"
+        assert recording.capture(launches, Stream(), overlapping) == "graph"
         assert (early if able and overlapping else plain) == launches
 
 
@@ -345,17 +344,13 @@ def gpt2() -> BlockWeights:
     return BlockWeights.random(0)
 
 
-def poison(block: Block, shape: tuple[int, ...]) -> None:
-    """NaN in every buffer of this shape, except scales that are fixed, so that gaps show."""
+def poison(block: Block) -> None:
+    """NaN in the memory of all activations, from the first call on, so that gaps show."""
     engine = block._engine
     assert isinstance(engine, CudaEngine)
-    for buffer in engine._workspace(shape, NOTHING).buffers.values():
-        if isinstance(buffer, TwoPartMatrix):
-            buffer.parts.fill(np.nan)
-            if buffer.one_scale is None:
-                buffer.scale.fill(np.nan)
-        else:
-            buffer.fill(np.nan)
+    arena = engine._recordings._arena
+    if arena is not None:
+        arena._memory.fill(0xFF)
 
 
 @pytest.mark.gpu
@@ -370,15 +365,15 @@ def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtyp
     block = Block(gpt2, causal=causal, device="cuda", dtype=dtype)
     assert block.kernels == "fused"
     on_device = cp.asarray(x)
-    poison(block, x.shape)
+    poison(block)
     out = cp.full(x.shape, np.nan, dtype)
     got = block(on_device, out=out).get()
     assert_as_accurate(got, truth, meaning)
     out.fill(np.nan)
     for _ in range(2):  # captures, replays
-        poison(block, x.shape)
+        poison(block)
         np.testing.assert_array_equal(block(on_device, out=out).get(), got)
-    poison(block, x.shape[1:])
+    poison(block)
     for b in range(3):
         assert_as_accurate(block(x[b]), truth[b], meaning[b])
 

@@ -22,7 +22,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block import block as block_module
-from gpt2block.block import split_problem
+from gpt2block.block import two_part_problem
 from tests import test_fused
 from tests.test_attention_mma import both_masks
 from tests.test_fused import SEVEN, poison
@@ -65,7 +65,7 @@ def test_weights_that_scales_cannot_follow_from(
     weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_module, "_capability", lambda device: 90)
-    assert split_problem(weights) is None
+    assert two_part_problem(weights) is None
     assert block_module._choose("auto", "float32", weights, 0) == "fused"
     for name, value, message in (
         ("w_proj", np.nan, "w_proj: expected finite weights, found infinity or NaN"),
@@ -104,7 +104,7 @@ def test_no_less_accurate_than_the_documents_kernels(
     on_device, out = cp.asarray(x), cp.empty(x.shape, "float32")
     found = []
     for _ in range(3):  # launches, captures, replays
-        poison(block, x.shape)
+        poison(block)
         out.fill(np.nan)
         found.append(block(on_device, out=out).get())
     np.testing.assert_array_equal(found[0], found[1])

@@ -13,9 +13,9 @@ from typing import Any
 import fuzz
 import numpy as np
 import pytest
-from fuzzing import NUMPY_AREAS, Area, Difference, Outcome, area, generator, refused_or
+from fuzzing import NUMPY_AREAS, Area, Difference, Outcome, area, generator, op_calls, refused_or
 
-from gpt2block import InputError
+from gpt2block import InputError, TwoPartMatrix, emulator
 
 TOOL = Path(__file__).parent.parent / "tools" / "fuzz.py"
 CALLS = 1500
@@ -40,6 +40,19 @@ def test_a_short_run_of_every_area_finds_nothing(tmp_path: Path) -> None:
     for tally in tallies:
         assert tally["calls"] == tally["right"] + tally["refused"]
         assert min(tally["right"], tally["refused"]) > 0  # every area has both kinds of cases
+
+
+@pytest.mark.parametrize("rule", op_calls.RULES, ids=lambda rule: rule.op)
+def test_drawn_calls_of_an_operation_are_valid(rule: op_calls.Rule) -> None:
+    with emulator.emulated():
+        calls = [op_calls.drawn_call(generator(0, rule.op, n), rule) for n in range(5)]
+        for call in calls:
+            host = {
+                name: value.joined() if isinstance(value, TwoPartMatrix) else value
+                for name, value in call.arrays.items()
+            }
+            with np.errstate(all="ignore"):
+                assert all(result.size for result in call.truth(host, call.options))
 
 
 def failing(case: Any) -> Area:

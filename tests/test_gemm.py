@@ -25,11 +25,11 @@ from gpt2block.emulator import ORDERS
 from gpt2block.ops import _gemm_mma
 from gpt2block.ops._gemm_mma import FILE, TILES, Tile, geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
-from tests.devices import running_on
+from tests.devices import one_order, running_on
 from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
@@ -120,7 +120,7 @@ class Problem:
                 )
                 out = residual if in_place else cupy.asarray(self.poisoned())
                 inputs = (a, WeightMatrix(w, c.storage, None, "NK"), bias, residual)
-                results.append(bind_gemm(inputs, out, gelu=c.gelu, variant=variant).run().get())
+                results.append(GEMM.bind(inputs, out, gelu=c.gelu, variant=variant).run().get())
         np.testing.assert_array_equal(results[0], results[-1])
         return results[0]
 
@@ -384,50 +384,30 @@ def test_the_function() -> None:
     assert ops.gemm(a, w).dtype == a.dtype
 
 
-@pytest.mark.gpu
-@on_the_gpu
+@one_order
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"variant": "wgmma"}, "unknown variant 'wgmma': expected one of mma, hopper"),
         ({"dtype": "float16"}, "dtype 'float16': expected bfloat16, as a has, or float32"),
         ({"a": ((4, 64), "float32")}, "a: expected bfloat16 or float16, got float32"),
-        ({"a": ((4, 72), "bfloat16")}, "w: expected K 72 to match a, got 64"),
         ({"a": ((4, 64), "float16")}, "w: expected float16, as a has, got bfloat16"),
         ({"w": ((64, 48), "bfloat16", "KN")}, "w: expected layout 'NK', .* got 'KN'"),
         ({"w": ((44, 64), "bfloat16", "NK")}, "K and N in multiples of 8, got K 64, N 44"),
-        ({"bias": ((47,), "float32")}, r"bias: expected shape \(48,\), got \(47,\)"),
-        ({"bias": ((48,), "bfloat16")}, "bias: expected float32, got bfloat16"),
-        ({"residual": ((4, 40), "bfloat16")}, r"residual: expected shape \(4, 48\)"),
-        ({"residual": ((4, 48), "float32")}, "residual: expected bfloat16, got float32"),
     ],
 )
-def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
-    def made(name: str) -> Any:
-        shape, dtype = change.pop(name)
-        return cupy.zeros(shape, dtype)
-
+def test_wrong_input_is_refused(device: Any, change: dict[str, Any], message: str) -> None:
     shape, dtype, layout = change.pop("w", ((48, 64), "bfloat16", "NK"))
     w = WeightMatrix(cupy.zeros(shape, dtype), dtype, None, layout)
-    a = made("a") if "a" in change else cupy.zeros((4, 64), "bfloat16")
-    bias = made("bias") if "bias" in change else None
-    residual = made("residual") if "residual" in change else None
+    a = cupy.zeros(*change.pop("a", ((4, 64), "bfloat16")))
     with pytest.raises(InputError, match=message):
-        ops.gemm(a, w, bias, residual, **change)
+        ops.gemm(a, w, **change)
 
 
-@pytest.mark.gpu
-@on_the_gpu
-def test_an_output_that_overlaps_is_refused() -> None:
-    memory = cupy.zeros(3 * 64 * 64 + 4, "bfloat16")
-    first = memory[: 64 * 64].reshape(64, 64)
+@one_order
+def test_an_output_at_an_odd_address_is_refused(device: Any) -> None:
+    a = cupy.zeros((64, 64), "bfloat16")
     w = WeightMatrix(cupy.zeros((64, 64), "bfloat16"), "bfloat16", None, "NK")
-    with pytest.raises(InputError, match="out: overlaps a: expected another array"):
-        bind_gemm((first, w), memory[64:][: 64 * 64].reshape(64, 64))
-    part = memory[2 * 64 * 64 :][: 64 * 64].reshape(64, 64)
-    shifted = memory[2 * 64 * 64 - 64 :][: 64 * 64].reshape(64, 64)
-    with pytest.raises(InputError, match="out: overlaps residual in part"):
-        bind_gemm((first, w, None, part), shifted)
-    odd = memory[2 * 64 * 64 + 4 :][: 64 * 64].reshape(64, 64)
+    odd = cupy.zeros(64 * 64 + 4, "bfloat16")[4:].reshape(64, 64)
     with pytest.raises(InputError, match="out: expected data aligned to 16 bytes"):
-        bind_gemm((first, w), odd)
+        GEMM.bind((a, w), odd)

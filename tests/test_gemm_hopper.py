@@ -25,7 +25,7 @@ from gpt2block.ops._gemm_hopper import (
     geometry,
 )
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.weights.matrix import WeightMatrix
 from tests import test_gemm_two_part
 from tests.compiling import assert_clean
@@ -79,15 +79,15 @@ def test_the_fastest_tile_of_split_numbers(
     assert (chosen.rows, chosen.columns) == tile
 
 
-def test_a_tile_of_split_numbers_has_room_and_does_not_spill() -> None:
+def test_a_two_part_tile_has_room_and_does_not_spill() -> None:
     jobs = []
     for tile in TWO_PART_TILES:
-        for gelu, residual, split_out in (
+        for gelu, residual, two_part_out in (
             (True, False, True),
             (False, False, True),
             (False, True, False),
         ):
-            ends: Any = {"gelu": gelu, "residual": residual, "other_out": split_out}
+            ends: Any = {"gelu": gelu, "residual": residual, "other_out": two_part_out}
             how, _ = geometry(500, 768, 768, two_part=True, **ends, sms=SMS, tile=tile)
             assert how.shared <= MOST_SHARED
             jobs.append((TWO_PART_FILE, "sm_90a", how.defines))
@@ -144,7 +144,7 @@ def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) ->
     results = []
     for _ in range(2):
         out = cp.asarray(given.poisoned())
-        bind_gemm(inputs, out, gelu=case.gelu, variant="hopper").run()
+        GEMM.bind(inputs, out, gelu=case.gelu, variant="hopper").run()
         results.append(out.get())
     geometry.cache_clear()
     np.testing.assert_array_equal(*results)
@@ -204,11 +204,11 @@ def test_every_tile_of_split_numbers(
         for _ in range(2):
             geometry.cache_clear()
             out: Any = cp.asarray(given.poisoned())
-            if epilogue.split_out:
+            if epilogue.two_part_out:
                 scale = cp.full(M, given.scale, "float32")
                 out = TwoPartMatrix(out, scale, (M, N), given.scale)
-            bind_gemm(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
-            results.append((out.parts if epilogue.split_out else out).get())
+            GEMM.bind(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
+            results.append((out.parts if epilogue.two_part_out else out).get())
     geometry.cache_clear()
     given.assert_right(results[0], cp)
     for got in results[1:]:
@@ -225,7 +225,7 @@ def test_k_in_parts(cp: Any, M: int) -> None:
         w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
         out = cp.asarray(given.residual)
         inputs = (cp.asarray(given.a), w, cp.asarray(given.bias), out)
-        bind_gemm(inputs, out, split_k=True, variant="hopper").run()
+        GEMM.bind(inputs, out, split_k=True, variant="hopper").run()
         given.assert_right(out.get(), cp)
 
 
@@ -247,7 +247,7 @@ def test_gate_and_up_are_one_product(cp: Any, M: int, N: int, K: int, dtype: str
     """As exact as one rounding; a row has the same bits alone; the variant is chosen by itself."""
     a, w, up, truth = gate_and_up(cp, M, N, K, dtype)
     memory = cp.full((M + 8, N), 7, dtype)
-    bind_gemm((a, w, None, None, up), memory[:M]).run()
+    GEMM.bind((a, w, None, None, up), memory[:M]).run()
     got = memory.get().astype(np.float64)
     assert (got[M:] == 7).all()
     step = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
@@ -291,7 +291,7 @@ def test_other_rows_do_not_matter(cp: Any) -> None:
     out = cp.full((208, 2304), 7, "bfloat16")
     for row, value in ((3, np.nan), (77, np.inf)):
         memory[row] = value
-    bind_gemm((memory[:200], w, cp.asarray(given.bias)), out[:200], variant="hopper").run()
+    GEMM.bind((memory[:200], w, cp.asarray(given.bias)), out[:200], variant="hopper").run()
     got = out.get().astype(np.float32)
     assert (got[200:] == 7).all()
     assert not np.isfinite(got[[3, 77]]).any()

@@ -48,7 +48,7 @@ class Case:
     bias: bool = True
     gelu: bool = False
     residual: bool = False
-    split_out: bool = False
+    two_part_out: bool = False
     size: float = 1.0
 
     def geometry(self, gpu: Gpu, tile: Tile | None = None) -> Geometry:
@@ -59,7 +59,7 @@ class Case:
             two_part=True,
             gelu=self.gelu,
             residual=self.residual,
-            other_out=self.split_out,
+            other_out=self.two_part_out,
             tile=tile,
             **gpu,
         )
@@ -67,13 +67,13 @@ class Case:
 
 EPILOGUES = (
     Case(0, 0, 0, bias=False),
-    Case(0, 0, 0, gelu=True, split_out=True),
+    Case(0, 0, 0, gelu=True, two_part_out=True),
     Case(0, 0, 0, residual=True),
 )
 
 
 class Problem:
-    """Inputs of a case, whole and split, and its results."""
+    """Inputs of a case, whole and two-part, and its results."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -86,11 +86,11 @@ class Problem:
         self.bias = rng.standard_normal(case.N, np.float32) if case.bias else None
         residual = rng.standard_normal((case.M, case.N), np.float32)
         self.residual = residual if case.residual else None
-        self.scale = 2.0**-4  # of what comes out split
+        self.scale = 2.0**-4  # of a two-part result
 
     def poisoned(self) -> Array:
         c = self.case
-        if c.split_out:
+        if c.two_part_out:
             return np.full((2, c.M, c.N), np.nan, np.float16)
         return np.full((c.M, c.N), np.nan, np.float32)
 
@@ -105,7 +105,7 @@ class Problem:
             for _ in range(1 + (where == "gpu")):
                 arrays = [None if x is None else cupy.asarray(x) for x in host]
                 out = cupy.asarray(self.poisoned())
-                outputs = (None, out) if c.split_out else (out, None)
+                outputs = (None, out) if c.two_part_out else (out, None)
                 args = (*arrays, *outputs, 1 / self.scale, c.M, c.N, c.K)
                 launch_at(TWO_PART_FILE, how, args, "float16").run()
                 results.append(out.get())
@@ -128,7 +128,7 @@ class Problem:
         by_hand = plain.gelu(by_hand, xp) if c.gelu else by_hand
         by_hand = by_hand if self.residual is None else by_hand + xp.asarray(self.residual)
         by_hand = by_hand if xp is np else by_hand.get()
-        got = joined(out, self.scale).astype(np.float32) if c.split_out else out
+        got = joined(out, self.scale).astype(np.float32) if c.two_part_out else out
         plain.assert_as_accurate(got, truth, by_hand)
 
 

@@ -343,11 +343,11 @@ def test_a_stream_takes_one_prompt_and_says_so_at_once() -> None:
     with pytest.raises(InputError, match="stream: expected one prompt, got a list"):
         stream(engine, BYTES, ["a", "b"])  # type: ignore[list-item]
     with pytest.raises(InputError, match="stream: expected one sample, got 2: use generate"):
-        stream(engine, BYTES, "a", samples=2)  # type: ignore[call-arg]
+        stream(engine, BYTES, "a", samples=2)
     with pytest.raises(InputError, match="stop: expected strings"):
         stream(engine, BYTES, "a", stop="")
     with pytest.raises(TypeError, match="temprature"):
-        stream(engine, BYTES, "a", temprature=1)  # type: ignore[call-arg]
+        stream(engine, BYTES, "a", temprature=1)
     assert engine.batches == []
 
 
@@ -395,14 +395,14 @@ def test_the_default_temperature() -> None:
         ("max_tokens", "did you mean 'max_new_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
         ("temprature", "did you mean 'temperature'?"),
-        ("zzz", "see help(generate)"),
+        ("zzz", "see help(Run)"),
     ],
 )
 def test_an_unknown_keyword_names_the_nearest(name: str, hint: str) -> None:
     options: dict[str, Any] = {name: 3}
     with pytest.raises(InputError) as error:
         generate(MarkovEngine(cycle(256)), BYTES, "a", **options)
-    assert f"generate: unknown keyword {name!r}: {hint}" in str(error.value)
+    assert f"Run: unknown keyword {name!r}: {hint}" in str(error.value)
     assert isinstance(error.value, TypeError)
 
 

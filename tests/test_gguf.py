@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from fuzzing.gguf_writer import metadata_of, save, tensors_of, write
 from gguf.quants import dequantize, quantize
 
 import gpt2block
@@ -21,13 +22,11 @@ from gpt2block import (
     Llama,
     LlamaConfig,
     LlamaWeights,
-    RopeScaling,
     cli,
 )
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.gguf_header import read_header
-from tests.gguf_files import metadata_of, save, tensors_of, write
-from tests.refusals import refused
+from tests.refusals import assert_same_tensors, refused
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ("plain", "grouped", "scaled", "tied", "shards")
@@ -37,24 +36,30 @@ LARGE = LlamaConfig(  # rows of 256, the longest block of a quantized type
 ids = np.array([[1, 5, 3, 2, 7], [0, 8, 8, 4, 6]])
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("large")
+    return Checkpoint.open(save_pretrained(folder, LlamaWeights.random(1, LARGE)))
+
+
+def changed(
+    folder: Path, source: str, metadata: dict[str, Any], tensors: dict[str, Any] | None = None
+) -> Path:
+    """Write a golden model as GGUF with other metadata, where None removes a key, and tensors."""
+    checkpoint = Checkpoint.open(GOLDEN / source)
+    both = metadata_of(checkpoint) | metadata
+    kept = {key: value for key, value in both.items() if value is not None}
+    return write(folder / "m.gguf", kept, tensors_of(checkpoint) | (tensors or {}))
+
+
 def sources() -> list[Path]:
     return [GOLDEN / "tiny", *(GOLDEN / f"llama-{name}" for name in LLAMAS)]
-
-
-def assert_same_tensors(found: Checkpoint, expected: Checkpoint) -> None:
-    """All tensors, in any layout, are equal bit for bit."""
-    pairs = list(zip(found.tensors(), expected.tensors(), strict=True))
-    assert pairs
-    for (name, array, layout), (their_name, theirs, their_layout) in pairs:
-        assert name == their_name
-        turned = array if layout == their_layout else array.T
-        np.testing.assert_array_equal(turned, theirs.astype(np.float32), err_msg=name)
 
 
 @pytest.mark.parametrize("source", sources(), ids=lambda path: path.name)
 def test_a_file_is_the_checkpoint_that_it_was_made_from(source: Path, tmp_path: Path) -> None:
     found, expected = Checkpoint.open(save(tmp_path / "m.gguf", source)), Checkpoint.open(source)
-    assert_same_tensors(found, expected)
+    assert_same_tensors(found, expected, np.float32)
     sizes = ("n_layer", "n_head", "n_embd", "n_ctx", "vocab_size", "eps", "tie_word_embeddings")
     for size in (*sizes, "n_kv_head", "head_size", "n_ff", "theta", "attention_bias", "mlp_bias"):
         assert getattr(found.config, size, None) == getattr(expected.config, size, None), size
@@ -111,10 +116,10 @@ def test_the_types_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_each_type_is_read_as_the_package_dequantizes_it(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, large: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are random; rows of Q and K are put into Hugging Face's order."""
-    monkeypatch.setattr("gpt2block.checkpoints.gguf._DECODED_AT_ONCE", 2000)
+    monkeypatch.setattr("gpt2block.checkpoints.gguf_types._DECODED_AT_ONCE", 2000)
     rng, stored = np.random.default_rng(3), gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[stored]
     floats = {"F32": np.float32, "F64": np.float64}.get(kind)
@@ -133,13 +138,12 @@ def test_each_type_is_read_as_the_package_dequantizes_it(
         with np.errstate(all="ignore"):  # random bytes may be infinite or NaN
             return dequantize(array, stored)
 
-    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
-    tensors = tensors_of(source)
+    tensors = tensors_of(large)
     for name, array in tensors.items():
         if array.ndim > 1:
             tensors[name] = filled(name, array)
             expected[name] = values(tensors[name])
-    file = write(tmp_path / "m.gguf", metadata_of(source), tensors, lambda name: kind)
+    file = write(tmp_path / "m.gguf", metadata_of(large), tensors, lambda name: kind)
     found = Checkpoint.open(file)
     assert {name for each in found.stored.values() for name in each.types} == {"F32", kind}
     got = {name: np.asarray(array, np.float32) for name, array, _ in found.tensors()}
@@ -155,18 +159,13 @@ def test_each_type_is_read_as_the_package_dequantizes_it(
     np.testing.assert_array_equal(got["h.0.w_qkv"][len(both) :], v)
 
 
-def _source(folder: Path, weights: Any) -> Checkpoint:
-    return Checkpoint.open(save_pretrained(folder / "source", weights))
-
-
 @pytest.mark.parametrize("kind", ["I8", "I32", "Q8_1"])
-def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
+def test_other_types_are_refused_by_name(kind: str, large: Checkpoint, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    tensors = tensors_of(source)
+    tensors = tensors_of(large)
     rows, columns = tensors["blk.0.ffn_up.weight"].shape
     tensors["blk.0.ffn_up.weight"] = np.zeros((rows, columns // block * size), np.uint8)
-    file = write(tmp_path / "m.gguf", metadata_of(source), tensors,
+    file = write(tmp_path / "m.gguf", metadata_of(large), tensors,
                  lambda name: kind if "ffn_up" in name else "F32")  # fmt: skip
     refused(file, f"blk.0.ffn_up.weight: type {kind} is not supported")
 
@@ -180,20 +179,19 @@ def test_a_type_that_the_package_does_not_know(tmp_path: Path) -> None:
     refused(file, "blk.0.attn_qkv.weight: type 99 is not known to the package gguf")
 
 
-def test_parts_of_w_qkv_of_several_types_become_float32(tmp_path: Path) -> None:
+def test_parts_of_w_qkv_of_several_types_become_float32(large: Checkpoint, tmp_path: Path) -> None:
     types = {"attn_q": "Q4_0", "attn_v": "Q8_0", "attn_k": "F16"}
-    source = _source(tmp_path, LlamaWeights.random(1, LARGE))
 
     def kind(name: str) -> str:
         return next((types[part] for part in types if part in name), "F32")
 
-    file = save(tmp_path / "m.gguf", source.directory, kind)
+    file = save(tmp_path / "m.gguf", large.directory, kind)
     found = Checkpoint.open(file)
     assert found.stored["h.0.w_qkv"].types == ("Q4_0", "F16", "Q8_0")
     assert found.stored["h.0.w_qkv"].nbytes == 256 * 256 * 18 // 32 + 128 * 256 * (2 + 34 / 32)
     array = found.stored["h.0.w_qkv"].read()
     assert array.dtype == np.float32
-    exact = source.stored["h.0.w_qkv"].read()
+    exact = large.stored["h.0.w_qkv"].read()
     k = exact[256:384].astype(np.float16)
     np.testing.assert_array_equal(array[256:384], k)
     v = dequantize(quantize(exact[384:], gguf.GGMLQuantizationType.Q8_0),
@@ -203,8 +201,8 @@ def test_parts_of_w_qkv_of_several_types_become_float32(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=8, vocab_size=4096)
-    source = _source(tmp_path, GPT2Weights.random(1, config))
-    file = save(tmp_path / "m.gguf", source.directory, lambda name: "Q8_0")
+    source = save_pretrained(tmp_path / "source", GPT2Weights.random(1, config))
+    file = save(tmp_path / "m.gguf", source, lambda name: "Q8_0")
     checkpoint = Checkpoint.open(file)
     next(iter(checkpoint.tensors()))
     tracemalloc.start()
@@ -219,13 +217,11 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [2, 3])
 def test_the_header_is_what_the_package_reads(version: int, tmp_path: Path) -> None:
     values = {
-        "x.int": 7, "x.float": 0.1, "x.text": "naïve ▁", "x.true": True, "x.empty": [],
+        "x.int": 7, "x.float": 0.1, "x.text": "naïve ▁", "x.true": True,
         "x.texts": ["a", "", "ü"], "x.numbers": [1, -2, 3], "x.floats": [0.5, 1.5],
         "x.bools": [True, False],
     }  # fmt: skip
-    values.pop("x.empty")  # the package cannot write it
-    source = Checkpoint.open(GOLDEN / "tiny")
-    file = write(tmp_path / "m.gguf", metadata_of(source) | values, tensors_of(source))
+    file = changed(tmp_path, "tiny", values)
     data = file.read_bytes()
     file.write_bytes(data[:4] + struct.pack("<I", version) + data[8:])
     found, expected = read_header(file), gguf.GGUFReader(file)
@@ -253,7 +249,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not"),
     "per layer": ({"llama.feed_forward_length": [56, 56]}, "expected one value for all blocks"),
     "vocabulary": ({"llama.vocab_size": 88}, "vocab_size is 88, token_embd.weight has 89 rows"),
-    "heads": ({"llama.attention.head_count": 5}, "36 is not a multiple of"),
+    "heads": (
+        {
+            "llama.attention.head_count": 5,
+            "llama.attention.key_length": None,
+            "llama.attention.value_length": None,
+        },
+        "36 is not a multiple of",
+    ),
+    "width of the feed-forward": (
+        {"gpt2.feed_forward_length": 100},
+        "gpt2.feed_forward_length: expected 4 n_embd, 192, got 100",
+    ),
     "text": ({"llama.embedding_length": "36"}, "n_embd: expected a positive integer, got '36'"),
     "missing": ({"llama.block_count": None}, "expected llama.block_count: missing"),
     "width": ({"llama.embedding_length": 48}, "tensors misshapen: token_embd.weight"),
@@ -263,12 +270,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_are_not_supported_are_refused_by_name(name: str, tmp_path: Path) -> None:
     changes, message = REFUSED[name]
-    source = Checkpoint.open(GOLDEN / "llama-plain")
-    metadata = {**metadata_of(source), **changes}
-    metadata = {key: value for key, value in metadata.items() if value is not None}
-    if name == "heads":
-        del metadata["llama.attention.key_length"], metadata["llama.attention.value_length"]
-    refused(write(tmp_path / "m.gguf", metadata, tensors_of(source)), message)
+    model = "tiny" if "gpt2." in message else "llama-plain"
+    refused(changed(tmp_path, model, changes), message)
 
 
 def test_settings_that_change_nothing_are_ignored(tmp_path: Path) -> None:
@@ -277,23 +280,13 @@ def test_settings_that_change_nothing_are_ignored(tmp_path: Path) -> None:
         "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 8.0,
         "somebody.note": ["a"], "llama.attention.causal": True,
     }  # fmt: skip
-    source = Checkpoint.open(GOLDEN / "llama-plain")
-    file = write(tmp_path / "m.gguf", metadata_of(source) | neutral, tensors_of(source))
-    assert Checkpoint.open(file).config == Checkpoint.open(source.directory).config
-
-
-def test_gpt2_with_another_hidden_width(tmp_path: Path) -> None:
-    source = Checkpoint.open(GOLDEN / "tiny")
-    metadata = metadata_of(source) | {"gpt2.feed_forward_length": 100}
-    file = write(tmp_path / "m.gguf", metadata, tensors_of(source))
-    refused(file, "gpt2.feed_forward_length: expected 192, got 100")
+    file = changed(tmp_path, "llama-plain", neutral)
+    assert Checkpoint.open(file).config == Checkpoint.open(GOLDEN / "llama-plain").config
 
 
 def test_an_output_matrix_of_its_own_unties_gpt2(tmp_path: Path) -> None:
-    source = Checkpoint.open(GOLDEN / "tiny")
-    tensors = tensors_of(source)
-    tensors["output.weight"] = tensors["token_embd.weight"][::-1]
-    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
+    wte = Checkpoint.open(GOLDEN / "tiny").stored["wte"].read()
+    file = changed(tmp_path, "tiny", {}, {"output.weight": wte[::-1]})
     model = GPT2.from_pretrained(file, device="cpu")
     assert not model.config.tie_word_embeddings
     tied = GPT2.from_pretrained(GOLDEN / "tiny", device="cpu")
@@ -307,7 +300,7 @@ def test_convert_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit, match="0"):
         cli.main(["convert", str(file), str(tmp_path / "out")])
     assert capsys.readouterr().out.startswith("wrote 2 layers of width 36 in float16, float32 to")
-    assert_same_tensors(Checkpoint.open(tmp_path / "out"), Checkpoint.open(source))
+    assert_same_tensors(Checkpoint.open(tmp_path / "out"), Checkpoint.open(file))
     with pytest.raises(SystemExit, match="0"):
         cli.main(["info", str(file)])
     shown = capsys.readouterr().out
@@ -351,7 +344,7 @@ def test_other_damage_says_what_is_wrong(tmp_path: Path) -> None:
     refused(damaged(file, 0, b"GGML"), "it starts with b'GGML'")
     refused(damaged(file, key, struct.pack("<I", 13)), "gpt2.block_count: a value of the unknown")
     refused(damaged(file, key, struct.pack("<IIQ", 9, 9, 1)), "an array of arrays")
-    refused(damaged(file, key - 4, b"\xff"), "a string is not UTF-8")
+    refused(damaged(file, key - 4, b"\xff"), "'utf-8' codec can't decode byte 0xff")
     tensor = data.index(b"blk.0.attn_qkv.weight") + len(b"blk.0.attn_qkv.weight")
     refused(damaged(file, tensor, struct.pack("<I", 0)), "expected 1 to 4 dimensions, got 0")
     refused(damaged(file, tensor - 21, b"blk.0.ffn_down.weight"), "it has a tensor twice")
@@ -380,15 +373,11 @@ def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_factor_of_rope_that_is_not_a_number(tmp_path: Path) -> None:
-    source = Checkpoint.open(GOLDEN / "llama-plain")
-    tensors = tensors_of(source) | {"rope_freqs.weight": np.full(6, math.nan, np.float32)}
-    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
-    refused(file, "rope_scaling: factors: expected a number from 2^-20 to 2^20, got nan")
-    tensors["rope_freqs.weight"] = np.ones(5, np.float32)
-    file = write(tmp_path / "m.gguf", metadata_of(source), tensors)
-    refused(file, "expected a factor for each of 6 frequencies, got 5")
-    both = metadata_of(source) | {"llama.rope.scaling.factor": 2.0}
-    tensors["rope_freqs.weight"] = np.ones(6, np.float32)
-    file = write(tmp_path / "m.gguf", both, tensors)
-    refused(file, "llama.rope.scaling.factor: not supported with rope_freqs.weight")
-    assert RopeScaling("linear", 2.0).factors == ()
+    linear = {"llama.rope.scaling.factor": 2.0}
+    for factors, metadata, message in (
+        (np.full(6, math.nan), {}, "factors: expected a number from 2^-20 to 2^20, got nan"),
+        (np.ones(5), {}, "expected a factor for each of 6 frequencies, got 5"),
+        (np.ones(6), linear, "llama.rope.scaling.factor: not supported with rope_freqs.weight"),
+    ):
+        tensor = {"rope_freqs.weight": factors.astype(np.float32)}
+        refused(changed(tmp_path, "llama-plain", metadata, tensor), message)

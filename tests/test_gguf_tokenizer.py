@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from fuzzing.gguf_writer import metadata_of, tensors_of, tokenizer_keys, write
 from gguf import TokenType
 from make_golden_smollm2 import texts
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -21,7 +22,6 @@ from gpt2block import CheckpointError
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, TokenizersEncoding
-from tests.gguf_files import metadata_of, tensors_of, tokenizer_keys, write
 from tests.refusals import refused
 
 CORPUS = Path(__file__).parent.parent / "kernels_cu"

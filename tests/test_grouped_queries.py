@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import kernels, replaced
+from gpt2block.ops import registry
 from gpt2block.ops._attention_tiles import hopper_geometry, mma_geometry, two_part_geometry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops.attention import HOPPER, MMA, MMA_TWO_PART
+from gpt2block.ops.attention import HOPPER, MMA, MMA_TWO_PART, VARLEN
 from gpt2block.ops.attention import bind as bind_attention
-from gpt2block.ops.attention_cached import SPLIT, bind_append, bind_split, split_geometry
-from gpt2block.ops.attention_cached import bind as bind_packed
-from gpt2block.ops.rope_qkv import bind as bind_rope
-from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
-from gpt2block.ops.rope_qkv import bind_rotations
+from gpt2block.ops.attention_cached import (
+    ATTENTION_PACKED,
+    ATTENTION_SPLIT,
+    KV_APPEND,
+    SPLIT,
+    split_geometry,
+)
 from gpt2block.weights.two_part import TwoPartMatrix
 from tests.compiling import assert_clean
 from tests.devices import combinations, on_gpu, one_order, set_attributes
@@ -122,9 +125,8 @@ def test_attention_on_tensor_cores(
         array = device.asarray(rows)
         seams = device.asarray(np.cumsum([0, *lengths], dtype=np.int32))
         out = device.asarray(np.full((len(rows), NH * heads[2]), np.nan, rows.dtype))
-        ragged: dict[str, Any] = {"cu_seqlens": seams, "max_seqlen": max(lengths)}
         options |= {"n_head": NH, "causal": causal, "variant": variant}
-        bound = bind_attention((array,), out, **ragged, **options)
+        bound = VARLEN.bind((array, seams), out, max_seqlen=max(lengths), **options)
         result: Array = bound.run().get()
         return result
 
@@ -164,7 +166,7 @@ def test_attention_on_hopper(device: Any, T: int, heads: Heads) -> None:
 
 @one_order
 @pytest.mark.parametrize(("heads", "causal"), [((2, 1, 64), True), ((2, 1, 128), False)], ids=str)
-def test_attention_in_two_parts(
+def test_two_part_attention(
     device: Any, heads: Heads, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cupy_with()
@@ -230,7 +232,9 @@ def packed(
     seams, starts = np.array([0, *np.cumsum(lengths)], np.int32), np.array(start, np.int32)
     inputs = tuple(map(device.asarray, (qkv, k, v, seams, starts)))
     out = device.asarray(np.full((len(qkv), qkv.shape[1] - 2 * k.shape[-1]), np.nan, qkv.dtype))
-    result: Array = bind_packed(inputs, out, n_head=n_head, longest=max(lengths)).run().get()
+    result: Array = (
+        ATTENTION_PACKED.bind(inputs, out, n_head=n_head, longest=max(lengths)).run().get()
+    )
     return result
 
 
@@ -273,7 +277,7 @@ def split(device: Any, q: Array, k: Array, v: Array, position: Array, n_head: in
     row = np.arange(len(q), dtype=np.int32)
     inputs = tuple(map(device.asarray, (q, k, v, row, position)))
     out = device.asarray(np.full(q.shape, np.nan, np.float32))
-    result: Array = bind_split(inputs, out, n_head=n_head).run().get()
+    result: Array = ATTENTION_SPLIT.bind(inputs, out, n_head=n_head).run().get()
     return result
 
 
@@ -345,8 +349,8 @@ def test_kv_append(device: Any, heads: Heads, dtype: str) -> None:
     for kind in {"float32", dtype}:
         qkv = normal(0, 4, width(heads)).astype(DTYPES[kind])
         k, v = (device.asarray(np.zeros((2, 5, NKV * HS), DTYPES[dtype])) for _ in range(2))
-        inputs = tuple(map(device.asarray, (qkv, row, position)))
-        bind_append(inputs, (k, v)).run()
+        rows, *places = map(device.asarray, (qkv, row, position))
+        KV_APPEND.bind((rows, k, v, *places)).run()
         want = np.zeros((2, 2, 5, NKV * HS), DTYPES[dtype])
         reference.kv_append(qkv[:3], want[0], want[1], row[:3], position[:3])
         np.testing.assert_array_equal(k.get(), want[0])
@@ -354,13 +358,13 @@ def test_kv_append(device: Any, heads: Heads, dtype: str) -> None:
 
 
 @one_order
-def test_kv_append_of_two_parts(device: Any) -> None:
+def test_kv_append_of_two_part_rows(device: Any) -> None:
     qkv = normal(0, 3, 64)
     row, position = np.array([1, 0, 1], np.int32), np.array([0, 4, 3], np.int32)
     k, v = (device.asarray(np.zeros((2, 5, 16), np.float32)) for _ in range(2))
     matrix = TwoPartMatrix.from_float32(device.asarray(qkv))
-    inputs = matrix, device.asarray(row), device.asarray(position)
-    bind_append(inputs, (k, v)).run()
+    places = device.asarray(row), device.asarray(position)
+    KV_APPEND.bind((matrix, k, v, *places)).run()
     joined = matrix.joined().get()
     np.testing.assert_array_equal(k.get()[row, position], joined[:, 32:48])
     np.testing.assert_array_equal(v.get()[row, position], joined[:, 48:])
@@ -383,7 +387,7 @@ def test_rope_qkv(device: Any, heads: Heads, dtype: str, half_split: bool) -> No
     options: Any = {"n_head": NH, "n_kv_head": NKV, "half_split": half_split}
     x = device.asarray(qkv)
     out = device.asarray(np.full_like(qkv, np.nan))
-    got = bind_rope((x, at, turns), out, **options).run().get()
+    got = registry.bind("rope_qkv", (x, at, turns), out, **options).run().get()
     wide = qkv.astype(np.float64)
     truth = reference.rope_qkv(wide, positions, frequencies(HS), NH, NKV, half_split)
     assert_close(got, truth, dtype)
@@ -405,7 +409,7 @@ def test_rope_append(device: Any, heads: Heads, dtype: str, half_split: bool) ->
     turns = device.asarray(frequencies(HS))
     k, v, k2, v2 = (device.asarray(np.zeros((3, 7, NKV * HS), DTYPES[dtype])) for _ in range(4))
     inputs = (qkv, turns, k, v, row, position)
-    q = bind_rope_append(inputs, n_head=NH, half_split=half_split).run().get()
+    q = registry.bind("rope_append", inputs, n_head=NH, half_split=half_split).run().get()
     turned = ops.rope_qkv(qkv, position, turns, NH, NKV, half_split)
     ops.kv_append(turned, k2, v2, row, position)
     np.testing.assert_array_equal(q, turned.get()[:, : NH * HS])
@@ -433,7 +437,7 @@ def test_rotations(device: Any, shape: tuple[int, int]) -> None:
     N, D = shape
     position = (np.arange(N, dtype=np.int32) * 977) % 131_072
     given = device.asarray(position), device.asarray(frequencies(D))
-    got = bind_rotations(given).run().get()
+    got = registry.bind("rotations", given).run().get()
     assert np.abs(got - reference.rotations(position, frequencies(D))).max() <= 2.0**-23
 
 
@@ -480,7 +484,7 @@ def test_what_is_refused(device: Any) -> None:
             lambda: ops.rope_qkv(x, i32, f64, **turn, half_split=x),
             "half_split: expected True or F",
         ),
-        (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "v: overlaps k: expected another arr"),
+        (lambda: ops.rope_append(x, f64, k, k, i32, i32, 4), "k: overlaps v: expected another arr"),
         (lambda: ops.rope_append(x, f64, k, k.copy(), i32, i32, 6), r"qkv: expected \(N, 80\), 6"),
     ):
         with pytest.raises(InputError, match=message):

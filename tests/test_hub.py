@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import perf_counter
@@ -26,12 +27,14 @@ from gpt2block.bulk.job import Job
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints import hub as module
-from gpt2block.text import encoding, tokenizer
+from gpt2block.text import tokenizer
+from tests import refusals
+from tests.tokenizer_files import PAIRS, pair
 
 REPO = "someone/own-words"
 OFFICIAL = "openai-community/gpt2"
 SMALL = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=16, vocab_size=50257)
-PAIR = ("vocab.json", "merges.txt")
+PAIR = PAIRS[1]
 TEXT = "abc abc"
 
 
@@ -123,20 +126,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def own_words() -> dict[str, str]:
-    """Return a pair of files with other ids than GPT-2's: 'ab' is token 256, 'abc' 257."""
-    characters = encoding.byte_characters()
-    vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256, "abc": 257}
-    return {"vocab.json": json.dumps(vocab), "merges.txt": "#version: 0.2\na b\nab c\n"}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with a vocabulary as large as GPT-2's, and its own pair of tokenizer files."""
-    path = tmp_path / "folder"
-    save_pretrained(path, GPT2Weights.random(1, SMALL), "float16")
-    for name, text in own_words().items():
-        (path / name).write_text(text, encoding="utf-8")
+    """A model with a vocabulary as large as GPT-2's, and a pair of files with other ids."""
+    path = save_pretrained(tmp_path / "folder", GPT2Weights.random(1, SMALL), "float16")
+    pair(path, ["a b", "ab c"])
     return path
 
 
@@ -150,10 +144,20 @@ def ids(name: str | Path, revision: str | None = None) -> list[int]:
 
 
 def refused(name: str, *words: str, revision: str | None = None) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(name, revision)
-    for word in (name, *words):
-        assert word in str(caught.value)
+    refusals.refused(name, name, *words, read=partial(Checkpoint.open, revision=revision))
+
+
+def without_pair(folder: Path) -> Path:
+    """Remove the tokenizer's files."""
+    for name in PAIR:
+        (folder / name).unlink()
+    return folder
+
+
+def forget(opened: Checkpoint) -> Path:
+    """Remove what the cache records of files that the repository does not have."""
+    shutil.rmtree(opened.directory.parent.parent / ".no_exist")
+    return opened.directory
 
 
 def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None:
@@ -165,23 +169,19 @@ def test_a_pair_of_tokenizer_files_is_downloaded(hub: Hub, folder: Path) -> None
     assert names_in(opened.directory) == names_in(folder)
 
 
-def test_all_tokenizer_files_are_downloaded(hub: Hub, folder: Path) -> None:
-    for name in ("encoder.json", "vocab.bpe", "tokenizer_config.json", "spiece.model"):
+def test_all_files_of_a_model_are_downloaded(hub: Hub, folder: Path) -> None:
+    """Those of the tokenizer with its settings, and the generation config, but no others."""
+    more = ("encoder.json", "vocab.bpe", "tokenizer_config.json", "spiece.model")
+    for name in (*more, "chat_template.jinja"):
         (folder / name).write_text("{}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.9}')
     (folder / "README.md").write_text("not downloaded")
     hub.put(REPO, folder)
-    found = Checkpoint.open(REPO).tokenizer_files()
-    assert set(found) == names_in(folder) - {"README.md", "config.json", "model.safetensors"}
-
-
-def test_the_generation_config_is_downloaded(hub: Hub, folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.9}')
-    (folder / "chat_template.jinja").write_text("")
-    hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
+    assert set(opened.tokenizer_files()) == {*more, *PAIR, "chat_template.jinja"}
     assert opened.config.eos_token_ids == (7,)
     assert opened.generation_config() == {"eos_token_id": 7, "top_p": 0.9}
-    assert names_in(opened.directory) == names_in(folder)
+    assert names_in(opened.directory) == names_in(folder) - {"README.md"}
 
 
 def test_cached_files_need_no_network(hub: Hub, folder: Path) -> None:
@@ -211,9 +211,7 @@ def test_a_cached_model_without_its_tokenizer(
     """It is downloaded from the hub; offline, GPT-2's tokenizer does not replace it."""
     hub.put(REPO, folder)
     opened = Checkpoint.open(REPO)
-    for name in PAIR:
-        (opened.directory / name).unlink()
-    shutil.rmtree(opened.directory.parent.parent / ".no_exist")
+    without_pair(forget(opened))
     patch = request.getfixturevalue("offline")
     checkpoint = Checkpoint.open(REPO)
     assert len(list(checkpoint.tensors())) == 16
@@ -237,11 +235,9 @@ def test_a_cached_model_without_its_tokenizer(
 def test_an_official_model_has_a_known_tokenizer(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    for name in PAIR:
-        (folder / name).unlink()
-    hub.put(OFFICIAL, folder)
+    hub.put(OFFICIAL, without_pair(folder))
     opened = Checkpoint.open(OFFICIAL)
-    shutil.rmtree(opened.directory.parent.parent / ".no_exist")
+    forget(opened)
     request.getfixturevalue("offline")
     assert opened.tokenizer_source() == opened.directory
     assert opened.tokenizer_files() == {}
@@ -251,9 +247,7 @@ def test_a_repository_known_to_have_no_tokenizer(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """It is treated like a folder without one: `tokenizer.load` decides."""
-    for name in PAIR:
-        (folder / name).unlink()
-    hub.put(REPO, folder)
+    hub.put(REPO, without_pair(folder))
     Checkpoint.open(REPO)
     request.getfixturevalue("offline")
     opened = Checkpoint.open(REPO)
@@ -264,8 +258,7 @@ def test_a_commit_is_downloaded_as_a_whole(hub: Hub, folder: Path) -> None:
     """The tokenizer is that of the cached weights' commit, not of a later one."""
     hub.put(REPO, folder)
     first = Checkpoint.open(REPO).directory
-    for name in PAIR:
-        (first / name).unlink()
+    without_pair(first)
     (folder / "vocab.json").write_text("{}")
     second = hub.put(REPO, folder)
     assert ids(REPO) == [257, 32, 257]
@@ -314,10 +307,10 @@ def test_a_revision_of_a_folder_is_refused(
 
 def test_a_bulk_job_with_a_revision(hub: Hub, folder: Path, tmp_path: Path) -> None:
     hub.put(REPO, folder, "v1")
-    job = Job("score", str(tmp_path / "out"), model=REPO, revision="v1").checked()
+    job = Job("score", REPO, output=str(tmp_path / "out"), revision="v1").checked()
     save_pretrained(folder, GPT2Weights.random(2, SMALL), overwrite=True)
     hub.put(REPO, folder)
-    other = Job("score", str(tmp_path / "out"), model=REPO).checked()
+    other = Job("score", REPO, output=str(tmp_path / "out")).checked()
     assert job.model_sha256 != other.model_sha256
     assert job.tokenizer_sha256 is not None
     predictor = Predictor("score", REPO, device="cpu", revision="v1")
@@ -432,11 +425,8 @@ def test_a_hub_that_never_answers(
 def test_a_cached_model_without_its_tokenizer_and_a_hub_that_never_answers(
     hub: Hub, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    for name in PAIR:
-        (folder / name).unlink()
-    hub.put(REPO, folder)
-    directory = Checkpoint.open(REPO).directory
-    shutil.rmtree(directory.parent.parent / ".no_exist")
+    hub.put(REPO, without_pair(folder))
+    forget(Checkpoint.open(REPO))
     request.getfixturevalue("black_hole").setattr(module, "_FIRST_ANSWER", 1)
     started = perf_counter()
     with pytest.raises(CheckpointError, match="the tokenizer is not in the Hugging Face cache"):
@@ -500,20 +490,20 @@ def test_retries_are_not_reported() -> None:
 
 
 def test_the_command_line_reads_the_repository_s_tokenizer(
-    hub: Hub, folder: Path, tmp_path: Path
+    hub: Hub, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a new process, with HF_ENDPOINT as users set it."""
     hub.put(REPO, folder, "v1")
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     environment.pop("HF_HUB_CACHE", None)
-    printed = []
-    for model in ([str(folder)], [REPO, "--revision", "v1"]):
-        command = ["generate", TEXT, "--max-new-tokens", "3", "--json", "--model", *model]
-        done = subprocess.run(
-            [sys.executable, "-m", "gpt2block", *command, "--device", "cpu"],
-            capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        printed.append(json.loads(done.stdout)["samples"])
-    assert printed[0] == printed[1]
+    command = ["generate", TEXT, "--max-new-tokens", "3", "--json", "--device", "cpu", "--model"]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, str(folder)])
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2block", *command, REPO, "--revision", "v1"],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = json.loads(capsys.readouterr().out)
+    assert json.loads(done.stdout)["samples"] == expected["samples"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from gpt2block import KernelError, cuda
 from gpt2block.cuda import kernels
 from gpt2block.cuda.kernels import Parameter, Signature
 from tests.compiling import Job, assert_clean
+from tests.devices import running_on
 
 # CI compiles with both: each architecture by one of them, that of the measurements by both.
 WITH_CUDA_12 = ["sm_70", "sm_80", "sm_89", "sm_90", "sm_120"]
@@ -231,6 +233,77 @@ def test_signatures_are_the_prototypes() -> None:
     )
 
 
+# Parts of a source with braces that close nothing, each with the kernel that it is of, if any.
+CONFUSING = (
+    ("", "#define BEGIN {\n"),
+    ("declared", 'extern "C" __global__ void declared(int n);'),
+    ("", ' // extern "C" __global__ void comment() {\n'),
+    ("", '__device__ const char* text() { return "// { \\" /*"; }\n'),
+    (
+        "first",
+        r"""extern "C" __global__ void first(int n) {  // }
+    if (n) { int i = '{' + '\''; /* } */ }
+    const char* s = "}}"; const char c = '}';
+#define OPEN for (;;) { \
+        if (n) {
+#if 1  // '
+    n = 1'000'000;
+#endif
+}""",
+    ),
+    ("", " // second\n"),
+    ("second", 'extern "C" __global__ void __launch_bounds__(32)\n  second(int n) { text(); }'),
+    ("", " __device__ int after;\n"),
+    ("third", 'extern "C" __global__ void third()\n{ }'),
+    ("", "\n"),
+)
+WHOLE = "".join(text for _, text in CONFUSING)
+
+
+@pytest.mark.parametrize("name", ["declared", "first", "second", "third"])
+def test_other_kernels_are_cut_to_their_last_brace(name: str) -> None:
+    assert kernels.with_only(name, WHOLE) == "".join(
+        text if kernel in ("", name) else "\n" * text.count("\n") for kernel, text in CONFUSING
+    )
+
+
+def test_a_kernel_without_its_last_brace_stays() -> None:
+    """So that the compiler names the line."""
+    text = 'extern "C" __global__ void f() { if (1) {}\nextern "C" __global__ void g() {}\n'
+    assert kernels.with_only("g", text) == text
+
+
+@pytest.mark.parametrize("file", kernels.sources())
+def test_a_program_has_the_requested_kernel_and_no_other(file: str) -> None:
+    whole = kernels.program(file)
+    for name in kernels.signatures(file):
+        alone = kernels.program(file, (), name)
+        assert kernels.parse(alone, file) == {name: kernels.signatures(file)[name]}
+        lines = list(zip(whole.splitlines(), alone.splitlines(), strict=True))
+        assert all(line in (each, "") for each, line in lines)
+        others = [each for each, line in lines if line != each]
+        assert sum("__global__" in each for each in others) == len(kernels.signatures(file)) - 1
+
+
+def test_kernels_of_a_file_share_no_variables() -> None:
+    """Each of them is a module of its own."""
+    variable = re.compile(
+        r"^(?:static |extern |inline )*__(?:device__|constant__|managed__)(?! constexpr)[^(]*[;={]",
+        re.MULTILINE,
+    )
+    assert variable.search("static __device__ unsigned count;")
+    assert variable.search("__constant__ float table[4] = {1};")
+    for path in kernels.SOURCE_DIR.rglob("*.cu*"):
+        plain = kernels.without_comments(path.read_text("ascii"))
+        assert not variable.search(plain), path.name
+
+
+def test_a_users_file_is_compiled_whole(tmp_path: Path) -> None:
+    file = tmp_path / "my.cu"
+    file.write_text(WHOLE)
+    assert WHOLE in kernels.program(str(file), (), "first")
+
+
 def test_an_unknown_file_lists_the_known_ones() -> None:
     with pytest.raises(
         KernelError, match=r"expected one of attention/cached\.cu, .*elementwise/gelu\.cu, "
@@ -282,6 +355,14 @@ def test_arguments_get_exactly_the_types_of_the_prototype() -> None:
 def test_wrong_arguments_are_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(KernelError, match=message):
         kernels.typed_arguments(SIGNATURE, args)
+
+
+@pytest.mark.parametrize("grid", [(0,), (2**31,), (1, 2**16), (1, 1, 2**16)])
+def test_a_grid_beyond_cudas_limits_is_refused(grid: tuple[int, ...]) -> None:
+    with running_on("forward") as device:
+        args = (device.zeros(1, "float32"), 1)
+        with pytest.raises(KernelError, match="exceeds CUDA's limits"):
+            kernels.launch("elementwise/gelu.cu", "gelu_kernel", grid, (32,), args)
 
 
 def test_a_type_the_loader_does_not_know_is_refused() -> None:
@@ -342,14 +423,18 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.mark.parametrize("file", kernels.sources())
 def test_compiles_without_spills_and_warnings(nvrtc: tuple[int, int], file: str) -> None:
-    """With the default constants; for the oldest architecture and the H200's with odd ones, too."""
+    """With the default constants; for the oldest architecture and the H200's with odd ones, too.
+
+    For the H200 each kernel by itself, as when it is loaded.
+    """
     known = WITH_CUDA_12 if nvrtc[0] < 13 else WITH_CUDA_13
     with_odd = [known[0], "sm_90"]
     if kernels.architecture(file):
         known = with_odd = [str(kernels.architecture(file))]
-    odd = ODD_CONSTANTS.get(file)
-    jobs: list[Job] = [(file, arch, ()) for arch in known]
-    assert_clean(jobs + [(file, arch, odd) for arch in with_odd if odd])
+    odd, names = ODD_CONSTANTS.get(file), list(kernels.signatures(file))
+    jobs: list[Job] = [(file, with_odd[-1], ())] * len(names)
+    jobs += [(file, arch, ()) for arch in known if arch != with_odd[-1]]
+    assert_clean(jobs + [(file, arch, odd) for arch in with_odd if odd], names)
 
 
 @pytest.mark.parametrize("file", kernels.sources())
@@ -365,6 +450,20 @@ def test_compiles_by_itself_with_only_the_include_folder(nvrtc: tuple[int, int],
     compiler.destroyProgram(handle)
     for name in kernels.signatures(file):
         assert name.encode() in cubin
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("file", ["matmul/decode_mma.cu", "matmul/decode_hopper.cu"])
+def test_a_kernel_by_itself_is_compiled_as_with_the_others(file: str) -> None:
+    """With the same registers and shared memory."""
+    arch = kernels.architecture(file) or "sm_80"
+    resources = re.compile(r"Function properties for (\w+)\n(.*\n.*)")
+    together = dict(resources.findall(kernels.compile_for(file, arch).log))
+    assert together.keys() >= kernels.signatures(file).keys()
+    for name in kernels.signatures(file):
+        alone = dict(resources.findall(kernels.compile_for(file, arch, (), name).log))
+        assert alone.keys() & kernels.signatures(file).keys() == {name}
+        assert alone[name] == together[name]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ float64 over the numbers that the codes represent.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -34,29 +33,28 @@ from gpt2block.cuda import arrays as cuda_arrays
 from gpt2block.cuda import cupy, kernels, replaced
 from gpt2block.emulator import loader
 from gpt2block.ops import _linear_mma_tiles
+from gpt2block.ops._terms import Terms
 from gpt2block.ops.attention_cached import (
     APPEND,
+    ATTENTION_SPLIT,
+    KV_ROUND,
     SPLIT,
     TILES,
     append_geometry,
-    bind_append,
-    bind_round,
-    bind_split,
     split_geometry,
     tiles_geometry,
 )
-from gpt2block.ops.linear import bind as bind_linear
-from gpt2block.ops.linear import bind_qkv
+from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.registry import STEPS
 from gpt2block.ops.rope_qkv import APPEND as ROPE_APPEND
-from gpt2block.plan import Terms
 from gpt2block.run.model import kv_cache_dtype, kv_cache_dtypes
 from tests import gpus
 from tests.compiling import Job, assert_clean
-from tests.devices import assert_same_bits, on_gpu, one_order, running_on
+from tests.devices import assert_same_bits, combinations, one_order, running_on
+from tests.linears import KERNELS, use_variant
 from tests.plain import normal
 from tests.test_attention_cached import assert_right, forced_geometry
 from tests.test_attention_cached import exact as exactly
-from tests.test_linear_hopper import handed, wanted
 from tests.test_terms import matrix
 from tests.test_terms import terms as terms_of
 
@@ -188,25 +186,24 @@ def test_rope_append_writes_what_numpy_rounds(device: Any, kv_dtype: str) -> Non
         assert code[1, 6].any()
 
 
-@every_format
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
-@pytest.mark.parametrize("kernel", ["qkv_matvec", "qkv_decode_mma", "qkv_decode_tiles"])
-@one_order
+@combinations(
+    kernel=KERNELS, dtype=["float8_e5m2", "bfloat16", "float8_e4m3fn"], kv_dtype=list(FORMATS)
+)
 def test_qkv_writes_what_numpy_rounds(
     device: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: str, kv_dtype: str
 ) -> None:
     """With W and KV of one format and of two; tokens outside the cache are not stored."""
     M, K, C, n_ctx = 5, 272, 10, 4
-    variant = {"qkv_matvec": "matvec", "qkv_decode_mma": "mma"}.get(kernel, "mma_tiles")
-    module = importlib.import_module("gpt2block.ops.linear")
-    monkeypatch.setattr(module, "_decoding_variants", lambda job: (variant,))
+    n = KERNELS.index(kernel)
+    use_variant(monkeypatch, n)
     x, w, bias = device.asarray(normal(0, M, K)), matrix(3 * C, K, dtype), normal(2, 3 * C)
     rows, places = np.array([3, 0, 1, 9, 2], np.int32), np.array([2, 0, n_ctx, 1, 3], np.int32)
     on_device = [device.asarray(a) for a in (bias, rows, places)]
-    product = bind_linear((x, w, on_device[0]), variant=variant).run().get()
+    product = LINEAR.bind((x, w, on_device[0]), variant=LINEAR.variants[n].name).run().get()
     k, v = (device.asarray(np.full((4, n_ctx, C), 77, np.uint8)) for _ in range(2))
     row, position = on_device[1:]
-    bound = bind_qkv(x, w, on_device[0], None, None, k, v, row, position, kv_dtype=kv_dtype)
+    inputs = (x, w, on_device[0], None, None, k, v, row, position)
+    bound = STEPS["linear_qkv"].bind(inputs, kv_dtype=kv_dtype)
     assert [launch.name for launch in bound.launches] == [kernel]
     np.testing.assert_array_equal(bound.run().get(), product[:, :C])
     for i, got in enumerate((k.get(), v.get())):
@@ -215,27 +212,6 @@ def test_qkv_writes_what_numpy_rounds(
             at = slice((i + 1) * C, (i + 2) * C)
             expected[rows[m], places[m]] = codes_of(product[m, at], kv_dtype)
         np.testing.assert_array_equal(got, expected)
-
-
-@every_format
-@pytest.mark.parametrize("dtype", ["float16", "float8_e5m2"])
-@on_gpu
-def test_qkv_of_large_matrices(device: Any, dtype: str, kv_dtype: str) -> None:
-    """By wgmma, the codes of the other kernels."""
-    gpus.cupy_with(90)
-    B, C = 70, 128
-    x, w, bias = normal(0, B, C), matrix(3 * C, C, dtype), cupy.asarray(normal(2, 3 * C))
-    found = []
-    for rows, order in ((cupy.asarray(x), None), (handed(x, dtype), wanted(dtype))):
-        k, v = (cupy.zeros((B, 2, C), "uint8") for _ in range(2))
-        row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
-        bound = bind_qkv(
-            rows, w, bias, None, None, k, v, row, position, terms=order, kv_dtype=kv_dtype
-        )
-        found.append([bound.run().get(), k.get(), v.get()])
-    assert bound.launches[0].name == "qkv_decode_hopper"
-    for ours, theirs in zip(*found, strict=True):
-        assert_same_bits(ours, theirs)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -288,7 +264,7 @@ def test_split(device: Any, heads: tuple[int, int, int], kv_dtype: str) -> None:
     at = np.array(positions, np.int32)
     inputs = tuple(map(device.asarray, (q, k, v, row, at)))
     out = device.asarray(np.full(q.shape, np.nan, np.float32))
-    got = bind_split(inputs, out, n_head=NH, kv_dtype=kv_dtype).run().get()
+    got = ATTENTION_SPLIT.bind(inputs, out, n_head=NH, kv_dtype=kv_dtype).run().get()
     wide_k, wide_v = (repeated(widened(a, kv_dtype), heads) for a in (k, v))
     for b, position in enumerate(positions):
         if position >= 0:
@@ -298,7 +274,7 @@ def test_split(device: Any, heads: tuple[int, int, int], kv_dtype: str) -> None:
     for b in (0, 3):  # a row alone
         query, of_row, there = (device.asarray(a[b : b + 1]) for a in (q, row, at))
         arrays = query, *inputs[1:3], of_row, there
-        alone = bind_split(arrays, n_head=NH, kv_dtype=kv_dtype).run().get()
+        alone = ATTENTION_SPLIT.bind(arrays, n_head=NH, kv_dtype=kv_dtype).run().get()
         np.testing.assert_array_equal(alone, got[b : b + 1])
 
 
@@ -320,7 +296,7 @@ def test_split_over_two_spans(
     k, v = cache(0, [1100, 1024, 70], 1100, NKV * HS, kv_dtype)
     q, at = normal(1, 3, NH * HS), np.array([1099, 1023, 69], np.int32)
     inputs = tuple(map(device.asarray, (q, k, v, np.arange(3, dtype=np.int32), at)))
-    right = bind_split(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
+    right = ATTENTION_SPLIT.bind(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
     wide_k, wide_v = (repeated(widened(a, kv_dtype), heads) for a in (k, v))
     for b in range(3):
         one = slice(b, b + 1)
@@ -330,8 +306,8 @@ def test_split_over_two_spans(
         choices += [{"AS_WARPS": 4, "AS_CLUSTER": cluster} for cluster in (2, 5, 8)]
     for forced in choices:
         chosen = partial(forced_geometry, forced)
-        monkeypatch.setattr(sys.modules[bind_split.__module__], "split_geometry", chosen)
-        got = bind_split(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
+        monkeypatch.setattr(sys.modules[split_geometry.__module__], "split_geometry", chosen)
+        got = ATTENTION_SPLIT.bind(inputs, n_head=NH, kv_dtype=kv_dtype).run().get()
         np.testing.assert_array_equal(got, right)
 
 
@@ -342,25 +318,21 @@ def repeated(rows: Array, heads: tuple[int, int, int]) -> Array:
     return np.repeat(each, NH // NKV, axis=-2).reshape(*rows.shape[:-1], NH * HS)
 
 
-@every_format
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@pytest.mark.parametrize("width", [0, 8])
-@one_order
+@combinations(kv_dtype=list(FORMATS), kind=["float16", "bfloat16"], width=[0, 8])
 def test_terms_of_the_result(device: Any, width: int, kind: str, kv_dtype: str) -> None:
     """Of any 16-bit dtype, whatever the cache holds."""
     k, v = map(device.asarray, cache(0, [70, 70], 70, 64, kv_dtype))
     row, position = (device.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (device.asarray(normal(0, 3, 64)), k, v, row, position)
-    floats = bind_split(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
+    floats = ATTENTION_SPLIT.bind(inputs, n_head=1, kv_dtype=kv_dtype).run().get()
     order = Terms(kind, width)
-    made = bind_split(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
+    made = ATTENTION_SPLIT.bind(inputs, n_head=1, to_terms=order, kv_dtype=kv_dtype).run().get()
     assert_same_bits(made, terms_of(floats, kind, width))
 
 
-@every_format
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("heads", [(2, 2, 64), (2, 1, 128), (3, 3, 7), (4, 2, 24)])
-@one_order
+@combinations(
+    heads=[(2, 2, 64), (2, 1, 128), (3, 3, 7), (4, 2, 24)], dtype=list(WIDE), kv_dtype=list(FORMATS)
+)
 def test_packed_rows(device: Any, heads: tuple[int, int, int], dtype: str, kv_dtype: str) -> None:
     """Queries of every dtype; the prompt in one call has the bits of the prompt in two."""
     NH, NKV, HS = heads
@@ -456,14 +428,14 @@ def test_what_the_operations_refuse(device: Any) -> None:
             "kv_dtype: expected one of float8_e5m2, flo",
         ),
         (
-            partial(bind_round, (half[0],), half[1], n_head=2, n_kv_head=1, kv_dtype=e5m2),
+            partial(KV_ROUND.bind, (half[0],), half[1], n_head=2, n_kv_head=1, kv_dtype=e5m2),
             "out: expected qkv itself",
         ),
         (
-            partial(bind_split, (q, k, k, i32, i32), n_head=3, kv_dtype=[e5m2]),  # type: ignore[arg-type]
+            partial(ATTENTION_SPLIT.bind, (q, k, k, i32, i32), n_head=3, kv_dtype=[e5m2]),
             "kv_dtype: expected one of",
         ),
-        (partial(bind_append, (qkv, i32, i32), (k, k), kv_dtype=e5m2), "v: overlaps k"),
+        (partial(ops.kv_append, qkv, k, k, i32, i32, e5m2), "k: overlaps v"),
     ):
         with pytest.raises(InputError, match=message):
             call()
@@ -561,7 +533,7 @@ def test_tensor_cores_attend_to_rounded_rows(device: Any, kv_dtype: str) -> None
     KV, ids = model.config.kv_width, IDS[2]
     with model.running():
         for held in (model.new_cache(1, 48), model._scratch([ids])):
-            program = model.prefill([ids], held, "hidden").program("hidden")
+            program = model.prefill([ids], held, "hidden").recording(model, "hidden")
             steps = ("h.1.rope", "h.1.rounded", "h.1.attn")
             traced = [a.get().astype(np.float64) for a in program.trace(steps).values()]
             before, rounded, attended = traced
@@ -570,7 +542,7 @@ def test_tensor_cores_attend_to_rounded_rows(device: Any, kv_dtype: str) -> None
             assert np.abs(rows - before[:, -2 * KV :]).max() > 1e-2 * np.abs(rows).max()
             exact = reference.attention(rounded, 2, True, 1)
             assert np.abs(attended - exact).max() <= 2.0**-7 * np.abs(exact).max()
-            ops_of = [step.op for step in program.plan.steps if step.name.startswith("h.1.")]
+            ops_of = [each.step.op for n, each in program.steps.items() if n.startswith("h.1.")]
             assert ops_of.count("kv_round") == 1
             for n, half in enumerate(held.layers[1] if held.layers else ()):
                 kept = widened(half.get()[0, : len(ids)], kv_dtype)
@@ -743,7 +715,7 @@ def test_a_job_takes_the_dtype_of_the_cache(printed: Printed, tmp_path: Path) ->
     arguments = "map", "score", str(lines), "--output", str(tmp_path / "out")
     text = printed(*arguments, "--kv-dtype", "float8_e5m2", code=2)
     assert "--kv-dtype 'float8_e5m2': expected weights of 16 bits" in text
-    job = bulk_job.Job("score", "out", kv_dtype="float8_e5m2")
+    job = bulk_job.Job("score", output="out", kv_dtype="float8_e5m2")
     assert job.described({}, "", 1, "cpu")["kv_dtype"] == "float8_e5m2"
 
 

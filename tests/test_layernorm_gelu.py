@@ -15,10 +15,10 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
 from gpt2block.cuda import kernels
 from gpt2block.ops._rows import THREADS, VALUES, share
-from gpt2block.ops.layernorm_gelu import FILE, OPERATION, Job, layernorm_gelu
-from gpt2block.ops.layernorm_gelu import bind as bind_layernorm_gelu
+from gpt2block.ops.call import Call
+from gpt2block.ops.layernorm_gelu import FILE, OPERATION, layernorm_gelu
 from tests import plain
-from tests.devices import H200, in_every_order, moved, on_every_backend, outputs
+from tests.devices import H200, in_every_order, moved, on_every_backend, outputs, running_on
 from tests.launches import geometry_of, stub
 from tests.plain import normal
 
@@ -54,7 +54,7 @@ def evaluate(
     out = None if in_place else np.full_like(x, np.nan)
     options = {"eps": eps, "variant": variant, "block": block}
     arrays = (x, gamma, beta)
-    return outputs(where, bind_layernorm_gelu, arrays, out, multiprocessors=sms, **options)[0]
+    return outputs(where, OPERATION.bind, arrays, out, multiprocessors=sms, **options)[0]
 
 
 def sequential(variant: str, x: Array, *affine: Array | None, eps: float = 1e-5) -> Array:
@@ -251,9 +251,11 @@ def test_a_row_that_does_not_fit() -> None:
 )
 def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int) -> None:
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
-    arrays = (stub(), stub(), stub(), stub())
-    job = Job(*arrays, 1e-5, rows, n, 1 if n % 4 else 4, H200, None)
-    how = geometry_of(OPERATION.variant("rows"), job)
+    arrays: dict[str, Any] = {name: stub() for name in ("x", "gamma", "beta", "out")}
+    options = {"rows": rows, "C": n, "eps": 1e-5, "requested": False}
+    with running_on("forward", H200):
+        c = Call(contract=OPERATION.contract, **arrays, **options)
+        how = geometry_of(OPERATION.variant("rows"), c)
     log = kernels.compile_for(FILE, arch, how.defines).log
     spills = [line for line in log.splitlines() if "spill" in line]
     assert len(spills) == 3
@@ -317,8 +319,8 @@ def test_in_place_on_the_gpu() -> None:
     x = cp.asarray(normal(0, 300, 768))
     expected = layernorm_gelu(x).get()
     with pytest.raises(InputError, match="out: overlaps x: expected another array"):
-        bind_layernorm_gelu((x,), x, variant="baseline")
-    bind_layernorm_gelu((x,), x).run()
+        OPERATION.bind((x,), x, variant="baseline")
+    OPERATION.bind((x,), x).run()
     np.testing.assert_array_equal(x.get(), expected)
 
 

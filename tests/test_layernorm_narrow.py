@@ -181,13 +181,13 @@ def test_a_missing_barrier_shows() -> None:
 
 
 def test_compiles_without_spills() -> None:
-    """Alone, before 16 bits and before two parts of them."""
+    """Alone, before 16 bits and before two-part products."""
     jobs, own = [], []
     many = 10**6
     for rows, C in ((1, 768), (many, 768), (many, 1600), (many, 4096), (1, 16384), (1, 16383)):
-        for float_x, split in ((False, False), (True, False), (True, True)):
-            how = narrow_geometry(float_x, rows, C, widest(C, "bfloat16"), H200, split)
-            defines = (*kernels.stored_as("float16" if split else "bfloat16"), *how.defines)
+        for float_x, two_part in ((False, False), (True, False), (True, True)):
+            how = narrow_geometry(float_x, rows, C, widest(C, "bfloat16"), H200, two_part)
+            defines = (*kernels.stored_as("float16" if two_part else "bfloat16"), *how.defines)
             jobs += [(FILE, arch, defines) for arch in ("sm_80", "sm_90")]
             own += [how.kernel] * 2
     assert_clean(jobs, own)

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import FP8, stored_as
+from gpt2block.cuda.kernels import FP8, cache_dtype, stored_as
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
 from gpt2block.ops._linear_mma import splits
-from gpt2block.ops.linear import bind, bind_qkv
-from gpt2block.ops.linear_rope import bind as bind_rope
-from gpt2block.ops.rope_qkv import bind_append, bind_rotations
-from gpt2block.plan import Terms
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.linear import bind
+from gpt2block.ops.registry import STEPS
 from tests import devices, gpus, plain
 from tests.compiling import Job, assert_clean
 from tests.devices import assert_same_bits, on_gpu
@@ -111,18 +110,22 @@ def test_a_gated_product_and_its_terms(device: Any, dtype: str) -> None:
         assert_same_bits(given, terms(got, wanted(dtype).dtype, wanted(dtype).width))
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@every_weight
+@pytest.mark.parametrize("kv_dtype", [None, *FP8])
 @on_gpu
-def test_qkv(device: Any, kind: str) -> None:
+def test_qkv(device: Any, kv_dtype: str | None, dtype: str) -> None:
     gpus.cupy_with(90)
     B, C = 70, 128
-    x, w, bias = plain.normal(0, B, C), matrix(3 * C, C, kind), on_device(2, 3 * C)
+    x, w, bias = plain.normal(0, B, C), matrix(3 * C, C, dtype), on_device(2, 3 * C)
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     found = []
-    for rows, order in ((cupy.asarray(x), None), (handed(x, kind), wanted(kind))):
-        k, v = (cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2))
+    for rows, order in ((cupy.asarray(x), None), (handed(x, dtype), wanted(dtype))):
+        k, v = (cupy.asarray(np.zeros((B, 2, C), kept)) for _ in range(2))
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (B, 2))
-        bound = bind_qkv(rows, w, bias, None, None, k, v, row, position, terms=order)
+        inputs = (rows, w, bias, None, None, k, v, row, position)
+        bound = STEPS["linear_qkv"].bind(inputs, terms=order, kv_dtype=kv_dtype)
         found.append([bound.run().get(), k.get(), v.get()])
+    assert bound.launches[0].name == "qkv_decode_hopper"
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
 
@@ -140,7 +143,7 @@ def test_rope_has_the_bits_of_the_step_alone(
     N, K, B, n_ctx = (n_head + 2 * n_kv_head) * D, 256, 130, 3
     w, bias = matrix(N, K, dtype), on_device(1, N)
     frequencies = cupy.asarray(10000.0 ** (-np.arange(0, D, 2) / D))
-    kept = DTYPES["bfloat16" if dtype == "bfloat16" else "float16"] if not kv_dtype else np.uint8
+    kept = np.uint8 if kv_dtype else DTYPES[cache_dtype(dtype)]
     for M in (1, 9, 64, 130):
         x = plain.normal(0, M, K)
         row = cupy.asarray(np.arange(M, dtype=np.int32) - (M > 9))
@@ -151,16 +154,17 @@ def test_rope_has_the_bits_of_the_step_alone(
             k, v = (cupy.asarray(np.zeros(shape, kept)) for _ in range(2))
             cache = (k, v, row, position)
             if fused:
-                by = bind_rotations((position, frequencies)).run()
+                by = STEPS["rotations"].bind((position, frequencies)).run()
                 inputs = (handed(x, dtype), w, bias, by, *cache)
-                bound = bind_rope(inputs, n_head=n_head, terms=wanted(dtype), kv_dtype=kv_dtype)
+                options: Any = {"terms": wanted(dtype), "kv_dtype": kv_dtype}
+                bound = STEPS["linear_rope"].bind(inputs, n_head=n_head, **options)
                 assert [launch.name for launch in bound.launches] == ["rope_decode_hopper"]
                 q = bound.run()
             else:
                 qkv = bind((cupy.asarray(x), w, bias), variant="mma_tiles").run()
                 apart = (qkv, frequencies, *cache)
-                options: Any = {"half_split": True, "kv_dtype": kv_dtype}
-                q = bind_append(apart, n_head=n_head, **options).run()
+                options = {"half_split": True, "kv_dtype": kv_dtype}
+                q = STEPS["rope_append"].bind(apart, n_head=n_head, **options).run()
             found.append([q.get(), k.get(), v.get()])
         for ours, theirs in zip(*found, strict=True):
             assert_same_bits(ours, theirs)
@@ -170,7 +174,7 @@ def test_rope_has_the_bits_of_the_step_alone(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_head": 3}, "w of 512 outputs: expected .M, K. and 640 outputs"),
+        ({"n_head": 3}, "w of 512 outputs, .* expected 640 outputs, 3 heads of q"),
         ({"terms": Terms("float16", 16)}, "terms of float16 .* expected bfloat16"),
         ({"D": 32}, "heads of 32 channels: expected a multiple of 64"),
     ],
@@ -185,7 +189,7 @@ def test_rope_refuses(device: Any, change: dict[str, Any], message: str) -> None
     one = cupy.zeros(1, "int32")
     x, by = cupy.zeros((1, 128), "float32"), cupy.zeros((1, D // 2, 2), "float32")
     with pytest.raises(InputError, match=message):
-        bind_rope((x, w, None, by, k, v, one, one), **options)
+        STEPS["linear_rope"].bind((x, w, None, by, k, v, one, one), **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])

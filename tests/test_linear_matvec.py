@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,24 +13,28 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8
-from gpt2block.emulator import ORDERS
-from gpt2block.ops import _linear_matvec
 from gpt2block.ops._linear_matvec import Layout, geometry, layout, order
-from gpt2block.ops.linear import OPERATION, bind_qkv
+from gpt2block.ops.linear import OPERATION
 from gpt2block.ops.linear import bind as bind_linear
+from gpt2block.ops.registry import STEPS
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
-from tests.devices import H200, one_order, running_on
+from tests.devices import H200, in_every_order, one_order
+from tests.linears import (
+    EPS,
+    Case,
+    arrays,
+    assert_linear,
+    assert_qkv,
+    every_weight,
+    exact_linear,
+    plain_linear,
+    run_linear,
+    upload,
+    wide,
+)
 
 Array = NDArray[Any]
-DTYPES: dict[str, Any] = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-}
-WEIGHTS = (*DTYPES, *FP8)
-EPS = 1e-5
 SHAPES = [  # (K, N) of the four GPT-2 models, of the model on board, and odd ones
     *[(C, n * C) for C in (256, 768, 1024, 1280, 1600) for n in (1, 3, 4)],
     *[(4 * C, C) for C in (256, 768, 1024, 1280, 1600)],
@@ -41,53 +42,6 @@ SHAPES = [  # (K, N) of the four GPT-2 models, of the model on board, and odd on
     (1, 1),
     (1601, 333),
 ]
-in_every_order = pytest.mark.parametrize("where", ORDERS)
-every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
-
-
-class Arrays(NamedTuple):
-    x: Array  # (M, K)
-    w: WeightMatrix
-    bias: Array
-    gamma: Array
-    beta: Array
-    residual: Array  # (M, N)
-
-
-def arrays(M: int, K: int, N: int, dtype: str) -> Arrays:
-    matrix = plain.normal(1, N, K) / np.float32(math.sqrt(K))
-    return Arrays(
-        plain.normal(0, M, K),
-        WeightMatrix.quantize(matrix, dtype, "NK"),
-        plain.normal(2, N),
-        plain.normal(3, K),
-        plain.normal(4, K),
-        plain.normal(5, M, N),
-    )
-
-
-def wide(array: Array) -> Array:
-    return array.astype(np.float64)
-
-
-def plain_linear(
-    x: Array, given: Arrays, norm: bool, residual: bool = False, gelu: bool = False
-) -> Array:
-    n = plain.layernorm(x, given.gamma, given.beta, EPS) if norm else x
-    product = plain.matmul_bias(n, given.w.dequantized(), given.bias)
-    product = plain.gelu(product) if gelu else product
-    result: Array = given.residual + product if residual else product
-    return result
-
-
-def exact_linear(
-    x: Array, given: Arrays, norm: bool, residual: bool = False, gelu: bool = False
-) -> Array:
-    gamma, beta = (wide(given.gamma), wide(given.beta)) if norm else (None, None)
-    before = wide(given.residual) if residual else None
-    bias = wide(given.bias)
-    exact: Array = reference.linear(wide(x), given.w, bias, gamma, beta, before, gelu=gelu, eps=EPS)
-    return exact
 
 
 # --- NumPy ----------------------------------------------------------------------------------------
@@ -150,132 +104,52 @@ def test_rows_that_no_block_can_hold() -> None:
 # --- on the CPU -----------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    """Sizes, dtype of the weights, what is done; how, if not as usual."""
-
-    M: int
-    K: int
-    N: int
-    dtype: str
-    norm: bool = True
-    residual: bool = False  # in place
-    gelu: bool = False
-    how: Layout | None = None
-
-
 # width, split, steps, columns, groups, loop, blocks, rows
 ROUNDS = Layout(8, 2, 1, 3, 2, True, 1, 2)  # two trips along K, several groups of columns a block
 SMALL = Layout(4, 3, 1, 2, 2, False, 1, 1)
 LONG = Layout(4, 1, 1, 2, 2, True, 1, 1)  # more of a row than registers hold
 CASES = [
     Case(3, 48, 21, "float32", residual=True, gelu=True),
-    Case(3, 784, 31, "bfloat16", how=ROUNDS),
+    Case(3, 784, 31, "bfloat16", cut=ROUNDS),
     Case(1, 33, 5, "float16", norm=False, gelu=True),
     Case(1, 528, 10, "float8_e4m3fn", residual=True),
-    Case(1, 1100, 9, "float32", how=LONG),
-    Case(2, 400, 9, "float32", norm=False, how=SMALL),
-    Case(9, 264, 7, "float8_e5m2", norm=False, residual=True, how=SMALL._replace(width=8, rows=4)),
+    Case(1, 1100, 9, "float32", cut=LONG),
+    Case(2, 400, 9, "float32", norm=False, cut=SMALL),
+    Case(9, 264, 7, "float8_e5m2", norm=False, residual=True, cut=SMALL._replace(width=8, rows=4)),
 ]
-
-
-def upload(given: Arrays) -> Arrays:
-    scale = None if given.w.scale is None else cupy.asarray(given.w.scale)
-    w = WeightMatrix(cupy.asarray(given.w.data), given.w.dtype, scale, "NK")
-    x, *others = (cupy.asarray(array) for array in (given.x, *given[2:]))
-    return Arrays(x, w, *others)
-
-
-def run_linear(where: str, given: Arrays, case: Case, multiprocessors: int = H200) -> Array:
-    """On a GPU twice, with the same bits."""
-    results: list[Array] = []
-    with running_on(where, multiprocessors), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=case.how))
-        for _ in range(1 + (where == "gpu")):
-            x, w, bias, gamma, beta, residual = upload(given)
-            norm = (gamma, beta) if case.norm else (None, None)
-            out = residual if case.residual else cupy.full(residual.shape, np.nan, "float32")
-            inputs = (x, w, bias, *norm, residual if case.residual else None)
-            bound = bind_linear(inputs, out, gelu=case.gelu, eps=EPS, variant="matvec")
-            results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[-1])
-    return results[0]
-
-
-def assert_linear(where: str, case: Case, multiprocessors: int = H200) -> None:
-    given = arrays(*case[:4])
-    got = run_linear(where, given, case, multiprocessors)
-    what = (given.x, given, case.norm, case.residual, case.gelu)
-    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what))
 
 
 @in_every_order
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear(case: Case, where: str) -> None:
-    assert_linear(where, case, 2 if case.how in (ROUNDS, LONG) else H200)
+    assert_linear(where, "matvec", case, 2 if case.cut in (ROUNDS, LONG) else H200)
 
 
 @settings(max_examples=4)
 @given(M=st.integers(1, 6), N=st.integers(1, 40), blocks=st.integers(1, 3))
 def test_any_rows_and_columns(M: int, N: int, blocks: int) -> None:
     """With so many blocks of columns, which loop."""
-    assert_linear("forward", Case(M, 784, N, "bfloat16", how=ROUNDS), blocks)
+    assert_linear("forward", "matvec", Case(M, 784, N, "bfloat16", cut=ROUNDS), blocks)
 
 
 def test_a_row_is_the_same_bits_alone_and_in_any_batch() -> None:
     K, N = 264, 14
     given = arrays(17, K, N, "float32")
     case = Case(1, K, N, "float32", residual=True, gelu=True)
-    small = case._replace(how=SMALL)
+    small = case._replace(cut=SMALL)
     alone = np.concatenate(
         [
-            run_linear("forward", given._replace(x=x[None], residual=r[None]), small)
+            run_linear("forward", "matvec", given._replace(x=x[None], residual=r[None]), small)
             for x, r in zip(given.x, given.residual, strict=True)
         ]
     )
     for rows in (2, 4, 8, 16):
         columns = 2 if rows > 2 else 5
-        how = SMALL._replace(rows=rows, columns=columns, groups=1 + (rows < 16))
+        cut = SMALL._replace(rows=rows, columns=columns, groups=1 + (rows < 16))
         for M in {rows - 1, rows, 17}:
             some = given._replace(x=given.x[:M], residual=given.residual[:M])
-            got = run_linear("forward", some, case._replace(how=how))
+            got = run_linear("forward", "matvec", some, case._replace(cut=cut))
             np.testing.assert_array_equal(got, alone[:M])
-
-
-def assert_qkv(
-    where: str, given: Arrays, n_ctx: int, position: Array, how: Layout | None = None
-) -> None:
-    """On a GPU twice, with the same bits. The cache has the sequences backwards, after another."""
-    M, C = len(given.x), given.w.N // 3
-    rows = np.arange(M, 0, -1, dtype=np.int32)
-    rows[2:3] = M + 1  # nowhere
-    cache = DTYPES[CACHE_WITH_FP8 if given.w.dtype in FP8 else given.w.dtype]
-    results = []
-    with running_on(where, H200), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_linear_matvec, "geometry", partial(geometry, cut=how))
-        patch.setattr(importlib.import_module("gpt2block.ops.linear"), "DECODING", ("matvec",))
-        for _ in range(1 + (where == "gpu")):
-            k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
-            x, w, bias, gamma, beta, _ = upload(given)
-            row = cupy.asarray(rows)
-            where_to = cupy.asarray(position)
-            q = cupy.full((M, C), np.nan, "float32")
-            bind_qkv(x, w, bias, gamma, beta, k, v, row, where_to, q, EPS).run()
-            results.append([q.get(), *(each.get().astype(np.float32) for each in (k, v))])
-    for first, last in zip(results[0], results[-1], strict=True):
-        np.testing.assert_array_equal(first, last)
-    q, *caches = results[0]
-    truth = exact_linear(given.x, given, norm=True)
-    expected = plain_linear(given.x, given, norm=True)
-    plain.assert_as_accurate(q, truth[:, :C], expected[:, :C])
-    for i, there in enumerate(caches):
-        at = slice((i + 1) * C, (i + 2) * C)
-        for m, p in enumerate(position):
-            row = there[rows[m]] if rows[m] <= M else there[0]
-            if 0 <= p < n_ctx and rows[m] <= M:
-                rounded = expected[m, at].astype(cache).astype(np.float32)
-                plain.assert_as_accurate(row[p], truth[m, at], rounded)
-                row = np.delete(row, p, axis=0)
-            assert np.isnan(row).all(), "written where nothing belongs"
 
 
 @in_every_order
@@ -283,8 +157,8 @@ def assert_qkv(
 def test_qkv(M: int, dtype: str, where: str) -> None:
     K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
     position = np.array([2, -1, n_ctx], np.int32)[:M]  # of which two are nowhere
-    how = ROUNDS if dtype == "bfloat16" else None
-    assert_qkv(where, arrays(M, K, 3 * C, dtype), n_ctx, position, how)
+    cut = ROUNDS if dtype == "bfloat16" else None
+    assert_qkv(where, "matvec", Case(M, K, 3 * C, dtype, cut=cut), n_ctx, position)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -304,7 +178,7 @@ def test_qkv(M: int, dtype: str, where: str) -> None:
     ],
 )
 def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu: bool) -> None:
-    assert_linear("gpu", Case(M, K, N, dtype, norm, True, gelu))
+    assert_linear("gpu", "matvec", Case(M, K, N, dtype, norm, True, gelu))
 
 
 @pytest.mark.gpu
@@ -330,7 +204,7 @@ def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
 @pytest.mark.parametrize("M", [1, 3, 8])
 def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
     position = np.array([4, -1, 5, 0, 1, 2, 3, 2], np.int32)[:M]
-    assert_qkv("gpu", arrays(M, 768, 3 * 768, dtype), 5, position)
+    assert_qkv("gpu", "matvec", Case(M, 768, 3 * 768, dtype), 5, position)
 
 
 @pytest.mark.gpu
@@ -352,7 +226,7 @@ def test_the_function() -> None:
     ("change", "message"),
     [
         ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
-        ({"x": (2, 63)}, "w: expected K 63 to match x, got 64"),
+        ({"x": (2, 63)}, r"w: expected shape \(63, N\), got \(64, 48\)"),
         ({"x": ()}, "x: expected at least one element"),
         ({"bias": (47,)}, r"bias: expected shape \(48,\), got \(47,\)"),
         ({"gamma": None}, "gamma and beta: expected both, or neither"),
@@ -390,18 +264,16 @@ def test_wrong_caches_are_refused(device: Any) -> None:
 
     x, at = cupy.zeros((2, 64), "float32"), cupy.zeros(2, "int32")
     cache = cupy.zeros((2, 5, 16), "float32")
-    norm = (None, None, None)
-    qkv: Any = bind_qkv
-    with pytest.raises(InputError, match="w: expected 3C outputs for q, k and v, got 47"):
-        qkv(x, matrix(47), *norm, cache, cache.copy(), at, at)
-    with pytest.raises(InputError, match=r"k_cache: expected \(B, n_ctx, 17\), got \(2, 5, 16\)"):
-        qkv(x, matrix(51), *norm, cache, cache.copy(), at, at)
-    with pytest.raises(InputError, match="k_cache: expected float16, got float32"):
-        qkv(x, matrix(48, "float8_e5m2"), *norm, cache, cache.copy(), at, at)
-    with pytest.raises(InputError, match="v_cache: overlaps k_cache: expected another array"):
-        qkv(x, matrix(48), *norm, cache, cache, at, at)
-    with pytest.raises(InputError, match="position: expected int32, got int64"):
-        qkv(x, matrix(48), *norm, cache, cache.copy(), at, at.astype("int64"))
+    apart, wide_at = cache.copy(), at.astype("int64")
+    for w, v, position, message in (
+        (matrix(47), apart, at, "w: expected 48 outputs, 3C as k has C channels, got 47"),
+        (matrix(51), apart, at, "w: expected 48 outputs, 3C as k has C channels, got 51"),
+        (matrix(48, "float8_e5m2"), apart, at, "k: expected float16, got float32"),
+        (matrix(48), cache, at, "k: overlaps v: expected another array"),
+        (matrix(48), apart, wide_at, "position: expected int32, got int64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            STEPS["linear_qkv"].bind((x, w, None, None, None, cache, v, at, position))
 
 
 def test_the_registry_names_the_kernels() -> None:

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gpt2block import InputError
-from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, FP8
-from gpt2block.ops import _linear_mma
 from gpt2block.ops._linear_mma import Layout, geometry, layout, splits
 from gpt2block.ops.linear import bind as bind_linear
-from gpt2block.ops.linear import bind_qkv
-from tests import plain
-from tests.devices import H200, ORDERS, on_one_order, running_on
-from tests.test_linear_matvec import (
-    DTYPES,
-    EPS,
-    WEIGHTS,
+from tests.devices import H200, in_every_order, on_one_order, running_on
+from tests.linears import (
     Arrays,
     Case,
     arrays,
-    exact_linear,
-    plain_linear,
+    assert_linear,
+    assert_qkv,
+    every_weight,
+    run_linear,
     upload,
 )
 
 Array = Any
-in_every_order = pytest.mark.parametrize("where", ORDERS)
-every_weight = pytest.mark.parametrize("dtype", WEIGHTS)
 
 # columns, flight, loop, warps, blocks, rows
 LOOP = Layout(16, 1, True, 2, 1, 2)
@@ -87,58 +78,25 @@ def test_rows_that_no_block_can_hold() -> None:
 # --- products -------------------------------------------------------------------------------------
 
 
-def run_linear(
-    where: str, given: Arrays, case: Case, cut: Layout | None = None, multiprocessors: int = H200
-) -> Array:
-    """On a GPU twice, with the same bits."""
-    results: list[Array] = []
-    with running_on(where, multiprocessors), pytest.MonkeyPatch.context() as patch:
-        if cut and not cut.loop:
-            cut = cut._replace(warps=splits(case.K)[0])
-        patch.setattr(_linear_mma, "geometry", partial(geometry, cut=cut))
-        for _ in range(1 + (where == "gpu")):
-            x, w, bias, gamma, beta, residual = upload(given)
-            norm = (gamma, beta) if case.norm else (None, None)
-            out = residual if case.residual else cupy.full(residual.shape, np.nan, "float32")
-            inputs = (x, w, bias, *norm, residual if case.residual else None)
-            bound = bind_linear(inputs, out, gelu=case.gelu, eps=EPS, variant="mma")
-            results.append(bound.run().get())
-    np.testing.assert_array_equal(results[0], results[-1])
-    return results[0]
-
-
-def assert_linear(
-    where: str, case: Case, cut: Layout | None = None, multiprocessors: int = H200
-) -> None:
-    given = arrays(*case[:4])
-    got = run_linear(where, given, case, cut, multiprocessors)
-    what = (given.x, given, case.norm, case.residual, case.gelu)
-    terms = 0.0
-    if given.w.dtype == "bfloat16":
-        x = plain.layernorm(given.x, given.gamma, given.beta, EPS) if case.norm else given.x
-        terms = plain.rounding_of_bfloat16_terms(x, given.w.dequantized())
-    plain.assert_as_accurate(got, exact_linear(*what), plain_linear(*what), terms)
-
-
 CASES = [
-    (Case(3, 48, 21, "float32", residual=True, gelu=True), None),
-    (Case(3, 784, 31, "bfloat16"), LOOP),
-    (Case(1, 40, 5, "float16", norm=False, gelu=True), None),
-    (Case(1, 528, 10, "float8_e4m3fn", residual=True), None),
-    (Case(9, 264, 21, "float32", norm=False), WIDE._replace(rows=16)),
-    (Case(3, 1104, 37, "float32"), ODD_LOOP),
-    (Case(2, 1168, 19, "float8_e5m2", norm=False, residual=True), None),
-    (Case(17, 1160, 20, "bfloat16"), WIDE._replace(rows=16, flight=2)),
-    (Case(17, 520, 9, "float16"), WIDE._replace(rows=16)),
-    (Case(11, 400, 9, "float32"), WIDE._replace(rows=16)),
-    (Case(5, 2064, 9, "float16"), WIDE),
+    Case(3, 48, 21, "float32", residual=True, gelu=True),
+    Case(3, 784, 31, "bfloat16", cut=LOOP),
+    Case(1, 40, 5, "float16", norm=False, gelu=True),
+    Case(1, 528, 10, "float8_e4m3fn", residual=True),
+    Case(9, 264, 21, "float32", norm=False, cut=WIDE._replace(rows=16)),
+    Case(3, 1104, 37, "float32", cut=ODD_LOOP),
+    Case(2, 1168, 19, "float8_e5m2", norm=False, residual=True),
+    Case(17, 1160, 20, "bfloat16", cut=WIDE._replace(rows=16, flight=2)),
+    Case(17, 520, 9, "float16", cut=WIDE._replace(rows=16)),
+    Case(11, 400, 9, "float32", cut=WIDE._replace(rows=16)),
+    Case(5, 2064, 9, "float16", cut=WIDE),
 ]
 
 
 @in_every_order
-@pytest.mark.parametrize(("case", "cut"), CASES, ids=str)
-def test_linear(case: Case, cut: Layout | None, where: str) -> None:
-    assert_linear(where, case, cut, 2 if cut and cut.loop else H200)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case, where: str) -> None:
+    assert_linear(where, "mma", case, 2 if case.cut and case.cut.loop else H200)
 
 
 def assert_same_bits(where: str, given: Arrays, counts: tuple[int, ...], **how: Layout) -> None:
@@ -147,16 +105,16 @@ def assert_same_bits(where: str, given: Arrays, counts: tuple[int, ...], **how: 
     case = Case(1, K, given.w.N, given.w.dtype, residual=True, gelu=True)
     alone = np.concatenate(
         [
-            run_linear(where, given._replace(x=x[None], residual=r[None]), case)
+            run_linear(where, "mma", given._replace(x=x[None], residual=r[None]), case)
             for x, r in zip(given.x[:3], given.residual[:3], strict=True)
         ]
     )
-    everything = run_linear(where, given, case)
+    everything = run_linear(where, "mma", given, case)
     np.testing.assert_array_equal(everything[:3], alone)
     for rows in counts:
         for cut in (None, *how.values()):
             some = given._replace(x=given.x[-rows:], residual=given.residual[-rows:])
-            got = run_linear(where, some, case, cut)
+            got = run_linear(where, "mma", some, case._replace(cut=cut))
             np.testing.assert_array_equal(got, everything[-rows:])
 
 
@@ -173,38 +131,12 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: str, K: int) -> N
 def test_nan_and_infinity_stay_in_their_row(dtype: str, where: str) -> None:
     given = arrays(10, 272, 11, dtype)
     case = Case(10, 272, 11, dtype, norm=False)
-    expected = run_linear(where, given, case)
+    expected = run_linear(where, "mma", given, case)
     given.x[1], given.x[8, 3] = np.nan, np.inf
-    got = run_linear(where, given, case)
+    got = run_linear(where, "mma", given, case)
     others = [0, 2, 3, 4, 5, 6, 7, 9]
     np.testing.assert_array_equal(got[others], expected[others])
     assert not np.isfinite(got[[1, 8]]).any()
-
-
-def assert_qkv(where: str, given: Arrays, n_ctx: int, position: Array) -> None:
-    """q and the caches have the bits of the product; tokens outside the cache are not stored."""
-    M, C = len(given.x), given.w.N // 3
-    rows = np.arange(M, 0, -1, dtype=np.int32)
-    rows[2:3] = M + 1  # nowhere
-    cache = DTYPES[CACHE_WITH_FP8 if given.w.dtype in FP8 else given.w.dtype]
-    expected = run_linear(where, given, Case(M, given.w.K, 3 * C, given.w.dtype))
-    with running_on(where, H200):
-        k, v = (cupy.full((M + 1, n_ctx, C), np.nan, cache) for _ in range(2))
-        x, w, bias, gamma, beta, _ = upload(given)
-        q = cupy.full((M, C), np.nan, "float32")
-        at = cupy.asarray(rows), cupy.asarray(position)
-        bound = bind_qkv(x, w, bias, gamma, beta, k, v, *at, q, EPS)
-        assert [launch.name for launch in bound.launches] == ["qkv_decode_mma"]
-        bound.run()
-        results = [q.get(), k.get().astype(np.float32), v.get().astype(np.float32)]
-    np.testing.assert_array_equal(results[0], expected[:, :C])
-    for i, got in enumerate(results[1:]):
-        there = np.full((M + 1, n_ctx, C), np.nan, np.float32)
-        for m, p in enumerate(position):
-            if 0 <= p < n_ctx and rows[m] <= M:
-                stored = expected[m, (i + 1) * C : (i + 2) * C].astype(cache)
-                there[rows[m], p] = stored.astype(np.float32)
-        np.testing.assert_array_equal(got, there)
 
 
 @in_every_order
@@ -212,7 +144,7 @@ def assert_qkv(where: str, given: Arrays, n_ctx: int, position: Array) -> None:
 def test_qkv(M: int, dtype: str, where: str) -> None:
     K, C, n_ctx = {"float32": (48, 7, 4), "bfloat16": (784, 9, 3)}.get(dtype, (528, 10, 3))
     position = np.array([2, -1, n_ctx, 0, 1, 2, 0, 1, 2, 0], np.int32)[:M]
-    assert_qkv(where, arrays(M, K, 3 * C, dtype), n_ctx, position)
+    assert_qkv(where, "mma", Case(M, K, 3 * C, dtype), n_ctx, position)
 
 
 # --- the choice of a variant ----------------------------------------------------------------------
@@ -270,7 +202,7 @@ def test_rows_of_w_that_are_not_aligned_are_refused(where: str) -> None:
     ],
 )
 def test_linear_on_the_gpu(dtype: str, M: int, K: int, N: int, norm: bool, gelu: bool) -> None:
-    assert_linear("gpu", Case(M, K, N, dtype, norm, True, gelu))
+    assert_linear("gpu", "mma", Case(M, K, N, dtype, norm, True, gelu))
 
 
 @pytest.mark.gpu
@@ -285,4 +217,4 @@ def test_same_bits_in_any_batch_on_the_gpu(dtype: str, K: int, N: int) -> None:
 @pytest.mark.parametrize("M", [1, 3, 10])
 def test_qkv_on_the_gpu(dtype: str, M: int) -> None:
     position = np.array([4, -1, 5, 0, 1, 2, 3, 2, 1, 0], np.int32)[:M]
-    assert_qkv("gpu", arrays(M, 768, 3 * 768, dtype), 5, position)
+    assert_qkv("gpu", "mma", Case(M, 768, 3 * 768, dtype), 5, position)

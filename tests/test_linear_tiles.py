@@ -380,7 +380,7 @@ def test_bad_input(device: Any) -> None:
         ((x, data, None, None), None, "w: expected a WeightMatrix, got ndarray: use WeightMatrix"),
         ((x, host, None, None), None, "w: expected a CuPy array, got ndarray"),
         ((x, WeightMatrix(data.T.copy(), "float32"), None, None), None, "expected layout 'NK'"),
-        ((x[:, :7].copy(), w, None, None), None, "w: expected K 7 to match x, got 8"),
+        ((x[:, :7].copy(), w, None, None), None, r"w: expected shape \(7, N\)"),
         ((x, w, x[0], None), None, r"bias: expected shape \(4,\), got \(8,\)"),
         ((x, w, None, x), None, r"residual: expected shape \(3, 4\), got \(3, 8\)"),
         ((x, w, None, None), x, r"out: expected shape \(3, 4\), got \(3, 8\)"),

@@ -21,7 +21,7 @@ from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
 from gpt2block.emulator import loader
 from gpt2block.run.model import weight_bytes
-from tests.test_tokenizer import sentence_piece
+from tests.tokenizer_files import sentence_piece
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = LlamaConfig(

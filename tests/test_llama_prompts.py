@@ -1,4 +1,4 @@
-"""Prompts of Llama models on tensor cores with float32 weights, in two parts, and with FP8 weights.
+"""Prompts of Llama models on tensor cores with float32 weights, two-part, and with FP8 weights.
 
 With float32 the result is no further from float64 than that of the float32 kernels without tensor
 cores; on a GPU, whose tensor cores cut sums, at most twice as far. With FP8 the error is that of
@@ -29,7 +29,7 @@ TINY = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=72, n_ctx=40, vocab_size=53, n_ff=40, head_size=64,
     attention_bias=True,
 )  # fmt: skip
-H200_SHARED = 232448  # heads of 128 channels in two parts need more than the emulated GPU has
+H200_SHARED = 232448  # two-part heads of 128 channels need more than the emulated GPU has
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -90,7 +90,7 @@ def test_two_parts_are_as_near_to_float64(
     assert np.abs(model(ids, last=True) - logits[-1]).max() <= 1e-6 * np.abs(logits).max()
 
 
-def test_steps_in_two_parts(device: None) -> None:
+def test_two_part_steps(device: None) -> None:
     """Conversions are no steps of their own in traces and comparisons."""
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda")
     ids = random_ids(19)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from gpt2block import InputError, WeightMatrix, ops, reference
 from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import cupy
-from gpt2block.ops.elementwise import bind_silu_mul
-from gpt2block.ops.rmsnorm import bind
+from gpt2block.ops.elementwise import SILU_MUL
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from tests import devices, plain
 from tests.devices import assert_same_bits, every_device, moved, one_order
 
@@ -26,7 +26,7 @@ def normalized(x: Array, weight: Array, dtype: str = "float32") -> Array:
     """The result of variant stream, from poisoned memory."""
     out = cupy.full(x.shape, np.nan, FLOATS[dtype])
     arrays = cupy.asarray(x), cupy.asarray(weight)
-    result: Array = bind(arrays, out, eps=EPS, variant="stream").run().get()
+    result: Array = RMSNORM.bind(arrays, out, eps=EPS, variant="stream").run().get()
     return result
 
 
@@ -57,7 +57,7 @@ def test_a_row_of_the_stream_depends_on_no_other_one(device: Any) -> None:
 def test_what_the_stream_refuses(device: Any) -> None:
     x, weight = cupy.asarray(plain.normal(0, 3, 8)), cupy.asarray(plain.normal(1, 8))
     assert ops.rmsnorm(x, weight, variant="stream").shape == (3, 8)
-    assert bind((x, weight), variant="stream", dtype="float16").out.dtype == np.float16
+    assert RMSNORM.bind((x, weight), variant="stream", dtype="float16").out.dtype == np.float16
     for inputs, options, message in (
         ((x, weight), {"block": 64}, "variant stream: has no residual and no block"),
         ((x, weight, x), {}, "variant stream: has no residual and no block"),
@@ -66,9 +66,9 @@ def test_what_the_stream_refuses(device: Any) -> None:
         ((moved(plain.normal(0, 3, 8), 1), weight), {}, "x: expected data aligned to 16 bytes"),
     ):
         with pytest.raises(InputError, match=message):
-            bind(inputs, variant="stream", **options)
+            RMSNORM.bind(inputs, variant="stream", **options)
     with pytest.raises(InputError, match="writes the dtype of x: use variant stream"):
-        bind((x, weight), dtype="float16")
+        RMSNORM.bind((x, weight), dtype="float16")
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -81,9 +81,9 @@ def test_the_gate(device: Any, dtype: str) -> None:
         gate[0, :3] = -1000, 1000, 0
         exact = reference.silu_mul(gate.astype(np.float64), up.astype(np.float64))
         arrays = moved(gate, offset), moved(up, offset)
-        got = bind_silu_mul(arrays).run().get()
+        got = SILU_MUL.bind(arrays).run().get()
         assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * np.abs(exact).max()
-        assert bind_silu_mul(arrays, arrays[0]).run() is arrays[0]
+        assert SILU_MUL.bind(arrays, arrays[0]).run() is arrays[0]
         assert_same_bits(arrays[0].get(), got)
 
 
@@ -91,9 +91,9 @@ def test_the_gate(device: Any, dtype: str) -> None:
 def test_what_the_gate_refuses(device: Any) -> None:
     gate = cupy.zeros((2, 8), "float32")
     with pytest.raises(InputError, match=r"up: expected shape \(2, 8\)"):
-        bind_silu_mul((gate, cupy.zeros((2, 4), "float32")))
+        SILU_MUL.bind((gate, cupy.zeros((2, 4), "float32")))
     with pytest.raises(InputError, match="up: expected float32, got float16"):
-        bind_silu_mul((gate, cupy.zeros((2, 8), "float16")))
+        SILU_MUL.bind((gate, cupy.zeros((2, 8), "float16")))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

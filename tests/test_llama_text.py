@@ -13,7 +13,7 @@ import pytest
 from gpt2block import Llama, LlamaConfig, LlamaWeights, from_pretrained
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
-from tests.test_tokenizer import sentence_piece
+from tests.tokenizer_files import sentence_piece
 
 pytest.importorskip("tokenizers")
 CONFIG = LlamaConfig(

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.ops.log_likelihood import THREADS, choose_geometry
-from gpt2block.ops.log_likelihood import bind as bind_log_likelihood
+from gpt2block.ops.log_likelihood import OPERATION, THREADS, choose_geometry
 from tests import plain
 from tests.devices import on_every_backend, on_every_device, outputs
 from tests.plain import normal
@@ -51,8 +50,8 @@ def evaluate(where: str, x: Array, targets: Array, threads: int = 64) -> Array:
     out = np.full(targets.shape, np.inf, np.float32)
     with pytest.MonkeyPatch.context() as patch:
         geometry = partial(choose_geometry, threads=THREADS if where == "gpu" else threads)
-        patch.setitem(bind_log_likelihood.__globals__, "choose_geometry", geometry)
-        return outputs(where, bind_log_likelihood, (x, targets), out)[0]
+        patch.setitem(choose_geometry.__globals__, "choose_geometry", geometry)
+        return outputs(where, OPERATION.bind, (x, targets), out)[0]
 
 
 def test_reference_against_a_loop_by_hand() -> None:

@@ -22,7 +22,7 @@ from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding
 from gpt2block.text.lookup import Lookup
 from tests.markov import byte_encoding
-from tests.test_tokenizer import small_pair
+from tests.tokenizer_files import small_pair
 
 CONFIG = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=50257)
 IDS = [1, 2, 3]
@@ -121,7 +121,7 @@ def test_ids_in_a_folder_with_a_tokenizer(folder: Path) -> None:
 def test_no_record_of_ids_looks_a_tokenizer_up(
     folder: Path, task: Any, options: dict[str, Any]
 ) -> None:
-    job = Job(task, str(folder / "out"), model=str(folder), options=options).checked()
+    job = Job(task, folder, output=str(folder / "out"), options=options).checked()
     assert job.tokenizer_sha256 is None
     predictor = Predictor(task, folder, device="cpu", **options)
     found = predictor({"tokens": [IDS, [4, 5]]})
@@ -242,7 +242,7 @@ def test_a_tokenizer_that_cannot_be_read_is_none_for_ids(folder: Path) -> None:
     model = GPT2.from_pretrained(folder, device="cpu")
     assert model.lookup.at_hand is None
     assert model.generate(IDS, max_new_tokens=2).text == ""
-    with pytest.raises(CheckpointError, match="expected JSON"):
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         model.generate("abc")
 
 

@@ -15,7 +15,7 @@ from gpt2block.bench import Ceilings, ceilings, measure, variants
 from gpt2block.cuda import kernels, timing
 from gpt2block.errors import KernelError
 from gpt2block.mine import check, on_cpu, on_gpu
-from gpt2block.mine.arguments import BUILT_IN, CONTRACTS, contract
+from gpt2block.mine.arguments import check_known, values
 from gpt2block.mine.check import Checked
 from gpt2block.mine.child import Ended, Send, Stage, supervised
 from gpt2block.mine.expressions import evaluated
@@ -55,7 +55,7 @@ def add(folder: Path, body: str = RIGHT, **options: str) -> Kernel:
 def cases(kernel: Kernel) -> tuple[check.Case, ...]:
     operation = kernel.operation
     layout = operation.layout
-    return tuple(check.case(kernel, s, a, layout) for s, a in contract(operation).cases)
+    return tuple(check.case(kernel, s, a, layout) for s, a in operation.cases)
 
 
 # Arithmetic of launch lines
@@ -222,10 +222,11 @@ def test_eps_is_a_number_and_t_the_dtype(tmp_path: Path) -> None:
 
 
 def test_every_operation_is_known() -> None:
-    assert set(CONTRACTS) | set(BUILT_IN) == set(OPERATIONS)
-    assert not set(CONTRACTS) & set(BUILT_IN)
+    assert all(operation.cases for operation in OPERATIONS.values())
+    built_in = {"encoder_rows", "attention_cached", "rope", "rope_qkv", "sample_token"}
+    assert set(names()) == set(OPERATIONS) - built_in
     with pytest.raises(InputError, match="sample_token takes no kernel of your own"):
-        contract(find("sample_token"))
+        check_known(find("sample_token"))
 
 
 def test_first_rungs_name_arguments_that_are_known() -> None:
@@ -233,11 +234,11 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
     for name in ("layernorm", "trimat", "encoder", "softmax", "matmul_bias", "add", "gelu"):
         operation = find(name)
         first = operation.variants[0]
-        sizes, attrs = contract(operation).cases[0]
+        sizes, attrs = operation.cases[0]
         options = {**operation.attrs, **attrs}
         host, _ = measure.inputs_and_truth(operation, sizes)
-        values = contract(operation).values(host, options)
-        known = {*values.inputs, *values.outputs, *values.numbers, *values.aliases}
+        found = values(operation, host, options)
+        known = {*found.inputs, *found.outputs, *found.numbers, *found.aliases}
         signature = kernels.signatures(first.file)[first.kernels[0]]
         assert {p.name for p in signature.parameters} <= known
 
@@ -246,7 +247,6 @@ def test_first_rungs_name_arguments_that_are_known() -> None:
 
 
 def test_every_ladder_has_a_template() -> None:
-    assert set(names()) == set(CONTRACTS)
     ladders = {name for name, operation in OPERATIONS.items() if len(operation.variants) > 1}
     assert ladders <= set(names())
 
@@ -257,7 +257,7 @@ def test_a_template_is_right(name: str) -> None:
     operation = find(name)
     kernel = matched(read(HERE / f"{name}.cu"), operation, measure.check_storage(operation))
     found = list(on_cpu.check_kernel(kernel, cases(kernel)))
-    assert [type(each) for each in found] == [Checked] * len(contract(operation).cases)
+    assert [type(each) for each in found] == [Checked] * len(operation.cases)
     for each in found:
         assert isinstance(each, Checked)
         assert each.max_rel <= measure.tolerance(kernel.dtype)
@@ -462,7 +462,7 @@ def served(kernel: Kernel, variants: tuple[str, ...] = ()) -> list[Any]:
     """What the child sends, without stages."""
     sent: list[Any] = []
     stored = measure.check_storage(kernel.operation)
-    sizes, _ = contract(kernel.operation).cases[1]
+    sizes, _ = kernel.operation.cases[1]
     on_gpu.serve(sent.append, on_gpu.Job(kernel, cases(kernel), variants, sizes, stored))
     return [each for each in sent if not isinstance(each, Stage)]
 

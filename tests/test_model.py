@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, reference
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.checkpoints import Checkpoint
-from gpt2block.cli import map as cli_map
-from gpt2block.cli import model as cli_model
+from gpt2block.cli.model import GenerateOptions
 from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import DTYPES, kv_cache_dtype, start_all
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, penalized
-from gpt2block.text import generation
+from gpt2block.text.generation import Run
 from gpt2block.weights.matrix import WeightMatrix
 from tests.plain import rounding
 
@@ -273,15 +272,16 @@ def test_sampled_rows_are_the_same_alone_and_in_a_batch(device: str) -> None:
         Sampling(repetition_penalty=1.3, seed=1, sample=2),
     ]
 
-    def run(rows: list[int]) -> list[list[int]]:
+    def run(rows: list[int], steps: int = 30) -> list[list[int]]:
         chosen = [prompts[b] for b in rows], [options[b] for b in rows]
-        decoding = start_all(m.engine, *chosen, 30)
-        drawn: list[list[int]] = np.array([decoding.next().tokens for _ in range(30)]).T.tolist()
+        decoding = start_all(m.engine, *chosen, steps)
+        drawn: list[list[int]] = np.array([decoding.next().tokens for _ in range(steps)]).T.tolist()
         return drawn
 
     together = run([0, 1, 2])
     assert together == [run([b])[0] for b in range(3)]
     assert together == run([0, 1, 2])
+    assert [row[:7] for row in together] == run([0, 1, 2], steps=7)
     assert len({tuple(row) for row in together}) == 3
 
 
@@ -415,14 +415,20 @@ def test_help_shows_the_keywords(method: str) -> None:
         getattr(model(TINY, "cpu"), method)([1, 2], strid=1)
 
 
-def test_one_default_temperature() -> None:
-    functions: list[Any] = [
-        GPT2.generate, GPT2.stream, generation.generate, generation.stream, generation.Run,
-        cli_model.generate, cli_map.generate, Sampling,
-    ]  # fmt: skip
+def test_the_keywords_have_the_same_defaults_everywhere() -> None:
+    documented = inspect.signature(GPT2.generate).parameters
+    assert documented["temperature"].default == DEFAULT_TEMPERATURE == 0.8
+    functions: list[Any] = [GPT2.stream, Run, GenerateOptions, Sampling]
     for function in functions:
-        parameter = inspect.signature(function).parameters["temperature"]
-        assert parameter.default == DEFAULT_TEMPERATURE == 0.8
+        shared = {*inspect.signature(function).parameters} & {*documented} - {
+            "self",
+            "seed",
+            "stop",
+        }
+        assert len(shared) > 4
+        for name in shared:
+            default = inspect.signature(function).parameters[name].default
+            assert default == documented[name].default, (function, name)
 
 
 def test_every_keyword_of_generate_is_documented() -> None:
@@ -432,7 +438,7 @@ def test_every_keyword_of_generate_is_documented() -> None:
 
 
 def test_the_keywords_reach_the_run() -> None:
-    """Each keyword does what it does in `generation.generate`."""
+    """Each keyword of `generate` changes the result, and `stream` gives the same one."""
     m = model(TINY, "cpu")
     options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
     plain = m.generate([1, 2], max_new_tokens=9, **options)

@@ -31,16 +31,14 @@ from gpt2block.array_checks import FLOATS
 from gpt2block.cuda import cupy, kernels, overlap
 from gpt2block.cuda.arrays import compute_capability
 from gpt2block.emulator import stand_in
+from gpt2block.ops import registry
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.gemm import bind as bind_gemm
+from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.linear import MORE_ROWS
-from gpt2block.ops.rmsnorm_matmul import bind_matmul
-from gpt2block.ops.rope_qkv import bind as bind_rope
-from gpt2block.ops.rope_qkv import bind_append as bind_rope_append
-from gpt2block.ops.rope_qkv import bind_rotations
+from gpt2block.ops.rmsnorm_matmul import RMSNORM_MATMUL
 from gpt2block.ops.sample_token import SampleState, Slots, bind_state
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.program import Program
+from gpt2block.run.recording import Recording
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import WeightMatrix
 from tests.devices import assert_same_bits, on_gpu, one_order
@@ -147,17 +145,20 @@ def in_memory(tensor: Any) -> list[Any]:
     return [] if tensor is None else [tensor]
 
 
-def assert_steps_wait(program: Program, constant: Collection[str]) -> None:
+def assert_steps_wait(recording: Recording, constant: Collection[str]) -> None:
     """Every step waits for its inputs that are not constant. They are those of the whole chain."""
-    assert program.plan.overlapping
-    for step in program.plan.steps:
-        bound = program.bounds[step.name]
+    assert recording.overlapping
+    for step, launches, _, result, _ in recording.steps.values():
         early = step.inputs[1:3] if step.op == "attention_split" else ()  # k and v, see READ_EARLY
         names = [name for name in step.inputs if name and name not in {*constant, *early}]
-        late = [array for name in names for array in in_memory(program.tensors[name])]
+        late = [array for name in names for array in in_memory(recording.value(name))]
         addresses = {array.data.ptr for array in late}
-        outs = [array for array in in_memory(bound.out) if array.data.ptr not in addresses]
-        assert_waits(bound.launches, late, outs)
+        outs = [array for array in in_memory(result) if array.data.ptr not in addresses]
+        assert_waits(launches, late, outs)
+
+
+def ops_of(recording: Recording) -> set[str]:
+    return {each.step.op for each in recording.steps.values()}
 
 
 def assert_block_waits(dtype: str, shape: tuple[int, ...]) -> None:
@@ -166,7 +167,7 @@ def assert_block_waits(dtype: str, shape: tuple[int, ...]) -> None:
     block = Block(weights, causal=True, device="cuda", dtype=dtype, kernels="fused")
     x = cupy.asarray(random_input(1, shape).astype(FLOATS[dtype]))
     engine: Any = block._engine
-    assert_steps_wait(engine._program(x, cupy.empty_like(x)), weights.tensors())
+    assert_steps_wait(engine._recorded(x, cupy.empty_like(x)), weights.tensors())
 
 
 def model_and_ids() -> tuple[CudaModel, NDArray[np.int32]]:
@@ -273,7 +274,7 @@ def test_the_steps_with_a_kv_cache_of_fp8(device: Any, cached: bool) -> None:
     with model.running():
         program = model._pass(ids, cached)
         op = "attention_split" if cached else "kv_round"
-        assert op in {step.op for step in program.plan.steps}
+        assert op in ops_of(program)
         assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
 
 
@@ -285,8 +286,8 @@ def test_a_prompt_that_is_continued(device: Any) -> None:
         cache = model.new_cache(1, 33)
         model.prefill([ids[:11]], cache)
         prefill = model.prefill([ids[11:]], cache, "last")
-        program = prefill.program("last")
-        assert {"kv_append", "attention_packed"} < {step.op for step in program.plan.steps}
+        program = prefill.recording(model, "last")
+        assert {"kv_append", "attention_packed"} < ops_of(program)
         assert_steps_wait(program, {*model.prompt_weights(head=False), "row"})
 
 
@@ -301,9 +302,9 @@ def test_the_steps_of_decoding_many_rows(device: Any) -> None:
     with model.running():
         cache = model.new_cache(rows, len(ids))
         model.prefill([ids[:-1]] * rows, cache)
-        step = model.steps(cache).next_token(slots, ids[-rows:], positions)
-        assert "layernorm" in {each.op for each in step.program.plan.steps}
-        assert_steps_wait(step.program, {*model.given(), "row"})
+        step = model.steps(cache).next_token(model, slots, ids[-rows:], positions)
+        assert "layernorm" in ops_of(step.recording)
+        assert_steps_wait(step.recording, {*model.given(), "row"})
 
 
 @one_order
@@ -316,9 +317,11 @@ def test_the_steps_of_decoding_a_llama(device: Any, rows: int) -> None:
         cache = model.new_cache(rows, len(ids))
         model.prefill([ids[:-1]] * rows, cache)
         positions = np.full(rows, len(ids) - 1, np.int32)
-        step = model.steps(cache).next_token(np.arange(rows, dtype=np.int32), ids[:rows], positions)
-        assert {"rmsnorm", "rope_append", "silu_mul"} < {s.op for s in step.program.plan.steps}
-        assert_steps_wait(step.program, {*model.given(), "row"})
+        step = model.steps(cache).next_token(
+            model, np.arange(rows, dtype=np.int32), ids[:rows], positions
+        )
+        assert {"rmsnorm", "rope_append", "silu_mul"} < ops_of(step.recording)
+        assert_steps_wait(step.recording, {*model.given(), "row"})
 
 
 @one_order
@@ -330,7 +333,7 @@ def test_the_steps_of_a_prompt_of_a_llama(device: Any, mlp_bias: bool) -> None:
     ids = np.random.default_rng(0).integers(config.vocab_size, size=21, dtype=np.int32)
     with model.running():
         program = model._pass(ids, cached=False)
-        found = {step.op for step in program.plan.steps}
+        found = ops_of(program)
         assert {"rmsnorm", "rope_qkv", "gemm"} < found
         assert ("silu_mul" in found) == (mlp_bias or compute_capability() != HOPPER_CAPABILITY)
         assert_steps_wait(program, {*model.prompt_weights(head=True), "row"})
@@ -371,11 +374,11 @@ def test_rope_of_packed_rows(device: Any) -> None:
     frequencies = device.asarray(100.0 ** -np.arange(4))
     k, v = device.zeros((2, 2, 5, 8), "float32")
     out, q = device.zeros((3, 32), "float32"), device.zeros((3, 16), "float32")
-    turned = bind_rope((qkv, position, frequencies), out, n_head=2, n_kv_head=1)
+    turned = registry.bind("rope_qkv", (qkv, position, frequencies), out, n_head=2, n_kv_head=1)
     assert_waits(turned.launches, [qkv, position], [out])
-    appended = bind_rope_append((qkv, frequencies, k, v, row, position), q, n_head=2)
+    appended = registry.bind("rope_append", (qkv, frequencies, k, v, row, position), q, n_head=2)
     assert_waits(appended.launches, [qkv, row, position, k, v], [q])
-    turns = bind_rotations((position, frequencies))
+    turns = registry.bind("rotations", (position, frequencies))
     assert_waits(turns.launches, [position], [turns.out])
 
 
@@ -387,7 +390,7 @@ def test_a_conversion_to_two_parts_and_its_product(device: Any, rows: int) -> No
     a, residual = (uploaded(rng.standard_normal((rows, n))) for n in (72, 96))
     w = TwoPartMatrix.from_float32(uploaded(rng.standard_normal((96, 72))))
     bias = uploaded(rng.standard_normal(96))
-    bound = bind_gemm((a, w, bias, residual))
+    bound = GEMM.bind((a, w, bias, residual))
     assert bound.launches[0].name == "split_rows"
     assert_waits(bound.launches, [a, residual], [bound.out, *bound.extra])
 
@@ -399,7 +402,7 @@ def test_the_product_behind_rmsnorm(rows: int) -> None:
     rng, C = np.random.default_rng(0), 512
     x, gamma = uploaded(rng.standard_normal((rows, C)), "float16"), uploaded(np.ones(C), "float16")
     w = WeightMatrix(uploaded(rng.standard_normal((C, C)) / 20, "float16"), "float16", None, "KN")
-    bound = bind_matmul((x, gamma, w), head_dim=64, variant="hopper")
+    bound = RMSNORM_MATMUL.bind((x, gamma, w), head_dim=64, variant="hopper")
     norm, product = bound.launches
     norm.run()
     normed = bound.extra[-1]

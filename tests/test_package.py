@@ -138,3 +138,19 @@ def test_every_module_imports_without_cupy() -> None:
     assert done.returncode == 0, done.stderr
     assert "CuPy cannot be imported" in done.stdout
     assert "`gpt2block check`" in done.stdout
+
+
+def test_public_operations_are_functions_in_any_order_of_imports() -> None:
+    """Most have a module of the same name, of which an import could take the function's place."""
+    program = (
+        "import importlib, pkgutil, types, gpt2block\n"
+        "folder = gpt2block.__path__[0] + '/ops'\n"
+        "names = sorted((m.name for m in pkgutil.iter_modules([folder])), reverse=True)\n"
+        "for name in names: importlib.import_module(f'gpt2block.ops.{name}')\n"
+        "ops = gpt2block.ops\n"
+        "wrong = [n for n in ops.__all__ if isinstance(getattr(ops, n), types.ModuleType)]\n"
+        "assert len(names) > 30 and not wrong, wrong\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

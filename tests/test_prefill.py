@@ -209,13 +209,13 @@ def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
     kv_cache.lengths = [0] * 4
     again = model.prefill(first, kv_cache, "last")
     assert again is prefill
-    assert next(iter(prefill._programs.values()))._graph is not None
+    assert next(iter(prefill._recordings.values()))._graph is not None
     np.testing.assert_array_equal(machine.get(prefill.out), got)
 
     spans = [(11, 16), (0, 0), (22, 22), (1, 9)]
     second = [ids[a:n] for (ids, _, _), (a, n) in zip(rows, spans, strict=True)]
     machine.ran.clear()
-    prefill = model.prefill(second, kv_cache, "logits")
+    prefill = model.prefill(second, kv_cache, "rows")
     assert kv_cache.lengths == [16, 0, 22, 9]
     found = logits_of(machine, model, prefill)
     for name in ("attention_cached_narrow", "kv_append_narrow"):

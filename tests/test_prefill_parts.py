@@ -1,4 +1,4 @@
-"""Prefill on tensor cores with float32 weights, in two parts, and with FP8 weights, in float16.
+"""Prefill on tensor cores with float32 weights, two-part, and with FP8 weights, in float16.
 
 With float32 the rule is that of float32 kernels: the error against float64 is at most twice that of
 float32 NumPy. With FP8 it is that of float16 (tests/test_prefill.py), on the FP8 numbers.
@@ -16,10 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Config, emulator, reference
-from gpt2block.architectures.gpt2 import operand_bounds
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
 from gpt2block.config import block_shapes
 from gpt2block.emulator import loader, stand_in
+from gpt2block.passes.gpt2 import operand_bounds
 from gpt2block.run.cuda_model import CudaModel
 from tests.test_prefill import SMALL, Found, assert_close, computed, random_ids, weights
 
@@ -181,14 +181,19 @@ def test_steps_alone_and_traced(ran: list[str], dtype: str) -> None:
             assert np.abs(got - truth).max() <= limit * np.abs(truth).max(), name
 
 
-def test_bounds_hold_for_the_operands() -> None:
+@pytest.mark.parametrize(("gamma", "beta"), [(3, 1), (0.01, 100)])
+def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
     """For tokens and for what is far larger than any, with γ and β that are not alike.
 
     Norms: exact ones, as with FP8, or what follows from the largest magnitudes.
     """
     rng = np.random.default_rng(0)
     w = weights(TWO_LAYERS)
-    block = replace(w.blocks[0], gamma2=rng.normal(size=64).astype(np.float32) * 3)
+    block = replace(
+        w.blocks[0],
+        gamma2=rng.normal(size=64).astype(np.float32) * np.float32(gamma),
+        beta2=w.blocks[0].beta2 * np.float32(beta),
+    )
     w = replace(w, blocks=(block, *w.blocks[1:]))
     tensors = {name: a for name, a, _ in w.tensors()}
     largest = {name: float(np.abs(a).max()) for name, a in tensors.items()}

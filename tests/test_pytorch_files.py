@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -18,36 +19,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzzing import gpt2 as plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights
 from gpt2block.checkpoints import Checkpoint, pytorch, save_pretrained
-from gpt2block.checkpoints.naming import GPT2_NAMING
-from gpt2block.config import model_shapes
-from tests.refusals import refused
+from tests.refusals import assert_same_tensors, read_or_refused, refused
 
 FIXTURES = Path(__file__).parent / "data" / "pytorch"  # from tools/make_pytorch_fixtures.py
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_ctx=4, vocab_size=5)
-
-
-def logical(checkpoint: Checkpoint) -> dict[str, NDArray[Any]]:
-    """Return all tensors; matrices of blocks are (inputs, outputs)."""
-    return {
-        name: array if layout == GPT2_NAMING.layout_of(name) else array.T
-        for name, array, layout in checkpoint.tensors()
-    }
-
-
-def assert_same_bits(found: Checkpoint, expected: Checkpoint) -> None:
-    assert found.config == expected.config
-    ours, theirs = logical(found), logical(expected)
-    assert list(ours) == list(theirs)
-    for name, array in ours.items():
-        assert array.dtype == theirs[name].dtype
-        assert array.shape == theirs[name].shape
-        assert array.tobytes() == theirs[name].tobytes()
 
 
 # Files that PyTorch wrote
@@ -73,7 +55,7 @@ def assert_same_bits(found: Checkpoint, expected: Checkpoint) -> None:
 def test_the_bits_are_those_that_pytorch_wrote(name: str, expected: str) -> None:
     checkpoint = Checkpoint.open(FIXTURES / name)
     assert checkpoint.config == CONFIG
-    assert_same_bits(checkpoint, Checkpoint.open(FIXTURES / f"expected-{expected}.safetensors"))
+    assert_same_tensors(checkpoint, Checkpoint.open(FIXTURES / f"expected-{expected}.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["zip-float16.bin", "legacy-float16.bin"])
@@ -82,18 +64,13 @@ def test_by_any_name_and_from_a_directory(tmp_path: Path, name: str, saved_as: s
     shutil.copy(FIXTURES / name, tmp_path / saved_as)
     shutil.copy(FIXTURES / "config.json", tmp_path)
     expected = Checkpoint.open(FIXTURES / "expected-float16.safetensors")
-    assert_same_bits(Checkpoint.open(tmp_path / saved_as), expected)
+    assert_same_tensors(Checkpoint.open(tmp_path / saved_as), expected)
     if saved_as == "pytorch_model.bin":
-        assert_same_bits(Checkpoint.open(tmp_path), expected)
+        assert_same_tensors(Checkpoint.open(tmp_path), expected)
         shutil.copy(FIXTURES / "expected-float32.safetensors", tmp_path / "model.safetensors")
         assert Checkpoint.open(tmp_path).file.name == "model.safetensors"
     else:
         refused(tmp_path, "expected model.safetensors or pytorch_model.bin in this directory")
-
-
-def test_the_error_of_a_directory_lists_another_file(tmp_path: Path) -> None:
-    shutil.copy(FIXTURES / "nanogpt.pt", tmp_path / "ckpt.pt")
-    refused(tmp_path, f"give the path of the file: {tmp_path / 'ckpt.pt'}")
 
 
 def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
@@ -135,7 +112,8 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
 def test_a_converted_checkpoint_has_the_same_tensors(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(FIXTURES / name)
     again = Checkpoint.open(save_pretrained(tmp_path / "out", checkpoint))
-    assert_same_bits(again, checkpoint)
+    assert again.config == checkpoint.config
+    assert_same_tensors(again, checkpoint)
 
 
 def views_of(torch: Any, rng: np.random.Generator) -> dict[str, Any]:
@@ -193,11 +171,11 @@ def test_models_written_by_the_installed_pytorch(tmp_path: Path) -> None:
     state = {names[ours]: torch.tensor(array) for ours, array, _ in expected.tensors()}
     for zipped in (True, False):
         torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-        assert_same_bits(Checkpoint.open(tmp_path / "a.pt"), expected)
+        assert_same_tensors(Checkpoint.open(tmp_path / "a.pt"), expected)
     buffer = io.BytesIO()
     torch.save(OrderedDict(state), buffer)
     (tmp_path / "a.pt").write_bytes(buffer.getvalue())
-    assert_same_bits(Checkpoint.open(tmp_path / "a.pt"), expected)
+    assert_same_tensors(Checkpoint.open(tmp_path / "a.pt"), expected)
 
 
 # Files written by hand, in PyTorch's two layouts
@@ -298,7 +276,7 @@ def test_handwritten_files_are_read(file: Path) -> None:
         legacy(ONE, DATA),
     ):
         (entry,) = opened(file, content).tensors.values()
-        assert entry[2:] == ((2, 3), "float32", "C")
+        assert (entry.shape, entry.dtype, entry.order) == ((2, 3), "float32", "C")
         assert entry.offset is not None
         assert content[entry.offset : entry.offset + 24] == DATA["0"]
 
@@ -329,7 +307,7 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
     dtype = name("torch", "uint16")
     content = program({"x": tensor(untyped, (2, 2), (1, 2), 2, dtype, call="_v3")})
     (entry,) = opened(file, zipped(content, {"0": bytes(12)})).tensors.values()
-    assert entry[2:] == ((2, 2), "uint16", "F")
+    assert (entry.shape, entry.dtype, entry.order) == ((2, 2), "uint16", "F")
     beyond = program({"x": tensor(untyped, (2, 2), (1, 2), 3, dtype, call="_v3")})
     rejected(file, zipped(beyond, {"0": bytes(12)}), "goes beyond its storage of 12 bytes")
 
@@ -378,11 +356,6 @@ def test_an_impossible_tensor(file: Path, view: bytes, words: str) -> None:
     rejected(file, zipped(program({"x": view}), DATA), words)
 
 
-def test_one_storage_with_two_sizes(file: Path) -> None:
-    views = {"x": tensor(storage("0", 6), (2, 3)), "y": tensor(storage("0", 5), (5,))}
-    rejected(file, zipped(program(views), DATA), "two types or sizes")
-
-
 @pytest.mark.parametrize("value", [3, "x", None, [], (), {}, {"a": 1}, {"model": {}}, {1: ONE}])
 def test_a_pickle_of_something_else(file: Path, value: Any) -> None:
     if value == {1: ONE}:
@@ -396,20 +369,17 @@ def test_a_pickle_of_something_else(file: Path, value: Any) -> None:
 # Inconsistent zip archives and legacy files
 
 
-def test_a_compressed_archive(file: Path) -> None:
+def deflated() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", ONE)
         archive.writestr("archive/data/0", bytes(1 << 20))
-    rejected(file, buffer.getvalue(), "zip entry archive/data.pkl: compressed or encrypted")
+    return buffer.getvalue()
 
 
-def test_archives_that_are_not_of_pytorch(file: Path) -> None:
-    rejected(file, zipped(ONE, {}).replace(b"data.pkl", b"deta.pkl"), "found archive/deta.pkl")
-    twice = zipped(ONE, DATA, **{"data/a": b"", "data/b": b""})
-    rejected(file, twice.replace(b"data/b", b"data/a"), "two entries of one name")
-    rejected(file, zipped(ONE, DATA, byteorder=b"big"), "byte order 'little'")
-    rejected(file, zipped(ONE, DATA, byteorder=b" " * 10000), "byte order 'little'")
+TWICE = zipped(ONE, DATA, **{"data/a": b"", "data/b": b""}).replace(b"data/b", b"data/a")
+TWO_SIZES = {"x": tensor(storage("0", 6), (2, 3)), "y": tensor(storage("0", 5), (5,))}
+NO_SIZES = {"model": {"wte.weight": tensor(storage("0", 6), (2, 3))}}
 
 
 def directory_entry(content: bytes, entry: str) -> int:
@@ -482,6 +452,13 @@ def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        (deflated(), "zip entry archive/data.pkl: compressed or encrypted"),
+        (zipped(ONE, {}).replace(b"data.pkl", b"deta.pkl"), "found archive/deta.pkl"),
+        (TWICE, "two entries of one name"),
+        (zipped(ONE, DATA, byteorder=b"big"), "byte order 'little'"),
+        (zipped(ONE, DATA, byteorder=b" " * 10000), "byte order 'little'"),
+        (zipped(program(TWO_SIZES), DATA), "two types or sizes"),
+        (zipped(program(NO_SIZES), DATA), "expected model_args, a dictionary of sizes, next to"),
         (b"", "starts with b''"),
         (MAGIC, "truncated"),
         (MAGIC + program(1000) + SYSTEM, "legacy layout 1001, got 1000"),
@@ -501,8 +478,9 @@ def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
         (b"\x1f\x8b\x08\0", "expected a file of torch.save"),
         (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull`"),
     ],
+    ids=itertools.count(),  # zip files hold the time
 )
-def test_an_inconsistent_legacy_file(file: Path, content: bytes, words: str) -> None:
+def test_an_inconsistent_file(file: Path, content: bytes, words: str) -> None:
     rejected(file, content, words)
 
 
@@ -691,17 +669,10 @@ def test_messages_bound_and_escape_names(tmp_path: Path) -> None:
 SMALL_FILES = {"zip": zipped(ONE, DATA, byteorder=b"little"), "legacy": legacy(ONE, DATA)}
 
 
-@pytest.mark.parametrize("kind", SMALL_FILES)
-def test_truncated_at_every_byte(file: Path, kind: str) -> None:
-    content = SMALL_FILES[kind]
-    for length in range(len(content)):
-        rejected(file, content[:length])
-
-
-@pytest.mark.parametrize("fixture", ["zip-float16.bin", "legacy-float16.bin", "nanogpt.pt"])
-def test_a_real_file_truncated_anywhere(file: Path, fixture: str) -> None:
-    content = (FIXTURES / fixture).read_bytes()
-    for length in range(0, len(content), 97):
+@pytest.mark.parametrize("kind", [*SMALL_FILES, "zip-float16.bin", "nanogpt-legacy.pt"])
+def test_truncated_anywhere(file: Path, kind: str) -> None:
+    content = SMALL_FILES.get(kind) or (FIXTURES / kind).read_bytes()
+    for length in range(0, len(content), 1 if kind in SMALL_FILES else 397):
         rejected(file, content[:length])
 
 
@@ -722,13 +693,7 @@ def test_flipped_bytes_result_in_a_checkpoint_or_an_error(
     file = tmp_path_factory.getbasetemp() / fixture
     file.write_bytes(content)
     shutil.copy(FIXTURES / "config.json", file.parent)
-    try:
-        checkpoint = Checkpoint.open(file)
-    except CheckpointError:
-        return
-    assert {name: array.shape for name, array in logical(checkpoint).items()} == model_shapes(
-        checkpoint.config
-    )
+    read_or_refused(file)
 
 
 OPCODES = st.one_of(
@@ -759,20 +724,12 @@ def test_random_opcodes_result_in_data_or_an_error(
 
 def model(vocabulary: int, C: int = 2, **changed: Any) -> tuple[bytes, dict[str, bytes]]:
     """Return the pickle of a nanoGPT checkpoint whose tensors share one storage, and its data."""
-    shapes = {
-        "wte.weight": (vocabulary, C), "wpe.weight": (3, C),
-        "h.0.ln_1.weight": (C,), "h.0.ln_1.bias": (C,),
-        "h.0.attn.c_attn.weight": (3 * C, C), "h.0.attn.c_attn.bias": (3 * C,),
-        "h.0.attn.c_proj.weight": (C, C), "h.0.attn.c_proj.bias": (C,),
-        "h.0.ln_2.weight": (C,), "h.0.ln_2.bias": (C,),
-        "h.0.mlp.c_fc.weight": (4 * C, C), "h.0.mlp.c_fc.bias": (4 * C,),
-        "h.0.mlp.c_proj.weight": (C, 4 * C), "h.0.mlp.c_proj.bias": (C,),
-        "ln_f.weight": (C,), "ln_f.bias": (C,),
-    }  # fmt: skip
     numel = vocabulary * C
     half = storage("0", numel, name("torch", "HalfStorage"))
-    state = {f"transformer.{key}": tensor(half, shape) for key, shape in shapes.items()}
-    state["lm_head.weight"] = tensor(half, (vocabulary, C))
+    state = {}
+    for key, shape in plain.shapes(plain.Sizes(1, 1, C, 3, vocabulary, tied=False)).items():
+        stored = shape[::-1] if key.startswith("h.") else shape  # as in nn.Linear
+        state[key if "lm_head" in key else f"transformer.{key}"] = tensor(half, stored)
     args: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": C, "block_size": 3}
     args |= {"vocab_size": vocabulary, "bias": True, "dropout": 0.0}
     args = {key: value for key, value in (args | changed).items() if value != "absent"}
@@ -790,8 +747,8 @@ def test_the_padding_of_the_vocabulary_is_dropped(file: Path) -> None:
     assert checkpoint.config == GPT2Config(1, 1, 2, 3, 50257)
     wte = checkpoint.stored["wte"].read()
     np.testing.assert_array_equal(wte.ravel(), np.arange(2 * 50257, dtype=np.float16))
-    for vocabulary in (50257, 50303, 50432):
-        checkpoint = Checkpoint.open(nanogpt(file, vocabulary))
+    for vocabulary in (50257, 50303, 50432):  # older files have no key `bias`
+        checkpoint = Checkpoint.open(nanogpt(file, vocabulary, bias="absent", dropout="absent"))
         assert checkpoint.config.vocab_size == vocabulary
         assert checkpoint.stored["wte"].shape == (vocabulary, 2)
 
@@ -831,10 +788,6 @@ def test_logits_equal_those_of_nanogpt_with_either_gelu() -> None:
     np.testing.assert_allclose(ours, new, rtol=0, atol=1e-2)  # logits are up to 10 here
 
 
-def test_an_older_checkpoint_without_the_key_bias(file: Path) -> None:
-    assert Checkpoint.open(nanogpt(file, bias="absent", dropout="absent")).config.n_ctx == 3
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -856,12 +809,6 @@ def test_an_older_checkpoint_without_the_key_bias(file: Path) -> None:
 )
 def test_wrong_model_args(file: Path, changed: dict[str, Any], words: str) -> None:
     refused(nanogpt(file, **changed), words)
-
-
-def test_a_dictionary_with_a_model_and_no_sizes(file: Path) -> None:
-    pickled = program({"model": {"wte.weight": tensor(storage("0", 6), (2, 3))}})
-    message = "expected model_args, a dictionary of sizes, next to model"
-    rejected(file, zipped(pickled, DATA), message)
 
 
 def test_a_state_dict_without_config_of_an_unknown_width(file: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gpt2block.bench import measure
+from gpt2block.cuda import kernels
 from gpt2block.emulator import Checks, ShimError, Source, emulated, missing, run
-from gpt2block.mine.arguments import small_cases
 from gpt2block.ops.registry import find
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no CUDA on the CPU: {missing()}")
@@ -118,7 +118,7 @@ def test_shared_memory_of_the_block_before_is_another_one() -> None:
 def test_built_in_kernels_have_no_race(name: str, variant: str) -> None:
     """Trees in shared memory, warps, copies in flight, tensor cores."""
     operation = find(name)
-    sizes, attrs = small_cases(operation)[-1]
+    sizes, attrs = operation.cases[-1]
     own = replace(operation, attrs={**operation.attrs, **attrs})
     dtype, layout = measure.check_storage(own)
     host, truth = measure.inputs_and_truth(own, sizes, dtype, layout)
@@ -128,11 +128,12 @@ def test_built_in_kernels_have_no_race(name: str, variant: str) -> None:
         assert measure.errors(np.asarray(bound.run()), truth)[1] <= measure.tolerance(dtype)
 
 
-def test_a_kernel_that_does_not_end_says_where() -> None:
+def test_a_kernel_that_does_not_end_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'extern "C" __global__ void k(float* out, int n) {\n    while (n == 0) {\n'
     text += "        out[0] += 1.0f;\n    }\n}\n"
+    monkeypatch.setattr(kernels, "read_source", lambda file: text)
     with emulated(checks=Checks(limit_s=1.0)) as cupy:
         array = cupy.asarray(out(1))
-        kernel = cupy.RawModule('#line 1 "elementwise/gelu.cu"\n' + text).get_function("k")
+        kernel = cupy.RawModule(kernels.program("elementwise/gelu.cu")).get_function("k")
         with pytest.raises(ShimError, match=r"still running after 1 s(.|\n)*gelu\.cu:[23]"):
             kernel((1,), (1,), (np.uintp(array.data.ptr), np.int32(0)))

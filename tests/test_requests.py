@@ -19,8 +19,8 @@ WAIT = 30.0  # seconds after which a test fails that would wait forever
 
 
 @pytest.fixture(autouse=True)
-def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_modules", {})
+def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_kernels", {})
 
 
 class Raw:
@@ -41,19 +41,15 @@ def raw() -> Raw:
     return Raw()
 
 
-def module_of(raw: Raw) -> Any:
-    return SimpleNamespace(get_function=lambda name: raw)
-
-
 def test_a_function_is_requested_at_once_and_waits_when_it_is_called(raw: Raw) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def compile(file: str) -> Any:
         begun.set()
         assert may_end.wait(WAIT)
-        return module_of(raw)
+        return raw
 
-    function = Function("f", compile, ("a.cu",))
+    function = Function(compile, ("a.cu",))
     assert begun.wait(WAIT)
     function.allow_shared(100)  # which does not wait
     function.allow_shared(50)
@@ -73,10 +69,10 @@ def test_several_are_compiled_at_the_same_time(raw: Raw, monkeypatch: pytest.Mon
     def compile(turn: int, file: str) -> Any:
         running.add(threading.get_ident())
         together.wait(WAIT)
-        return module_of(raw)
+        return raw
 
     for turn in range(2):  # new threads, after those of the first turn have ended
-        functions = [Function("f", compile, (turn, file)) for file in ("a.cu", "b.cu", "c.cu")]
+        functions = [Function(compile, (turn, file)) for file in ("a.cu", "b.cu", "c.cu")]
         for function in functions:
             function((1,), (1,), ())
         assert len(running) == 3
@@ -93,9 +89,9 @@ def test_many_cores_do_not_mean_many_threads(raw: Raw, monkeypatch: pytest.Monke
     def compile(file: str) -> Any:
         begun.put(file)
         assert may_end.wait(WAIT)
-        return module_of(raw)
+        return raw
 
-    functions = [Function("f", compile, (file,)) for file in ("a.cu", "b.cu", "c.cu")]
+    functions = [Function(compile, (file,)) for file in ("a.cu", "b.cu", "c.cu")]
     assert {begun.get(timeout=WAIT), begun.get(timeout=WAIT)} == {"a.cu", "b.cu"}
     assert begun.empty()
     may_end.set()
@@ -114,10 +110,10 @@ def say(what, number):
 def compile(number):
     say("begun", number)
     time.sleep(0.2)
-    return SimpleNamespace(get_function=lambda name: lambda *args, **named: say("ran", number))
+    return lambda *args, **named: say("ran", number)
 
 os.cpu_count = lambda: 2
-functions = [Function("f", compile, (number,)) for number in range(40)]
+functions = [Function(compile, (number,)) for number in range(40)]
 
 def go_on():
     threading.main_thread().join()
@@ -142,16 +138,16 @@ def test_an_exit_waits_only_for_what_is_being_compiled(way: str) -> None:
     assert (done.returncode == 0) == (way != "interrupt")
 
 
-def test_functions_of_a_file_share_a_module(raw: Raw) -> None:
+def test_each_kernel_of_a_file_is_compiled_once(raw: Raw) -> None:
     compiled = []
 
-    def compile(file: str) -> Any:
-        compiled.append(file)
-        return module_of(raw)
+    def compile(file: str, name: str) -> Any:
+        compiled.append(name)
+        return raw
 
     for name in ("f", "g", "f"):
-        Function(name, compile, ("a.cu",))((1,), (1,), ())
-    assert compiled == ["a.cu"]
+        Function(compile, ("a.cu", name))((1,), (1,), ())
+    assert compiled == ["f", "g"]
 
 
 def test_an_error_is_raised_by_each_call_until_it_compiles(raw: Raw) -> None:
@@ -160,9 +156,9 @@ def test_an_error_is_raised_by_each_call_until_it_compiles(raw: Raw) -> None:
     def compile(file: str) -> Any:
         if wrong:
             raise KernelError(f"{file} does not compile")
-        return module_of(raw)
+        return raw
 
-    function = Function("f", compile, ("a.cu",))
+    function = Function(compile, ("a.cu",))
     for _ in range(2):
         with pytest.raises(KernelError, match=r"a\.cu does not compile"):
             function((1,), (1,), ())
@@ -171,12 +167,12 @@ def test_an_error_is_raised_by_each_call_until_it_compiles(raw: Raw) -> None:
     assert len(raw.calls) == 1
 
 
-def test_watchers_are_told_of_every_module(raw: Raw) -> None:
+def test_watchers_are_told_of_every_kernel(raw: Raw) -> None:
     seen: Queue[tuple[int, int]] = Queue()
     with requests.watched(lambda *counts: seen.put(counts)):
-        Function("f", lambda file: module_of(raw), ("a.cu",))
+        Function(lambda file: raw, ("a.cu",))
         assert seen.get(timeout=WAIT) == (1, 1)
-        Function("f", lambda file: module_of(raw), ("b.cu",))
+        Function(lambda file: raw, ("b.cu",))
         assert seen.get(timeout=WAIT) == (2, 2)
-    Function("f", lambda file: module_of(raw), ("c.cu",))((1,), (1,), ())
+    Function(lambda file: raw, ("c.cu",))((1,), (1,), ())
     assert seen.empty()

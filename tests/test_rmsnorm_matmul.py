@@ -20,7 +20,7 @@ from gpt2block.ops import _rmsnorm_hopper
 from gpt2block.ops._rmsnorm_hopper import tiles
 from gpt2block.ops._rmsnorm_matvec import geometry as matvec
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL, bind_ffn, bind_matmul
+from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.weights.matrix import WeightMatrix
 from tests import plain
 from tests.compiling import assert_clean
@@ -288,7 +288,7 @@ def check_product(where: str, case: Case, layout: str, variant: str | None = "ma
     with running_on(where):
         x, _, gamma, w, _ = on_device(given)
         options = {"half_split": case.half_split, "variant": variant}
-        got = run(where, bind_matmul, (x, gamma, w), **turn, **options)
+        got = run(where, RMSNORM_MATMUL.bind, (x, gamma, w), **turn, **options)
     assert_product(got[0], given, case, START, THETA)
 
 
@@ -299,7 +299,7 @@ def check_ffn(
     with running_on(where):
         x, other, gamma, *weights = on_device(given)
         inputs = (x, gamma, *weights, other if residual else None)
-        got = run(where, bind_ffn, inputs, variant=variant)
+        got = run(where, RMSNORM_FFN.bind, inputs, variant=variant)
     assert_ffn(got[0], given, residual)
     if residual:
         np.testing.assert_array_equal(got[1], summed(given))
@@ -470,14 +470,12 @@ def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
         ({"variant": "mma"}, "variant mma: takes float16 and bfloat16: use variant matvec"),
         ({"variant": "hopper"}, "variant hopper: (takes float16 and bfloat16|needs a GPU of)"),
         ({"w": (64, 48, "float16")}, "w: expected float32, got float16"),
-        ({"w": (63, 48, "float32")}, "w: expected K 64 to match x, got 63"),
-        ({"gamma": (63,)}, r"gamma: expected shape \(64,\), got \(63,\)"),
         ({"x": (64,)}, r"x: expected \(\.\.\., T, K\)"),
     ],
 )
 def test_wrong_input_is_refused(device: Any, change: dict[str, Any], message: str) -> None:
     x = cupy.zeros(change.pop("x", (1, 64)), "float32")
-    gamma = cupy.zeros(change.pop("gamma", (64,)), "float32")
+    gamma = cupy.zeros(64, "float32")
     *shape, dtype = change.pop("w", (64, 48, "float32"))
     with pytest.raises(InputError, match=message):
         ops.rmsnorm_matmul(x, gamma, cupy.zeros(shape, dtype), **change)
@@ -488,7 +486,9 @@ def test_feed_forward_matrices_must_be_alike() -> None:
     x, gamma = cupy.zeros((1, 64), "float32"), cupy.ones(64, "float32")
     w = cupy.zeros((64, 48), "float32")
     other = WeightMatrix(cupy.zeros((48, 64), "float32"), "float32", None, "NK")
-    with pytest.raises(InputError, match="w3: expected N 48, float32, layout KN as w1, got N 48"):
+    with pytest.raises(
+        InputError, match="w3: expected float32, layout KN as w1, got float32, layout NK"
+    ):
         ops.rmsnorm_ffn(x, gamma, w, other)
     x, gamma, w = (cupy.ones(shape, "float32") for shape in ((1, 60_000), 60_000, (60_000, 1)))
     with pytest.raises(InputError, match="K 60,000: a row of 240,000 bytes does not fit"):

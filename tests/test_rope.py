@@ -24,7 +24,6 @@ from gpt2block.ops.rope import (
     choose_geometry,
     exponent_step,
 )
-from gpt2block.ops.rope import bind as bind_rope
 from tests import plain
 from tests.devices import H200, moved, on_every_device, running_on
 from tests.gpus import large_memory
@@ -76,7 +75,7 @@ def evaluate(
             view = on_device[:, :, 0]
             out = view if in_place else moved(np.full_like(x, np.nan), width or 0)
             options: dict[str, Any] = {"start": start, "theta": theta, "half_split": half_split}
-            results.append(bind_rope((view,), out, block=block, **options).run().get())
+            results.append(OPERATION.bind((view,), out, block=block, **options).run().get())
             after = on_device.get()
             assert np.isnan(after[:, :, 1:].astype(np.float32)).all()
             np.testing.assert_array_equal(after[:, :, 0], results[0] if in_place else x)
@@ -373,7 +372,8 @@ def test_bad_input() -> None:
     cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (x.get(), {}, "x: expected a CuPy array, got ndarray"),
         (x.astype("float64"), {}, "x: expected float32, got float64"),
-        (x[0], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(2, 8\)"),
+        (x[0], {}, r"x: expected shape \(\.\.\., T, H, D\), got \(2, 8\)"),
+        (x[None, None], {}, r"x: expected \(T, H, D\) or \(B, T, H, D\), got \(1, 1, 3, 2, 8\)"),
         (x[:0], {}, "at least one element"),
         (x[..., :5], {}, "head size D 5: expected an even one"),
         (cp.zeros((65536, 1, 1, 2), "float16"), {}, "at most 65,535 sequences in a call"),
@@ -393,7 +393,7 @@ def test_bad_input() -> None:
         with pytest.raises(InputError, match=message):
             ops.rope(array, **options)
     with pytest.raises(InputError, match="x: expected a contiguous last axis"):
-        bind_rope((x.transpose(0, 2, 1),))
+        OPERATION.bind((x.transpose(0, 2, 1),))
     same = cp.broadcast_to(x[0], (5, 2, 8))
     with pytest.raises(InputError, match="elements of x share memory"):
         ops.rope(same, out=same)

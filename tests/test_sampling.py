@@ -665,7 +665,7 @@ def test_calls_and_bad_inputs(device: Any) -> None:
     logits = device.asarray(x)
     with pytest.raises(InputError, match="logits: expected float32"):
         ops.sample_token(logits.astype("float16"))
-    with pytest.raises(InputError, match=r"logits: expected \(B, V\)"):
+    with pytest.raises(InputError, match=r"logits: expected shape \(B, V\)"):
         ops.sample_token(logits[0])
     with pytest.raises(InputError, match="sampling: expected a Sampling, or 3"):
         ops.sample_token(logits, rows[:2])
@@ -676,7 +676,7 @@ def test_calls_and_bad_inputs(device: Any) -> None:
         state.set([GREEDY])
     with pytest.raises(InputError, match="n_ctx: expected 1 to"):
         bind_state(logits, state, 0)
-    with pytest.raises(InputError, match=r"temperature: expected shape \(2,\)"):
+    with pytest.raises(InputError, match="logits: expected 3 rows, those of the state, got 2"):
         bind_state(logits[:2], state)
     with pytest.raises(InputError, match="rows: expected shape"):
         ops.mark_seen(device.zeros(3, "int32"), device.zeros(2, "int32"), state.seen)

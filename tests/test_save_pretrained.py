@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors import safe_open
 
 from gpt2block import GPT2, CheckpointError, GPT2Config, GPT2Weights, InputError, reference
 from gpt2block.checkpoints import Checkpoint, save_pretrained
-from gpt2block.text import encoding
+from tests.tokenizer_files import PAIRS, SINGLE, llm_c, pair
 
 SMALL = GPT2Config(n_layer=2, n_head=3, n_embd=48, n_ctx=11, vocab_size=5, eps=2e-5)
 WORDS = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=257)
@@ -80,24 +79,11 @@ def test_a_checkpoint_with_its_tokenizer(tmp_path: Path) -> None:
     assert (other / "tokenizer.json").read_text() == "{}"
 
 
-PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-
-
-def tokenizer_pair(folder: Path, names: tuple[str, str] = PAIRS[1]) -> dict[str, str]:
-    """Write a BPE of the 256 bytes and 'ab' to a folder; return name → content."""
-    characters = encoding.byte_characters()
-    vocab = {characters[byte]: byte for byte in range(256)} | {"ab": 256}
-    texts = dict(zip(names, (json.dumps(vocab), "#version: 0.2\na b\n"), strict=True))
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return texts
-
-
 @pytest.fixture
 def with_pair(tmp_path: Path) -> Path:
     """A model with a vocabulary of 257 tokens and its pair of tokenizer files."""
     folder = save_pretrained(tmp_path / "with_pair", GPT2Weights.random(1, WORDS))
-    tokenizer_pair(folder)
+    pair(folder, ["a b"])
     return folder
 
 
@@ -105,14 +91,14 @@ def with_pair(tmp_path: Path) -> Path:
 def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, str]) -> None:
     """From a Checkpoint and from a model; OpenAI's pair also gets the names of `transformers`."""
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
-    texts = tokenizer_pair(folder, names)
+    texts = [path.read_text(encoding="utf-8") for path in pair(folder, ["a b"], names)]
     (folder / "tokenizer_config.json").write_text("{}")
     by_model = GPT2.from_pretrained(folder, device="cpu").save_pretrained(tmp_path / "model")
     by_checkpoint = save_pretrained(tmp_path / "checkpoint", Checkpoint.open(folder))
     for saved in (by_model, by_checkpoint):
         assert (saved / "tokenizer_config.json").read_text() == "{}"
         for new in {names, PAIRS[1]}:
-            for name, text in zip(new, texts.values(), strict=True):
+            for name, text in zip(new, texts, strict=True):
                 assert (saved / name).read_text(encoding="utf-8") == text
         model = GPT2.from_pretrained(saved, device="cpu")
         assert model.tokenizer.encode_ordinary("abc") == [256, 99]
@@ -121,8 +107,7 @@ def test_a_pair_of_tokenizer_files_is_copied(tmp_path: Path, names: tuple[str, s
 
 def test_llm_c_s_tokenizer_is_copied(tmp_path: Path) -> None:
     folder = save_pretrained(tmp_path / "first", GPT2Weights.random(1, WORDS))
-    content = struct.pack("<256i", 20240328, 1, 257, *[0] * 253)
-    content += b"".join(bytes([1, byte]) for byte in range(256)) + bytes([3]) + b"end"
+    content = llm_c(*SINGLE, b"end", version=1)
     (folder / "gpt2_tokenizer.bin").write_bytes(content)
     saved = save_pretrained(tmp_path / "saved", Checkpoint.open(folder))
     assert (saved / "gpt2_tokenizer.bin").read_bytes() == content

@@ -57,8 +57,8 @@ def test_one_row_does_not_wait() -> None:
     assert scheduler.place() == [(0, 0), (1, 1)]
     scheduler.release(1)
     assert scheduler.place() == [(1, 2)]
-    scheduler.release(0)
     scheduler.release(1)
+    scheduler.release(0)
     assert scheduler.place() == [(0, 3), (1, 4)]
     assert scheduler.place() == []
 

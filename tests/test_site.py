@@ -18,7 +18,6 @@ import pictures
 import pytest
 
 import gpt2block
-from gpt2block.mine.arguments import contract
 from gpt2block.ops.registry import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -86,8 +85,8 @@ def test_every_chapter_has_its_kernel_picture_figure_and_exercise(site: Path) ->
 def test_the_exercises_name_the_sizes_that_the_emulator_tries() -> None:
     registers = (DOCS / "learn" / "3-registers.md").read_text(encoding="utf-8")
     coarsening = (DOCS / "learn" / "5-coarsening.md").read_text(encoding="utf-8")
-    layernorm = [sizes for sizes, _ in contract(OPERATIONS["layernorm"]).cases]
-    softmax = [sizes["T"] for sizes, _ in contract(OPERATIONS["softmax"]).cases]
+    layernorm = [sizes for sizes, _ in OPERATIONS["layernorm"].cases]
+    softmax = [sizes["T"] for sizes, _ in OPERATIONS["softmax"].cases]
     assert "rows of 24, 33 and 769 channels" in registers
     assert {24, 33, 769} <= {sizes["C"] for sizes in layernorm}
     assert max(sizes["C"] for sizes in layernorm if sizes["C"] % 4 == 0) <= 4 * 256  # held[0]

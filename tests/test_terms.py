@@ -13,19 +13,20 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block import InputError
-from gpt2block.architectures.passes import decode_plan
 from gpt2block.config import GPT2Config
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.cuda import cupy
-from gpt2block.ops.attention_cached import bind_split
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.attention_cached import ATTENTION_SPLIT
 from gpt2block.ops.layernorm import bind as bind_layernorm
 from gpt2block.ops.linear import bind as bind_linear
-from gpt2block.ops.linear import bind_qkv, terms_of
-from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
-from gpt2block.plan import Terms
+from gpt2block.ops.linear import terms_of
+from gpt2block.ops.registry import STEPS
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.weights.matrix import WeightMatrix
 from tests import devices, plain
 from tests.devices import assert_same_bits, one_order
+from tests.outlines import decode
 
 Array = NDArray[Any]
 device = devices.device
@@ -89,9 +90,8 @@ def test_qkv_of_terms(device: Any, kind: str) -> None:
         caches = [cupy.asarray(np.zeros((B, 2, C), DTYPES[kind])) for _ in range(2)]
         row, position = (cupy.asarray(np.arange(B, dtype=np.int32) % n) for n in (3, 2))
         rows, terms_given = cupy.asarray(given), None if given is x else Terms(kind)
-        bound = bind_qkv(
-            rows, w, None, None, None, caches[0], caches[1], row, position, terms=terms_given
-        )
+        inputs = (rows, w, None, None, None, *caches, row, position)
+        bound = STEPS["linear_qkv"].bind(inputs, terms=terms_given)
         q = bound.run().get()
         found.append([q, *(cache.get() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
@@ -105,11 +105,10 @@ def test_layernorm(device: Any, C: int, width: int, kind: str) -> None:
     inputs = [
         cupy.asarray(plain.normal(seed, *shape)) for seed, shape in enumerate([(9, C), (C,), (C,)])
     ]
-    floats = bind_layernorm(tuple(inputs), eps=1e-5, variant="decode").run().get()
-    made = (
-        bind_layernorm(tuple(inputs), eps=1e-5, variant="decode", to_terms=Terms(kind)).run().get()
-    )
-    assert_same_bits(made, terms(floats, kind))
+    options: dict[str, Any] = {"eps": 1e-5, "variant": "decode"}
+    floats = bind_layernorm(tuple(inputs), **options).run().get()
+    made = bind_layernorm(tuple(inputs), to_terms=Terms(kind, width), **options).run().get()
+    assert_same_bits(made, terms(floats, kind, width))
 
 
 @every_kind
@@ -122,8 +121,8 @@ def test_attention(device: Any, n_head: int, HS: int, width: int, kind: str) -> 
     k, v = (cupy.asarray(plain.normal(n, 2, 70, C).astype(DTYPES[kind])) for n in (1, 2))
     row, position = (cupy.asarray(np.array(a, np.int32)) for a in ([1, 0, 1], [69, 3, 40]))
     inputs = (cupy.asarray(plain.normal(0, 3, C)), k, v, row, position)
-    floats = bind_split(inputs, n_head=n_head).run().get()
-    made = bind_split(inputs, n_head=n_head, to_terms=Terms(kind, width)).run().get()
+    floats = ATTENTION_SPLIT.bind(inputs, n_head=n_head).run().get()
+    made = ATTENTION_SPLIT.bind(inputs, n_head=n_head, to_terms=Terms(kind, width)).run().get()
     assert_same_bits(made, terms(floats, kind, width))
 
 
@@ -151,22 +150,24 @@ def test_what_has_no_terms(device: Any) -> None:
     with pytest.raises(InputError, match=r"hopper: (needs a GPU|takes and)"):
         bind_linear((x, w), variant="hopper")
     up = matrix(8, 64, "float16")
-    with pytest.raises(InputError, match="up: float16, 8 outputs: expected float16, 7 outputs"):
+    with pytest.raises(InputError, match=r"up: expected shape \(64, 7\), got \(64, 8\)"):
         bind_linear((x, w, None, None, None, None, up))
     gamma = cupy.asarray(plain.normal(1, 64))
     with pytest.raises(InputError, match="rmsnorm: terms of float16: expected out in float32, got"):
-        bind_rmsnorm((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
-    with pytest.raises(InputError, match="layernorm: terms of float16, variant 6"):
+        RMSNORM.bind((x, gamma), variant="stream", dtype="float16", to_terms=Terms("float16"))
+    with pytest.raises(
+        InputError, match="layernorm: terms of float16, variant 6: expected variant decode"
+    ):
         bind_layernorm((x, gamma, gamma), eps=1e-5, variant=6, to_terms=Terms("float16"))
     for C, width, multiple in ((70, 8, 64), (7, 0, 2)):
         wide = cupy.asarray(plain.normal(0, 2, C)), cupy.asarray(plain.normal(1, C))
         with pytest.raises(InputError, match=f"channels in multiples of {multiple}, got {C}"):
-            bind_rmsnorm(wide, variant="stream", to_terms=Terms("float16", width))
+            RMSNORM.bind(wide, variant="stream", to_terms=Terms("float16", width))
     k, at = cupy.asarray(plain.normal(1, 1, 4, 64)), cupy.asarray(np.zeros(2, np.int32))
     with pytest.raises(
         InputError, match="terms of float32, k float32, head size 32: expected the 16"
     ):
-        bind_split((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
+        ATTENTION_SPLIT.bind((x, k, k, at, at), n_head=2, to_terms=Terms("float32"))
 
 
 def test_the_steps_that_hand_over_terms() -> None:
@@ -174,15 +175,15 @@ def test_the_steps_that_hand_over_terms() -> None:
     config = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
     weights = ("w_qkv", "w_attn", "w_fc", "w_proj", "lm_head")
     terms = {name: (Terms("bfloat16"),) for name in weights}
-    steps = decode_plan(config, False, terms).steps
+    steps = decode(config, False, terms)
     gives = [step.name for step in steps if step.attrs.get("to_terms") == Terms("bfloat16")]
     takes = [step.name for step in steps if step.attrs.get("terms")]
     of_layer = [("ln1", "q"), ("attn", "x1"), ("ln2", "gelu"), ("gelu", "output")]
     pairs = [(f"h.{n}.{a}", f"h.{n}.{b}") for n in range(2) for a, b in of_layer]
     assert sorted(gives) == sorted([*(a for a, _ in pairs), "ln_f"])
     assert sorted(takes) == sorted([*(b for _, b in pairs), "logits"])
-    for plan in (decode_plan(config), decode_plan(config, False, {})):
-        assert not any("terms" in step.attrs for step in plan.steps)
+    for steps in (decode(config), decode(config, False, {})):
+        assert not any("terms" in step.attrs for step in steps)
 
 
 def test_the_terms_of_a_llama() -> None:
@@ -190,14 +191,14 @@ def test_the_terms_of_a_llama() -> None:
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=256, vocab_size=53)
     wide, pairs = Terms("float16", 8), Terms("float16")
     known = dict.fromkeys(("w_qkv", "w_gate", "w_up"), (wide,)) | {"w_down": (wide, pairs)}
-    steps = {step.name: step for step in decode_plan(config, True, known).steps}
+    steps = {step.name: step for step in decode(config, True, known)}
     assert not {"h.0.gate", "h.0.up"} & set(steps)
     assert steps["h.0.ff"].inputs == ("h.0.rms2", "h.0.w_gate", "", "", "", "", "h.0.w_up")
     found = {name: (s.attrs.get("terms"), s.attrs.get("to_terms")) for name, s in steps.items()}
     ends = {"rms1": (None, wide), "q": (wide, None), "ff": (wide, wide), "output": (wide, None)}
     for name in ("rms1", "q", "attn", "x1", "ff", "output"):
         assert found[f"h.0.{name}"] == ends.get(name, (None, None))
-    apart = {step.name for step in decode_plan(config, True, {"w_gate": (wide,)}).steps}
+    apart = {step.name for step in decode(config, True, {"w_gate": (wide,)})}
     assert {"h.0.gate", "h.0.up", "h.0.ff"} <= apart
 
 
@@ -206,16 +207,16 @@ def test_rope_is_part_of_a_product_that_takes_the_order_of_wgmma() -> None:
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_ff": 64}
     known = {"w_qkv": (Terms("float16", 8), Terms("float16"))}
     config = LlamaConfig(n_embd=128, vocab_size=53, **sizes)
-    plan = decode_plan(config, True, known)
-    assert plan.names[0] == "rotations"
-    assert plan.steps[0].inputs == ("positions", "frequencies")
-    fused = [step for step in plan.steps if step.op == "linear_rope"]
+    steps = decode(config, True, known)
+    assert steps[0].name == "rotations"
+    assert steps[0].inputs == ("positions", "frequencies")
+    fused = [step for step in steps if step.op == "linear_rope"]
     assert [step.name for step in fused] == ["h.0.q", "h.1.q"]
     cache = ("h.0.k", "h.0.v", "row", "positions")
     assert fused[0].inputs == ("h.0.rms1", "h.0.w_qkv", "", "rotations", *cache)
     others = {"w_qkv": (Terms("float16"),)}, {"w_o": (Terms("float16", 8),)}
-    plans = [decode_plan(config, True, terms) for terms in others]
-    plans.append(decode_plan(LlamaConfig(n_embd=192, vocab_size=53, **sizes), True, known))
-    for apart in plans:
-        assert {"rope_append", "linear"} <= {step.op for step in apart.steps}
-        assert not {"linear_rope", "rotations"} & {step.op for step in apart.steps}
+    passes = [decode(config, True, terms) for terms in others]
+    passes.append(decode(LlamaConfig(n_embd=192, vocab_size=53, **sizes), True, known))
+    for apart in passes:
+        assert {"rope_append", "linear"} <= {step.op for step in apart}
+        assert not {"linear_rope", "rotations"} & {step.op for step in apart}

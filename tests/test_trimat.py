@@ -192,7 +192,7 @@ def crossed(variant: str, T: int) -> int:
 
 @pytest.mark.parametrize("T", [1, 7, 12, 33, 140])
 @every_variant
-@every_device
+@one_order
 def test_tiles_above_the_diagonal_are_untouched(device: Any, variant: str, T: int) -> None:
     got = evaluate(device, variant, random(1, T, 3, 20))
     i, j = np.indices((T, T)) // crossed(variant, T)
@@ -411,8 +411,8 @@ def test_views_are_copied(device: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "attrs", "message"),
     [
-        ((2, 5, 3, 20), {}, r"qkv: expected \(B, T, 3, NH, HS\), got \(2, 5, 3, 20\)"),
-        ((2, 5, 2, 1, 20), {}, r"qkv: expected \(B, T, 3, NH, HS\)"),
+        ((2, 5, 3, 20), {}, r"qkv: expected shape \(B, T, 3, NH, HS\), got \(2, 5, 3, 20\)"),
+        ((2, 5, 2, 1, 20), {}, r"qkv: expected shape \(2, 5, 3, NH, HS\)"),
         ((2, 5, 3, 1, 6), {}, "head size 6: expected a multiple of 4"),
         ((2, 0, 3, 1, 8), {}, "expected at least one element"),
         ((256, 1, 3, 256, 4), {}, r"B · NH 65,536: expected at most 65,535"),

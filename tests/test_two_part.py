@@ -1,4 +1,4 @@
-"""Matrices in two parts: TwoPartMatrix, what makes one, and the ops that take one.
+"""Two-part matrices: TwoPartMatrix, what makes one, and the ops that take one.
 
 How products and attention add up is in test_gemm_two_part.py and test_attention_fp32.py.
 """
@@ -23,7 +23,7 @@ from gpt2block.ops.layernorm import layernorm_bound
 from gpt2block.ops.registry import OPERATIONS
 from gpt2block.weights.two_part import scale_for
 from tests import plain
-from tests.devices import H200, running_on
+from tests.devices import H200, one_order, running_on
 from tests.gpus import cupy_with
 from tests.test_layernorm_narrow import EPS, inputs
 from tests.test_layernorm_narrow import assert_right as assert_normalized
@@ -75,7 +75,7 @@ def test_the_parts_of_every_number(seed: int, rows: int, K: int) -> None:
                 )
 
 
-def test_split_and_joined() -> None:
+def test_two_part_and_joined() -> None:
     x = plain.normal(0, 2, 3, 40)
     matrix = TwoPartMatrix.from_float32(x)
     assert (matrix.shape, matrix.ndim, matrix.size) == ((2, 3, 40), 3, 240)
@@ -144,9 +144,11 @@ def test_scales_that_are_no_powers_of_two_and_arrays_in_strides() -> None:
         (np.array(1, np.float32), "with at least one element"),
     ],
 )
-def test_what_cannot_be_split(x: Any, message: str) -> None:
+def test_what_cannot_be_converted(x: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         TwoPartMatrix.from_float32(x)
+    with pytest.raises(InputError, match="x: expected a NumPy array of float32"):
+        reference.two_part(x)
 
 
 # --- the kernels on the CPU -----------------------------------------------------------------------
@@ -181,9 +183,15 @@ def test_rows_of_all_magnitudes(order: str, rows: int, K: int) -> None:
         assert_same(host(TwoPartMatrix.from_float32(cupy.asarray(x))), x)
 
 
+@one_order
+def test_rows_that_are_not_contiguous(device: Any) -> None:
+    x = without_subnormals(wild(0, 5, 64))
+    assert_same(host(ops.two_part(device.asarray(x)[:, ::2])), x[:, ::2])
+
+
 @every_order
 @pytest.mark.parametrize(("rows", "C"), [(5, 768), (7, 48), (3, 300)])
-def test_layernorm_in_two_parts(order: str, rows: int, C: int) -> None:
+def test_two_part_layernorm(order: str, rows: int, C: int) -> None:
     x, gamma, beta = inputs(rows, rows, C, "float32")
     x[rows - 1] = 0
     x[1, 7] = np.nan
@@ -209,7 +217,7 @@ def cp() -> ModuleType:
 @pytest.mark.parametrize(
     "shape", [(1, 1), (3, 7), (33, 130), (2, 5, 768), (1000, 3072), (2, 50257)]
 )
-def test_split_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int, ...]) -> None:
+def test_two_part_gives_the_bits_of_the_reference(cp: ModuleType, shape: tuple[int, ...]) -> None:
     rows = math.prod(shape[:-1])
     x = wild(0, rows, shape[-1]).reshape(shape)
     for _ in range(2):
@@ -304,7 +312,7 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_layernorm_product_and_attention_in_two_parts(cp: ModuleType) -> None:
+def test_two_part_layernorm_product_and_attention(cp: ModuleType) -> None:
     """The public functions in a row, against float64."""
     x, gamma, beta = inputs(0, 100, 128, "float32")
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
@@ -332,7 +340,7 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
     assert np.isinf(ops.gemm(a, w, dtype="two_part", bound=31.0).get()).all()
 
 
-@pytest.mark.gpu
+@one_order
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -340,7 +348,7 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
             {"w": "dense"},
             "w: expected a TwoPartMatrix, got ndarray: use TwoPartMatrix.from_float32",
         ),
-        ({"a": "short"}, "w: expected K 56 to match a, got 64"),
+        ({"a": "short"}, r"w: expected shape \(8, 56\), got \(8, 64\)"),
         ({"a": "half"}, "a: expected float32, got float16"),
         ({"dtype": "float16"}, "dtype 'float16': expected float32 or 'two_part' with a Two"),
         ({"dtype": "two_part"}, "bound: expected the largest magnitude that the result can have"),
@@ -352,11 +360,11 @@ def test_a_bound_that_is_too_small_shows(cp: ModuleType) -> None:
         ),
     ],
 )
-def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message: str) -> None:
-    ones = cp.ones((8, 64), "float32")
+def test_wrong_input_is_refused(device: Any, change: dict[str, Any], message: str) -> None:
+    ones = device.full((8, 64), 1, "float32")
     known = {
         "dense": ones,
-        "short": cp.ones((8, 56), "float32"),
+        "short": device.full((8, 56), 1, "float32"),
         "half": ones.astype("float16"),
         "a": TwoPartMatrix.from_float32(ones),
         "w": TwoPartMatrix.from_float32(ones),
@@ -366,14 +374,17 @@ def test_wrong_input_is_refused(cp: ModuleType, change: dict[str, Any], message:
         ops.gemm(a, w, **change)
 
 
-@pytest.mark.gpu
-def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
+@one_order
+def test_outputs_that_do_not_fit_are_refused(device: Any) -> None:
 
-    ones = cp.ones((64, 64), "float32")
+    ones = device.full((64, 64), 1, "float32")
     a, w = TwoPartMatrix.from_float32(ones), TwoPartMatrix.from_float32(ones)
     gemm, norm, attention = (OPERATIONS[name].bind for name in ("gemm", "layernorm", "attention"))
     for out, message in (
-        (a, r"out: expected one scale for all rows and no bound: TwoPartMatrix\.empty"),
+        (
+            TwoPartMatrix.empty((64, 64)),
+            r"out: expected one scale for all rows and no bound: TwoPartMatrix\.empty",
+        ),
         (TwoPartMatrix.empty((64, 64), 1.0, a.parts), r"out: overlaps a\.parts: expected another"),
         (TwoPartMatrix.empty((32, 64), 1.0), r"out: expected shape \(64, 64\), got \(32, 64\)"),
         (ones[:32], r"out: expected shape \(64, 64\), got \(32, 64\)"),
@@ -384,9 +395,9 @@ def test_outputs_that_do_not_fit_are_refused(cp: ModuleType) -> None:
         gemm((a, w, None, ones), TwoPartMatrix.empty((64, 64), 1.0))
     with pytest.raises(InputError, match="out: expected one scale for all rows"):
         norm((ones, ones[0], ones[1]), a, eps=1e-5)
-    with pytest.raises(InputError, match="a result in two parts is for variant narrow"):
-        norm((ones, ones[0], ones[1]), a, eps=1e-5, variant=6)
-    qkv = TwoPartMatrix.from_float32(cp.ones((4, 192), "float32"))
+    with pytest.raises(InputError, match="a two-part result is for variant narrow"):
+        norm((ones, ones[0], ones[1]), TwoPartMatrix.empty((64, 64), 1.0), eps=1e-5, variant=6)
+    qkv = TwoPartMatrix.from_float32(device.full((4, 192), 1, "float32"))
     for options, message in (
         ({"n_head": 2}, "head size 32: tensor cores take 64 and 128"),
         ({"n_head": 5}, "qkv: expected .* a multiple of n_head 5"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 MARK = re.compile(r"^<!-- source: (.+) -->\n(\[[^]]*\]\(([^)]+)\))$", re.MULTILINE)
 LANGUAGES = {".cu": "cuda", ".cuh": "cuda", ".py": "python"}
@@ -34,12 +35,16 @@ def insert(page: str, folder: Path) -> str:
 def excerpt(file: Path, text: str) -> str:
     """The lines of a file from the only one that contains `text` to the brace that closes it.
 
-    In a Python file `text` is the name of a function. Raises ValueError.
+    In a Python file `text` is the name of a function, or of a class and its method, Class.method.
+    Raises ValueError.
     """
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     if file.suffix == ".py":
-        found = [node for node in ast.parse(source).body if getattr(node, "name", "") == text]
+        found: list[Any] = [ast.parse(source)]
+        for name in text.split("."):
+            inside = (node for outer in found for node in outer.body)
+            found = [node for node in inside if getattr(node, "name", "") == name]
         spans = [(node.lineno - 1, node.end_lineno or 0) for node in found]
     else:
         spans = [_braces(lines, i) for i, line in enumerate(lines) if text in line]

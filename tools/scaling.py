@@ -161,8 +161,8 @@ class Measurement:
             options = {"max_new_tokens": args.max_new_tokens, "temperature": 0.8}
             options |= {"seed": 0}
         self._job = Job(
-            args.what, "", model, args.device, args.dtype, args.tokenizer, options,
-            shard_size=size, batch_tokens=args.batch_tokens,
+            args.what, model, args.device, args.dtype, args.tokenizer, options=options,
+            output="", shard_size=size, batch_tokens=args.batch_tokens,
         )  # fmt: skip
         self.device = ""
         self.parts: list[Part] = []

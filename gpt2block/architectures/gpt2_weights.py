@@ -13,6 +13,7 @@ from gpt2block.architectures.weights import (
     Array,
     BlockArrays,
     ModelArrays,
+    described,
     generator,
     offsets,
     packed_array,
@@ -72,10 +73,8 @@ class BlockWeights(BlockArrays):
         return block_shapes(self.n_embd)
 
     def __repr__(self) -> str:
-        return (
-            f"BlockWeights(n_embd={self.n_embd}, n_head={self.n_head}, eps={self.eps}, "
-            f"{self.gamma1.dtype}, {self.nbytes:,} bytes)"
-        )
+        size = f"{self.nbytes:,} bytes"
+        return described(self, self, "n_embd n_head eps", self.gamma1.dtype, size)
 
     @classmethod
     def from_packed(
@@ -123,12 +122,8 @@ class GPT2Weights(ModelArrays[BlockWeights]):
         return cls._random(seed, _config(config))
 
     def __repr__(self) -> str:
-        c = self.config
-        return (
-            f"GPT2Weights(n_layer={c.n_layer}, n_head={c.n_head}, n_embd={c.n_embd}, "
-            f"n_ctx={c.n_ctx}, vocab_size={c.vocab_size}, {len(self.blocks)} blocks, "
-            f"{self.wte.dtype})"
-        )
+        names, blocks = "n_layer n_head n_embd n_ctx vocab_size", f"{len(self.blocks)} blocks"
+        return described(self, self.config, names, blocks, self.wte.dtype)
 
 
 def _config(config: Any) -> GPT2Config:

@@ -13,6 +13,7 @@ from gpt2block.architectures.weights import (
     Array,
     BlockArrays,
     ModelArrays,
+    described,
     packed_array,
     random_tensors,
     views,
@@ -102,12 +103,8 @@ class LlamaBlockWeights(BlockArrays):
         return self.config.frequencies()
 
     def __repr__(self) -> str:
-        c = self.config
-        return (
-            f"LlamaBlockWeights(n_embd={c.n_embd}, n_head={c.n_head}, n_kv_head={c.n_kv_head}, "
-            f"head_size={c.head_size}, n_ff={c.n_ff}, eps={c.eps}, {self.gamma1.dtype}, "
-            f"{self.nbytes:,} bytes)"
-        )
+        names, size = "n_embd n_head n_kv_head head_size n_ff eps", f"{self.nbytes:,} bytes"
+        return described(self, self.config, names, self.gamma1.dtype, size)
 
     @classmethod
     def from_packed(
@@ -174,12 +171,9 @@ class LlamaWeights(ModelArrays[LlamaBlockWeights]):
         return cls._random(seed, _config(config))
 
     def __repr__(self) -> str:
-        c = self.config
-        return (
-            f"LlamaWeights(n_layer={c.n_layer}, n_head={c.n_head}, n_kv_head={c.n_kv_head}, "
-            f"n_embd={c.n_embd}, n_ctx={c.n_ctx}, vocab_size={c.vocab_size}, "
-            f"{len(self.blocks)} blocks, {self.wte.dtype})"
-        )
+        names = "n_layer n_head n_kv_head n_embd n_ctx vocab_size"
+        blocks = f"{len(self.blocks)} blocks"
+        return described(self, self.config, names, blocks, self.wte.dtype)
 
 
 def _config(config: Any) -> LlamaConfig:

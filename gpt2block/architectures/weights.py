@@ -182,13 +182,11 @@ class ModelArrays(Generic[Block]):
 
     @classmethod
     def _random(cls: type[Model], seed: int, config: ModelConfig) -> Model:
-        shapes = model_shapes(config)
-        tensors = random_tensors(seed, shapes)
-        names = config.block_shapes()
-        blocks = (
-            {name: tensors.pop(f"h.{layer}.{name}") for name in names}
+        tensors = random_tensors(seed, model_shapes(config))
+        blocks = [
+            {name: tensors.pop(f"h.{layer}.{name}") for name in config.block_shapes()}
             for layer in range(config.n_layer)
-        )
+        ]
         return cls._of(config, tensors, blocks)
 
     @classmethod
@@ -213,16 +211,11 @@ class ModelArrays(Generic[Block]):
             raise InputError(
                 f"blocks: expected all {c.n_layer} of the model, got {len(self.blocks)}"
             )
-        first, last = c.outer_shapes()
-        for name in first:
-            yield name, getattr(self, name), "NK" if name == "wte" else None
-        for layer, block in enumerate(self.blocks):
-            for name, array in block.tensors().items():
-                yield f"h.{layer}.{name}", array, "KN" if array.ndim == 2 else None
-        for name in last:
-            yield name, getattr(self, name), None
-        if not c.tie_word_embeddings:
-            yield "lm_head", self.lm_head, "NK"
+        for name, shape in model_shapes(c).items():
+            h, _, kind = name.rpartition(".")
+            array = getattr(self.blocks[int(h[2:])] if h else self, kind)
+            outer = "NK" if name in ("wte", "lm_head") else None
+            yield name, array, "KN" if h and len(shape) == 2 else outer
 
 
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
@@ -235,6 +228,12 @@ def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> N
             f"{checkpoint.name}: expected a {wanted}, got a {got}: gpt2block.from_pretrained takes "
             "either, and so do the commands generate, score, compare and explain"
         )
+
+
+def described(weights: object, settings: object, names: str, *rest: object) -> str:
+    """The `repr` of weights: these names of settings with their values, and the rest."""
+    values = [f"{name}={getattr(settings, name)}" for name in names.split()]
+    return f"{type(weights).__name__}({', '.join([*values, *map(str, rest)])})"
 
 
 def offsets(shapes: Shapes) -> dict[str, int]:
@@ -251,16 +250,16 @@ def views(packed: Any, shapes: Shapes, what: str) -> dict[str, Any]:
 
     what: their sizes, for the message. Raises InputError unless the length is exactly theirs.
     """
-    at = offsets(shapes)
+    *begins, end = offsets(shapes).values()
     shape = getattr(packed, "shape", None)
-    if shape != (at["end"],):
+    if shape != (end,):
         got = type(packed).__name__ if shape is None else f"shape {shape}"
         raise InputError(
-            f"packed weights: expected a 1-D array of {at['end']:,} floats ({what}), got {got}"
+            f"packed weights: expected a 1-D array of {end:,} floats ({what}), got {got}"
         )
     return {
-        name: packed[at[name] : at[name] + math.prod(shape)].reshape(shape)
-        for name, shape in shapes.items()
+        name: packed[begin : begin + math.prod(shape)].reshape(shape)
+        for begin, (name, shape) in zip(begins, shapes.items(), strict=True)
     }
 
 
@@ -295,13 +294,12 @@ def generator(seed: Any, numbers: int) -> np.random.Generator:
 def random_tensors(seed: Any, shapes: Shapes) -> dict[str, NDArray[np.float32]]:
     """Draw the tensors in this order: γ ~ U(0.8, 1.2), β ~ U(-0.1, 0.1), others ~ N(0, 0.02)."""
     rng = generator(seed, sum(map(math.prod, shapes.values())))
+    ranges = {"g": (0.8, 1.2), "b": (-0.1, 0.1)}
     tensors: dict[str, NDArray[np.float32]] = {}
     for name, shape in shapes.items():
         kind = name.rpartition(".")[2]
-        if kind.startswith("gamma"):
-            tensors[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
-        elif kind.startswith("beta"):
-            tensors[name] = rng.uniform(-0.1, 0.1, shape).astype(np.float32)
+        if kind.startswith(("gamma", "beta")):
+            tensors[name] = rng.uniform(*ranges[kind[0]], shape).astype(np.float32)
         else:
             tensors[name] = rng.standard_normal(shape, dtype=np.float32)
             tensors[name] *= np.float32(0.02)

@@ -16,9 +16,11 @@ from gpt2block.block import Block
 from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
-from gpt2block.ops.registry import OPERATIONS, largest
-from gpt2block.plan import Plan
-from gpt2block.run.cuda_block import allocate, two_part_steps
+from gpt2block.ops.registry import OPERATIONS
+from gpt2block.passes.machine import Machine, Value
+from gpt2block.run import BlockSpec
+from gpt2block.run.cuda_block import OUTPUT
+from gpt2block.run.recording import Recording, Recordings
 from gpt2block.weights.two_part import TwoPartMatrix
 
 OLDER = "mma"  # the variant for GPUs before Hopper, which Hopper runs too
@@ -75,7 +77,10 @@ def bind_copies(
 
 
 def capture_bound(
-    bound: Sequence[Bound], rounds: int, overlapping: bool = False, outs: Sequence[Any] = ()
+    bound: Sequence[Bound | Recording],
+    rounds: int,
+    overlapping: bool = False,
+    outs: Sequence[Any] = (),
 ) -> Run:
     """A graph of all launches, with the first and the last of `outs`, or of all outputs.
 
@@ -119,61 +124,66 @@ def refuse(why: str, rounds: int) -> Run:
 
 
 def _blocks(work: BlockWork, sets: Sequence[Host], device: int) -> Iterator[Contender]:
-    """The fused plan, the same with variant `mma` instead of Hopper's, and the skeleton plan.
+    """The fused block, the same with variant `mma` instead of Hopper's, and the skeleton.
 
-    A plan reads the weights of `sets`, of which each copy of x has its own.
+    A block reads the weights of `sets`, of which each copy of x has its own.
     """
     for kernels in ("fused", "skeleton"):
         try:
             block = Block(work.weights(), work.causal, f"cuda:{device}", work.dtype, kernels)
-            steps = _Steps(block.plan, sets)
+            copies = _Copies(block.spec, sets)
         except REFUSALS as error:
             yield Contender(kernels, False, partial(refuse, str(error)), work.dtype)
             continue
-        yield Contender(kernels, False, steps.capture, work.dtype)
-        if any("hopper" in launch.name for bound in steps.bound for launch in bound.launches):
-            older = partial(_capture_older, block.plan, sets)
+        yield Contender(kernels, False, copies.capture, work.dtype)
+        if any("hopper" in launch.name for each in copies.bound for launch in each.launches):
+            older = partial(_capture_older, block.spec, sets)
             yield Contender(f"{kernels}, {OLDER}", False, older, work.dtype)
 
 
-def _capture_older(plan: Plan, sets: Sequence[Host], rounds: int) -> Run:
-    return _Steps(plan, sets, OLDER).capture(rounds)
+def _capture_older(spec: BlockSpec, sets: Sequence[Host], rounds: int) -> Run:
+    return _Copies(spec, sets, OLDER).capture(rounds)
 
 
-class _Steps:
-    """The steps of a plan, bound to each copy of x and weights; the copies share the buffers.
+class _Variant(Machine):
+    """Runs the steps of a machine, matrix products and attention by a variant."""
+
+    def __init__(self, do: Machine, variant: str) -> None:
+        super().__init__(do.tensors)
+        self._do, self._variant = do, variant
+
+    def __call__(self, name: str, op: str, *args: Any, **options: Any) -> Value:
+        if op in ("gemm", "attention"):
+            options["variant"] = self._variant
+        return self._do(name, op, *args, **options)
+
+
+class _Copies:
+    """A block bound to each copy of x and weights; the copies share the memory of activations.
 
     variant: of matrix products and attention; None is the default one.
     """
 
-    def __init__(self, plan: Plan, sets: Sequence[Host], variant: str | None = None) -> None:
-        x = sets[0][plan.input]
-        bounds: Mapping[str, float] = {}
-        if two_part_steps(plan, x.dtype.name):
-            bounds = largest(plan, {name: cupy.asnumpy(array) for name, array in sets[0].items()})
-            sets = [_in_two_parts(plan, each) for each in sets]
-        weights = {name: array for name, array in sets[0].items() if name != plan.input}
-        buffers = allocate(plan, x.shape, weights, x.dtype.name, bounds)
-        self._outs = [cupy.empty_like(x) for _ in sets]
-        self._kept = buffers, sets
-        self._overlapping = plan.overlapping
-        self.bound: list[Bound] = []
-        for each, out in zip(sets, self._outs, strict=True):
-            tensors = {**each, **buffers, plan.output: out}
-            for step in plan.steps:
-                options = dict(step.attrs)
-                if variant and step.op in ("gemm", "attention"):
-                    options["variant"] = variant
-                inputs = tuple(tensors[name] for name in step.inputs)
-                bound = OPERATIONS[step.op].bind(inputs, tensors[step.name], **options)
-                self.bound.append(bound)
+    def __init__(self, spec: BlockSpec, sets: Sequence[Host], variant: str | None = None) -> None:
+        def run(do: Machine) -> Value:
+            return spec.run(do if variant is None else _Variant(do, variant))
+
+        if spec.bounds is not None:
+            sets = [_with_two_part(spec, each) for each in sets]
+        self._outs = [cupy.empty_like(each["x"]) for each in sets]
+        recordings = Recordings()
+        self._overlapping = spec.overlapping
+        self.bound = [
+            recordings.make(run, each, {OUTPUT: out})
+            for each, out in zip(sets, self._outs, strict=True)
+        ]
 
     def capture(self, rounds: int) -> Run:
         run = capture_bound(self.bound, rounds, self._overlapping, self._outs)
         return run._replace(kept=self)
 
 
-def _in_two_parts(plan: Plan, arrays: Host) -> Host:
-    """The arrays with the matrices as a float32 plan on tensor cores takes them."""
-    matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in plan.matrices}
+def _with_two_part(spec: BlockSpec, arrays: Host) -> Host:
+    """The arrays with the matrices as float32 on tensor cores takes them."""
+    matrices = {name: cupy.ascontiguousarray(arrays[name].T) for name in spec.matrices}
     return {**arrays, **{name: TwoPartMatrix.from_float32(w) for name, w in matrices.items()}}

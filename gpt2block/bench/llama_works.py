@@ -7,18 +7,15 @@ each fusion in addition, and last a CUDA graph: the table of kernl's Llama optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures import llama
-from gpt2block.architectures.passes import staged_plan
-from gpt2block.architectures.steps import Products, Steps, fuse_epilogues
 from gpt2block.array_checks import FLOATS
+from gpt2block.bench.staged_pass import StagedPass
 from gpt2block.bench.token_works import DecodeWork, PromptWork, RandomModel, parse_rows
 from gpt2block.bench.works import Work
 from gpt2block.checks import check_choice
@@ -30,7 +27,11 @@ from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
 from gpt2block.model import Llama
 from gpt2block.ops.attention import SIXTEEN_BITS
-from gpt2block.plan import Plan
+from gpt2block.passes import architecture_of
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.forward import forward
+from gpt2block.passes.machine import Machine, Value
+from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_model import CudaModel
 from gpt2block.run.model import DTYPES, Ids, Tensors
 from gpt2block.weights.matrix import WeightMatrix
@@ -56,19 +57,20 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are far from each othe
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of decoding with some of the fusions.
+    """A step of decoding with some of the fusions: `fusions` are options of StagedPass.
 
-    fuse, into_cache, overlapping: as in `staged_plan`. graph: whether it is a CUDA graph.
+    graph: whether it is a CUDA graph; overlapping: whether its launches overlap.
     """
 
     name: str
-    fuse: Callable[[Steps], Steps]
-    into_cache: bool = False
+    fusions: Mapping[str, bool]
     graph: bool = False
     overlapping: bool = False
 
-    def plan(self, config: ModelConfig) -> Plan:
-        return staged_plan(config, self.fuse, self.into_cache, self.overlapping)
+    def run(self, do: Machine, config: ModelConfig) -> Value:
+        """The step, to logits."""
+        step = StagedPass(do, Settings.of(config), **self.fusions)
+        return forward(step, architecture_of(config), config, "logits")
 
 
 def stages_of(dtype: str) -> tuple[Stage, ...]:
@@ -78,23 +80,25 @@ def stages_of(dtype: str) -> tuple[Stage, ...]:
     Kernels with a fused RMSNorm take float32 activations with float32 and FP8 weights only. They do
     not overlap.
     """
-    first = Stage(UNFUSED, list)
+    residuals = {"adds": True}
+    norms = {"adds": True, "norms": True}
     if dtype in SIXTEEN_BITS:
-        residuals: Callable[[Steps], Steps] = partial(fuse_epilogues, op="gemm")
+        into_cache = {**residuals, "into_cache": True}
         return (
-            first,
+            Stage(UNFUSED, {}),
             Stage("+ residuals", residuals),
-            Stage("+ RoPE", residuals, into_cache=True),
-            Stage("+ graph", residuals, into_cache=True, graph=True),
-            Stage("+ overlap", residuals, into_cache=True, graph=True, overlapping=True),
+            Stage("+ RoPE", into_cache),
+            Stage("+ graph", into_cache, graph=True),
+            Stage("+ overlap", into_cache, graph=True, overlapping=True),
         )
-    norms: Callable[[Steps], Steps] = partial(llama.fuse, gated=False)
+    into_cache = {**norms, "into_cache": True}
+    gates = {**into_cache, "gates": True}
     return (
-        first,
+        Stage(UNFUSED, {}),
         Stage("+ RMSNorm", norms),
-        Stage("+ RoPE", norms, into_cache=True),
-        Stage("+ feed-forward", llama.fuse, into_cache=True),
-        Stage("+ graph", llama.fuse, into_cache=True, graph=True),
+        Stage("+ RoPE", into_cache),
+        Stage("+ feed-forward", gates),
+        Stage("+ graph", gates, graph=True),
     )
 
 

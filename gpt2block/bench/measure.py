@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from math import ceil, nan
 from typing import Any
 
@@ -14,8 +13,9 @@ from gpt2block import doctor, reference
 from gpt2block.block import resolve_device
 from gpt2block.checks import meant
 from gpt2block.cuda import cupy
+from gpt2block.cuda.arrays import mapped
 from gpt2block.cuda.kernels import FP8
-from gpt2block.errors import InputError
+from gpt2block.errors import Argument, InputError
 from gpt2block.ops.registry import Operation, Variant
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -86,13 +86,15 @@ def check_storage(
     """
     if dtype not in (None, *operation.dtypes):
         raise InputError(
-            f"{operation.name}: dtype {dtype!r}: expected one of {', '.join(operation.dtypes)}"
-            f"{meant(dtype, operation.dtypes)}"
+            f"{operation.name}: ",
+            Argument("dtype"),
+            f" {dtype!r}: expected one of {', '.join(operation.dtypes)}"
+            f"{meant(dtype, operation.dtypes)}",
         )
     layouts = ("KN", "NK") if operation.matrices else ()
     if layout not in (None, *layouts):
         known = f"expected one of {', '.join(layouts)}" if layouts else "it has no weights"
-        raise InputError(f"{operation.name}: layout {layout!r}: {known}")
+        raise InputError(f"{operation.name}: ", Argument("layout"), f" {layout!r}: {known}")
     return dtype or operation.dtypes[0], layout or operation.layout
 
 
@@ -111,7 +113,7 @@ def options_for(operation: Operation, variant: Variant, block: int | None = None
 
 def uploaded(value: Any) -> Any:
     """An array, or a WeightMatrix of one, in device memory."""
-    return _mapped(value, cupy.asarray)
+    return mapped(cupy.asarray, value)
 
 
 def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
@@ -123,7 +125,7 @@ def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
     count = copies_for(traffic, cupy.cuda.Device().attributes["L2CacheSize"])
     first = {name: uploaded(value) for name, value in host.items()}
     copies = [
-        {name: _mapped(value, lambda array: array.copy()) for name, value in first.items()}
+        {name: mapped(lambda array: array.copy(), value) for name, value in first.items()}
         for _ in range(count - 1)
     ]
     return [first, *copies]
@@ -131,13 +133,6 @@ def rotated(host: Host, traffic: int) -> list[dict[str, Any]]:
 
 def copies_for(traffic: int, cache: int) -> int:
     return min(MOST_SETS, max(1, ceil(CACHES * cache / traffic)))
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    if not isinstance(value, WeightMatrix):
-        return function(value)
-    scale = None if value.scale is None else function(value.scale)
-    return replace(value, data=function(value.data), scale=scale)
 
 
 def poison(out: Any, inputs: Iterable[Any] = ()) -> None:

@@ -25,7 +25,6 @@ from gpt2block.run.model import (
     kv_cache_dtype,
     start_all,
 )
-from gpt2block.run.program import Program
 from gpt2block.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -113,23 +112,27 @@ def _stage(work: LlamaDecodeWork, device: int, stage: Stage, shared: list[Any], 
         batch = {"tokens": tokens, "positions": positions, "row": rows[:M]}
         batch |= {"cu_seqlens": rows, "start": positions}
         caches = cache_tensors(cache.layers, engine.config.n_layer)
-        program = Program(stage.plan(engine.config), {**engine.given(), **caches, **batch})
+        recording = engine.recordings.make(
+            lambda do: stage.run(do, engine.config),
+            {**engine.given(), **caches, **batch},
+            overlapping=stage.overlapping,
+        )
     columns = [tokens.get()]
 
     def replay() -> None:
         with engine.running():
             for _ in range(rounds):
                 if stage.graph:
-                    program.repeat(engine.stream)
+                    recording.repeat(engine.stream)
                 else:
-                    program.run()
-                tokens[...] = program.out.argmax(axis=1)
+                    recording.run()
+                tokens[...] = recording.out.argmax(axis=1)
                 positions[...] += 1
                 columns.append(tokens.get())
 
     def written() -> Written:
         with engine.running():
-            logits = program.out.get().astype(np.float64)
+            logits = recording.out.get().astype(np.float64)
         of_row = np.stack(columns, axis=1)
         sequences = [np.concatenate([prompts[row], of_row[row]]) for row in work.checked]
         largest = logits.max(axis=1, keepdims=True)

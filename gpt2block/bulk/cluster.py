@@ -17,7 +17,6 @@ from typing import Any
 import dask
 import dask.system
 from distributed import CancelledError, Client, Nanny, Scheduler, SpecCluster, get_worker
-from distributed.system import MEMORY_LIMIT
 
 from gpt2block import doctor
 from gpt2block.bulk import identity, job, shards
@@ -53,15 +52,14 @@ def local(
     """
     gpus = visible_gpus() if engine == "cuda" else []
     count = workers or len(gpus) or min(dask.system.CPU_COUNT, most or dask.system.CPU_COUNT)
-    pinned = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(count)]
     options = {
         "nthreads": threads, "memory_limit": 0, "dashboard_address": None,
         "silence_logs": logging.WARNING, "preload": ["gpt2block.bulk.worker_setup"],
     }  # fmt: skip
-    specs = {
-        number: {"cls": Nanny, "options": {**options, "env": env}}
-        for number, env in enumerate(pinned)
-    }
+    specs = {}
+    for number in range(count):
+        env = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+        specs[number] = {"cls": Nanny, "options": {**options, "env": env}}
     scheduler_options = {
         "protocol": "tcp://", "interface": None, "host": "127.0.0.1", "dashboard": True,
         "dashboard_address": "127.0.0.1:8787", "allowed_failures": ALLOWED_FAILURES,
@@ -118,11 +116,6 @@ def _uninterrupted() -> Iterator[None]:
     if held:
         # Not raise_signal, which is for this thread: it may leave SIGINT to one that waits for it.
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def memory_bytes() -> int:
-    """Return the memory in bytes that this process may use: of the machine, or its limit."""
-    return int(MEMORY_LIMIT)
 
 
 def silence() -> None:
@@ -234,11 +227,11 @@ def run_shard(given: Job, shard: Shard, token: str) -> shards.Done | Failed | st
 
 def progress(client: Client, token: str) -> dict[int, int]:
     """Return {shard: computed records} for unfinished shards, as the workers last reported."""
+    found: dict[int, int] = {}
     # The caller checks whether the scheduler is still there.
     with suppress(OSError, TimeoutError, asyncio.TimeoutError, CancelledError):
-        found: dict[int, int] = client.run_on_scheduler(_reported, token)
-        return found
-    return {}
+        found = client.run_on_scheduler(_reported, token)
+    return found
 
 
 def _reported(token: str, dask_scheduler: Any) -> dict[int, int]:
@@ -254,9 +247,3 @@ def _reported(token: str, dask_scheduler: Any) -> dict[int, int]:
 def _message(error: BaseException) -> str:
     ours = isinstance(error, (InputError, DeviceError))
     return str(error) if ours else f"{type(error).__name__}: {error}"
-
-
-__all__ = [
-    "Client", "check", "local", "memory_bytes", "prepare", "progress", "run_shard", "running",
-    "silence", "visible_gpus",
-]  # fmt: skip

@@ -9,18 +9,21 @@ import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 from uuid import uuid4
 
 from distributed import CancelledError, Client, Future, KilledWorker, TimeoutError
+from distributed.system import MEMORY_LIMIT
 
 from gpt2block.bulk import cluster, paths, records, shards
 from gpt2block.bulk.job import Failed, Job, engine_of, threads_of
 from gpt2block.bulk.records import Shard
-from gpt2block.errors import CheckpointError, InputError, PrintableError
+from gpt2block.checkpoints import Checkpoint
+from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
+from gpt2block.run.model import weight_bytes
 
 RETRIES = 2  # of a shard that raised an error that a retry may avoid
 ANSWER_SECONDS = 60  # for the scheduler to transfer a finished result
@@ -34,18 +37,18 @@ class JobError(PrintableError, RuntimeError):
     """The job has stopped. The same command continues it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """The counts of the whole output, and of what this run computed."""
 
-    records: int
-    errors: int
-    failed: dict[int, str]  # shard → reason, for shards that could not be computed
-    done_now: int  # records of this run, including errors
-    tokens_now: int  # of this run
-    seconds: float  # computing time of this run
-    start_up: float  # seconds until the workers had loaded the model
-    first_error: str  # of the first record with an error; "" without errors
+    records: int = 0
+    errors: int = 0
+    failed: dict[int, str] = field(default_factory=dict)  # shard that cannot be computed → reason
+    done_now: int = 0  # records of this run, including errors
+    tokens_now: int = 0  # of this run
+    seconds: float = 0.0  # computing time of this run
+    start_up: float = 0.0  # seconds until the workers had loaded the model
+    first_error: str = ""  # of the first record with an error
 
 
 class Watcher(Protocol):
@@ -84,24 +87,13 @@ def run(
             "--workers is for a local cluster: a cluster given by --scheduler has its own workers"
         )
     engine = engine_of(job.device) if scheduler is None else None
-    folder = Path(job.output)
-    with shards.output_errors(folder):
-        _check_output(folder)
-    token = uuid4().hex
+    folder, token = Path(job.output), uuid4().hex
     with shards.locked(folder, token):
-        files = records.find_files(inputs, watcher.say)
-        records.check_kept(files, job.column, job.keep)
-        if job.tokenizer_sha256 is None and records.any_text(files):
-            job = job.checked(has_text=True)
-        if job.form == "parquet":
-            job = replace(job, typed=records.are_typed(files, job.keep))
-        sizes = records.sizes(files)
-        cut = records.cut(files, job.shard_size, [job.column, *job.keep])
-        if job.tokenizer_sha256 is None and records.begins_with_text(cut, job.column):
-            with suppress(CheckpointError):  # a record of text then has this error
-                job = job.checked(has_text=True)
-        task = _Input(records.described(sizes), cut)
-        manifest = _open_manifest(folder, job, task, engine, watcher)
+        job, sizes, cut = _read_input(job, inputs, watcher)
+        lines = sum(shard.lines for shard in cut)
+        input_sha256 = hashlib.sha256("".join(shard.sha256 for shard in cut).encode()).hexdigest()
+        described = job.described(records.described(sizes), input_sha256, lines, engine)
+        manifest = _open_manifest(folder, described, cut, watcher)
         work = _Work(job, token, manifest, watcher)
         todo = [shard for shard in cut if shard.number not in manifest.done]
         if todo:
@@ -112,50 +104,55 @@ def run(
             )
             lost = _job_errors(f"{folder}: {LOST}", OSError, TimeoutError, CancelledError)
             with lost, connection as client:
-                engine = cluster.check(client, job.device)
+                engine = described["engine"] = cluster.check(client, job.device)
                 work.job = job = replace(job, device=engine)  # every worker uses this engine
-                _compare(manifest, task.job(job, engine))
+                _compare(manifest, described)
                 watcher.say(f"dashboard {client.dashboard_link}")
-                expected = [(str(path), size) for path, size in sizes]
-                devices = cluster.prepare(client, job, expected, token)
-                start_up = perf_counter() - begun
-                watcher.say(f"{len(devices)} x {devices[0]}, ready after {start_up:.1f} s")
+                devices = cluster.prepare(client, job, [(str(p), size) for p, size in sizes], token)
+                work.outcome.start_up = perf_counter() - begun
+                ready = f"ready after {work.outcome.start_up:.1f} s"
+                watcher.say(f"{len(devices)} x {devices[0]}, {ready}")
                 with _job_errors(f"{folder} cannot be written", OSError):
-                    manifest.begin(task.job(job, engine))
-                work.start_up = start_up
-                watcher.begin(task.lines, task.lines - sum(shard.lines for shard in todo))
+                    manifest.write(described)
+                watcher.begin(lines, lines - sum(shard.lines for shard in todo))
                 work.compute(client, todo)
         with _job_errors(f"{folder} cannot be written", OSError):
-            if manifest.job is None:  # an input without lines
-                manifest.begin(task.job(job, engine))
-            manifest.finish()
-        return work.outcome()
+            manifest.write(manifest.job or described)  # in order; also of an input without lines
+        return work.finished()
 
 
-class _Input:
-    """The input of a job, cut into shards."""
+def _read_input(
+    job: Job, inputs: Sequence[str], watcher: Watcher
+) -> tuple[Job, list[tuple[Path, int]], list[Shard]]:
+    """Return the job with what depends on the input; the files with their sizes; the shards.
 
-    def __init__(self, described: dict[str, Any], cut: Sequence[Shard]) -> None:
-        self._described = described
-        self._sha256 = hashlib.sha256("".join(shard.sha256 for shard in cut).encode()).hexdigest()
-        self.shard_lines = [shard.lines for shard in cut]
-        self.lines = sum(self.shard_lines)
-
-    def job(self, job: Job, engine: str | None) -> dict[str, Any]:
-        """Return the manifest's description of a job on this input."""
-        return job.described(self._described, self._sha256, self.lines, engine)
+    Raises InputError, CheckpointError.
+    """
+    files = records.find_files(inputs, watcher.say)
+    records.check_kept(files, job.column, job.keep)
+    has_text = any(records.kind_of(path) == "text" for path in files)
+    if job.tokenizer_sha256 is None and has_text:
+        job = job.checked(has_text=True)
+    if job.form == "parquet":
+        job = replace(job, typed=records.are_typed(files, job.keep))
+    sizes = records.sizes(files)
+    cut = records.cut(files, job.shard_size, [job.column, *job.keep])
+    if job.tokenizer_sha256 is None and records.begins_with_text(cut, job.column):
+        with suppress(CheckpointError):  # a record of text then has this error
+            job = job.checked(has_text=True)
+    return job, sizes, cut
 
 
 def _open_manifest(
-    folder: Path, job: Job, task: _Input, engine: str | None, watcher: Watcher
+    folder: Path, described: dict[str, Any], cut: Sequence[Shard], watcher: Watcher
 ) -> shards.Manifest:
     """Return the folder's manifest without damaged shards. InputError if it is of another job."""
-    manifest = shards.Manifest(folder)
-    _compare(manifest, task.job(job, engine))
-    manifest.check(task.shard_lines)
-    for name in manifest.forget_damaged(job.form):
+    manifest, form = shards.Manifest(folder), described["form"]
+    _compare(manifest, described)
+    manifest.check([shard.lines for shard in cut])
+    for name in manifest.forget_damaged(form):
         watcher.say(f"{name} was changed or removed after it was written: it is computed again")
-    unknown = manifest.unknown_parts(job.form, len(task.shard_lines))
+    unknown = manifest.unknown_parts(form, len(cut))
     if unknown:
         names = ", ".join(unknown[:NAMED]) + ", …" * (len(unknown) > NAMED)
         watcher.say(f"{folder} has {len(unknown):,} part files that are not of this job: {names}")
@@ -166,7 +163,8 @@ def _open_manifest(
 
 def _most(job: Job, todo: Sequence[Shard]) -> int:
     """Return the useful number of CPU workers: one per shard, and models that fit in memory."""
-    return max(1, min(len(todo), cluster.memory_bytes() // (2 * job.memory_bytes())))
+    weights = weight_bytes(Checkpoint.open(job.model, job.revision).config, "float32")
+    return max(1, min(len(todo), int(MEMORY_LIMIT) // (2 * weights)))
 
 
 class _Work:
@@ -174,16 +172,13 @@ class _Work:
 
     def __init__(self, job: Job, token: str, manifest: shards.Manifest, watcher: Watcher) -> None:
         self.job, self._token, self._manifest, self._watcher = job, token, manifest, watcher
-        self._failed: dict[int, str] = {}
+        self.outcome = Outcome()
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._submitted: dict[Future, Shard] = {}
-        self._records = self._tokens = 0
-        self._seconds = 0.0
         # Dask reports every shard that was assigned to a dead worker, not only the one it computed.
         self._suspects: deque[Shard] = deque()
         self._tried_alone: set[int] = set()
         self._threads, self._counted = 1, -RECOUNT_SECONDS
-        self.start_up = 0.0
 
     def compute(self, client: Client, todo: Sequence[Shard]) -> None:
         """Compute all of these shards. Raises JobError when the job cannot continue."""
@@ -201,8 +196,7 @@ class _Work:
             if client.status == "running":
                 client.cancel(list(self._submitted), force=True)
             raise
-        finally:
-            self._seconds = perf_counter() - begun
+        self.outcome.seconds = perf_counter() - begun
 
     def _capacity(self, client: Client) -> int:
         """Return how many shards may be submitted at once; workers may join or leave."""
@@ -231,7 +225,8 @@ class _Work:
         try:
             future = self._ended.get(timeout=1)
         except queue.Empty:
-            self._watcher.wait(self._records_in_progress(client))
+            counts = cluster.progress(client, self._token)
+            self._watcher.wait(sum(counts.get(s.number, 0) for s in self._submitted.values()))
             if client.status != "running":
                 raise self._stopped(LOST) from None
             return
@@ -244,63 +239,47 @@ class _Work:
                     self._suspects.append(shard)
                     return
                 error = JobError("every worker that computed it died, perhaps because of a record")
-            self._fail(shard, f"{type(error).__name__}: {error}")
+            self._take(shard, Failed(f"{type(error).__name__}: {error}"))
             return
         try:
             result = future.result(timeout=ANSWER_SECONDS)
         except (OSError, TimeoutError, CancelledError) as error:
             raise self._stopped(LOST) from error
-        self._finished(shard, result)
+        self._take(shard, result)
 
-    def _records_in_progress(self, client: Client) -> int:
-        """Return how many records of unfinished shards are computed."""
-        counts = cluster.progress(client, self._token)
-        return sum(counts.get(shard.number, 0) for shard in self._submitted.values())
-
-    def _fail(self, shard: Shard, reason: str) -> None:
-        self._failed[shard.number] = reason
-        self._watcher.say(f"shard {shard.number} failed: {reason}")
-
-    def _finished(self, shard: Shard, result: shards.Done | Failed | str) -> None:
+    def _take(self, shard: Shard, result: shards.Done | Failed | str) -> None:
+        """Process what `run_shard` returned."""
         if isinstance(result, str):
             raise self._stopped(result)
         if isinstance(result, Failed):
-            self._fail(shard, result.reason)
+            self.outcome.failed[shard.number] = result.reason
+            self._watcher.say(f"shard {shard.number} failed: {result.reason}")
             return
         try:
             self._manifest.add(result)
         except OSError as error:
             raise self._stopped(f"{self._manifest.path}: {paths.reason(error)}") from error
-        self._records += result.records + result.errors
-        self._tokens += result.tokens
-        self._watcher.advance(shard.lines, result.records + result.errors, result.tokens)
+        count = result.records + result.errors
+        self.outcome.done_now += count
+        self.outcome.tokens_now += result.tokens
+        self._watcher.advance(shard.lines, count, result.tokens)
 
     def _stopped(self, reason: str) -> JobError:
         done = len(self._manifest.done)
         return JobError(f"{reason}; {done:,} shards are done: the same command continues the job")
 
-    def outcome(self) -> Outcome:
-        done = self._manifest.done.values()
-        return Outcome(
-            sum(entry.records for entry in done),
-            sum(entry.errors for entry in done),
-            self._failed,
-            self._records,
-            self._tokens,
-            self._seconds,
-            self.start_up,
-            self._first_error(),
-        )
-
-    def _first_error(self) -> str:
+    def finished(self) -> Outcome:
+        """Return the outcome, with the counts of the whole output."""
         done = self._manifest.done
+        self.outcome.records = sum(entry.records for entry in done.values())
+        self.outcome.errors = sum(entry.errors for entry in done.values())
         shard = min((number for number, entry in done.items() if entry.errors), default=None)
-        if shard is None:
-            return ""
-        path = Path(self.job.output) / shards.errors_name(shard)
-        with path.open(encoding="utf-8") as file:
-            error = json.loads(file.readline())
-        return f"{error['file']}, line {error['line']}: {error['reason']}"
+        if shard is not None:
+            path = Path(self.job.output) / shards.errors_name(shard)
+            with path.open(encoding="utf-8") as file:
+                error = json.loads(file.readline())
+            self.outcome.first_error = f"{error['file']}, line {error['line']}: {error['reason']}"
+        return self.outcome
 
 
 @contextmanager
@@ -313,37 +292,24 @@ def _job_errors(problem: str, *errors: type[Exception]) -> Iterator[None]:
         raise JobError(message) from error
 
 
-def _check_output(folder: Path) -> None:
-    """Raise InputError unless the folder is new, empty or holds a job."""
-    if folder.is_symlink() and not folder.exists():
-        raise InputError(f"--output {folder}: a broken link, expected a folder")
-    if not folder.exists() or (folder / shards.MANIFEST).exists():
-        return
-    if not folder.is_dir():
-        raise InputError(f"--output {folder}: not a folder")
-    if any(path.name != shards.LOCK for path in folder.iterdir()):
-        raise InputError(
-            f"--output {folder}: not empty, and not written by gpt2block map: choose another folder"
-        )
-
-
 def _compare(manifest: shards.Manifest, ours: dict[str, Any]) -> None:
     """Raise InputError where the manifest is of another job. An engine of None matches any."""
-    theirs = manifest.job
-    if theirs is None:
+    if manifest.job is None:
         return
-    flat, other = _flat(ours), _flat(theirs)
-    for name in {**flat, **other}:
-        if name == "engine" and flat[name] is None:
-            continue
-        was, now = (
-            f"{reprlib.repr(entries[name]):.40}" if name in entries else "absent"
-            for entries in (other, flat)
-        )
-        if (name in flat) != (name in other) or flat[name] != other[name]:
+    now, was = _flat(ours), _flat(manifest.job)
+    if ours["engine"] is None:
+        del now["engine"]
+        was.pop("engine", None)
+    for name in {**now, **was}:
+        if (name in now) != (name in was) or now[name] != was[name]:
+            before, after = (
+                f"{reprlib.repr(entries[name]):.40}" if name in entries else "absent"
+                for entries in (was, now)
+            )
             raise InputError(
-                f"{manifest.path} is of another job: {name} was {was}, now it is {now}: "
-                "choose another --output"
+                f"{manifest.path} is of another job: ",
+                Argument(name),
+                f" was {before}, now it is {after}: choose another --output",
             )
 
 

@@ -1,33 +1,36 @@
-"""`Job`, the description of a job, and `run_shard`: read, compute and write one shard."""
+"""`Job`, a Predictor's arguments and an output, and `run_shard`, which computes one shard."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gpt2block import doctor
 from gpt2block.block import resolve_device
-from gpt2block.bulk import identity, paths, records, shards, tasks
-from gpt2block.bulk.predictor import Predictor, record_seed
-from gpt2block.bulk.problems import Problem, problem_of
-from gpt2block.bulk.records import Record, Shard, Unreadable
-from gpt2block.checkpoints import BUNDLED, BUNDLED_NAMES, Checkpoint
-from gpt2block.config import check_count, model_shapes
+from gpt2block.bulk import identity, paths, records, shards
+from gpt2block.bulk.predictor import Arguments, Predictor, record_seed
+from gpt2block.bulk.records import Record, Shard
+from gpt2block.bulk.tasks import Problem, Row, problem_of
+from gpt2block.checkpoints import BUNDLED_NAMES, Checkpoint
+from gpt2block.config import check_count
 from gpt2block.errors import DeviceError, InputError, printable
+from gpt2block.run.model import check_dtype, kv_cache_dtype
 from gpt2block.text.lookup import Lookup
 
 FORMAT = 2  # of the manifest
 # How long the thread that launches kernels may wait for Python's lock; Python's default is 5 ms.
 SWITCH_SECONDS = 1e-4
 _RESERVED = {"index"}  # a result that every task writes
+# The hashes identify the model and the tokenizer, wherever their files are.
+_LOCATIONS = ("output", "model", "revision", "tokenizer", "device")
+_LAST = ("batch_tokens", "kv_dtype", "model_sha256", "tokenizer_sha256", "typed")  # in a manifest
 
 
 def threads_of(task: str, engine: str) -> int:
@@ -39,24 +42,15 @@ def threads_of(task: str, engine: str) -> int:
     return 2 if engine == "cuda" and task != "generate" else 1
 
 
-@dataclass(frozen=True)
-class Job:
-    """The description of a job, which is sent to every worker."""
+@dataclass(frozen=True, kw_only=True)
+class Job(Arguments):
+    """The arguments of a Predictor, and an output: what every worker is sent."""
 
-    task: tasks.TaskName
     output: str
-    model: str = BUNDLED
-    device: str | None = None
-    dtype: str = "float32"
-    tokenizer: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     column: str = "text"
     keep: tuple[str, ...] = ()
     form: str = "jsonl"
     shard_size: int = 1000
-    batch_tokens: int = 16384
-    revision: str | None = None  # of a hub id
-    kv_dtype: str | None = None
     model_sha256: str = ""
     tokenizer_sha256: str | None = None
     typed: bool = False  # whether kept fields have their Arrow types in the results
@@ -69,6 +63,8 @@ class Job:
         worker.
         """
         check_count("shard_size", self.shard_size)
+        check_dtype(self.dtype)
+        kv_cache_dtype(self.dtype, self.kv_dtype)
         if self.device not in (None, "cuda", "cpu"):
             raise InputError(
                 f"device: expected cuda or cpu, got {self.device!r}: set CUDA_VISIBLE_DEVICES to "
@@ -84,24 +80,19 @@ class Job:
         checkpoint = Checkpoint.open(self.model, self.revision)
         lookup = Lookup(checkpoint, checkpoint.config.vocab_size, self.tokenizer)
         encoding = lookup.encoding if has_text else lookup.at_hand
-        task = tasks.make(self.task, checkpoint.config, encoding, self.batch_tokens, self.options)
-        clash = ({*task.columns} | _RESERVED) & {*self.keep}
+        columns = self.checked_task(checkpoint.config, encoding).columns
+        clash = ({*columns} | _RESERVED) & {*self.keep}
         if clash:
             raise InputError(f"keep: {min(clash)!r} is the name of a result")
-        found: dict[str, Any] = {
-            "model": absolute(self.model),
-            "tokenizer": None if self.tokenizer is None else absolute(self.tokenizer),
-            "output": str(output),
-            "keep": tuple(dict.fromkeys(self.keep)),
-            "model_sha256": identity.of_model(self.model, self.revision),
-            "tokenizer_sha256": identity.of_tokenizer(encoding),
-        }
-        return replace(self, **found)
-
-    def memory_bytes(self) -> int:
-        """Return the size in bytes of the model's weights in float32. Raises CheckpointError."""
-        shapes = model_shapes(Checkpoint.open(self.model, self.revision).config).values()
-        return 4 * sum(math.prod(shape) for shape in shapes)
+        return replace(
+            self,
+            model=absolute(self.model),
+            tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),
+            output=str(output),
+            keep=tuple(dict.fromkeys(self.keep)),
+            model_sha256=identity.of_model(self.model, self.revision),
+            tokenizer_sha256=identity.of_tokenizer(encoding),
+        )
 
     def described(
         self, inputs: dict[str, Any], input_sha256: str, lines: int, engine: str | None
@@ -110,13 +101,12 @@ class Job:
 
         inputs: the files as `records.described` returns them.
         """
-        options = json.loads(json.dumps(asdict(self)))
-        # The hashes identify the model and the tokenizer, wherever their files are.
-        for location in ("output", "model", "revision", "tokenizer", "device"):
-            del options[location]
+        given = {name: each for name, each in asdict(self).items() if name not in _LOCATIONS}
+        for name in _LAST:
+            given[name] = given.pop(name)
         return {
             "gpt2block map": FORMAT,
-            **options,
+            **json.loads(json.dumps(given)),
             "engine": engine,
             "inputs": inputs,
             "lines": lines,
@@ -125,10 +115,10 @@ class Job:
         }
 
 
-def absolute(name: str) -> str:
+def absolute(name: str | Path) -> str:
     """Return an existing path as an absolute one, for workers in other directories; else `name`."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if name not in BUNDLED_NAMES and path.exists() else name
+    return str(path.absolute()) if name not in BUNDLED_NAMES and path.exists() else str(name)
 
 
 def engine_of(device: str | None) -> str:
@@ -142,11 +132,12 @@ _KEPT = 2  # models kept in memory, for two clients that alternate
 
 
 def predictor(job: Job) -> Predictor:
-    """Return the job's Predictor, loaded once per process.
+    """Return the job's Predictor, loaded once per process, also for jobs with other outputs.
 
     Raises InputError where the model or the tokenizer is not the one that the job identifies.
     """
-    key = repr(job)
+    arguments = [getattr(job, each.name) for each in fields(Arguments)]
+    key = repr((arguments, job.model_sha256, job.tokenizer_sha256))
     with _loading:
         if key not in _predictors:
             here = f"{job.model} on {socket.gethostname()}"
@@ -154,11 +145,7 @@ def predictor(job: Job) -> Predictor:
                 raise InputError(f"{here} is not the client's model: copy it there")
             while len(_predictors) >= _KEPT:
                 del _predictors[next(iter(_predictors))]
-            found = Predictor(
-                job.task, job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype,
-                tokenizer=job.tokenizer, revision=job.revision, batch_tokens=job.batch_tokens,
-                **job.options,
-            )  # fmt: skip
+            found = Predictor.later(job)
             if job.tokenizer_sha256 is not None:
                 found.load_tokenizer()
             if identity.of_tokenizer(found.encoding) != job.tokenizer_sha256:
@@ -228,62 +215,53 @@ def run_shard(
 def _run_shard(
     job: Job, shard: Shard, token: str, progress: Callable[[int], None]
 ) -> shards.Done | str:
-    readable: list[Record] = []
-    failed: list[Unreadable] = []
-    for entry in records.read(shard, job.column, job.keep):
-        if isinstance(entry, Record):
-            readable.append(entry)
-        else:
-            failed.append(entry)
+    found = list(records.read(shard, job.column, job.keep))
     loaded = predictor(job)
-    seed = job.options.get("seed", 0)
-    seeds = [record_seed(seed, record.index) for record in readable]
     part = _part(job, shard, loaded)
+    rows = _computed(loaded, found, job.options.get("seed", 0), progress)
     done = tokens = without_memory = 0
-    values = [record.value for record in readable]
-    for record, row in zip(readable, _computed(loaded, values, seeds, progress), strict=True):
-        count = row if isinstance(row, Problem) else _write(part, record, row)
+    errors: list[dict[str, Any]] = []
+    for record, row in zip(found, rows, strict=True):
+        count = row if isinstance(row, Problem) else _add(part, record, row)
         if isinstance(count, Problem):
-            failed.append(Unreadable(record.index, record.file, record.line, count.reason))
+            place = {"index": record.index, "file": record.file, "line": record.line + 1}
+            errors.append({**place, "reason": count.reason})
             without_memory += count.no_memory
         else:
             done, tokens = done + 1, tokens + count
     if without_memory and not done:
         raise MemoryError(f"not enough memory for any record of shard {shard.number}")
-    failed.sort(key=lambda entry: entry.index)
     folder = Path(job.output)
     try:
         if (folder / shards.LOCK).read_text() != token:
             return "another run writes to this output now"
-        errors = None
-        if failed:
-            lines = shards.json_lines(_error(entry) for entry in failed)
-            errors = shards.replace_file(folder / shards.errors_name(shard.number), lines)
+        digest = None
+        if errors:
+            path = folder / shards.errors_name(shard.number)
+            digest = shards.replace_file(path, shards.json_lines(errors))
         sha256 = shards.replace_file(folder / shards.part_name(shard.number, job.form), part.data())
     except OSError as error:
         return f"{folder} cannot be written on {socket.gethostname()}: {error.strerror or error}"
-    return shards.Done(shard.number, done, len(failed), tokens, sha256, errors)
+    return shards.Done(shard.number, done, len(errors), tokens, sha256, digest)
 
 
-def _write(part: shards.Part, record: Record, row: tasks.Row) -> int | Problem:
-    """Add a record to the results; return its number of tokens, or why it cannot be written."""
-    try:
-        part.add(record.index, record.kept, row)
-    except BaseException as error:
-        reason, no_memory = problem_of(error)
-        return Problem(f"its fields cannot be written: {reason}", no_memory)
-    return int(row["n_tokens"])
+def _part(job: Job, shard: Shard, loaded: Predictor) -> shards.Part:
+    if job.form == "jsonl":
+        return shards.JsonPart(loaded.columns)
+    types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
+    return shards.ParquetPart(loaded.columns, job.keep, types)
 
 
 def _computed(
-    loaded: Predictor, values: Sequence[Any], seeds: Sequence[int], progress: Callable[[int], None]
-) -> list[tasks.Row | Problem]:
+    loaded: Predictor, found: Sequence[Record], seed: int, progress: Callable[[int], None]
+) -> list[Row | Problem]:
     """Return the rows, or end the process after a CUDA error, which leaves the context unusable.
 
     Dask then starts another process and assigns the shard to a free worker.
     """
     try:
-        return loaded.rows(values, seeds, progress)
+        seeds = [record_seed(seed, record.index) for record in found]
+        return loaded.rows([record.value for record in found], seeds, progress)
     except Exception as error:
         if "CUDA" in type(error).__name__:
             print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
@@ -291,14 +269,11 @@ def _computed(
         raise
 
 
-def _part(job: Job, shard: Shard, loaded: Predictor) -> shards.Part:
-    if job.form == "jsonl":
-        return shards.JsonPart(loaded.columns)
-    types = records.arrow_types(Path(shard.spans[0].path), job.keep) if job.typed else {}
-    single = job.options.get("samples", 1) == 1
-    return shards.ParquetPart(loaded.columns, job.keep, types, single)
-
-
-def _error(entry: Unreadable) -> dict[str, Any]:
-    """Return an entry of the errors file, which counts lines from 1."""
-    return {**vars(entry), "line": entry.line + 1}
+def _add(part: shards.Part, record: Record, row: Row) -> int | Problem:
+    """Add a record to the results; return its number of tokens, or why it cannot be written."""
+    try:
+        part.add(record.index, record.kept, row)
+    except BaseException as error:
+        reason, no_memory = problem_of(error)
+        return Problem(f"its fields cannot be written: {reason}", no_memory)
+    return int(row["n_tokens"])

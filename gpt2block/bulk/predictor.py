@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from numbers import Integral
@@ -12,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.bulk import tasks
-from gpt2block.bulk.problems import Problem, problem_of
-from gpt2block.bulk.tasks import Kind, Row, Task, TaskName
+from gpt2block.bulk.tasks import TASKS, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checkpoints import BUNDLED
+from gpt2block.config import ModelConfig, check_count
 from gpt2block.errors import CheckpointError, InputError
 from gpt2block.model import Model, from_pretrained
 from gpt2block.run.model import Ids
@@ -27,7 +27,31 @@ from gpt2block.text.lookup import Lookup, of_outputs
 Batch = Mapping[str, Any]  # column → one value per record
 INPUTS = ("text", "tokens")
 GROUP = 8192  # tokens that the CUDA engine scores or embeds at once, its TOKENS_AT_ONCE
-_NOTHING: Mapping[Kind, Any] = {"float": np.nan, "int": 0, "text": ""}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a Predictor."""
+
+    task: TaskName
+    model: str | Path = BUNDLED
+    device: str | None = None
+    dtype: str = "float32"
+    tokenizer: str | Path | None = None
+    revision: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the task
+    batch_tokens: int = 16384
+    kv_dtype: str | None = None
+
+    def checked_task(self, config: ModelConfig, encoding: Encoding | None) -> Task:
+        """Return the task for a model. Raises InputError for an unknown one and wrong options."""
+        if self.task not in TASKS:
+            raise InputError(f"task: expected one of {', '.join(TASKS)}, got {self.task!r}")
+        check_count("batch_tokens", self.batch_tokens)
+        try:
+            return TASKS[self.task](config, encoding, self.batch_tokens, **self.options)
+        except TypeError as error:
+            raise InputError(f"{self.task}: {str(error).rpartition('() ')[2]}") from error
 
 
 class Predictor:
@@ -64,26 +88,34 @@ class Predictor:
         batch_tokens: int = 16384,
         **options: Any,
     ) -> None:
-        self.task, self.name, self.device, self.dtype = task, model, device, dtype
-        self.tokenizer, self.batch_tokens, self.options = tokenizer, batch_tokens, options
-        self.revision, self.kv_dtype = revision, kv_dtype
+        self.arguments = Arguments(
+            task, model, device, dtype, tokenizer, revision, options, batch_tokens, kv_dtype
+        )
         self._task  # noqa: B018  (loads the model and checks the options)
 
+    @classmethod
+    def later(cls, arguments: Arguments) -> Predictor:
+        """Return a Predictor that loads the model when it is used, like an unpickled one."""
+        found = cls.__new__(cls)
+        found.arguments = arguments
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _LOADED}
+        return {"arguments": self.arguments}
 
     @cached_property
     def model(self) -> Model[Any]:
         """The loaded model."""
+        given = self.arguments
         return from_pretrained(
-            self.name, self.device, self.dtype, revision=self.revision, kv_dtype=self.kv_dtype
+            given.model, given.device, given.dtype, revision=given.revision, kv_dtype=given.kv_dtype
         )
 
     @cached_property
     def _lookup(self) -> Lookup:
-        if self.tokenizer is None:
+        if self.arguments.tokenizer is None:
             return self.model.lookup
-        return Lookup(None, self.model.config.vocab_size, self.tokenizer)
+        return Lookup(None, self.model.config.vocab_size, self.arguments.tokenizer)
 
     _has_text = False  # whether the tokenizer has been loaded for text
 
@@ -100,8 +132,7 @@ class Predictor:
 
     @cached_property
     def _task(self) -> Task:
-        engine = self.model.engine
-        return tasks.make(self.task, engine.config, self.encoding, self.batch_tokens, self.options)
+        return self.arguments.checked_task(self.model.config, self.encoding)
 
     @property
     def columns(self) -> Mapping[str, Kind]:
@@ -153,15 +184,19 @@ class Predictor:
         seeds: Sequence[Any] | None = None,
         progress: Callable[[int], None] = lambda records: None,
     ) -> list[Row | Problem]:
-        """Return for each record (a text or token ids) its columns, or a Problem.
+        """Return for each record its columns, or a Problem.
 
-        An error that a record raises becomes its Problem. progress: called with the number of
-        records computed since the last call.
+        values: texts or token ids, or Problems, which are returned. An error that a record raises
+        becomes its Problem. progress: called with the number of records computed since the last
+        call.
         """
         found: list[Row | Problem | None] = [None] * len(values)
         ids: dict[int, Ids] = {}
         own: dict[int, int] = {}
         for index, value in enumerate(values):
+            if isinstance(value, Problem):
+                found[index] = value
+                continue
             try:
                 tokens = self._ids(value)
                 own[index] = self._own_seed(tokens) if seeds is None else _seed(seeds[index])
@@ -183,11 +218,11 @@ class Predictor:
             raise InputError(f"expected text or token ids, got {type(value).__name__}")
         elif not len(value):
             value = np.empty(0, np.int32)
-        vocab_size = self.model.config.vocab_size
+        vocab_size, task = self.model.config.vocab_size, self.arguments.task
         try:
-            ids = tokenizers.token_ids(self.encoding, value, vocab_size, self.task)
+            ids = tokenizers.token_ids(self.encoding, value, vocab_size, task)
         except InputError as error:
-            raise InputError(str(error).removeprefix(f"{self.task}: ")) from error
+            raise InputError(str(error).removeprefix(f"{task}: ")) from error
         except (ValueError, OverflowError, TypeError) as error:  # tiktoken's, NumPy's
             raise InputError(f"cannot be read as tokens: {error}") from error
         problem = self._task.problem(ids)
@@ -246,25 +281,26 @@ class Predictor:
 
     def _own_seed(self, ids: Ids) -> int:
         """Return the seed of a record for which none was given."""
-        return record_seed(self.options.get("seed", 0), ids.tobytes())
+        return record_seed(self.arguments.options.get("seed", 0), ids.tobytes())
 
     def _column(self, kind: Kind, values: list[Any]) -> Any:
-        if kind in ("float", "int", "text"):
-            filled = [_NOTHING[kind] if value is None else value for value in values]
-            return np.array(filled, {"float": np.float64, "int": np.int64}.get(kind, object))
+        n_embd = self.model.config.n_embd
+        filled = [_blank(kind, n_embd) if value is None else value for value in values]
         if kind == "vector":
-            blank = np.full(self.model.config.n_embd, np.nan, np.float32)
-            filled = [blank if value is None else value for value in values]
-            return np.stack(filled) if filled else np.empty((0, len(blank)), np.float32)
-        column = np.empty(len(values), object)
-        for index, value in enumerate(values):
-            column[index] = _blank(kind) if value is None else value
+            return np.array(filled, np.float32).reshape(-1, n_embd)
+        column = np.empty(len(filled), {"float": np.float64, "int": np.int64}.get(kind, object))
+        for index, value in enumerate(filled):
+            column[index] = value
         return column
 
 
-def _blank(kind: Kind) -> Any:
-    """Return an empty list or array of the column's type."""
-    return [] if kind == "texts" else np.empty(0, np.float32 if kind == "floats" else np.int32)
+def _blank(kind: Kind, n_embd: int) -> Any:
+    """Return what a column holds for a record without a result."""
+    blanks: dict[Kind, Any] = {
+        "float": np.nan, "int": 0, "text": "", "texts": [], "floats": np.empty(0, np.float32),
+        "ints": np.empty(0, np.int32), "vector": np.full(n_embd, np.nan, np.float32),
+    }  # fmt: skip
+    return blanks[kind]
 
 
 def _entries(name: str, column: Any) -> list[Any]:
@@ -283,9 +319,6 @@ def _seed(value: Any) -> int:
     if not whole or not 0 <= int(value) < 2**64:
         raise InputError(f"seed: expected an integer from 0 to 2**64 - 1, got {value!r}")
     return int(value)
-
-
-_LOADED = ("model", "_lookup", "_has_text", "_task")
 
 
 def record_seed(seed: int, record: int | bytes) -> int:

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from gpt2block.bulk import paths
-from gpt2block.bulk.problems import problem_of
+from gpt2block.bulk.tasks import Problem, problem_of
 from gpt2block.errors import InputError
 
-TEXT, JSONL, PARQUET = (".txt", ".text"), (".jsonl", ".ndjson"), (".parquet",)
-_KINDS = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET}
+_KINDS = {
+    ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"
+}  # fmt: skip
+_EXPECTED = f"a file that ends in {', '.join(_KINDS)}"
 LONGEST = 2**24  # bytes of a line at most; a longer line becomes an error
 _CHUNK = 2**24  # bytes read at once
 _NAMED = 3  # ignored entries of a folder that a message lists
@@ -69,9 +71,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Record:
-    """A text or token ids. `index` counts the lines of the whole input, `line` those of the file.
+    """A line. `index` counts the lines of the whole input, `line` those of the file.
 
-    kept: fields to copy into the results; for a Parquet file they are Cells.
+    value: a text or token ids, or the Problem of a line that cannot be read. kept: fields to copy
+    into the results; for a Parquet file they are Cells.
     """
 
     index: int
@@ -79,16 +82,6 @@ class Record:
     line: int
     value: Any
     kept: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A record that cannot be read, and why."""
-
-    index: int
-    file: str
-    line: int
-    reason: str
 
 
 def find_files(
@@ -108,7 +101,7 @@ def find_files(
             elif not S_ISREG(mode):
                 raise InputError(f"{path}: expected a regular file or a folder")
             elif not _known(path):
-                raise InputError(f"{path}: expected {_expected()}")
+                raise InputError(f"{path}: expected {_EXPECTED}")
             else:
                 files.append(path)
     return files
@@ -129,11 +122,11 @@ def _in_folder(folder: Path, say: Callable[[str], None]) -> list[Path]:
     inside = sorted(folder.iterdir())
     files = [path for path in inside if _known(path) and path.is_file()]
     if not files:
-        raise InputError(f"{folder}: expected {_expected()} in this folder, found none")
+        raise InputError(f"{folder}: expected {_EXPECTED} in this folder, found none")
     others = [path.name + "/" * path.is_dir() for path in inside if path not in set(files)]
     if others:
         names = ", ".join(others[:_NAMED]) + ", …" * (len(others) > _NAMED)
-        say(f"{folder}: {len(others):,} entries are not read ({names}): expected {_expected()}")
+        say(f"{folder}: {len(others):,} entries are not read ({names}): expected {_EXPECTED}")
     return files
 
 
@@ -143,17 +136,7 @@ def _known(path: Path) -> bool:
 
 def kind_of(path: Path) -> str | None:
     """Return the file's format by its extension: "text", "jsonl", "parquet" or None."""
-    ending = path.suffix.lower()
-    return next((kind for kind, endings in _KINDS.items() if ending in endings), None)
-
-
-def any_text(files: Iterable[Path]) -> bool:
-    """Return whether one of the files holds lines of text, which need a tokenizer."""
-    return any(path.suffix.lower() in TEXT for path in files)
-
-
-def _expected() -> str:
-    return f"a file that ends in {', '.join((*TEXT, *JSONL, *PARQUET))}"
+    return _KINDS.get(path.suffix.lower())
 
 
 def sizes(files: Iterable[Path]) -> list[tuple[Path, int]]:
@@ -229,39 +212,35 @@ def cut(files: Iterable[Path], size: int, columns: Sequence[str]) -> list[Shard]
                 cutter.add_rows(path, int(_parquet_file(path, columns).metadata.num_rows))
             else:
                 cutter.add_lines(path)
-    return cutter.finish()
+    cutter.end_shard()
+    return cutter.shards
 
 
 class _Cutter:
     """Collects spans until a shard is full."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._shards: list[Shard] = []
-        self._begin(0)
-
-    def _begin(self, first: int) -> None:
-        self._first, self._lines = first, 0
+        self.shards: list[Shard] = []
+        self._size, self._first = size, 0
+        self._room = size  # lines that the shard lacks
         self._spans: list[Span] = []
         self._hash = hashlib.sha256()
 
     def _add(self, span: Span) -> None:
         if span.lines:
             self._spans.append(span)
-            self._lines += span.lines
-        if self._lines == self._size:
-            self._end()
+            self._room -= span.lines
+        if not self._room:
+            self.end_shard()
 
-    def _end(self) -> None:
-        digest = self._hash.hexdigest()
-        shard = Shard(len(self._shards), self._first, self._lines, tuple(self._spans), digest)
-        self._shards.append(shard)
-        self._begin(self._first + self._lines)
-
-    def finish(self) -> list[Shard]:
-        if self._lines:
-            self._end()
-        return self._shards
+    def end_shard(self) -> None:
+        lines = self._size - self._room
+        if lines:
+            sha256 = self._hash.hexdigest()
+            number = len(self.shards)
+            self.shards.append(Shard(number, self._first, lines, tuple(self._spans), sha256))
+            self._first, self._room = self._first + lines, self._size
+            self._spans, self._hash = [], hashlib.sha256()
 
     def add_lines(self, path: Path) -> None:
         start = at = line = lines = 0  # of the current span
@@ -270,9 +249,9 @@ class _Cutter:
             while chunk := file.read(_CHUNK):
                 ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
                 taken = used = 0  # consumed line ends and bytes of the chunk
-                while len(ends) - taken >= self._size - self._lines - lines:
-                    taken += self._size - self._lines - lines
-                    lines = self._size - self._lines
+                while len(ends) - taken >= self._room - lines:
+                    taken += self._room - lines
+                    lines = self._room
                     end = int(ends[taken - 1])
                     self._hash.update(chunk[used:end])
                     self._add(Span(str(path), start, at + end, line, lines))
@@ -286,13 +265,13 @@ class _Cutter:
     def add_rows(self, path: Path, rows: int) -> None:
         digest, row = paths.sha256([path]), 0
         while row < rows:
-            count = min(self._size - self._lines, rows - row)
+            count = min(self._room, rows - row)
             self._hash.update(digest)
             self._add(Span(str(path), row, row + count, row, count))
             row += count
 
 
-def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record | Unreadable]:
+def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record]:
     """Yield the records of a shard, without blank lines of JSONL.
 
     Raises OSError for a file that cannot be read, and at the end ChangedError where the bytes
@@ -322,30 +301,24 @@ def read(shard: Shard, column: str, keep: Sequence[str] = ()) -> Iterator[Record
 
 def begins_with_text(shards: Sequence[Shard], column: str) -> bool:
     """Return whether the first record that can be read is a text. Raises OSError."""
-    found = (entry for shard in shards[:1] for entry in read(shard, column))
-    first = next((entry for entry in found if isinstance(entry, Record)), None)
-    return first is not None and isinstance(first.value, str)
+    values = (record.value for shard in shards[:1] for record in read(shard, column))
+    return isinstance(next((v for v in values if not isinstance(v, Problem)), None), str)
 
 
 def _lines(span: Span, found: Any) -> Iterator[bytes | None]:
     """Yield the lines without line ends, None for a line that is too long. Hashes every byte."""
     with open(span.path, "rb") as file:
         file.seek(span.start)
-        at = span.start
+        at, whole = span.start, True
         while at < span.end:
             line = file.readline(min(LONGEST, span.end - at))
             found.update(line)
             at += len(line)
-            whole = line.endswith(b"\n") or at == span.end
             if not line:
                 return  # the file has become shorter, which the hash will show
-            while not whole:
-                rest = file.readline(min(LONGEST, span.end - at))
-                found.update(rest)
-                at += len(rest)
-                whole = not rest or rest.endswith(b"\n") or at == span.end
-                line = b""
-            yield line.removesuffix(b"\n").removesuffix(b"\r") if line else None
+            begins, whole = whole, line.endswith(b"\n") or at == span.end
+            if whole:
+                yield line.removesuffix(b"\n").removesuffix(b"\r") if begins else None
 
 
 def _record(
@@ -354,31 +327,27 @@ def _record(
     column: str,
     keep: Sequence[str],
     as_json: bool,
-) -> Record | Unreadable | None:
+) -> Record | None:
     """Parse a line: a JSON object, or the text of the only field, `column`. None: a blank line."""
     if line is None:
-        return Unreadable(*place, f"a line of more than {LONGEST:,} bytes")
+        return Record(*place, Problem(f"a line of more than {LONGEST:,} bytes"))
     try:
         text = line.decode("utf-8-sig" if place[2] == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        return Unreadable(*place, f"not UTF-8: byte {error.start} of the line")
-    if not as_json:
-        return Record(*place, text, dict.fromkeys(keep, text))
-    return _object(place, text, column, keep) if text.strip() else None
-
-
-def _object(
-    place: tuple[int, str, int], text: str, column: str, keep: Sequence[str]
-) -> Record | Unreadable:
-    try:
+        if not as_json:
+            return Record(*place, text, dict.fromkeys(keep, text))
+        if not text.strip():
+            return None
         entry = json.loads(text)
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8: byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
-        return Unreadable(*place, f"not JSON: {error}")
-    if not isinstance(entry, dict):
-        return Unreadable(*place, f"expected an object, got {type(entry).__name__}")
-    if column not in entry:
-        return Unreadable(*place, f"no field {column!r}")
-    return Record(*place, entry[column], {name: entry.get(name) for name in keep})
+        problem = f"not JSON: {error}"
+    else:
+        if isinstance(entry, dict) and column in entry:
+            return Record(*place, entry[column], {name: entry.get(name) for name in keep})
+        expected = f"expected an object, got {type(entry).__name__}"
+        problem = f"no field {column!r}" if isinstance(entry, dict) else expected
+    return Record(*place, Problem(problem))
 
 
 def require_pyarrow() -> Any:
@@ -405,9 +374,7 @@ def _parquet_file(path: Path, columns: Sequence[str]) -> Any:
     return file
 
 
-def _rows(
-    span: Span, index: int, column: str, keep: Sequence[str]
-) -> Iterator[Record | Unreadable]:
+def _rows(span: Span, index: int, column: str, keep: Sequence[str]) -> Iterator[Record]:
     file, first = require_pyarrow().parquet.ParquetFile(span.path), 0
     names = list(dict.fromkeys((column, *keep)))
     for group in range(file.num_row_groups):
@@ -422,9 +389,8 @@ def _rows(
                 try:
                     value = Cell(columns[column], row).value()
                 except UnicodeDecodeError as error:
-                    yield Unreadable(*place, f"not UTF-8: byte {error.start}")
+                    value = Problem(f"not UTF-8: byte {error.start}")
                 except BaseException as error:
-                    yield Unreadable(*place, f"{column}: {problem_of(error).reason}")
-                else:
-                    yield Record(*place, value, kept)
+                    value = Problem(f"{column}: {problem_of(error).reason}")
+                yield Record(*place, value, kept)
         first = end

@@ -10,10 +10,10 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -85,28 +85,20 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-class Part(Protocol):
-    """The results of a shard, in one of the formats."""
-
-    def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Add a record's kept fields and results; raises an error where they cannot be written."""
-
-    def data(self) -> bytes:
-        """Return the content of the file."""
-
-
 class JsonPart:
-    """One object per line: the index, the kept fields, the results."""
+    """The results of a shard, one object per line: the index, the kept fields, the results."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         self._columns = tuple(columns)
         self._lines: list[bytes] = []
 
     def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        """Add a record's kept fields and results; raises an error where they cannot be written."""
         results = {name: row[name] for name in self._columns}
         self._lines.append(json_lines([{"index": index, **kept, **results}]))
 
     def data(self) -> bytes:
+        """Return the content of the file."""
         return b"".join(self._lines)
 
 
@@ -114,34 +106,32 @@ class ParquetPart:
     """A Parquet file with the columns of `JsonPart`.
 
     types: the Arrow types of kept fields whose values are Cells. A field without a type becomes
-    text: a string is unchanged, another value is written as JSON. single: whether a record has one
-    sample; with several, a list column holds one list per sample.
+    text: a string is unchanged, another value is written as JSON.
     """
 
     def __init__(
-        self, columns: Mapping[str, Kind], keep: Sequence[str], types: Mapping[str, Any],
-        single: bool,
-    ) -> None:  # fmt: skip
+        self, columns: Mapping[str, Kind], keep: Iterable[str], types: Mapping[str, Any]
+    ) -> None:
         self._pa = pa = require_pyarrow()
         of_kind = {
             "float": pa.float64(), "int": pa.int64(), "text": pa.string(),
             "texts": pa.list_(pa.string()), "vector": pa.list_(pa.float32()),
             "floats": pa.list_(pa.float32()), "ints": pa.list_(pa.int32()),
         }  # fmt: skip
-        columns_of = [
-            ("index", pa.int64()),
-            *((name, types.get(name, pa.string())) for name in keep),
-        ]
-        for name, kind in columns.items():
-            several = kind in ("floats", "ints") and not single
-            columns_of.append((name, pa.list_(of_kind[kind]) if several else of_kind[kind]))
-        self._schema, self._keep, self._typed = pa.schema(columns_of), tuple(keep), frozenset(types)
-        self._values: dict[str, list[Any]] = {name: [] for name, _ in columns_of}
+        if "texts" in columns.values():  # of several samples; then lists have a list for each
+            of_kind |= {kind: pa.list_(of_kind[kind]) for kind in ("floats", "ints")}
+        self._kept = {name: types.get(name, pa.string()) for name in keep}
+        self._typed = frozenset(types)
+        results = {name: of_kind[kind] for name, kind in columns.items()}
+        self._types = {"index": pa.int64(), **self._kept, **results}
+        self._values: dict[str, list[Any]] = {name: [] for name in self._types}
 
     def add(self, index: int, kept: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        carried = {name: self._field(name, kept[name]) for name in self._keep}
-        for name, value in {"index": index, **carried, **row}.items():
-            self._values[name].append(value)
+        """As `JsonPart.add`."""
+        fields = {name: self._field(name, kept[name]) for name in self._kept}
+        found = {**row, "index": index, **fields}
+        for name, values in self._values.items():
+            values.append(found[name])
 
     def _field(self, name: str, value: Any) -> Any:
         if name in self._typed:
@@ -152,26 +142,29 @@ class ParquetPart:
         return text
 
     def data(self) -> bytes:
+        """As `JsonPart.data`."""
         pa = self._pa
         columns = []
-        for field in self._schema:
-            values = self._values[field.name]
-            if field.name in self._typed:
-                chunks = [chunk for cell in values for chunk in cell.chunks()]
-                columns.append(pa.chunked_array(chunks, field.type))
+        for name, kind in self._types.items():
+            if name in self._typed:
+                chunks = [chunk for cell in self._values[name] for chunk in cell.chunks()]
+                columns.append(pa.chunked_array(chunks, kind))
             else:
-                columns.append(pa.array(values, field.type))
-        table = pa.table(columns, self._schema).combine_chunks()
+                columns.append(pa.array(self._values[name], kind))
+        table = pa.table(columns, pa.schema(list(self._types.items()))).combine_chunks()
         sink = pa.BufferOutputStream()
         pa.parquet.write_table(table, sink)
         data: bytes = sink.getvalue().to_pybytes()
         return data
 
 
+Part = JsonPart | ParquetPart
+
+
 class Manifest:
     """DIR/manifest.ndjson: the job in its first line, then a line for each finished shard.
 
-    Lines are appended as shards finish; `finish` sorts them.
+    Lines are appended as shards finish; `write` sorts them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -218,7 +211,7 @@ class Manifest:
         names = sorted(path.relative_to(folder).as_posix() for path in present)
         return [name for name in names if name not in ours]
 
-    def begin(self, job: dict[str, Any]) -> None:
+    def write(self, job: dict[str, Any]) -> None:
         """Rewrite the file: the job, and its finished shards in order."""
         self.job = job
         entries = [asdict(self.done[shard]) for shard in sorted(self.done)]
@@ -231,11 +224,6 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         self.done[entry.shard] = entry
-
-    def finish(self) -> None:
-        """Sort the lines, after the last shard."""
-        assert self.job is not None
-        self.begin(self.job)
 
     def forget_damaged(self, form: str) -> list[str]:
         """Remove shards whose files are missing or changed; return the names of these files."""
@@ -256,12 +244,11 @@ def _done(entry: Any) -> Done:
     names = [field.name for field in fields(Done)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"expected an object with {', '.join(names)}, got {reprlib.repr(entry)}")
-    for name in names:
-        value = entry[name]
-        if name == "errors_sha256" and value is None:
-            continue
+    for name, value in entry.items():
         if name.endswith("sha256"):
-            valid = isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+            absent = value is None and name == "errors_sha256"
+            digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+            valid = absent or bool(digest)
         else:
             valid = type(value) is int and 0 <= value < 2**63
         if not valid:
@@ -285,41 +272,53 @@ def locked(folder: Path, token: str) -> Iterator[None]:
 
     The lock file holds the token, by which workers recognize their client's folder. Folders that
     were created and stayed empty are removed at the end. Raises InputError where the folder is
-    locked or cannot be written.
+    locked, holds other files or cannot be written.
     """
-    made: list[Path] = []
-    lock: int | None = None
-    try:
+    with ExitStack() as at_end:
         with output_errors(folder):
-            made += [path for path in (folder, *folder.parents) if not path.exists()]
+            _check_output(folder)
+            for path in (*reversed(folder.parents), folder):
+                if not path.exists():
+                    at_end.callback(_remove_empty, path)
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _open_lock(folder)
+            # O_NONBLOCK: opening a FIFO raises OSError instead of waiting for a reader.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+            lock = os.open(folder / LOCK, flags, 0o666)
+            at_end.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"{folder}: another gpt2block map writes to this folder"
+                ) from error
+            at_end.callback(_remove_lock, folder)
             os.ftruncate(lock, 0)
             os.write(lock, token.encode())
         yield
-    finally:
-        if lock is not None:
-            if not (folder / MANIFEST).exists():
-                (folder / LOCK).unlink(missing_ok=True)
-            os.close(lock)
-        for path in made:
-            with suppress(OSError, ValueError):
-                path.rmdir()
 
 
-def _open_lock(folder: Path) -> int:
-    """Return the lock's file descriptor. Opening a FIFO raises OSError instead of blocking."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(folder / LOCK, flags, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise InputError(f"{folder}: another gpt2block map writes to this folder") from error
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+def _check_output(folder: Path) -> None:
+    """Raise InputError unless the folder is new, empty or holds a job."""
+    if folder.is_symlink() and not folder.exists():
+        raise InputError(f"--output {folder}: a broken link, expected a folder")
+    if not folder.exists() or (folder / MANIFEST).exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"--output {folder}: not a folder")
+    if any(path.name != LOCK for path in folder.iterdir()):
+        raise InputError(
+            f"--output {folder}: not empty, and not written by gpt2block map: choose another folder"
+        )
+
+
+def _remove_lock(folder: Path) -> None:
+    if not (folder / MANIFEST).exists():
+        (folder / LOCK).unlink(missing_ok=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError, ValueError):
+        folder.rmdir()
 
 
 @contextmanager

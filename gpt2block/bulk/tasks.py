@@ -1,4 +1,4 @@
-"""The tasks on tokenized records: score, generate, embed."""
+"""The tasks on tokenized records: score, generate, embed; `Problem`, the error of one record."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.config import ModelConfig, check_count
-from gpt2block.errors import InputError
+from gpt2block.errors import CheckpointError, DeviceError, InputError, KernelError, printable
 from gpt2block.run.model import Ids, ModelEngine
 from gpt2block.sampling import Sampling
 from gpt2block.text import scoring
@@ -21,23 +21,44 @@ from gpt2block.text.generation import Overflow, Run
 
 TaskName = Literal["score", "generate", "embed"]
 Kind = Literal["float", "int", "text", "floats", "ints", "texts", "vector"]
-Row = dict[str, Any]  # the results of a record by column
+Row = dict[str, Any]  # the results of a record by column, and perhaps others
 NAN = (
     "the logits are NaN: the weights hold infinity or NaN, or numbers too large for their dtype: "
     "try dtype='float32'"
 )
+# Interrupts, and errors of the model or the device, which no record causes.
+_NOT_FROM_RECORD = (
+    KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError, DeviceError, KernelError
+)  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """Why a record has no result."""
+
+    reason: str
+    no_memory: bool = False  # the machine may be the cause rather than the record
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Return the Problem of the record that raised `error`; re-raise an error of no single record.
+
+    error: a BaseException, as a tokenizer written in Rust raises its panics as such.
+    """
+    if isinstance(error, MemoryError):
+        return Problem(printable(f"not enough memory: {error}"), True)
+    of_cuda = "CUDA" in type(error).__name__ or type(error).__module__.startswith("cupy")
+    if isinstance(error, _NOT_FROM_RECORD) or of_cuda:
+        raise error
+    if isinstance(error, InputError):
+        return Problem(str(error))
+    return Problem(printable(f"{type(error).__name__}: {error}"))
 
 
 class Task(Protocol):
     """A task whose options have been checked."""
 
-    @property
-    def columns(self) -> Mapping[str, Kind]:
-        """The result columns and their kinds, in order."""
-
-    @property
-    def tokens_at_once(self) -> int:
-        """The maximum number of tokens in a batch of several records."""
+    columns: dict[str, Kind]  # the result columns and their kinds, in order
+    tokens_at_once: int  # the maximum number of tokens in a batch of several records
 
     def problem(self, ids: Ids) -> str | None:
         """Return why this record cannot be computed; None where it can."""
@@ -46,7 +67,7 @@ class Task(Protocol):
         """Return the records' rows in order. Raises InputError where computing one fails."""
 
 
-class Scoring:
+class Scoring(Task):
     """The log-likelihood of each record's tokens after the first.
 
     stride: as in `scoring.score`. logprobs: also return the log-probability of every token.
@@ -67,36 +88,26 @@ class Scoring:
             raise InputError(
                 f"stride: expected 1 to {config.n_ctx - 1}, less than n_ctx, got {self._stride}"
             )
-        self._logprobs = bool(logprobs)
         self._sizes = None if encoding is None else token_sizes(encoding, config.vocab_size)
-        self.columns: dict[str, Kind] = {
-            "log_likelihood": "float",
-            "perplexity": "float",
-            "n_tokens": "int",
-        }
-        if self._sizes is not None:
+        self.columns = {"log_likelihood": "float", "perplexity": "float", "n_tokens": "int"}
+        if encoding is not None:
             self.columns["n_bytes"] = "int"
-        if self._logprobs:
+        if logprobs:
             self.columns["logprobs"] = "floats"
 
     def problem(self, ids: Ids) -> str | None:
         return None if len(ids) > 1 else f"expected at least two tokens, got {len(ids)}"
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        short = [ids for ids in records if len(ids) <= self._n_ctx]
-        found = iter(engine.log_likelihood(short) if short else ())
+        found: list[list[NDArray[np.float32]]] = [[] for _ in records]
+        at_once = self.tokens_at_once
+        for windows in scoring.window_batches(records, self._n_ctx, self._stride, at_once):
+            computed = engine.log_likelihood([window.tokens for window in windows])
+            for window, nats in zip(windows, computed, strict=True):
+                found[window.text].append(nats[-window.scored :])
         return [
-            self._row(ids, next(found) if len(ids) <= self._n_ctx else self._windows(engine, ids))
-            for ids in records
+            self._row(ids, np.concatenate(nats)) for ids, nats in zip(records, found, strict=True)
         ]
-
-    def _windows(self, engine: ModelEngine, ids: Ids) -> NDArray[np.float32]:
-        """Return the log-probabilities (nats) of a record that is longer than the context."""
-        parts, at_once = [], self.tokens_at_once
-        for windows in scoring.window_batches([ids], self._n_ctx, self._stride, at_once):
-            found = engine.log_likelihood([window.tokens for window in windows])
-            parts += [nats[-window.scored :] for window, nats in zip(windows, found, strict=True)]
-        return np.concatenate(parts)
 
     def _row(self, ids: Ids, nats: NDArray[np.float32]) -> Row:
         total, count = float(np.sum(nats, dtype=np.float64)), len(ids) - 1
@@ -106,12 +117,10 @@ class Scoring:
         row: Row = {"log_likelihood": total, "perplexity": perplexity, "n_tokens": count}
         if self._sizes is not None:
             row["n_bytes"] = int(self._sizes[ids[1:]].sum())
-        if self._logprobs:
-            row["logprobs"] = nats
-        return row
+        return row | {"logprobs": nats}
 
 
-class Generating:
+class Generating(Task):
     """A continuation of each record, or `samples` of them.
 
     options: those of `generation.generate`. logprobs: also return the tokens and their
@@ -131,37 +140,34 @@ class Generating:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        Sampling(seed=seed)
-        self._encoding = encoding
-        self._options: dict[str, Any] = {"samples": samples} | options
-        self._config = config
-        self._tokens = bool(logprobs) or encoding is None
-        self._logprobs = bool(logprobs)
-        # Run checks the options; it uses the engine only when the first token is computed.
-        engine: Any = SimpleNamespace(config=config)
-        Run(engine, encoding, [[0]], **self._options)
-        several = samples > 1
-        self._single = not several
-        self.columns: dict[str, Kind] = {
-            "completion": "texts" if several else "text",
-            "finish_reason": "texts" if several else "text",
-            "n_tokens": "int",
-        }
+        Sampling(seed=seed)  # checks it
+        self._config, self._encoding, self._samples = config, encoding, samples
+        self._options = options
+        self._start([[0]])  # checks the options
+        text: Kind = "texts" if samples > 1 else "text"
+        self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
         # With several samples these are lists of lists.
-        self.columns |= {"completion_tokens": "ints"} if self._tokens else {}
-        self.columns |= {"logprobs": "floats"} if self._logprobs else {}
+        if logprobs or encoding is None:
+            self.columns["completion_tokens"] = "ints"
+        if logprobs:
+            self.columns["logprobs"] = "floats"
+
+    def _start(self, prompts: Any, engine: ModelEngine | None = None) -> Run:
+        """Check the prompts; nothing is computed yet, so that an engine is not needed."""
+        config: Any = SimpleNamespace(config=self._config)
+        return Run(
+            engine or config, self._encoding, prompts, samples=self._samples, **self._options
+        )
 
     def problem(self, ids: Ids) -> str | None:
         try:
-            engine: Any = SimpleNamespace(config=self._config)
-            Run(engine, self._encoding, [ids], **self._options)
+            self._start([ids])
         except InputError as error:
             return str(error).removeprefix("prompt 0: ")
         return None
 
     def run(self, engine: ModelEngine, records: Sequence[Ids], seeds: Sequence[int]) -> list[Row]:
-        samples = self._options["samples"]
-        run = Run(engine, self._encoding, list(records), **self._options)
+        run, samples = self._start(list(records), engine), self._samples
         for index, one in enumerate(run.rows):
             one.sampling = replace(one.sampling, seed=seeds[index // samples])
         run.finish()
@@ -175,13 +181,12 @@ class Generating:
                 "completion_tokens": [list(one.tokens) for one in group],
                 "logprobs": [np.array(one.logprobs, np.float32) for one in group],
             }
-            found = {name: row[name][0] if self._single else row[name]
-                     for name in self.columns if name in row}  # fmt: skip
+            found = row if samples > 1 else {name: values[0] for name, values in row.items()}
             rows.append({**found, "n_tokens": sum(len(one.tokens) for one in group)})
         return rows
 
 
-class Embedding:
+class Embedding(Task):
     """A vector for each record: the mean or the last of its states after the final LayerNorm.
 
     overflow: as in `scoring.embed`.
@@ -196,9 +201,10 @@ class Embedding:
         overflow: Overflow = "error",
     ) -> None:
         scoring.check_embed_options(pooling, overflow)
-        self._n_ctx, self._pooling, self.tokens_at_once = config.n_ctx, pooling, batch_tokens
+        self._n_ctx, self.tokens_at_once = config.n_ctx, batch_tokens
+        self._pooling: scoring.Pooling = pooling
         self._overflow: Overflow = overflow
-        self.columns: dict[str, Kind] = {"embedding": "vector", "n_tokens": "int"}
+        self.columns = {"embedding": "vector", "n_tokens": "int"}
 
     def problem(self, ids: Ids) -> str | None:
         fits = len(ids) >= 1 and (len(ids) <= self._n_ctx or self._overflow == "truncate")
@@ -221,20 +227,3 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "generate": Generating,
     "embed": Embedding,
 }
-
-
-def make(
-    name: str,
-    config: ModelConfig,
-    encoding: Encoding | None,
-    batch_tokens: int,
-    options: Mapping[str, Any],
-) -> Task:
-    """Return a task. Raises InputError for an unknown task, and for unknown or wrong options."""
-    if name not in TASKS:
-        raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
-    check_count("batch_tokens", batch_tokens)
-    try:
-        return TASKS[name](config, encoding, batch_tokens, **options)
-    except TypeError as error:
-        raise InputError(f"{name}: {str(error).rpartition('() ')[2]}") from error

@@ -16,7 +16,7 @@ from gpt2block.checkpoints import gguf, hub, hugging_face, llm_c, tokenizer_file
 from gpt2block.checkpoints.locating import BUNDLED, BUNDLED_NAMES, hub_id, locate
 from gpt2block.checkpoints.stored import Stored
 from gpt2block.config import ModelConfig
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import Argument, CheckpointError, InputError, shown
 
 __all__ = ["BUNDLED", "BUNDLED_NAMES", "Checkpoint"]
 
@@ -158,8 +158,9 @@ class Checkpoint:
             raise CheckpointError(f"layer: expected an integer, got {shown(layer)}")
         if not 0 <= layer < n_layer:
             raise CheckpointError(
-                f"{self.name}: layer {shown(layer)} is out of range: it has {n_layer} layers, "
-                f"0…{n_layer - 1}"
+                f"{self.name}: ",
+                Argument("layer"),
+                f" {shown(layer)} is out of range: it has {n_layer} layers, 0…{n_layer - 1}",
             )
 
     def read_block(self, layer: int) -> dict[str, Array]:

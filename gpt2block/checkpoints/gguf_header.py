@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from gpt2block.checkpoints.stored import file_size, reading
+from gpt2block.checkpoints.files import about, file_size
+from gpt2block.checkpoints.gguf_types import Encoded, dtype_of, library
 from gpt2block.errors import CheckpointError, printable
 
 MAGIC = b"GGUF"
@@ -33,21 +34,17 @@ _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
 
-class Placed(NamedTuple):
-    """Shape, with rows first, number of the type, offset in the file and bytes of a tensor."""
-
-    shape: tuple[int, ...]
-    kind: int  # of gguf.GGMLQuantizationType
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Header:
     """Metadata by key (numbers, bool, str, NumPy arrays, lists of str), and tensors by name."""
 
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Placed]
+    tensors: Mapping[str, Encoded]
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """The metadata whose keys begin with this prefix, by the rest of the key."""
+        keys = (key for key in self.metadata if key.startswith(prefix))
+        return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
 
 def read_header(file: Path) -> Header:
@@ -57,28 +54,9 @@ def read_header(file: Path) -> Header:
     know, and where that package is missing.
     """
     size = file_size(file)
-    try:
-        with reading(file), file.open("rb") as stream:
-            return _read(_Bytes(stream, min(size, _LONGEST)), size)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
-    except _DamageError as error:
-        raise CheckpointError(
-            f"{file}: truncated or not a GGUF file, {size:,} bytes ({error}): download it again"
-        ) from error
-
-
-def library() -> Any:
-    """The package `gguf`. Raises CheckpointError where it is missing."""
-    try:
-        import gguf  # noqa: PLC0415  (optional, slow to import)
-    except ImportError as error:
-        raise CheckpointError("a GGUF file needs the package gguf: run pip install gguf") from error
-    return gguf
-
-
-class _DamageError(Exception):
-    """What is wrong with a header."""
+    words = f"truncated or not a GGUF file, {size:,} bytes ({{}}): download it again"
+    with about(file, (ValueError,), words), file.open("rb") as stream:
+        return _read(file, _Bytes(stream, min(size, _LONGEST)), size)
 
 
 class _Bytes:
@@ -88,20 +66,20 @@ class _Bytes:
         self._stream, self.left = stream, left
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises _DamageError before anything is read where there are fewer."""
+        """The next bytes. Raises ValueError before anything is read where there are fewer."""
         if count > self.left:
-            raise _DamageError(f"it states a length of {count:,} bytes, {self.left:,} are left")
+            raise ValueError(f"it states a length of {count:,} bytes, {self.left:,} are left")
         self.left -= count
         data = self._stream.read(count)
         if len(data) != count:
-            raise _DamageError("it has become shorter")
+            raise ValueError("it has become shorter")
         return data
 
     def count(self, least: int = 1) -> int:
         """A number of things that take `least` bytes each."""
         number = int.from_bytes(self.take(8), "little")
         if number * least > self.left:
-            raise _DamageError(
+            raise ValueError(
                 f"it states {number:,} entries of {least} bytes or more, {self.left:,} bytes are "
                 "left"
             )
@@ -112,11 +90,8 @@ class _Bytes:
         return int.from_bytes(self.take(4), "little")
 
     def text(self) -> str:
-        """A string."""
-        try:
-            return self.take(self.count()).decode()
-        except UnicodeDecodeError as error:
-            raise _DamageError(f"a string is not UTF-8: {error}") from error
+        """A string. Raises ValueError where it is not UTF-8."""
+        return self.take(self.count()).decode()
 
     @property
     def position(self) -> int:
@@ -124,30 +99,30 @@ class _Bytes:
         return self._stream.tell()
 
 
-def _read(data: _Bytes, size: int) -> Header:
+def _read(file: Path, data: _Bytes, size: int) -> Header:
     start = data.take(4)
     if start != MAGIC:
-        raise _DamageError(f"it starts with {start!r}")
+        raise ValueError(f"it starts with {start!r}")
     version = data.integer()
     if version not in _VERSIONS:
         swapped = struct.unpack("<I", struct.pack(">I", version))[0] in _VERSIONS
         big = ", big-endian" if swapped else ""
-        raise _DamageError(f"expected version 2 or 3, little-endian, got {version}{big}")
+        raise ValueError(f"expected version 2 or 3, little-endian, got {version}{big}")
     n_tensors, n_keys = data.count(24), data.count(13)  # the shortest tensor, the shortest key
     metadata: dict[str, Any] = {}
     for _ in range(n_keys):
         key = data.text()
         if key in metadata:
-            raise _DamageError(f"it has {key} twice")
+            raise ValueError(f"it has {key} twice")
         with _naming(key):
             metadata[key] = _value(data, data.integer())
-    placed = dict(_tensors(data, n_tensors))
-    if len(placed) != n_tensors:
-        raise _DamageError("it has a tensor twice")
+    tensors = {tensor.label: tensor for tensor in _tensors(file, data, n_tensors)}
+    if len(tensors) != n_tensors:
+        raise ValueError("it has a tensor twice")
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise _DamageError(f"general.alignment: expected a power of two from 8, got {alignment!r}")
-    return Header(metadata, dict(_located(placed, data.position, alignment, size)))
+        raise ValueError(f"general.alignment: expected a power of two from 8, got {alignment!r}")
+    return Header(metadata, dict(_located(tensors.values(), data.position, alignment, size)))
 
 
 def _value(data: _Bytes, kind: int) -> Any:
@@ -160,7 +135,7 @@ def _value(data: _Bytes, kind: int) -> Any:
         return float(str(number)) if number.dtype == np.float32 else number.item()
     of = data.integer()
     if of == _ARRAY:
-        raise _DamageError("an array of arrays")
+        raise ValueError("an array of arrays")
     if of == _STRING:
         return [data.text() for _ in range(data.count(8))]
     return _numbers(data, of, data.count())
@@ -168,23 +143,23 @@ def _value(data: _Bytes, kind: int) -> Any:
 
 def _numbers(data: _Bytes, kind: int, count: int) -> Any:
     if kind not in _NUMBERS:
-        raise _DamageError(f"a value of the unknown type {kind}")
+        raise ValueError(f"a value of the unknown type {kind}")
     dtype = np.dtype(_NUMBERS[kind])
     raw = data.take(count * dtype.itemsize)
     if dtype.kind == "b" and raw.strip(b"\0\1"):
-        raise _DamageError("a bool that is neither 0 nor 1")
+        raise ValueError("a bool that is neither 0 nor 1")
     return np.frombuffer(raw, dtype)
 
 
-def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, Placed]]:
-    """Yield name and place of each tensor; its offset is still relative to the first one."""
+def _tensors(file: Path, data: _Bytes, count: int) -> Iterator[Encoded]:
+    """Yield the tensors, with offsets that are relative to the first one."""
     sizes = library().GGML_QUANT_SIZES
     for _ in range(count):
         name = data.text()
         with _naming(name):
             n_dims = data.integer()
             if not 1 <= n_dims <= _MOST_DIMS:
-                raise _DamageError(f"expected 1 to {_MOST_DIMS} dimensions, got {n_dims:,}")
+                raise ValueError(f"expected 1 to {_MOST_DIMS} dimensions, got {n_dims:,}")
             shape = struct.unpack(f"<{n_dims}Q", data.take(8 * n_dims))[::-1]
             kind, offset = data.integer(), int.from_bytes(data.take(8), "little")
             if kind not in sizes:
@@ -195,26 +170,27 @@ def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, Placed]]:
             block, nbytes = sizes[kind]
             if shape[-1] % block or not all(shape):
                 expected = f"a positive multiple of {block} in a row"
-                raise _DamageError(f"expected {expected}, got shape {shape}")
-            yield name, Placed(shape, kind, offset, math.prod(shape) // block * nbytes)
+                raise ValueError(f"expected {expected}, got shape {shape}")
+            length = math.prod(shape) // block * nbytes
+            yield Encoded(name, file, offset, shape, dtype_of(kind), kind=kind, length=length)
 
 
 def _located(
-    tensors: Mapping[str, Placed], end: int, alignment: int, size: int
-) -> Iterator[tuple[str, Placed]]:
-    """Yield the tensors with offsets in the file, which follow each other without gaps.
+    tensors: Iterable[Encoded], end: int, alignment: int, size: int
+) -> Iterator[tuple[str, Encoded]]:
+    """Yield name and tensor with its offset in the file, where they follow each other without gaps.
 
     end: of the header. size: of the file.
     """
     start = end = -(-end // alignment) * alignment
-    for name, placed in sorted(tensors.items(), key=lambda item: item[1].offset):
-        offset = start + placed.offset
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset or 0):
+        name, offset = tensor.label, start + (tensor.offset or 0)
         if offset != end:
-            raise _DamageError(f"{name}: expected it at byte {end:,}, it is at {offset:,}")
-        if offset + placed.nbytes > size:
-            raise _DamageError(f"{name}: it ends at byte {offset + placed.nbytes:,}")
-        end = -(-(offset + placed.nbytes) // alignment) * alignment
-        yield name, placed._replace(offset=offset)
+            raise ValueError(f"{name}: expected it at byte {end:,}, it is at {offset:,}")
+        if offset + tensor.nbytes > size:
+            raise ValueError(f"{name}: it ends at byte {offset + tensor.nbytes:,}")
+        end = -(-(offset + tensor.nbytes) // alignment) * alignment
+        yield name, replace(tensor, offset=offset)
 
 
 @contextmanager
@@ -222,5 +198,7 @@ def _naming(name: str) -> Iterator[None]:
     """Put the name of a key or a tensor before what is wrong with it."""
     try:
         yield
-    except _DamageError as error:
-        raise _DamageError(f"{printable(name, 100)}: {error}") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{printable(name, 100)}: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2block.checkpoints.files import about
 from gpt2block.checkpoints.gguf import header_of
 from gpt2block.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from gpt2block.errors import CheckpointError, shown
@@ -42,16 +43,9 @@ def files_of(file: Path) -> dict[str, Any]:
     The latter has the chat template. Raises CheckpointError for a file without a tokenizer, and for
     one that is not supported, with the name of the key.
     """
-    metadata = header_of(file).metadata
-    found = {
-        key.removeprefix(_PREFIX): value
-        for key, value in metadata.items()
-        if key.startswith(_PREFIX)
-    }
-    try:
-        return _files(found, metadata)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    header = header_of(file)
+    with about(file):
+        return _files(header.under(_PREFIX), header.metadata)
 
 
 def as_files(file: Path) -> dict[str, bytes]:
@@ -59,7 +53,7 @@ def as_files(file: Path) -> dict[str, bytes]:
 
     Raises CheckpointError as `files_of` does.
     """
-    if not any(key.startswith(_PREFIX) for key in header_of(file).metadata):
+    if not header_of(file).under(_PREFIX):
         return {}
     return {
         name: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
@@ -75,17 +69,18 @@ def _files(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
         ):
             raise _unsupported(key, value)
     tokens = _strings(found, "tokens")
-    kinds = _numbers(found, "token_type", len(tokens), [_NORMAL] * len(tokens))
+    kinds = _numbers(found, "token_type", tokens, np.full(len(tokens), _NORMAL))
+    ids = {name: found.get(f"{key}_token_id") for name, key in _NAMED.items()}
     named = {
-        name: tokens[found[f"{key}_token_id"]]
-        for name, key in _NAMED.items()
-        if _is_id(found.get(f"{key}_token_id"), len(tokens))
+        name: tokens[id_]
+        for name, id_ in ids.items()
+        if isinstance(id_, int) and 0 <= id_ < len(tokens)
     }
     model = found.get("model")
     if model == "gpt2":
         spec, adds_bos = _byte_level(found, tokens, kinds, metadata.get("general.architecture"))
     elif model == "llama":
-        spec, adds_bos = _sentence_piece(found, tokens, kinds, named.get("unk_token"))
+        spec, adds_bos = _sentence_piece(found, tokens, kinds, named.get("unk_token")), True
     else:
         raise _unsupported("model", model)
     adds_bos = found.get("add_bos_token", adds_bos) and "bos_token" in named
@@ -120,19 +115,14 @@ def _strings(found: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _numbers(
-    found: Mapping[str, Any], key: str, count: int, default: list[Any] | None = None
+    found: Mapping[str, Any], key: str, tokens: Sequence[str], default: Any = None
 ) -> list[Any]:
-    if key not in found and default is not None:
-        return default
-    numbers = found.get(key)
-    if not isinstance(numbers, np.ndarray) or len(numbers) != count:
-        raise CheckpointError(f"{_PREFIX}{key}: expected a number for each of {count:,} tokens")
-    listed: list[Any] = numbers.tolist()
-    return listed
-
-
-def _is_id(value: Any, count: int) -> bool:
-    return isinstance(value, int) and 0 <= value < count
+    numbers = found.get(key, default)
+    if not isinstance(numbers, np.ndarray) or len(numbers) != len(tokens):
+        raise CheckpointError(
+            f"{_PREFIX}{key}: expected a number for each of {len(tokens):,} tokens"
+        )
+    return list(numbers.tolist())
 
 
 def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, Any]]:
@@ -143,10 +133,17 @@ def _added(tokens: Sequence[str], kinds: Iterable[int]) -> Iterable[dict[str, An
             yield {"id": token_id, "content": token, "special": kind != _USER_DEFINED, **flags}
 
 
-def _vocabulary(tokens: Sequence[str], kinds: Iterable[int]) -> dict[str, int]:
-    """Token → id, without those that only fill the vocabulary."""
-    pairs = zip(tokens, kinds, strict=True)
-    return {token: id_ for id_, (token, kind) in enumerate(pairs) if kind != _UNUSED}
+def _bpe(
+    tokens: Sequence[str], kinds: Iterable[int], merges: Sequence[Any], **changed: Any
+) -> dict[str, Any]:
+    """The model of a tokenizer.json; its vocabulary is without tokens that only fill the file's."""
+    pairs = enumerate(zip(tokens, kinds, strict=True))
+    vocabulary = {token: id_ for id_, (token, kind) in pairs if kind != _UNUSED}
+    unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix",
+                           "end_of_word_suffix"))  # fmt: skip
+    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    model = {"type": "BPE", **unset, **flags, **changed}
+    return model | {"vocab": vocabulary, "merges": merges}
 
 
 def _byte_level(
@@ -168,74 +165,46 @@ def _byte_level(
     if pre not in splits:
         raise _unsupported("pre", pre)
     steps, llama_3 = splits[pre], pre == "llama-bpe"
+    several = {"type": "Sequence", "pretokenizers": steps}
     spec = {
         "normalizer": None,
-        "pre_tokenizer": (
-            steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
-        ),
+        "pre_tokenizer": steps[0] if len(steps) == 1 else several,
         "decoder": words,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": llama_3,
-            "vocab": _vocabulary(tokens, kinds),
-            "merges": _strings(found, "merges"),
-        },
+        "model": _bpe(tokens, kinds, _strings(found, "merges"), ignore_merges=llama_3),
     }
     return spec, llama_3
 
 
 def _sentence_piece(
     found: Mapping[str, Any], tokens: Sequence[str], kinds: list[int], unknown: str | None
-) -> tuple[dict[str, Any], bool]:
-    """The pipeline of SentencePiece's BPE with bytes; texts begin with bos by default.
+) -> dict[str, Any]:
+    """The pipeline of SentencePiece's BPE with bytes.
 
     As in llama.cpp, the text after a special or user-defined token begins with a space, too.
     """
-    scores = _numbers(found, "scores", len(tokens))
+    scores = _numbers(found, "scores", tokens)
     if kinds.count(_BYTE) != 256 or unknown is None:
         raise CheckpointError(
             f"{_PREFIX}token_type: expected 256 tokens for bytes, and an unknown token"
         )
-    spaced = next((token for token, kind in zip(tokens, kinds, strict=True)
-                   if kind == _USER_DEFINED and _SPACE in token), None)  # fmt: skip
+    added = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED)
+    spaced = next((token for token in added if _SPACE in token), None)
     if spaced is not None:  # it is matched in the text, where spaces are not replaced yet
         raise _unsupported("token_type", spaced)
     prefix = found.get("add_space_prefix", True)
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prepend, strip = {"type": "Prepend", "prepend": _SPACE}, {"type": "Strip", "content": " ",
-                                                              "start": 1, "stop": 0}  # fmt: skip
-    spec = {
-        "normalizer": {"type": "Sequence", "normalizers": [prepend] * prefix + [replace]},
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    to_text = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    decoders = [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] * prefix)]
+    merges = _merges(tokens, kinds, scores)
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend] * prefix + [to_pieces]},
         "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *([strip] * prefix),
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": unknown,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": _vocabulary(tokens, kinds),
-            "merges": _merges(tokens, kinds, scores),
-        },
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(tokens, kinds, merges, **options),
     }
-    return spec, True
 
 
 def _merges(

@@ -17,17 +17,13 @@ from gpt2block.checkpoints import tokenizer_files
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     GENERATION_CONFIG,
-    INDEX,
-    PYTORCH_INDEX,
-    PYTORCH_WEIGHTS,
-    WEIGHTS,
+    MODEL_FILES,
     shards_of,
 )
 from gpt2block.checkpoints.locating import BUNDLED_NAMES, nearest
 from gpt2block.config import SIZES
 from gpt2block.errors import CheckpointError, InputError, shown
 
-_WEIGHTS = (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX)  # the first that exists is used
 _OFFICIAL = {name for size in SIZES for name in (size, f"openai-community/{size}")}
 _FIRST_ANSWER = 5  # seconds, unless HF_HUB_ETAG_TIMEOUT is set
 _REVISION = re.compile(r"\w[\w.-]*(/[\w-][\w.-]*)*")
@@ -147,10 +143,10 @@ def _weights(repo: str, revision: str | None, cached: bool) -> Path:
     if config is None:
         raise _MissingError(CONFIG)
     commit = config.parent.name
-    found = (_get(repo, name, commit, cached) for name in _WEIGHTS)
-    file = next((path for path in found if path), None)
+    found = (_get(repo, name, commit, cached) for name in MODEL_FILES)
+    file = next(filter(None, found), None)  # the first that exists
     if file is None:
-        raise _MissingError(f"any of {', '.join(_WEIGHTS)}")
+        raise _MissingError(f"any of {', '.join(MODEL_FILES)}")
     for shard in shards_of(file) if file.suffix == ".json" else ():
         if _get(repo, shard, commit, cached) is None:
             raise _MissingError(shard)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,33 +16,26 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from gpt2block.checkpoints import nanogpt, pytorch
-from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
-from gpt2block.checkpoints.stored import (
-    DTYPES,
-    Entry,
-    Joined,
-    Stored,
+from gpt2block.checkpoints.files import (
+    about,
     check_pointer,
-    equal,
     file_size,
     first_names,
     is_file,
-    itemsize,
+    read_json,
     read_start,
-    reading,
 )
-from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_shapes
+from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
+from gpt2block.checkpoints.stored import Stored, equal, itemsize
+from gpt2block.config import SIZES, GPT2Config, ModelConfig, check_object, end_tokens_in
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PYTORCH_WEIGHTS = "pytorch_model.bin"
-PYTORCH_INDEX = "pytorch_model.bin.index.json"
+MODEL_FILES = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-Entries = Mapping[str, Entry]
-_LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -54,24 +47,24 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
     No tensor data is read, except to compare an lm_head that is stored although the config ties it.
     """
-    entries, model_args = _read_entries(file)
+    tensors: list[Stored] = []
+    model_args = None
+    for shard in _files(file):
+        if pytorch.is_pickle(shard):
+            read, model_args = pytorch.read(shard)
+            tensors += read.values()
+        else:
+            tensors += _read_header(shard)
     if model_args is None:
-        source, (config, found) = CONFIG, _read_config(file, entries)
+        source, (config, found) = CONFIG, _read_config(file, tensors)
     else:
-        source = "model_args"
-        try:
-            config, found = nanogpt.as_hugging_face(model_args, _bare(file, entries, GPT2_NAMING))
-        except ValueError as error:
-            raise CheckpointError(f"{file}: model_args: {error}") from error
+        source, found = "model_args", _bare(file, tensors, GPT2_NAMING)
+        with about(f"{file}: model_args"):
+            config, found = nanogpt.as_hugging_face(model_args, found)
     tied = config.tie_word_embeddings
     if tied and "lm_head.weight" in found:
         config = replace(config, tie_word_embeddings=False)
-    naming = naming_of(config)
-    parts = checked_parts(file, f"{source} has n_layer", config, naming, found)
-    stored = {
-        ours: _stored(file, naming.layout_of(ours), {name: found[name] for name in names})
-        for ours, names in parts.items()
-    }
+    stored = naming_of(config).model_tensors(file, f"{source} has n_layer", config, found)
     # `transformers` 5 ties only equal matrices: with a config that ties them, or by default, it
     # uses a stored lm_head that differs from wte, because the config is then wrong.
     if tied and "lm_head" in stored and equal(stored["lm_head"], stored["wte"]):
@@ -80,107 +73,19 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     return config, stored
 
 
-def _read_entries(file: Path) -> tuple[list[tuple[str, Entry]], dict[str, Any] | None]:
-    """Return the tensors by the names in the files, and nanoGPT's model_args where present."""
-    found: list[tuple[str, Entry]] = []
-    model_args = None
-    for shard in _files(file):
-        if pytorch.is_pickle(shard):
-            entries, model_args = pytorch.read(shard)
-            found += entries.items()
-        else:
-            found += _read_header(shard).items()
-    return found, model_args
-
-
-def _bare(file: Path, entries: Iterable[tuple[str, Entry]], naming: Naming) -> dict[str, Entry]:
+def _bare(file: Path, tensors: Sequence[Stored], naming: Naming) -> dict[str, Stored]:
     """Return the tensors by their names without prefixes, each of which must be there once."""
-    found: dict[str, Entry] = {}
+    found: dict[str, Stored] = {}
     repeated = []
-    for label, entry in entries:
-        name = naming.bare(label)
+    for tensor in tensors:
+        name = naming.bare(tensor.label)
         repeated += [name] if name in found else []
-        found[name] = entry
+        found[name] = replace(tensor, label=name)
     if repeated:
         raise CheckpointError(
             f"{file}: {len(repeated)} tensors are stored twice: {first_names(repeated)}"
         )
     return found
-
-
-def _stored(file: Path, layout: str | None, entries: Entries) -> Stored:
-    """The tensor of these entries, whose rows follow each other."""
-    parts = []
-    for name, entry in entries.items():
-        shape, kept = entry.shape, layout
-        if entry.order == "F":
-            shape, kept = shape[::-1], "NK"
-        parts.append(Stored(name, entry.file, entry.offset, shape, entry.dtype, kept))
-    if len(parts) == 1:
-        return parts[0]
-    if len({part.dtype for part in parts}) > 1:
-        described = ", ".join(f"{part.label} {part.dtype}" for part in parts)
-        raise CheckpointError(f"{file}: expected one dtype for Q, K and V, got {described}")
-    return Joined.of(parts)
-
-
-def checked_parts(
-    file: Path, source: str, config: ModelConfig, naming: Naming, found: Entries
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return gpt2block's names → names and shapes in the file of a model's tensors.
-
-    source: what states the number of blocks. Raises CheckpointError unless the tensors found are
-    exactly these.
-    """
-    present = naming.layers(found)
-    if present != config.n_layer:  # checked before anything of the config's size is allocated
-        raise CheckpointError(f"{file}: {source} {config.n_layer}, the file has {present} blocks")
-    parts = {
-        ours: naming.parts(config, ours, shape) for ours, shape in model_shapes(config).items()
-    }
-    _check(file, naming, parts, found)
-    return parts
-
-
-def _check(
-    file: Path, naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], found: Entries
-) -> None:
-    """Raise CheckpointError unless the tensors found are exactly those of the model."""
-    expected = {name: shape for names in parts.values() for name, shape in names.items()}
-    missing = [name for name in expected if name not in found]
-    unexpected = [
-        name for name in found if name not in expected and not naming.ignored.fullmatch(name)
-    ]
-    wrong = [
-        f"{name}: expected shape {shape}, got {found[name].shape}"
-        for name, shape in expected.items()
-        if name in found and found[name].shape != shape
-    ]
-    foreign = [
-        f"{name}: expected one of {', '.join(DTYPES)}, got {found[name].dtype}"
-        for name in expected
-        if name in found and found[name].dtype not in DTYPES
-    ]
-    scattered = [
-        name
-        for ours, names in parts.items()
-        for name in names
-        if (entry := found.get(name)) is not None
-        and entry.order not in (("C", "F") if naming.layout_of(ours) == "KN" else ("C",))
-    ]
-    problems = [
-        f"{len(names)} tensors {problem}: {first_names(names)}"
-        for names, problem in (
-            (missing, "missing"),
-            (unexpected, "unexpected"),
-            (wrong, "misshapen"),
-            (foreign, "of another dtype"),
-            (scattered, "not contiguous, so save tensor.contiguous()"),
-        )
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"{file}: {'; '.join(problems)}")
 
 
 def shards_of(index: Path) -> list[str]:
@@ -212,21 +117,7 @@ def _files(file: Path) -> list[Path]:
     return [file.parent / name for name in shards]
 
 
-def read_json(file: Path) -> Any:
-    """Return the content of a JSON file. Raises CheckpointError when it cannot be read."""
-    size = file_size(file)
-    if size > _LONGEST_JSON:
-        raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
-    try:
-        with reading(file):
-            return json.loads(file.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
-
-
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> list[Stored]:
     """Return the tensors of a .safetensors file by the names in it.
 
     Source: the format's description in https://github.com/huggingface/safetensors. The library
@@ -234,25 +125,16 @@ def _read_header(file: Path) -> dict[str, Entry]:
     """
     check_pointer(file, read_start(file, 64))
     size = file_size(file)
-    try:
-        with reading(file), safe_open(file, "np"):
-            start = read_start(file, 8)
-            length = int.from_bytes(start, "little")
-            header = json.loads(read_start(file, 8 + length)[8:])
-            return dict(_entries(file, header, 8 + length, size))
-    except CheckpointError:
-        raise
-    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: truncated or not a safetensors file, {size:,} bytes ({error}): "
-            "download it again"
-        ) from error
+    damage = (SafetensorError, ValueError, TypeError, KeyError, RecursionError)
+    words = f"truncated or not a safetensors file, {size:,} bytes ({{}}): download it again"
+    with about(file, damage, words), safe_open(file, "np"):
+        length = int.from_bytes(read_start(file, 8), "little")
+        header = json.loads(read_start(file, 8 + length)[8:])
+        return list(_entries(file, header, 8 + length, size))
 
 
-def _entries(
-    file: Path, header: dict[str, Any], data: int, size: int
-) -> Iterator[tuple[str, Entry]]:
-    """Yield name and entry of each tensor. data: offset of the tensor data; size: of the file."""
+def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[Stored]:
+    """Yield the tensors of a header. data: offset of the tensor data; size: of the file."""
     for name, spec in header.items():
         if name == "__metadata__":
             continue
@@ -261,12 +143,10 @@ def _entries(
         fits = dtype is None or math.prod(shape) * itemsize(dtype) == end - begin
         if not fits or data + end > size:
             raise ValueError(f"{name}: {shape} does not fit its data_offsets")
-        yield name, Entry(file, data + begin, shape, dtype or spec["dtype"], "C")
+        yield Stored(name, file, data + begin, shape, dtype or spec["dtype"])
 
 
-def _read_config(
-    file: Path, entries: Iterable[tuple[str, Entry]]
-) -> tuple[ModelConfig, dict[str, Entry]]:
+def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
     """Read config.json next to the file; without one, use the GPT-2 size of the tensors' width.
 
     As in transformers, the end tokens of generation_config.json replace those of config.json.
@@ -274,7 +154,7 @@ def _read_config(
     """
     path = file.parent / CONFIG
     if not is_file(path):
-        found = _bare(file, entries, GPT2_NAMING)
+        found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
     content = read_json(path)
     try:
@@ -282,12 +162,10 @@ def _read_config(
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
-    try:
-        ends = end_tokens_in(read_generation_config(file.parent))
+    ends = end_tokens_in(read_generation_config(file.parent))
+    with about(path.with_name(GENERATION_CONFIG)):
         config = config if ends == () else replace(config, eos_token_ids=ends)
-    except InputError as error:
-        raise CheckpointError(f"{path.with_name(GENERATION_CONFIG)}: {error}") from error
-    return config, _bare(file, entries, naming_of(config))
+    return config, _bare(file, tensors, naming_of(config))
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
@@ -301,9 +179,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 def parse_config(config: Any) -> ModelConfig:
     """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG}: expected an object, got {shown(config)}")
-    kind = config.get("model_type", "gpt2")
+    kind = check_object(config).get("model_type", "gpt2")
     if kind == "gpt2":
         return GPT2Config.from_hugging_face(config)
     if kind == "llama":
@@ -311,22 +187,18 @@ def parse_config(config: Any) -> ModelConfig:
     raise CheckpointError(f"{CONFIG}: expected model_type 'gpt2' or 'llama', got {shown(kind)}")
 
 
-def _gpt2_config(file: Path, found: Entries) -> GPT2Config:
+def _gpt2_config(file: Path, found: Mapping[str, Stored]) -> GPT2Config:
+    """The GPT-2 size that has the width of the tensors; other sizes are those of the tensors."""
     n_embd, vocab_size, n_ctx = (
-        (*(found[name].shape if name in found else ()), 0)[0]
+        next(iter(found[name].shape), 0) if name in found else 0
         for name in ("h.0.ln_1.weight", "wte.weight", "wpe.weight")
     )
+    layers = GPT2_NAMING.layers(found)
+    sizes: dict[str, Any] = {"n_layer": layers, "vocab_size": vocab_size, "n_ctx": n_ctx}
     for config in SIZES.values():
         if config.n_embd == n_embd:
-            try:
-                return replace(
-                    config,
-                    n_layer=GPT2_NAMING.layers(found) or config.n_layer,
-                    vocab_size=vocab_size or config.vocab_size,
-                    n_ctx=n_ctx or config.n_ctx,
-                )
-            except InputError as error:
-                raise CheckpointError(f"{file}: {error}") from error
+            with about(file):
+                return replace(config, **{name: size for name, size in sizes.items() if size})
     raise CheckpointError(
         f"{file}: expected config.json next to it: the tensors do not show the number of heads, "
         f"and width {n_embd} is not that of a GPT-2 size"

@@ -16,7 +16,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2block.checkpoints.stored import Stored, check_pointer, file_size, itemsize, read_start
+from gpt2block.checkpoints.files import about, check_pointer, file_size, read_start
+from gpt2block.checkpoints.stored import Stored, itemsize
 from gpt2block.config import GPT2Config, block_shapes, model_shapes
 from gpt2block.errors import CheckpointError
 
@@ -26,9 +27,9 @@ _DTYPES = {3: "float32", 5: "bfloat16"}  # by version
 _FIELDS = ("n_ctx", "vocab_size", "n_layer", "n_head", "n_embd", "padded vocab_size")
 _OTHER_MAGICS = {20240327: "a debugging state", 20240328: "a tokenizer", 20240520: "tokens"}
 _LABELS = {
-    "wte": "wte", "wpe": "wpe", "gamma1": "ln1w", "beta1": "ln1b", "w_qkv": "qkvw", "b_qkv": "qkvb",
-    "w_attn": "attprojw", "b_attn": "attprojb", "gamma2": "ln2w", "beta2": "ln2b", "w_fc": "fcw",
-    "b_fc": "fcb", "w_proj": "fcprojw", "b_proj": "fcprojb", "gamma_f": "lnfw", "beta_f": "lnfb",
+    "gamma1": "ln1w", "beta1": "ln1b", "w_qkv": "qkvw", "b_qkv": "qkvb",
+    "w_attn": "attprojw", "b_attn": "attprojb", "gamma2": "ln2w", "beta2": "ln2b",
+    "w_fc": "fcw", "b_fc": "fcb", "w_proj": "fcprojw", "b_proj": "fcprojb",
 }  # fmt: skip
 
 
@@ -64,52 +65,37 @@ def read_model(file: Path) -> tuple[GPT2Config, dict[str, Stored]]:
         )
     sizes = dict(zip(_FIELDS, fields, strict=True))
     padded = sizes.pop("padded vocab_size")
-    try:
+    with about(f"{file}: header"):
         config = GPT2Config(**sizes)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: header: {error}") from error
     if padded < config.vocab_size:
         raise CheckpointError(
             f"{file}: header: expected a padded vocab_size of at least {config.vocab_size}, "
             f"got {padded}"
         )
-    size = file_size(file)
-    expected = _size(config, padded, version)
-    if size != expected:
+    C, width = config.n_embd, itemsize(_DTYPES[version])
+    block = sum(map(math.prod, block_shapes(C).values()))
+    numbers = (padded + config.n_ctx + 2) * C + config.n_layer * block
+    size, expected = file_size(file), _HEADER.size + width * numbers
+    if size != expected:  # checked before anything of the model's size is allocated
         problem = "truncated" if size < expected else "too long"
         raise CheckpointError(
             f"{file}: {problem}: its header expects {expected:,} bytes, the file has {size:,}"
         )
-    found = dict(_tensors(file, config, padded, _DTYPES[version]))
-    return config, {name: found[name] for name in model_shapes(config)}
+    stored, offset = {}, _HEADER.size
+    for name, label, shape in _order(config):
+        layout = "NK" if len(shape) == 2 and name != "wpe" else None
+        stored[name] = Stored(label, file, offset, shape, _DTYPES[version], layout)
+        offset += width * (padded * C if name == "wte" else math.prod(shape))
+    return config, {name: stored[name] for name in model_shapes(config)}
 
 
-def _size(config: GPT2Config, padded: int, version: int) -> int:
-    """Return the file's size in bytes by its header, before anything is allocated."""
+def _order(config: GPT2Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, label and shape of the tensors as they follow each other."""
     C = config.n_embd
-    block = sum(math.prod(shape) for shape in block_shapes(C).values())
-    elements = (padded + config.n_ctx) * C + config.n_layer * block + 2 * C
-    return _HEADER.size + elements * itemsize(_DTYPES[version])
-
-
-def _tensors(
-    file: Path, config: GPT2Config, padded: int, dtype: str
-) -> Iterator[tuple[str, Stored]]:
-    C, width = config.n_embd, itemsize(dtype)
-    offset = _HEADER.size
-
-    def tensor(kind: str, shape: tuple[int, ...], layout: str | None, layer: str = "") -> Stored:
-        return Stored(_LABELS[kind] + layer, file, offset, shape, dtype, layout)
-
-    yield "wte", tensor("wte", (config.vocab_size, C), "NK")
-    offset += padded * C * width
-    yield "wpe", tensor("wpe", (config.n_ctx, C), None)
-    offset += config.n_ctx * C * width
+    yield "wte", "wte", (config.vocab_size, C)
+    yield "wpe", "wpe", (config.n_ctx, C)
     for kind, shape in block_shapes(C).items():
         for layer in range(config.n_layer):
-            layout = "NK" if len(shape) == 2 else None
-            yield f"h.{layer}.{kind}", tensor(kind, shape[::-1], layout, f"[{layer}]")
-            offset += math.prod(shape) * width
-    for kind in ("gamma_f", "beta_f"):
-        yield kind, tensor(kind, (C,), None)
-        offset += C * width
+            yield f"h.{layer}.{kind}", f"{_LABELS[kind]}[{layer}]", shape[::-1]
+    yield "gamma_f", "lnfw", (C,)
+    yield "beta_f", "lnfb", (C,)

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from gpt2block.checkpoints import smollm2
-from gpt2block.checkpoints.hugging_face import INDEX, PYTORCH_INDEX, PYTORCH_WEIGHTS, WEIGHTS
+from gpt2block.checkpoints.files import about, is_file
+from gpt2block.checkpoints.hugging_face import MODEL_FILES
 from gpt2block.checkpoints.pytorch import SUFFIXES
-from gpt2block.checkpoints.stored import is_file
 from gpt2block.config import ALIASES, SIZES
 from gpt2block.errors import CheckpointError
 
@@ -54,20 +54,13 @@ def locate(name: str) -> Path:
         return smollm2.find()
     if not name:
         raise CheckpointError("weights: expected a name or a path, got an empty string")
-    try:
-        return _locate_path(name, Path(name).expanduser())
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, a null
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{name}: cannot be read: {reason}") from error
-
-
-def _locate_path(name: str, path: Path) -> Path:
-    if path.is_dir():
-        return _in_directory(path)
-    if is_file(path):
-        return path
+    with about(name, (RuntimeError, ValueError), "cannot be read: {}"):  # such as no such user
+        path = Path(name).expanduser()
+    with about(path, (ValueError,), "cannot be read: {}"):  # a null character
+        if path.is_dir():
+            return _in_directory(path)
+        if is_file(path):
+            return path
     raise CheckpointError(
         f"{name}: no such file or directory: expected a Hugging Face directory, a .safetensors "
         f"file, a file of PyTorch, llm.c or llama.cpp (GGUF), a hub id such as 'gpt2', smollm2, or "
@@ -76,10 +69,10 @@ def _locate_path(name: str, path: Path) -> Path:
 
 
 def _in_directory(path: Path) -> Path:
-    for name in (WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX):
+    for name in MODEL_FILES:
         if is_file(path / name):
             return path / name
-    expected = f"{path}: expected {WEIGHTS} or {PYTORCH_WEIGHTS} in this directory"
+    expected = f"{path}: expected {' or '.join(MODEL_FILES[::2])} in this directory"
     files = sorted(path.iterdir())
     others = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
     if others:  # such as nanoGPT's ckpt.pt, llm.c's .bin, or GGUF

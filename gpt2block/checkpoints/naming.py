@@ -1,43 +1,72 @@
-"""How `transformers` names and stores the tensors of each architecture."""
+"""The names and layouts of an architecture's tensors in files, to read and to write them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from gpt2block.config import ModelConfig
+from gpt2block.checkpoints.files import first_names
+from gpt2block.checkpoints.stored import DTYPES, Joined, Stored
+from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import LlamaConfig
+from gpt2block.errors import CheckpointError
 
 Shape = tuple[int, ...]
 _OUTSIDE = ("wte", "lm_head")  # matrices (vocab_size, C) of every architecture
 
+# gpt2block's names of a weight and its bias → the module's name in `transformers` and in GGUF. {}
+# stands for q, k and v: one of our tensors has the rows of these three.
+_GPT2 = {
+    "wte": ("wte", "token_embd"),
+    "wpe": ("wpe", "position_embd"),
+    "gamma1 beta1": ("ln_1", "attn_norm"),
+    "w_qkv b_qkv": ("attn.c_attn", "attn_qkv"),
+    "w_attn b_attn": ("attn.c_proj", "attn_output"),
+    "gamma2 beta2": ("ln_2", "ffn_norm"),
+    "w_fc b_fc": ("mlp.c_fc", "ffn_up"),
+    "w_proj b_proj": ("mlp.c_proj", "ffn_down"),
+    "gamma_f beta_f": ("ln_f", "output_norm"),
+    "lm_head": ("lm_head", "output"),
+}
+_LLAMA = {
+    "wte": ("embed_tokens", "token_embd"),
+    "gamma1": ("input_layernorm", "attn_norm"),
+    "w_qkv b_qkv": ("self_attn.{}_proj", "attn_{}"),
+    "w_o b_o": ("self_attn.o_proj", "attn_output"),
+    "gamma2": ("post_attention_layernorm", "ffn_norm"),
+    "w_gate b_gate": ("mlp.gate_proj", "ffn_gate"),
+    "w_up b_up": ("mlp.up_proj", "ffn_up"),
+    "w_down b_down": ("mlp.down_proj", "ffn_down"),
+    "gamma_f": ("norm", "output_norm"),
+    "lm_head": ("lm_head", "output"),
+}
+
 
 @dataclass(frozen=True)
 class Naming:
-    """The names and layouts of an architecture's tensors in a file.
+    """The names and layouts of an architecture's tensors in a kind of file.
 
-    names: gpt2block's name → the names in the file, of which there are several where one of ours
-    has their rows in this order. Those of a block are relative to `block`, which stands for `h.`
-    and is followed by the number of the layer. prefix: before all names except lm_head's. matrices:
-    the layout of a block's matrices. ignored: buffers that are no weights.
+    names: gpt2block's name → the names in the file. Those of a block are relative to `block`, which
+    stands for `h.` and is followed by the number of the layer. matrices: the layout of a block's
+    matrices. prefix: before all names except lm_head's. ignored: a pattern of the names of buffers
+    that are no weights.
     """
 
     names: Mapping[str, tuple[str, ...]]
     block: str
-    prefix: str
     matrices: str
-    ignored: re.Pattern[str]
-    _prefixes: re.Pattern[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Before the prefix there may be those of torch's DistributedDataParallel and compile.
-        pattern = rf"((module|_orig_mod)\.){{0,4}}({re.escape(self.prefix)})?"
-        object.__setattr__(self, "_prefixes", re.compile(pattern))
+    prefix: str = ""
+    ignored: str = "(?!)"
 
     def bare(self, name: str) -> str:
-        """The name of a tensor in a file without its prefixes."""
-        return self._prefixes.sub("", name, count=1)
+        """The name of a tensor in a file without its prefixes.
+
+        Before the usual one there may be those of torch's DistributedDataParallel and compile.
+        """
+        pattern = rf"((module|_orig_mod)\.){{0,4}}({re.escape(self.prefix)})?"
+        return re.sub(pattern, "", name, count=1)
 
     def in_file(self, ours: str) -> tuple[str, ...]:
         """The names of a tensor in a file, without prefixes, by gpt2block's name."""
@@ -63,62 +92,132 @@ class Naming:
         turned = ours.startswith("h.") and self.layout_of(ours) == "NK"
         return shape[::-1] if turned else shape
 
-    def parts(self, config: ModelConfig, ours: str, shape: Shape) -> dict[str, Shape]:
-        """Name without prefixes → shape of the tensors in the file that hold one of ours.
+    def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
+        """gpt2block's names → names without prefixes and shapes of a model's tensors in files."""
+        found = {}
+        heads = (config.q_width, config.kv_width, config.kv_width)  # rows of Q, K and V
+        for ours, shape in model_shapes(config).items():
+            names = self.in_file(ours)
+            rows, *rest = self.shape_of(ours, shape)
+            counts = heads if len(names) == len(heads) else (rows,)
+            found[ours] = {name: (n, *rest) for name, n in zip(names, counts, strict=True)}
+        return found
 
-        shape: as in `config.model_shapes`.
+    def model_tensors(
+        self,
+        file: Path,
+        source: str,
+        config: ModelConfig,
+        found: Mapping[str, Stored],
+        mixed: str | None = None,
+    ) -> dict[str, Stored]:
+        """Return the tensors of a model by gpt2block's names, in the order of `model_shapes`.
+
+        source: what states the number of blocks. found: the tensors by their names without
+        prefixes. mixed: the dtype as which Q, K and V of several dtypes are read. Raises
+        CheckpointError unless the tensors found are exactly the model's.
         """
-        rows, *rest = self.shape_of(ours, shape)
-        names = self.in_file(ours)
-        if len(names) == 1:
-            return {names[0]: (rows, *rest)}
-        counts = (config.q_width, config.kv_width, config.kv_width)  # of Q, K and V
-        return {name: (count, *rest) for name, count in zip(names, counts, strict=True)}
+        present = self.layers(found)
+        if present != config.n_layer:  # checked before anything of the config's size is allocated
+            raise CheckpointError(
+                f"{file}: {source} {config.n_layer}, the file has {present} blocks"
+            )
+        parts = self.parts(config)
+        _check(file, self, parts, found)
+        stored = {}
+        for ours, names in parts.items():
+            layout = self.layout_of(ours)
+            pieces = [_laid_out(found[name], layout) for name in names]
+            if len({piece.dtype for piece in pieces}) > 1:
+                if mixed is None:
+                    described = ", ".join(f"{piece.label} {piece.dtype}" for piece in pieces)
+                    raise CheckpointError(
+                        f"{file}: expected one dtype for Q, K and V, got {described}"
+                    )
+                pieces = [replace(piece, dtype=mixed) for piece in pieces]
+            stored[ours] = pieces[0] if len(pieces) == 1 else Joined.of(pieces)
+        return stored
 
 
-def single(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Names of tensors that a file holds as one tensor each."""
-    return {ours: (theirs,) for ours, theirs in names.items()}
+def _laid_out(tensor: Stored, layout: str | None) -> Stored:
+    """The tensor as it is in the file, where a matrix (inputs, outputs) may be transposed."""
+    if tensor.order == "F":
+        return replace(tensor.transposed(), layout="NK")
+    return replace(tensor, layout=layout)
+
+
+def _check(
+    file: Path,
+    naming: Naming,
+    parts: Mapping[str, Mapping[str, Shape]],
+    found: Mapping[str, Stored],
+) -> None:
+    """Raise CheckpointError unless the tensors found are exactly those of the model."""
+    missing, misshapen, foreign, scattered = [], [], [], []
+    for ours, names in parts.items():
+        orders = ("C", "F") if naming.layout_of(ours) == "KN" else ("C",)
+        for name, shape in names.items():
+            if name not in found:
+                missing.append(name)
+                continue
+            tensor = found[name]
+            if tensor.shape != shape:
+                misshapen.append(f"{name}: expected shape {shape}, got {tensor.shape}")
+            if tensor.dtype not in DTYPES:
+                expected = f"expected one of {', '.join(DTYPES)}"
+                foreign.append(f"{name}: {expected}, got {tensor.dtype}")
+            if tensor.order not in orders:
+                scattered.append(name)
+    others = found.keys() - {name for names in parts.values() for name in names}
+    unexpected = [n for n in found if n in others and not re.fullmatch(naming.ignored, n)]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "misshapen": misshapen,
+        "of another dtype": foreign,
+        "not contiguous, so save tensor.contiguous()": scattered,
+    }
+    listed = [
+        f"{len(names)} tensors {problem}: {first_names(names)}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if listed:
+        raise CheckpointError(f"{file}: {'; '.join(listed)}")
+
+
+def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
+    """gpt2block's name → the names in a file."""
+    found = {}
+    for pair, modules in architecture.items():
+        module = modules[column]
+        parts = [module.format(part) for part in "qkv"] if "{}" in module else [module]
+        for ours, suffix in zip(pair.split(), ("weight", "bias"), strict=False):
+            found[ours] = tuple(f"{part}.{suffix}" for part in parts)
+    return found
 
 
 GPT2_NAMING = Naming(
-    single({
-        "wte": "wte.weight", "wpe": "wpe.weight",
-        "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
-        "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias",
-        "w_attn": "attn.c_proj.weight", "b_attn": "attn.c_proj.bias",
-        "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
-        "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias",
-        "w_proj": "mlp.c_proj.weight", "b_proj": "mlp.c_proj.bias",
-        "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias", "lm_head": "lm_head.weight",
-    }),
-    block="h.",
-    prefix="transformer.",
-    matrices="KN",
-    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # masks in older files
-)  # fmt: skip
-
+    _names(_GPT2, 0),
+    "h.",
+    "KN",
+    "transformer.",
+    r"h\.\d+\.attn\.(bias|masked_bias)",  # masks in older files
+)
 LLAMA_NAMING = Naming(
-    single({
-        "wte": "embed_tokens.weight",
-        "gamma1": "input_layernorm.weight",
-        "w_o": "self_attn.o_proj.weight", "b_o": "self_attn.o_proj.bias",
-        "gamma2": "post_attention_layernorm.weight",
-        "w_gate": "mlp.gate_proj.weight", "b_gate": "mlp.gate_proj.bias",
-        "w_up": "mlp.up_proj.weight", "b_up": "mlp.up_proj.bias",
-        "w_down": "mlp.down_proj.weight", "b_down": "mlp.down_proj.bias",
-        "gamma_f": "norm.weight", "lm_head": "lm_head.weight",
-    }) | {
-        "w_qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
-        "b_qkv": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
-    },
-    block="layers.",
-    prefix="model.",
-    matrices="NK",
-    ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),  # in older files
-)  # fmt: skip
+    _names(_LLAMA, 0),
+    "layers.",
+    "NK",
+    "model.",
+    r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # in older files
+)
+ROPE_FACTORS = "rope_freqs.weight"  # of GGUF
+_GGUF_GPT2 = Naming(_names(_GPT2, 1), "blk.", "NK")
+_GGUF_LLAMA = Naming(_names(_LLAMA, 1), "blk.", "NK", ignored=re.escape(ROPE_FACTORS))
 
 
-def naming_of(config: ModelConfig) -> Naming:
-    """The naming of the architecture of a config."""
-    return LLAMA_NAMING if isinstance(config, LlamaConfig) else GPT2_NAMING
+def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
+    """The naming of the architecture of a config in Hugging Face's files, or in GGUF."""
+    if isinstance(config, LlamaConfig):
+        return _GGUF_LLAMA if gguf else LLAMA_NAMING
+    return _GGUF_GPT2 if gguf else GPT2_NAMING

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from gpt2block.checkpoints.pickles import describe
-from gpt2block.checkpoints.stored import Entry
-from gpt2block.config import GPT2Config
+from gpt2block.checkpoints.stored import Stored
+from gpt2block.config import GPT2_VOCABULARY, GPT2Config
+from gpt2block.errors import CheckpointError
 
 _SIZES = {
     "n_layer": "n_layer",
@@ -25,33 +26,35 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 _OTHERS = ("bias", "dropout")  # files without the key `bias` are older and have biases
-_PADDED, _VOCABULARY = 50304, 50257
+_PADDED = 50304
 
 
 def as_hugging_face(
-    model_args: Mapping[str, Any], found: Mapping[str, Entry]
-) -> tuple[GPT2Config, dict[str, Entry]]:
+    model_args: Mapping[str, Any], found: Mapping[str, Stored]
+) -> tuple[GPT2Config, dict[str, Stored]]:
     """Return the config, and the tensors in Hugging Face's layout.
 
     Matrices are transposed, padding rows are dropped, and missing biases become zeros. found: by
-    Hugging Face's names. Raises ValueError for model_args that are not nanoGPT's.
+    Hugging Face's names. Raises CheckpointError or InputError for model_args that are not
+    nanoGPT's.
     """
     _check(model_args)
-    sizes = {ours: model_args[theirs] for theirs, ours in _SIZES.items()}
-    config = GPT2Config(**sizes)
+    config = GPT2Config(**{ours: model_args[theirs] for theirs, ours in _SIZES.items()})
     padded = config.vocab_size == _PADDED
     without_bias = not model_args.get("bias", True)
-    tensors: dict[str, Entry] = {}
-    for name, entry in found.items():
-        if name.startswith("h.") and len(entry.shape) == 2:
-            entry = entry.transposed()  # noqa: PLW2901
-        elif padded and name in ("wte.weight", "lm_head.weight") and entry.shape[:1] == (_PADDED,):
-            entry = entry._replace(shape=(_VOCABULARY, *entry.shape[1:]))  # noqa: PLW2901
-        tensors[name] = entry
+    tensors: dict[str, Stored] = {}
+    for name, stored in found.items():
+        tensor = stored
+        if name.startswith("h.") and len(tensor.shape) == 2:
+            tensor = tensor.transposed()
+        elif padded and name in ("wte.weight", "lm_head.weight") and tensor.shape[:1] == (_PADDED,):
+            tensor = replace(tensor, shape=(GPT2_VOCABULARY, *tensor.shape[1:]))
+        tensors[name] = tensor
         if without_bias and name.startswith(("h.", "ln_f.")) and name.endswith(".weight"):
-            zeros = entry._replace(offset=None, shape=entry.shape[-1:], order="C")
-            tensors.setdefault(name.removesuffix("weight") + "bias", zeros)
-    return replace(config, vocab_size=_VOCABULARY) if padded else config, tensors
+            bias = name.removesuffix("weight") + "bias"
+            zeros = replace(tensor, label=bias, offset=None, shape=tensor.shape[-1:], order="C")
+            tensors.setdefault(bias, zeros)
+    return replace(config, vocab_size=GPT2_VOCABULARY) if padded else config, tensors
 
 
 def _check(model_args: Mapping[str, Any]) -> None:
@@ -59,9 +62,9 @@ def _check(model_args: Mapping[str, Any]) -> None:
     unknown = [str(name)[:80] for name in model_args if name not in (*_SIZES, *_OTHERS)]
     if missing or unknown:
         problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not known"
-        raise ValueError(f"expected {', '.join((*_SIZES, *_OTHERS))}: {problem}")
-    for name in _SIZES:
-        if type(model_args[name]) is not int:
-            raise ValueError(f"{name}: expected an integer, got {describe(model_args[name])}")
-    if type(model_args.get("bias", True)) is not bool:
-        raise ValueError(f"bias: expected true or false, got {describe(model_args['bias'])}")
+        raise CheckpointError(f"expected {', '.join((*_SIZES, *_OTHERS))}: {problem}")
+    kinds = {**dict.fromkeys(_SIZES, (int, "an integer")), "bias": (bool, "true or false")}
+    for name, (kind, words) in kinds.items():
+        value = model_args.get(name, True)
+        if type(value) is not kind:
+            raise CheckpointError(f"{name}: expected {words}, got {describe(value)}")

@@ -196,15 +196,6 @@ class Unpickler:
         self._push(self._memo[self._unsigned(width)])
 
 
-def _set_one(machine: Unpickler) -> None:
-    value, key = machine._stack.pop(), machine._stack.pop()
-    machine._set([key, value])
-
-
-def _set_many(machine: Unpickler) -> None:
-    machine._set(machine._since_mark())
-
-
 _ACTIONS: Mapping[bytes, Callable[[Unpickler], None]] = {
     b"\x80": Unpickler._protocol,
     b"N": lambda machine: machine._push(None),
@@ -226,8 +217,8 @@ _ACTIONS: Mapping[bytes, Callable[[Unpickler], None]] = {
     b"a": lambda machine: machine._extend([machine._stack.pop()]),
     b"e": lambda machine: machine._extend(machine._since_mark()),
     b"}": lambda machine: machine._push({}),
-    b"s": _set_one,
-    b"u": _set_many,
+    b"s": lambda machine: machine._set([machine._stack.pop(-2), machine._stack.pop()]),
+    b"u": lambda machine: machine._set(machine._since_mark()),
     b"c": Unpickler._global,
     b"R": Unpickler._call,
     b"b": Unpickler._build,

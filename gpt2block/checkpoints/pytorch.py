@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
+from gpt2block.checkpoints.files import about, check_pointer, first_names, read_start
 from gpt2block.checkpoints.pickles import Unpickler, describe
 from gpt2block.checkpoints.pytorch_objects import FUNCTIONS, ITEMSIZES, Storages, Tensor
-from gpt2block.checkpoints.stored import Entry, check_pointer, first_names, read_start
+from gpt2block.checkpoints.stored import Stored
 from gpt2block.errors import CheckpointError
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -28,12 +29,14 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number, pic
 _MAX_READ = 1 << 22  # bytes at once; gpt2-xl with its optimizer has a zip directory of 0.2 MB
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra
 _ENCRYPTED = 1  # a zip entry's flag
+# What zipfile and the parsers raise for damaged files
+_DAMAGE = (ArithmeticError, BadZipFile, RuntimeError, OSError, ValueError, struct.error)
 
 
 class Content(NamedTuple):
     """The tensors of a file written by `torch.save`, and nanoGPT's model_args."""
 
-    tensors: dict[str, Entry]  # by the names in the file
+    tensors: dict[str, Stored]  # by the names in the file
     model_args: dict[str, Any] | None  # the model's sizes in a checkpoint of nanoGPT
 
 
@@ -50,32 +53,19 @@ def read(file: Path) -> Content:
     """
     start = read_start(file, 64)
     check_pointer(file, start)
-    try:
-        with _BoundedReader(io.FileIO(file)) as stream:
-            if start.startswith(_ZIP):
-                value, offsets = _read_zip(stream)
-            elif start.startswith(_LEGACY):
-                value, offsets = _read_legacy(stream)
-            else:
-                raise CheckpointError(
-                    "expected a file of torch.save, as a zip archive or in its legacy layout, or "
-                    f"a model of llm.c, got a file that starts with {start[:8]!r}: download it "
-                    "again, or write it with torch.save and its default protocol"
-                )
-            return _content(file, value, offsets)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    except (
-        ArithmeticError,
-        BadZipFile,
-        RuntimeError,
-        OSError,
-        ValueError,
-        struct.error,
-    ) as error:  # zipfile raises all of them
-        raise CheckpointError(
-            f"{file}: truncated or damaged ({error}): download it again"
-        ) from error
+    words = "truncated or damaged ({}): download it again"
+    with about(file, _DAMAGE, words), _BoundedReader(io.FileIO(file)) as stream:
+        if start.startswith(_ZIP):
+            value, offsets = _read_zip(stream)
+        elif start.startswith(_LEGACY):
+            value, offsets = _read_legacy(stream)
+        else:
+            raise CheckpointError(
+                "expected a file of torch.save, as a zip archive or in its legacy layout, or a "
+                f"model of llm.c, got a file that starts with {start[:8]!r}: download it again, or "
+                "write it with torch.save and its default protocol"
+            )
+        return _content(file, value, offsets)
 
 
 class _BoundedReader(io.BufferedReader):
@@ -217,12 +207,8 @@ def _content(file: Path, value: Any, offsets: Mapping[str, int]) -> Content:
             "expected a state dict (names and tensors) or a nanoGPT checkpoint, "
             + (f"got other entries: {first_names(foreign)}" if foreign else "got nothing")
         )
-    return Content(
-        {name: _entry(file, tensor, offsets[tensor.storage.key]) for name, tensor in state.items()},
-        model_args,
-    )
-
-
-def _entry(file: Path, tensor: Tensor, begin: int) -> Entry:
-    offset = begin + tensor.offset * ITEMSIZES[tensor.dtype]
-    return Entry(file, offset, tensor.shape, tensor.dtype, tensor.order)
+    tensors = {}
+    for name, tensor in state.items():
+        offset = offsets[tensor.storage.key] + tensor.offset * ITEMSIZES[tensor.dtype]
+        tensors[name] = Stored(name, file, offset, tensor.shape, tensor.dtype, order=tensor.order)
+    return Content(tensors, model_args)

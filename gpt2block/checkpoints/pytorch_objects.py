@@ -103,28 +103,29 @@ def _parameter(arguments: tuple[Any, ...]) -> Tensor:
     return arguments[0]
 
 
-def _tensor_v1(arguments: tuple[Any, ...]) -> Tensor:
-    if len(arguments) != 4:
-        raise CheckpointError(f"a tensor: expected 4 arguments, got {len(arguments)}")
-    return _tensor(None, *arguments)
+def _rebuild(count: int) -> Function:
+    """A function that returns a tensor, from this many arguments and sometimes metadata.
 
+    Arguments: storage, offset, sizes, strides; then, from 6 on, requires_grad and hooks; with 7,
+    the dtype, for dtypes without a typed storage. Metadata: negated, conjugated, …
+    """
 
-def _tensor_v2(arguments: tuple[Any, ...]) -> Tensor:
-    """Arguments: storage, offset, sizes, strides, requires_grad, hooks and sometimes metadata."""
-    if len(arguments) not in (6, 7) or any(arguments[5:]):  # metadata: negated, conjugated, …
-        raise CheckpointError("a tensor: expected 6 arguments, no hooks and no metadata")
-    return _tensor(None, *arguments[:4])
+    def call(arguments: tuple[Any, ...]) -> Tensor:
+        metadata = arguments[count:]
+        if not count <= len(arguments) <= count + (count > 4) or any(arguments[5:6] + metadata):
+            raise CheckpointError(
+                f"a tensor: expected {count} arguments, no hooks and no metadata, got "
+                f"{len(arguments)}"
+            )
+        if count < 7:
+            return _tensor(None, *arguments[:4])
+        dtype = arguments[6]
+        name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
+        if name not in ITEMSIZES:
+            raise CheckpointError(f"a tensor: expected a dtype, got {describe(dtype)}")
+        return _tensor(name, *arguments[:4])
 
-
-def _tensor_v3(arguments: tuple[Any, ...]) -> Tensor:
-    """Arguments as of v2, with the dtype after the hooks, for dtypes without a typed storage."""
-    if len(arguments) not in (7, 8) or arguments[5] or any(arguments[7:]):
-        raise CheckpointError("a tensor: expected 7 arguments, no hooks and no metadata")
-    dtype = arguments[6]
-    name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
-    if name not in ITEMSIZES:
-        raise CheckpointError(f"a tensor: expected a dtype, got {describe(dtype)}")
-    return _tensor(name, *arguments[:4])
+    return call
 
 
 def _tensor(dtype: str | None, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
@@ -161,9 +162,9 @@ FUNCTIONS: Mapping[str, Function | None] = {
     "torch.Size": _size,
     "torch.device": _device,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_tensor": _tensor_v1,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_tensor": _rebuild(4),
+    "torch._utils._rebuild_tensor_v2": _rebuild(6),
+    "torch._utils._rebuild_tensor_v3": _rebuild(7),
 }
 
 

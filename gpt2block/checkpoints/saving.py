@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 
 from gpt2block.checkpoints import gguf, gguf_tokenizer, tokenizer_files
 from gpt2block.checkpoints.checkpoint import Checkpoint
+from gpt2block.checkpoints.files import first_names, read_start
 from gpt2block.checkpoints.hugging_face import (
     CONFIG,
     DTYPE_NAMES,
     GENERATION_CONFIG,
-    INDEX,
-    PYTORCH_INDEX,
-    PYTORCH_WEIGHTS,
+    MODEL_FILES,
     WEIGHTS,
     shards_of,
 )
-from gpt2block.checkpoints.naming import Naming, naming_of
-from gpt2block.checkpoints.stored import DTYPES, converted, first_names, itemsize, reading
+from gpt2block.checkpoints.naming import Naming, Shape, naming_of
+from gpt2block.checkpoints.stored import DTYPES, converted, itemsize
 from gpt2block.checks import is_plain, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -116,8 +115,8 @@ def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) 
     OpenAI's pair of files is also written with Hugging Face's names, as `transformers` reads no
     others.
     """
-    if given is None:
-        given = weights if isinstance(weights, Checkpoint) else None
+    if given is None and isinstance(weights, Checkpoint):
+        given = weights
     if given is None:
         return {}
     if not isinstance(given, Checkpoint):
@@ -129,12 +128,7 @@ def _tokenizer_of(weights: TensorSource, given: str | Path | Checkpoint | None) 
     openai, hugging_face = tokenizer_files.PAIRS
     if all(name in found for name in openai) and not any(name in found for name in hugging_face):
         found = dict(zip(hugging_face, (found[name] for name in openai), strict=True)) | found
-    return {name: _content(file) for name, file in found.items()}
-
-
-def _content(file: Path) -> bytes:
-    with reading(file):
-        return file.read_bytes()
+    return {name: read_start(file) for name, file in found.items()}
 
 
 def _generation_config_of(*given: Any) -> dict[str, bytes]:
@@ -142,7 +136,7 @@ def _generation_config_of(*given: Any) -> dict[str, bytes]:
     source = next((each for each in given if isinstance(each, Checkpoint)), None)
     if source is None or not source.generation_config():
         return {}
-    return {GENERATION_CONFIG: _content(source.directory / GENERATION_CONFIG)}
+    return {GENERATION_CONFIG: read_start(source.directory / GENERATION_CONFIG)}
 
 
 def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
@@ -154,8 +148,8 @@ def _model_files(directory: Path, with_tokenizer: bool) -> list[str]:
         names = set(os.listdir(directory)) if directory.exists() else set()
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from error
-    model = {CONFIG, GENERATION_CONFIG, WEIGHTS, INDEX, PYTORCH_WEIGHTS, PYTORCH_INDEX} & names
-    for index in {INDEX, PYTORCH_INDEX} & names:
+    model = {CONFIG, GENERATION_CONFIG, *MODEL_FILES} & names
+    for index in names.intersection(MODEL_FILES[1::2]):
         with suppress(CheckpointError):  # a damaged index lists no files
             model |= {name for name in shards_of(directory / index) if name in names}
     tokens = names.intersection(tokenizer_files.NAMES) if model or with_tokenizer else set()
@@ -200,7 +194,7 @@ def _write_weights(file: Path, weights: TensorSource, dtype: str | None) -> str:
     after the last tensor. Space for the longest possible header is reserved and padded with blanks.
     """
     shapes, naming = model_shapes(weights.config), naming_of(weights.config)
-    parts = {ours: naming.parts(weights.config, ours, shape) for ours, shape in shapes.items()}
+    parts = naming.parts(weights.config)
     room = len(_header(naming, parts, dict.fromkeys(shapes, "float32")))
     room += sum(map(len, parts.values()))  # "BF16" is longer than "F32"
     room += -(8 + room) % 8
@@ -245,7 +239,7 @@ def _converted(
 
 
 def _header(
-    naming: Naming, parts: Mapping[str, Mapping[str, tuple[int, ...]]], dtypes: Mapping[str, str]
+    naming: Naming, parts: Mapping[str, Mapping[str, Shape]], dtypes: Mapping[str, str]
 ) -> bytes:
     """Return JSON with name, dtype, shape and offsets of the tensors, which are stored in order.
 

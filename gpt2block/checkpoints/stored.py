@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checkpoints.files import about
 from gpt2block.errors import CheckpointError
 
 DTYPES: Mapping[str, Any] = {
@@ -22,7 +21,6 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-_NAMED_AT_MOST = 4
 _COMPARED = 1 << 22  # numbers of each of two tensors that are in memory while they are compared
 
 
@@ -31,34 +29,26 @@ def itemsize(dtype: str) -> int:
     return int(np.dtype(DTYPES[dtype]).itemsize)
 
 
-class Entry(NamedTuple):
-    """A file's description of one tensor, before it is compared with a model."""
-
-    file: Path
-    offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
-    shape: tuple[int, ...]
-    dtype: str  # one of `DTYPES`, else the name in the file
-    order: str | None  # "C" or "F" (a transposed matrix); None: not contiguous
-
-    def transposed(self) -> Entry:
-        """Return the transposed matrix, which has the same bytes."""
-        order = {"C": "F", "F": "C"}.get(self.order or "")
-        return self._replace(shape=self.shape[::-1], order=order)
-
-
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: C-contiguous, little-endian, `dtype` one of `DTYPES`.
+    """A tensor in a file, whose numbers are little-endian.
 
-    layout: of a matrix, "KN" for (inputs, outputs) or "NK" for (outputs, inputs).
+    In a Checkpoint it is C-contiguous, and `dtype` is one of `DTYPES`. layout: of a matrix, "KN"
+    for (inputs, outputs) or "NK" for (outputs, inputs).
     """
 
     label: str  # its name in the file
     file: Path
     offset: int | None  # in bytes from the start of the file; None: not stored, all zeros
     shape: tuple[int, ...]
-    dtype: str
-    layout: str | None
+    dtype: str  # in a file that is being opened, also another one, by its name in the file
+    layout: str | None = None
+    order: str | None = "C"  # "F": transposed in the file; None: not contiguous
+
+    def transposed(self) -> Stored:
+        """Return the transposed matrix, which has the same bytes."""
+        order = {"C": "F", "F": "C"}.get(self.order or "")
+        return replace(self, shape=self.shape[::-1], order=order)
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +73,8 @@ class Stored:
         array = np.empty(self.shape, DTYPES[self.dtype])
         row = 0
         for piece in self.pieces:
-            rows = piece.shape[0]
-            piece.read_into(array[row : row + rows])
-            row += rows
+            piece.read_into(array[row : row + piece.shape[0]])
+            row += piece.shape[0]
         if self.dtype != "float64":
             return array
         narrow, beyond = converted(array, "float32")
@@ -106,7 +95,7 @@ class Stored:
         if self.offset is None:
             array[...] = 0
             return
-        with reading(self.file), self.file.open("rb") as stream:
+        with about(self.file), self.file.open("rb") as stream:
             stream.seek(self.offset)
             got = stream.readinto(array.reshape(-1).view(np.uint8).data)
         if got != self.nbytes:
@@ -128,7 +117,8 @@ class Joined(Stored):
         first = parts[0]
         shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
         label = f"{first.label} … {parts[-1].label}"
-        return cls(label, first.file, None, shape, first.dtype, first.layout, tuple(parts))
+        whole = (label, first.file, None, shape, first.dtype, first.layout)
+        return cls(*whole, parts=tuple(parts))
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
@@ -162,70 +152,3 @@ def converted(array: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
     if narrow.dtype == array.dtype:
         return narrow, 0
     return narrow, int((np.isinf(narrow) & np.isfinite(array)).sum())
-
-
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert an OSError about `path` to a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a regular file, or a link to one, exists; False where nothing has this name.
-
-    Raises CheckpointError where the name exists but is not a file: a folder, a named pipe, a broken
-    link, or a path without permission.
-    """
-    with reading(path):
-        try:
-            mode = path.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            if not path.is_symlink():
-                return False
-            raise CheckpointError(f"{path}: a link to a file that does not exist") from None
-        except ValueError:  # a null character or a lone surrogate: no file has such a name
-            return False
-    if not stat.S_ISREG(mode):
-        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
-        raise CheckpointError(f"{path}: expected a file, found {kind}")
-    return True
-
-
-def file_size(file: Path) -> int:
-    """Return the size in bytes. Raises CheckpointError."""
-    with reading(file):
-        return file.stat().st_size
-
-
-def check_pointer(file: Path, start: bytes) -> None:
-    """Raise CheckpointError for a Git-LFS pointer. start: the file's first bytes."""
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
-            "run `git lfs pull` in that repository"
-        )
-
-
-def read_start(file: Path, length: int) -> bytes:
-    """Return the first `length` bytes of a file; fewer if it is shorter. Raises CheckpointError."""
-    with reading(file), file.open("rb") as stream:
-        return stream.read(length)
-
-
-def first_names(names: Iterable[str]) -> str:
-    """Join the first few names for a message."""
-    listed = list(names)
-    rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
-    return ", ".join(listed[:_NAMED_AT_MOST]) + rest

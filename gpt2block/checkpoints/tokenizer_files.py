@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from gpt2block.checkpoints.stored import is_file, reading
+from gpt2block.checkpoints.files import about, is_file
 from gpt2block.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
@@ -40,7 +40,7 @@ def of_path(path: Path) -> dict[str, Path]:
     One file of a pair implies the other. A file of an unknown name is read as a tokenizer.json, or
     with the suffix .bin as llm.c's. Raises CheckpointError where the files do not exist.
     """
-    with reading(path):
+    with about(path):
         folder = path.is_dir()
     if folder:
         found = present(path)

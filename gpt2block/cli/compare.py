@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from gpt2block.block import Comparison
-from gpt2block.checkpoints import BUNDLED
-from gpt2block.cli.display import console, new_table, print_table, shown
-from gpt2block.cli.model import (
-    Device,
-    Dtype,
-    Json,
-    KvDtype,
-    Model,
-    OptionalInt,
-    OptionalStr,
-    Revision,
-    Tokenizer,
-    load_model,
-)
+from gpt2block.cli.display import console, new_table, print_json, print_table, shown
+from gpt2block.cli.model import ModelOptions, json_option, load_model, model_facts
+from gpt2block.cli.options import argument, option
 from gpt2block.errors import InputError
 
 MOST_TOKENS = 1024  # every tensor is kept in float64
 DEFAULT_TEXT = "To be, or not to be, that is the question"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(epilog="Example: gpt2block compare 'To be, or not to be' --dtype bfloat16")(compare)
+def text_argument() -> Any:
+    return argument("Input text; by default a short one.")
 
 
 def compare(
-    text: Annotated[OptionalStr, typer.Argument(help="Input text; by default a short one.")] = None,
-    model: Model = BUNDLED,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    kv_dtype: KvDtype = None,
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    layer: Annotated[
-        OptionalInt, typer.Option(help="Show the steps of this layer, counted from 0.")
-    ] = None,
-    cached: Annotated[
-        bool, typer.Option("--cached", help="Compare a decoding step: the last token alone.")
-    ] = False,
-    as_json: Json = False,
+    text: str | None = text_argument(),
+    *,
+    model: ModelOptions,
+    layer: int | None = option("Show the steps of this layer, counted from 0."),
+    cached: bool = option("Compare a decoding step: the last token alone.", False, "--cached"),
+    as_json: bool = json_option(),
 ) -> None:
     """Compare every step of every layer of a model with float64 NumPy.
 
@@ -59,14 +37,13 @@ def compare(
     """
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
-    hint = "--ids of generate reads token ids"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
+    loaded, encoding = load_model(model, "--ids of generate reads token ids")
     n_layer = loaded.config.n_layer
     if layer is not None and not 0 <= layer < n_layer:
         raise InputError(f"--layer: expected 0 to {n_layer - 1}, got {layer}")
     assert encoding is not None  # load_model has raised otherwise
-    given = DEFAULT_TEXT if text is None else text
-    ids = token_ids(encoding, given, loaded.config.vocab_size, "TEXT")
+    text = DEFAULT_TEXT if text is None else text
+    ids = token_ids(encoding, text, loaded.config.vocab_size, "TEXT")
     most = min(MOST_TOKENS, loaded.config.n_ctx)
     least = 2 if cached else 1
     if len(ids) < least:
@@ -76,15 +53,14 @@ def compare(
         raise InputError(f"TEXT: expected at most {most:,} tokens, got {len(ids):,}: shorten it")
     steps = loaded.compare(ids, cached)
     if as_json:
-        report: dict[str, Any] = {"model": loaded.name, "device": loaded.device, "dtype": dtype}
-        report |= {"kv_dtype": loaded.kv_dtype, "cached": cached}
-        print(json.dumps({**report, "tokens": len(ids), "steps": [_entry(row) for row in steps]}))
+        facts = {**model_facts(loaded), "cached": cached, "tokens": len(ids)}
+        print_json(facts | {"steps": [_entry(row) for row in steps]})
         return
     out = console()
     what = "the last of " if cached else ""
     out.print(f"device  {shown(loaded.device)}")
     out.print(f"model   {shown(loaded.name)}, {loaded.dtypes}")
-    out.print(f"input   {what}{len(ids)} tokens of {shown(repr(given[:40]))}")
+    out.print(f"input   {what}{len(ids)} tokens of {shown(repr(text[:40]))}")
     if layer is None:
         _print_steps(out, "layer", [(name, _worst(rows)) for name, rows in _parts(steps, n_layer)])
     else:

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
-
-import typer
 
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.checkpoints.hugging_face import WEIGHTS
 from gpt2block.checkpoints.saving import SAVED_DTYPES
 from gpt2block.checks import check_choice
 from gpt2block.cli import complete
-from gpt2block.cli.model import OptionalStr
+from gpt2block.cli.options import argument, option
 from gpt2block.errors import InputError, printable
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(epilog="Example: gpt2block convert out/ckpt.pt my-model --dtype bfloat16")(convert)
-
-
 def convert(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT",
-            help="A pytorch_model.bin, a nanoGPT ckpt.pt, an llm.c .bin, a .gguf, a "
-            "directory, a .safetensors file, smollm2 or a hub id.",
-        ),
-    ],
-    output: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
-    dtype: Annotated[
-        OptionalStr,
-        typer.Option(
-            help="float32, bfloat16 or float16; by default each tensor keeps its "
-            "dtype, and quantized ones become float32.",
-            autocompletion=complete.one_of(*SAVED_DTYPES),
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into OUT although it exists.")
-    ] = False,
+    checkpoint: str = argument(
+        "A pytorch_model.bin, a nanoGPT ckpt.pt, an llm.c .bin, a .gguf, a directory, a "
+        ".safetensors file, smollm2 or a hub id.",
+        ...,
+        metavar="CKPT",
+    ),
+    output: str = argument("The directory to write.", ..., metavar="OUT"),
+    dtype: str | None = option(
+        "float32, bfloat16 or float16; by default each tensor keeps its dtype, and quantized ones "
+        "become float32.",
+        complete=complete.one_of(*SAVED_DTYPES),
+    ),
+    overwrite: bool = option("Write into OUT although it exists.", False, "--overwrite"),
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: config.json and model.safetensors.
 
@@ -50,7 +35,7 @@ def convert(
     if not output:
         raise InputError("OUT: expected a directory, got an empty string")
     if dtype is not None:
-        check_choice("--dtype", dtype, SAVED_DTYPES)
+        check_choice("dtype", dtype, SAVED_DTYPES)
     if os.path.lexists(os.path.expanduser(output)) and not overwrite:
         raise InputError(f"{output}: already exists: give another directory or --overwrite")
     source = Checkpoint.open(checkpoint)

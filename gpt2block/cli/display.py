@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -46,6 +47,11 @@ def for_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(for_json(entry) for entry in value)
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def print_json(value: Any) -> None:
+    """Print JSON, with null for NaN and infinity."""
+    print(json.dumps(for_json(value)))
 
 
 def printable_lines(text: str) -> str:

@@ -4,47 +4,20 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from gpt2block.checkpoints import BUNDLED
-from gpt2block.cli.compare import DEFAULT_TEXT
+from gpt2block.cli.compare import DEFAULT_TEXT, text_argument
 from gpt2block.cli.display import compiling, console, shown
-from gpt2block.cli.model import (
-    Device,
-    Dtype,
-    KvDtype,
-    Model,
-    OptionalStr,
-    Revision,
-    Tokenizer,
-    load_model,
-    path_of,
-)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(epilog="Example: gpt2block explain 'To be, or not to be' -o page.html")(explain)
+from gpt2block.cli.model import ModelOptions, load_model
+from gpt2block.cli.options import option, path_option
 
 
 def explain(
-    text: Annotated[OptionalStr, typer.Argument(help="Input text; by default a short one.")] = None,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The HTML file.", parser=path_of, metavar="PATH"),
-    ] = Path("explain.html"),
-    model: Model = BUNDLED,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    kv_dtype: KvDtype = None,
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    layer: Annotated[
-        int, typer.Option(help="The block that the page opens, with finer heatmaps, from 0.")
-    ] = 0,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    text: str | None = text_argument(),
+    output: Path = path_option("The HTML file.", Path("explain.html"), "--output", "-o"),
+    *,
+    model: ModelOptions,
+    layer: int = option("The block that the page opens, with finer heatmaps, from 0.", 0),
+    open_page: bool = option("Open the page in a browser.", False, "--open"),
 ) -> None:
     """Write one forward pass as an HTML page: tokens, every step, attention, the next token.
 
@@ -55,10 +28,9 @@ def explain(
     from gpt2block.text.tokenizer import token_ids  # noqa: PLC0415  (tiktoken takes its time)
 
     explaining.check_file(output)
-    hint = "--tokenizer takes the path of one"
-    loaded, encoding = load_model(model, dtype, device, tokenizer, hint, revision, kv_dtype)
-    given = DEFAULT_TEXT if text is None else text
-    ids = token_ids(encoding, given, loaded.config.vocab_size, "text")
+    loaded, encoding = load_model(model, "--tokenizer takes the path of one")
+    text = DEFAULT_TEXT if text is None else text
+    ids = token_ids(encoding, text, loaded.config.vocab_size, "text")
     with compiling():
         data = explaining.collect(loaded.engine, encoding, loaded.name, ids, layer)
     path = explaining.Page(data).save(output)

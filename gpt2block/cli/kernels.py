@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,22 +31,32 @@ def list_operations(out: Console) -> None:
         out.print(table)
 
 
-def operations_json() -> str:
-    """The content of `list_operations` as JSON."""
-    return json.dumps(
-        [
-            {
-                "operation": operation.name,
-                "document": operation.document,
-                "idea": operation.idea,
-                "sizes": dict(operation.sizes),
-                "dtypes": operation.dtypes,
-                "variants": [variant.described() for variant in operation.variants],
-                "auxiliary": [variant.described() for variant in operation.auxiliary],
-            }
-            for operation in OPERATIONS.values()
-        ]
-    )
+def operations_report() -> list[dict[str, Any]]:
+    """The content of `list_operations` for JSON."""
+    return [
+        {
+            "operation": operation.name,
+            "document": operation.document,
+            "idea": operation.idea,
+            "sizes": dict(operation.sizes),
+            "dtypes": operation.dtypes,
+            "variants": [variant.described() for variant in operation.variants],
+            "auxiliary": [variant.described() for variant in operation.auxiliary],
+        }
+        for operation in OPERATIONS.values()
+    ]
+
+
+def measured_report(
+    measured: Sequence[list[Measurement]], skipped: list[str], ceiling: Ceilings
+) -> dict[str, Any]:
+    """The measurements at each size for JSON."""
+    tflop_s = {f"fp{bits}_tflop_s": ceiling.tflop_s[f"float{bits}"] for bits in (32, 16)}
+    return {
+        "ceilings": {"copy_gb_s": ceiling.copy_gb_s, **tflop_s},
+        "rows": [asdict(row) for rows in measured for row in rows],
+        "skipped": skipped,
+    }
 
 
 def print_measurements(

@@ -3,44 +3,115 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gpt2block.checkpoints import BUNDLED
 from gpt2block.cli.codes import FAILED, INTERRUPTED
-from gpt2block.cli.model import (
-    Device,
-    Dtype,
-    KvDtype,
-    MaxNewTokens,
-    MinP,
-    Model,
-    OptionalInt,
-    OptionalStr,
-    RepetitionPenalty,
-    Revision,
-    Stop,
-    Stride,
-    Temperature,
-    Tokenizer,
-    TopK,
-    TopP,
-)
+from gpt2block.cli.model import GenerateOptions, ModelOptions, stride_option
+from gpt2block.cli.options import add_command, argument, option
 from gpt2block.errors import InputError, printable
-from gpt2block.sampling import DEFAULT_TEMPERATURE
 
 if TYPE_CHECKING:
     from gpt2block.bulk.driver import Outcome
 
 ERRORS = "errors"  # folder in the output
 SECONDS_BETWEEN_LINES = 10  # of progress, if stderr is no terminal
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    inputs: list[str] = argument(
+        ".jsonl, .ndjson, .parquet or .txt (one record per line), or folders.", ...
+    )
+    # Not a Path, which turns an empty string into the working directory
+    output: str = option(
+        "Folder of the results: new, empty, or one of the same job.", ..., metavar="FOLDER"
+    )
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    workers: int | None = option(
+        "Processes; by default one for each visible GPU or, without a GPU, one for each usable "
+        "CPU core, limited by the memory for the models.",
+        min=1,
+    )
+    scheduler: str | None = option(
+        "A running Dask cluster, tcp://host:8786; by default a local one."
+    )
+    shard_size: int = option("Input lines per output file.", 1000, min=1)
+    column: str = option("Field with the text, or the list of token ids.", "text", "--field")
+    keep: list[str] = option(
+        "Field to copy into the results; may be given several times. Records of a .txt file have "
+        "one field, text.",
+        (),
+    )
+    form: str = option("Format of the results: jsonl or parquet.", "jsonl", "--format")
+
+
+@dataclass(frozen=True)
+class BatchedJobOptions(JobOptions):
+    batch_tokens: int = option("Most tokens computed together.", 16384, min=1)
+
+
+_logprobs_option = partial(option, "Add every token's log-probability.", False, "--logprobs")
+
+
+@dataclass(frozen=True)
+class ScoreTask:
+    stride: int | None = stride_option()
+    logprobs: bool = _logprobs_option()
+
+
+@dataclass(frozen=True)
+class GenerateTask(GenerateOptions):
+    seed: int = option("Base of each record's own seed.", 0)
+    samples: int = option("Continuations per record.", 1)
+    overflow: str = option("error or truncate, as in generate.", "error")
+    rows_at_once: int | None = option(
+        "Continuations computed together; by default what memory allows."
+    )
+    logprobs: bool = _logprobs_option()
+
+
+@dataclass(frozen=True)
+class EmbedTask:
+    pooling: str = option("mean or last of the final hidden states.", "mean")
+    overflow: str = option(
+        "For records longer than the context: error, or truncate to the last tokens.", "error"
+    )
+
+
+def score(
+    files: FileOptions, model: ModelOptions, task: ScoreTask, options: BatchedJobOptions
+) -> None:
+    """Compute the log-likelihood and perplexity of every record."""
+    _map("score", files, model, task, options)
+
+
+def generate(
+    files: FileOptions, model: ModelOptions, task: GenerateTask, options: JobOptions
+) -> None:
+    """Continue every record. The same seed gives the same texts with any number of workers."""
+    _map("generate", files, model, task, options)
+
+
+def embed(
+    files: FileOptions, model: ModelOptions, task: EmbedTask, options: BatchedJobOptions
+) -> None:
+    """Compute an embedding vector of every record."""
+    _map("embed", files, model, task, options)
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,157 +120,30 @@ app = typer.Typer(
     "result; 1 when no record has one, when a shard failed or when the job stopped; 2 for invalid "
     "options or input; 130 after Ctrl-C.",
 )
-
-Input = Annotated[
-    list[str],
-    typer.Argument(help=".jsonl, .ndjson, .parquet or .txt (one record per line), or folders."),
-]
-Output = Annotated[
-    str,  # not Path, which turns an empty string into the working directory
-    typer.Option(
-        metavar="FOLDER", help="Folder of the results: new, empty, or one of the same job."
-    ),
-]
-Workers = Annotated[
-    OptionalInt,
-    typer.Option(
-        min=1,
-        help="Processes; by default one for each visible GPU or, without a GPU, one for each "
-        "usable CPU core, limited by the memory for the models.",
-    ),
-]
-SchedulerAt = Annotated[
-    OptionalStr,
-    typer.Option(help="A running Dask cluster, tcp://host:8786; by default a local one."),
-]
-ShardSize = Annotated[int, typer.Option(min=1, help="Input lines per output file.")]
-BatchTokens = Annotated[int, typer.Option(min=1, help="Most tokens computed together.")]
-Column = Annotated[
-    str, typer.Option("--field", help="Field with the text, or the list of token ids.")
-]
-Keep = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option(
-        help="Field to copy into the results; may be given several times. Records of a .txt file "
-        "have one field, text."
-    ),
-]
-Format = Annotated[str, typer.Option("--format", help="Format of the results: jsonl or parquet.")]
-LogProbs = Annotated[bool, typer.Option("--logprobs", help="Add every token's log-probability.")]
+add_command(app, score, "map score lines.txt --output scores --workers 2")
+add_command(app, generate, "map generate prompts.jsonl --output texts --seed 7")
+add_command(app, embed, "map embed texts.parquet --output vectors --format parquet")
 
 
-def register(to: typer.Typer) -> None:
-    """Add the commands to the application."""
-    to.add_typer(app, name="map")
-
-
-@app.command(epilog="Example: gpt2block map score lines.txt --output scores --workers 2")
-def score(
-    inputs: Input,
-    output: Output,
-    model: Model = BUNDLED,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    kv_dtype: KvDtype = None,
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    stride: Stride = None,
-    logprobs: LogProbs = False,
-    workers: Workers = None,
-    scheduler: SchedulerAt = None,
-    shard_size: ShardSize = 1000,
-    batch_tokens: BatchTokens = 16384,
-    column: Column = "text",
-    keep: Keep = None,
-    form: Format = "jsonl",
-) -> None:
-    """Compute the log-likelihood and perplexity of every record."""
-    _map("score", locals(), "stride", "logprobs")
-
-
-@app.command(epilog="Example: gpt2block map generate prompts.jsonl --output texts --seed 7")
-def generate(
-    inputs: Input,
-    output: Output,
-    model: Model = BUNDLED,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    kv_dtype: KvDtype = None,
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    max_new_tokens: MaxNewTokens = 200,
-    temperature: Temperature = DEFAULT_TEMPERATURE,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Annotated[int, typer.Option(help="Base of each record's own seed.")] = 0,
-    stop: Stop = None,
-    samples: Annotated[int, typer.Option(help="Continuations per record.")] = 1,
-    overflow: Annotated[str, typer.Option(help="error or truncate, as in generate.")] = "error",
-    rows_at_once: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Continuations computed together; by default what memory allows."),
-    ] = None,
-    logprobs: LogProbs = False,
-    workers: Workers = None,
-    scheduler: SchedulerAt = None,
-    shard_size: ShardSize = 1000,
-    column: Column = "text",
-    keep: Keep = None,
-    form: Format = "jsonl",
-) -> None:
-    """Continue every record. The same seed gives the same texts with any number of workers."""
-    stop = stop or []
-    _map(
-        "generate", locals(), "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-        "repetition_penalty", "seed", "stop", "samples", "overflow", "rows_at_once", "logprobs",
-    )  # fmt: skip
-
-
-@app.command(epilog="Example: gpt2block map embed texts.parquet --output vectors --format parquet")
-def embed(
-    inputs: Input,
-    output: Output,
-    model: Model = BUNDLED,
-    revision: Revision = None,
-    dtype: Dtype = "float32",
-    kv_dtype: KvDtype = None,
-    device: Device = None,
-    tokenizer: Tokenizer = None,
-    pooling: Annotated[str, typer.Option(help="mean or last of the final hidden states.")] = "mean",
-    overflow: Annotated[
-        str,
-        typer.Option(
-            help="For records longer than the context: error, or truncate to the last tokens."
-        ),
-    ] = "error",
-    workers: Workers = None,
-    scheduler: SchedulerAt = None,
-    shard_size: ShardSize = 1000,
-    batch_tokens: BatchTokens = 16384,
-    column: Column = "text",
-    keep: Keep = None,
-    form: Format = "jsonl",
-) -> None:
-    """Compute an embedding vector of every record."""
-    _map("embed", locals(), "pooling", "overflow")
-
-
-def _map(task: Any, arguments: dict[str, Any], *names: str) -> None:
-    """Run the job of a command with these arguments; `names`: those of the task itself."""
-    options = {name: arguments[name] for name in names}
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Say after Ctrl-C how the job continues."""
     try:
-        code = _run(task, SimpleNamespace(**arguments), options)
+        yield
     except KeyboardInterrupt:
         print("interrupted: the same command continues from here", file=sys.stderr)
-        code = INTERRUPTED
-    if code:
-        raise typer.Exit(code)
+        raise typer.Exit(INTERRUPTED) from None
 
 
-def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
-    """Run the job, print its results and return the exit code."""
+@_resumable()
+def _map(
+    name: Any,
+    files: FileOptions,
+    model: ModelOptions,
+    task: ScoreTask | GenerateTask | EmbedTask,
+    options: JobOptions,
+) -> None:
+    """Run a job, print its results and set the exit code."""
     try:
         from gpt2block.bulk import driver  # noqa: PLC0415
     except ImportError as error:
@@ -207,39 +151,29 @@ def _run(task: Any, common: SimpleNamespace, options: dict[str, Any]) -> int:
     from gpt2block.bulk.job import Job  # noqa: PLC0415
     from gpt2block.run.model import check_dtype, kv_cache_dtype  # noqa: PLC0415
 
-    check_dtype(common.dtype)  # before a worker is started
-    kv_cache_dtype(common.dtype, common.kv_dtype)
-    job = Job(
-        task=task,
-        output=common.output,
-        model=common.model,
-        revision=common.revision,
-        device=common.device,
-        dtype=common.dtype,
-        kv_dtype=common.kv_dtype,
-        tokenizer=None if common.tokenizer is None else str(common.tokenizer),
-        options=options,
-        column=common.column,
-        keep=tuple(common.keep or ()),
-        form=common.form,
-        shard_size=common.shard_size,
-        batch_tokens=getattr(common, "batch_tokens", Job.batch_tokens),
-    )
+    check_dtype(model.dtype)  # before a worker is started
+    kv_cache_dtype(model.dtype, model.kv_dtype)
+    fields = asdict(options) | asdict(model)
+    workers, scheduler = fields.pop("workers"), fields.pop("scheduler")
+    fields["keep"] = tuple(options.keep)
+    fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
+    job = Job(task=name, output=files.output, options=asdict(task), **fields)
     watcher = _Watcher()
     try:
         with watcher.bar:
-            outcome = driver.run(job, common.inputs, watcher, common.workers, common.scheduler)
+            outcome = driver.run(job, files.inputs, watcher, workers, scheduler)
     except driver.JobError as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
-    output = Path(common.output)
+        raise typer.Exit(FAILED) from None
+    output = Path(files.output)
     for line in _summary(output, outcome):
         print(printable(line))
     if outcome.errors and not outcome.records:
         line = f"none of {outcome.errors:,} records could be computed: {outcome.first_error}"
         print(f"error: {printable(line)}", file=sys.stderr)
-        return FAILED
-    return FAILED if outcome.failed else 0
+        raise typer.Exit(FAILED)
+    if outcome.failed:
+        raise typer.Exit(FAILED)
 
 
 def _summary(output: Path, outcome: Outcome) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from gpt2block.bench import Measurement
-from gpt2block.cli.display import for_json, new_table, print_table, printable_lines
+from gpt2block.cli.display import new_table, print_table, printable_lines
 from gpt2block.cli.kernels import print_measurements
 from gpt2block.mine.check import Checked
 from gpt2block.mine.finding import Finding
@@ -135,8 +134,8 @@ def placed(rows: Sequence[Measurement]) -> str:
     )
 
 
-def outcome_json(kernel: Kernel, found: Outcome, device: str) -> str:
-    """Everything in `found` as JSON."""
+def outcome_report(kernel: Kernel, found: Outcome, device: str) -> dict[str, Any]:
+    """Everything in `found` for JSON."""
     raced = found.raced
     report: dict[str, Any] = {
         "operation": kernel.operation.name,
@@ -158,7 +157,7 @@ def outcome_json(kernel: Kernel, found: Outcome, device: str) -> str:
     }
     if raced:
         report |= {"rows": [asdict(row) for row in raced.rows], "skipped": raced.skipped}
-    return json.dumps(for_json(report))
+    return report
 
 
 def print_rungs(
@@ -197,21 +196,17 @@ def print_rungs(
     out.print(NO_TIMES)
 
 
-def rungs_json(
+def rungs_report(
     operation: Operation, rungs: Sequence[Rung], skipped: Sequence[str], note: str | None
-) -> str:
-    """The results on the emulator as JSON. note: why there is no GPU, if none was chosen."""
-    return json.dumps(
-        for_json(
-            {
-                "operation": operation.name,
-                "device": "cpu",
-                "note": note,
-                "rows": [asdict(rung) | {"right": rung.right} for rung in rungs],
-                "skipped": list(skipped),
-            }
-        )
-    )
+) -> dict[str, Any]:
+    """The results on the emulator for JSON. note: why there is no GPU, if none was chosen."""
+    return {
+        "operation": operation.name,
+        "device": "cpu",
+        "note": note,
+        "rows": [asdict(rung) | {"right": rung.right} for rung in rungs],
+        "skipped": list(skipped),
+    }
 
 
 def print_source(out: Console, operation: Operation, variant: Variant) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -91,15 +91,6 @@ def check(
         )
 
 
-def check_matrix(name: str, array: Any, axes: str = "two axes") -> tuple[int, int]:
-    """`check`, require two axes, described as in "(B, V)", and return their sizes."""
-    check(name, array)
-    if array.ndim != 2:
-        raise InputError(f"{name}: expected {axes}, got shape {array.shape}")
-    rows, columns = array.shape
-    return rows, columns
-
-
 def check_alignment(name: str, array: CudaArray) -> None:
     """Raise InputError unless elements are aligned to their size."""
     if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
@@ -116,26 +107,6 @@ def check_address(name: str, array: CudaArray, multiple: int = 16) -> None:
         )
 
 
-def output(
-    out: CudaArray | None,
-    shape: tuple[int, ...],
-    dtype: str = "float32",
-    name: str = "out",
-    *,
-    apart: Mapping[str, Any],
-    in_place: Mapping[str, Any] | None = None,
-) -> CudaArray:
-    """`out` itself, checked, or a new array of `shape`.
-
-    apart, in_place: the inputs by name, as for `check_apart`.
-    """
-    if out is None:
-        return cupy.empty(shape, dtype=dtype)
-    check(name, out, shape, dtype)
-    check_apart(name, out, apart, in_place)
-    return out
-
-
 def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
     """The arrays of an argument, by their names in messages."""
     if value is None:
@@ -143,6 +114,11 @@ def arrays_of(name: str, value: Any) -> dict[str, CudaArray]:
     if hasattr(value, "arrays"):  # a matrix of gpt2block.weights
         return {name + part: array for part, array in value.arrays().items()}
     return {name: value}
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with a function applied to each of its arrays; a matrix remains one."""
+    return value.mapped(function) if hasattr(value, "mapped") else function(value)
 
 
 def check_apart(
@@ -282,6 +258,12 @@ def pinned(shape: Shape) -> NDArray[np.int32]:
     count = prod(shape)
     memory = cupy.cuda.alloc_pinned_memory(4 * count)
     return np.frombuffer(memory, np.int32, count).reshape(shape)
+
+
+def unowned(array: CudaArray) -> CudaArray:
+    """The array, without keeping its memory alive, as launches refer to arrays."""
+    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, None, array.data.device_id)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def contiguous(*arrays: Any) -> tuple[Any, ...]:

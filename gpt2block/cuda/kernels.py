@@ -24,14 +24,17 @@ from gpt2block.errors import KernelError
 
 SOURCE_DIR = Path(kernels_cu.__file__).parent
 Scalar = Any  # a NumPy scalar: CuPy passes its bytes to the kernel
-Defines = tuple[tuple[str, str | int], ...]  # hashable, so that modules can be cached by it
+Defines = tuple[tuple[str, str | int], ...]  # hashable, so that kernels can be cached by it
 
 _KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+(?:__\w+__\([^)]*\)\s*)*void\s+(?:__\w+__\([^)]*\)\s*)*'
     r"(\w+)\s*\(([^)]*)\)"
 )
 _ARCHITECTURE = re.compile(r"^// architecture: (sm_\w+)$", re.MULTILINE)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LITERAL = r'"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)+\''
+_COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_DIRECTIVE = r"^[ \t]*#(?:[^\\\n]|\\.)*"  # with the lines that continue it
+_CLOSING = re.compile(rf"{_LITERAL}|{_DIRECTIVE}|[{{}};]", re.DOTALL | re.MULTILINE)
 SCALARS: Mapping[str, type[np.generic]] = {
     "int": np.int32,
     "long long": np.int64,
@@ -139,8 +142,36 @@ def parse(text: str, file: str) -> dict[str, Signature]:
 
 
 def without_comments(text: str) -> str:
-    """The text of a source without its comments, with as many lines."""
-    return _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
+    """The text of a source with spaces in place of comments: every place in it stays."""
+    return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def with_only(kernel: str, text: str) -> str:
+    """The text of a source without its other kernels, with as many lines.
+
+    Everything else stays, such as functions that kernels share.
+    """
+    parts, at = [], 0
+    for name, start, end in extents(text):
+        if name != kernel:
+            parts += [text[at:start], "\n" * text.count("\n", start, end)]
+            at = end
+    return "".join((*parts, text[at:]))
+
+
+def extents(text: str) -> list[tuple[str, int, int]]:
+    """Name, start and end of each kernel of a source; one that lacks a brace ends at its start."""
+    plain = without_comments(text)
+    return [(each[1], each.start(), _end(plain, each)) for each in _KERNEL.finditer(plain)]
+
+
+def _end(plain: str, prototype: re.Match[str]) -> int:
+    depth = 0
+    for found in _CLOSING.finditer(plain, prototype.end()):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0 and found[0] in (";", "}"):
+            return found.end()
+    return prototype.start()
 
 
 def _parameter(text: str) -> Parameter:
@@ -269,33 +300,37 @@ def load(file: str, name: str, defines: Defines = ()) -> Any:
 @cache
 def _function(device: int, file: str, name: str, defines: Defines) -> Any:
     options(file, cupy.cuda.Device(device).compute_capability)  # raises for another architecture
-    return Function(name, _compiled, (device, file, defines))
+    return Function(_compiled, (device, file, name, defines))
 
 
-def _compiled(device: int, file: str, defines: Defines) -> Any:
-    """A `cupy.RawModule`, compiled or from CuPy's cache; KernelError if it does not compile."""
+def _compiled(device: int, file: str, name: str, defines: Defines) -> Any:
+    """A `cupy.RawKernel`, compiled or from CuPy's cache; KernelError if it does not compile."""
     found = cupy.cuda.Device(device)
     found.use()  # a new thread has no device yet
     flags = options(file, found.compute_capability)
-    module = cupy.RawModule(code=program(file, defines), options=flags, backend="nvrtc")
+    module = cupy.RawModule(code=program(file, defines, name), options=flags, backend="nvrtc")
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(compile_message(file, error.get_message())) from error
-    return module
+    return module.get_function(name)
 
 
-def program(file: str, defines: Defines = ()) -> str:
+def program(file: str, defines: Defines = (), kernel: str | None = None) -> str:
     """The text to compile: constants, then the source under its own name and line numbers.
+
+    kernel: leave out the file's other kernels, which take as long to compile. A file that is not
+    in kernels_cu stays whole: it may have what the loader does not know.
 
     CuPy's cache of compiled kernels is keyed by this text and the options but not by included
     headers, so their hash is part of it. The constants are in the text, not in the options, because
     CuPy runs the compiler once at start for every new set of options.
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines)
-    return (
-        f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{read_source(file)}'
-    )
+    text = read_source(file)
+    if kernel and not Path(file).is_absolute():
+        text = with_only(kernel, text)
+    return f'// headers {_headers_hash(SOURCE_DIR)}\n{constants}#line 1 "{file}"\n{text}'
 
 
 @cache
@@ -348,10 +383,11 @@ class Compiled:
     log: str
 
 
-def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
+def compile_for(file: str, arch: str, defines: Defines = (), kernel: str | None = None) -> Compiled:
     """Compile for an architecture such as "sm_80" with NVRTC alone; no device or driver needed.
 
-    The log holds registers, shared memory and spills of each kernel. Raises KernelError.
+    kernel: one of the file's, by default all. The log holds registers, shared memory and spills of
+    each. Raises KernelError.
     """
     nvrtc = cupy.cuda.nvrtc
     flags = (
@@ -362,7 +398,7 @@ def compile_for(file: str, arch: str, defines: Defines = ()) -> Compiled:
         "--ptxas-options=-v",
         "--no-cache",  # results from NVRTC's cache have no report
     )
-    handle = nvrtc.createProgram(program(file, defines), file, (), ())
+    handle = nvrtc.createProgram(program(file, defines, kernel), file, (), ())
     try:
         nvrtc.compileProgram(handle, flags)
         # CuPy drops the last byte of a cubin, which is a zero.

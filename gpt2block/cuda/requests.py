@@ -17,24 +17,24 @@ from typing import Any
 
 from gpt2block.cuda import replaced
 
-Compile = Callable[..., Any]  # of the arguments in a key: a `cupy.RawModule`, compiled
+Compile = Callable[..., Any]  # of the arguments in a key: a `cupy.RawKernel`, compiled
 Watcher = Callable[[int, int], None]
 MOST_THREADS = 16  # a start has few more kernels, and each compile takes memory
 
 _LIMITS, _REQUESTS = threading.Lock(), threading.Lock()
-_modules: dict[Hashable, Future[Any]] = {}
+_kernels: dict[Hashable, Future[Any]] = {}
 _watchers: list[Watcher] = []
 
 
 class Function:
     """A requested kernel, with the attributes of a `cupy.RawKernel` that this package uses.
 
-    compile(*key) returns its module. A call waits for it, and raises its error; the next call then
+    compile(*key) returns that. A call waits for it, and raises its error; the next call then
     requests it again.
     """
 
-    def __init__(self, name: str, compile: Compile, key: tuple[Hashable, ...]) -> None:
-        self._name, self._compile, self._key = name, compile, key
+    def __init__(self, compile: Compile, key: tuple[Hashable, ...]) -> None:
+        self._compile, self._key = compile, key
         self._shared = 0
         self._found: Any = None
         _request(compile, key)
@@ -42,7 +42,7 @@ class Function:
     @property
     def _kernel(self) -> Any:
         if self._found is None:
-            found = _module(self._compile, self._key).get_function(self._name)
+            found = _result(self._compile, self._key)
             with _LIMITS:
                 if self._shared:
                     found.max_dynamic_shared_size_bytes = self._shared
@@ -55,7 +55,7 @@ class Function:
 
     @property
     def found(self) -> Any:
-        """What the module has by the name: a `cupy.RawKernel`; waits for the module."""
+        """The `cupy.RawKernel`; waits for it."""
         return self._kernel
 
     @property
@@ -76,8 +76,8 @@ class Function:
         self._kernel(grid, block, args, shared_mem=shared_mem)
 
 
-def _module(compile: Compile, key: tuple[Hashable, ...]) -> Any:
-    """The module, when it is ready."""
+def _result(compile: Compile, key: tuple[Hashable, ...]) -> Any:
+    """The kernel, when it is ready."""
     try:
         return _request(compile, key).result()
     except CancelledError:  # the main thread has ended, this one goes on
@@ -85,16 +85,16 @@ def _module(compile: Compile, key: tuple[Hashable, ...]) -> Any:
 
 
 def _request(compile: Compile, key: tuple[Hashable, ...]) -> Future[Any]:
-    """The module; one that failed is requested again."""
+    """The kernel; one that failed is requested again."""
     with _REQUESTS:
-        known = _modules.get(key)
+        known = _kernels.get(key)
         if known is None or (known.done() and (known.cancelled() or known.exception())):
             known = Future()
             if replaced() or not _main_thread_runs():  # the emulator is in CuPy's place for a time
                 _run(known, compile, key)
             else:
                 _threads.submit(known, compile, key)
-            _modules[key] = known
+            _kernels[key] = known
             known.add_done_callback(_report)
         return known
 
@@ -160,9 +160,9 @@ def _run(future: Future[Any], compile: Compile, key: tuple[Hashable, ...]) -> No
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Until the context ends, call watcher(ready, requested) whenever a module is ready.
+    """Until the context ends, call watcher(ready, requested) whenever a kernel is ready.
 
-    The calls come from background threads. All modules of the process are counted.
+    The calls come from background threads. All kernels of the process are counted.
     """
     _watchers.append(watcher)
     try:
@@ -172,6 +172,6 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def _report(_: Future[Any]) -> None:
-    modules = list(_modules.values())
+    kernels = list(_kernels.values())
     for watcher in list(_watchers):
-        watcher(sum(module.done() for module in modules), len(modules))
+        watcher(sum(kernel.done() for kernel in kernels), len(kernels))

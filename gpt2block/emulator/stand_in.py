@@ -15,7 +15,6 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,10 +80,9 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801  (CuPy's name)
     ) -> ndarray:
         if memptr is None:
             return empty(shape, dtype)
-        owner, start = memptr.mem.owner, memptr.ptr - memptr.mem.ptr
-        if owner is None:  # memory that another library keeps alive
-            owner = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
-        plain = np.ndarray(shape, np.dtype(dtype), owner, start, strides)
+        memory: Any = (ctypes.c_uint8 * memptr.mem.size).from_address(memptr.mem.ptr)
+        memory.owner = memptr.mem.owner  # kept alive by every view
+        plain = np.ndarray(shape, np.dtype(dtype), memory, memptr.ptr - memptr.mem.ptr, strides)
         made: ndarray = plain.view(cls)
         return made
 
@@ -215,15 +213,13 @@ def split(array: ndarray, ends: Sequence[int]) -> list[ndarray]:
 
 
 class RawModule:
-    """Parses the text that `kernels.program` makes of a kernel file."""
+    """The file that a text of `kernels.program` is of, whole: its kernels share a program."""
 
     def __init__(self, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         constants, _, text = code.partition("#line 1 ")
-        name, _, text = text.partition("\n")
         defines = re.findall(r"^#define (\w+) (.*)$", constants, re.MULTILINE)
         self._defines: kernels.Defines = tuple(defines)
-        shipped = loader.Source.shipped(name.strip('"'))
-        self._source = replace(shipped, text=text)
+        self._source = loader.Source.shipped(text.partition("\n")[0].strip('"'))
 
     def compile(self) -> None:
         pass

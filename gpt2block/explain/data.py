@@ -11,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import model_plan
 from gpt2block.block import Comparison
 from gpt2block.checks import check_integer
 from gpt2block.compare import compare_tensors, exact_tensors
@@ -21,7 +19,8 @@ from gpt2block.cuda.kernels import read_source
 from gpt2block.errors import InputError
 from gpt2block.explain import grids, sources
 from gpt2block.inspection import lens_of, weights_of
-from gpt2block.plan import Step
+from gpt2block.passes import fused_steps, model_steps
+from gpt2block.passes.machine import Step
 from gpt2block.run.model import Floats, Ids, TracedEngine
 from gpt2block.text.encoding import Encoding, bytes_of_id
 
@@ -92,16 +91,14 @@ class _Plan:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        architecture = architecture_of(config)
-        every = model_plan(config, "logits", 1).steps
-        kept = [step for step in every if step.op != "kv_append"]
+        kept = [step for step in model_steps(config) if step.op != "kv_append"]
         block = [step for step in kept if step.name.startswith("h.0.")]
         self.steps = {_short(step.name): step for step in kept}
         self.block = [_short(step.name) for step in block]
         outer = [step.name for step in kept if not step.name.startswith("h.")]
         first = outer.index("embedding") + 1
         self.before, self.after = outer[:first], outer[first:]
-        joined = sources.joined_steps(block, architecture.fuse(block))
+        joined = sources.joined_steps(block, fused_steps(config, "h.0.", "embedding"))
         self.joined = {_short(name): found for name, found in joined.items()}
 
     @property
@@ -209,7 +206,7 @@ def _tensors(
     shapes["lm_head"] = shapes.get("lm_head", shapes["wte"])[::-1]
     shapes |= dict.fromkeys(("tokens", "positions"), (len(exact["embedding"]),))
     found = {}
-    for step in model_plan(config, "logits", 1).steps:
+    for step in model_steps(config):
         if step.op == "kv_append":
             continue
         shapes[step.name] = exact[step.name].shape

@@ -16,7 +16,7 @@ from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import head_constants, tensor_cores_take
 from gpt2block.ops.operation import Operation, Variant
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.plan import Step
+from gpt2block.passes.machine import Step
 
 TEN_STEPS, FUSED, HERE = "step by step", "fused plan", "ran here"  # what a kernel is shown for
 _FUSED_VARIANTS = ("narrow", "mma", "hopper")

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from gpt2block.bench import measure
 from gpt2block.cuda import cupy
-from gpt2block.mine.arguments import Attrs, Output, Values, contract
+from gpt2block.mine.arguments import Output, Values, values
 from gpt2block.mine.kernel import Geometry, Kernel
-from gpt2block.ops.operation import Sizes
+from gpt2block.ops.operation import Attrs, Sizes
 
 GUARD = 4096  # bytes before and after an output
 GUARD_BYTE = 0xA5
@@ -45,11 +45,11 @@ def case(kernel: Kernel, sizes: Sizes, attrs: Attrs, layout: str) -> Case:
     """Random inputs of these sizes; raises InputError for sizes that do not fit together."""
     own = replace(kernel.operation, attrs={**kernel.operation.attrs, **attrs})
     host, truth = measure.inputs_and_truth(own, sizes, kernel.dtype, layout)
-    known = contract(own)
-    values = known.values(host, own.attrs)
-    options = {"eps": own.attrs["eps"]} if "eps" in own.attrs else {}
-    truths = {next(iter(values.outputs)): truth, **known.further(*host, **options)}
-    return Case(sizes, own.attrs, host, truths)
+    truths = [truth]
+    if own.further is not None:
+        truths += own.further(*map(measure.widened, host), **own.attrs)
+    outputs = values(own, host, own.attrs).outputs
+    return Case(sizes, own.attrs, host, dict(zip(outputs, truths, strict=True)))
 
 
 def compare(kernel: Kernel, given: Case, guarded: bool) -> tuple[Checked, list[NDArray[Any]]]:
@@ -66,8 +66,8 @@ def compare(kernel: Kernel, given: Case, guarded: bool) -> tuple[Checked, list[N
         return array
 
     bound = kernel.bind(arrays, allocate=allocate, **given.attrs)
-    values = contract(kernel.operation).values(arrays, given.attrs)
-    names = [next(iter(values.outputs)), *kernel.further(values)]
+    found = values(kernel.operation, arrays, given.attrs)
+    names = [next(iter(found.outputs)), *kernel.further(found)]
     for launch in bound.launches:
         launch.run()
     cupy.cuda.get_current_stream().synchronize()
@@ -78,9 +78,9 @@ def compare(kernel: Kernel, given: Case, guarded: bool) -> tuple[Checked, list[N
     problem = (
         _overwritten(names, guards if guarded else {})
         or next(filter(None, (wrong(n, o, given.truths[n], kernel.dtype) for n, o in pairs)), "")
-        or _changed(values, names, given, kernel)
+        or _changed(found, names, given, kernel)
     )
-    return Checked(given.sizes, kernel.geometry(values), *worst, problem), outs
+    return Checked(given.sizes, kernel.geometry(found), *worst, problem), outs
 
 
 def wrong(name: str, out: NDArray[Any], truth: NDArray[Any], dtype: str) -> str:
@@ -143,10 +143,10 @@ def _overwritten(names: list[str], guards: Mapping[str, Any]) -> str:
     return ""
 
 
-def _changed(values: Values, names: list[str], given: Case, kernel: Kernel) -> str:
+def _changed(found: Values, names: list[str], given: Case, kernel: Kernel) -> str:
     """An input that the kernel has written to."""
-    before = contract(kernel.operation).values(given.inputs, given.attrs).inputs
-    for name, array in values.inputs.items():
+    before = values(kernel.operation, given.inputs, given.attrs).inputs
+    for name, array in found.inputs.items():
         if name not in names and cupy.asnumpy(array).tobytes() != before[name].tobytes():
             return f"the kernel changes its input {name}"
     return ""

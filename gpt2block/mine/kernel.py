@@ -16,7 +16,8 @@ from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.arrays import Bound, device_attribute
 from gpt2block.cuda.kernels import Launch, Parameter
 from gpt2block.errors import InputError
-from gpt2block.mine.arguments import Output, Values, contract
+from gpt2block.mine import arguments
+from gpt2block.mine.arguments import Output, Values
 from gpt2block.mine.expressions import evaluated
 from gpt2block.mine.source import Source
 from gpt2block.ops.operation import Operation, Sizes, Variant
@@ -72,7 +73,7 @@ class Kernel:
         allocate: gives the outputs, except for a result `out`. Raises InputError if the launch
         exceeds the limits of the device.
         """
-        values = contract(self.operation).values(inputs, attrs)
+        values = arguments.values(self.operation, inputs, attrs)
         result, *others = values.outputs
         arrays = dict(values.inputs)
         for name in (result, *(other for other in others if other in self.names)):
@@ -94,7 +95,7 @@ class Kernel:
 
     @property
     def _defines(self) -> kernels.Defines:
-        """The dtype of `T`, and a hash: modules are cached by file and constants."""
+        """The dtype of `T`, and a hash: kernels are cached by file and constants."""
         hashed = hashlib.sha256(self.source.text.encode()).hexdigest()[:16]
         return *kernels.stored_as(self.dtype), (f"GPT2BLOCK_SOURCE_{hashed}", 1)
 
@@ -131,8 +132,8 @@ class Kernel:
 
     def as_operation(self) -> Operation:
         """The operation with this kernel as a further variant, "mine", for the race."""
-        mine = Variant(MINE, self.source.file, (self.source.name,), "your kernel", own=True)
-        own = self.operation
+        names, own = (self.source.name,), self.operation
+        mine = Variant(MINE, self.source.file, names, "your kernel", self.bind, own=True)
 
         def bound(inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
             if options.get("variant") != MINE:
@@ -155,10 +156,11 @@ def matched(
     if dtype in kernels.FP8:
         plain = ", ".join(each for each in operation.dtypes if each not in kernels.FP8)
         raise InputError(f"--dtype {dtype}: for a kernel of your own expected one of {plain}")
-    sizes, attrs = contract(operation).cases[0]
+    arguments.check_known(operation)
+    sizes, attrs = operation.cases[0]
     all_attrs = {**operation.attrs, **attrs}
     host, _ = measure.inputs_and_truth(replace(operation, attrs=all_attrs), sizes, dtype, layout)
-    values = contract(operation).values(host, all_attrs)
+    values = arguments.values(operation, host, all_attrs)
     label = f"{source.place()}: {source.name}"
     parameters = source.parameters
     given = [p.name for p in parameters] if args is None else [*_parts(args)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from gpt2block.cuda import kernels
 from gpt2block.errors import InputError
 from gpt2block.ops.operation import Operation, Variant
@@ -27,13 +25,13 @@ def listing(variant: Variant) -> list[tuple[int, str]]:
 
     Between two parts are kernels of other variants. What these alone call is included.
     """
-    lines = kernels.read_source(variant.file).splitlines()
+    source = kernels.read_source(variant.file)
     left_out: set[int] = set()
-    for name in kernels.signatures(variant.file):
+    for name, start, end in kernels.extents(source):
         if name not in variant.kernels:
-            left_out.update(_extent(lines, name))
+            left_out.update(_lines(source, start, end))
     parts: list[tuple[int, list[str]]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(source.splitlines(), 1):
         if number - 1 in left_out:
             continue
         if not parts or parts[-1][0] + len(parts[-1][1]) != number:
@@ -43,17 +41,9 @@ def listing(variant: Variant) -> list[tuple[int, str]]:
     return [(start, text) for start, text in texts if text.strip()]
 
 
-def _extent(lines: list[str], name: str) -> range:
+def _lines(text: str, start: int, end: int) -> range:
     """The lines of a kernel, with the comment above it: indices from 0."""
-    prototype = re.compile(rf'^extern "C" __global__.*\b{name}\s*\(')
-    start = end = next(i for i, line in enumerate(lines) if prototype.search(line))
-    depth, opened = 0, False
-    for end in range(start, len(lines)):
-        code = re.sub(r"//.*|\"[^\"]*\"|'[^']*'", "", lines[end])
-        depth += code.count("{") - code.count("}")
-        opened = opened or "{" in code
-        if opened and depth == 0:
-            break
-    while start and lines[start - 1].startswith(("//", "template")):
-        start -= 1
-    return range(start, end + 1)
+    lines, first = text.splitlines(), text.count("\n", 0, start)
+    while first and lines[first - 1].startswith(("//", "template")):
+        first -= 1
+    return range(first, text.count("\n", 0, end) + 1)

@@ -19,12 +19,11 @@ from gpt2block.cuda.arrays import Bound
 from gpt2block.emulator import ORDERS, Checks, Order, ShimError, emulated
 from gpt2block.errors import DeviceError, InputError, KernelError
 from gpt2block.mine import check
-from gpt2block.mine.arguments import Attrs
 from gpt2block.mine.check import Case, Checked
 from gpt2block.mine.finding import Finding, of_compiler, of_emulator
 from gpt2block.mine.kernel import Kernel, described
 from gpt2block.mine.source import Source
-from gpt2block.ops.operation import Operation, Sizes, Variant
+from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
 
 LIMIT_S = 10.0  # of one launch
 Prepared = tuple[Operation, Sizes, tuple[Any, ...], measure.Truth]

@@ -51,7 +51,7 @@ TILES = (
     Tile(128, 256, (2, 4), 64, 4, 1),
 )
 
-# With two parts of each matrix and three sums for each output.
+# For two-part matrices, with three sums for each output.
 TWO_PART_TILES = (
     Tile(16, 32, (1, 4), 64, 8, 6),
     Tile(32, 32, (2, 2), 64, 8, 4),
@@ -123,7 +123,7 @@ def _slice(tile: Tile) -> int:
 
 
 def _clocks(tile: Tile, M: int, N: int, K: int, sms: int, parts: int) -> float:
-    """Clocks of the SM that has most tiles, about. Two parts make three products."""
+    """Clocks of the SM that has most tiles, about. Two-part operands make three products."""
     sides, size = tile.rows + tile.columns, tile.rows * tile.columns
     warps_m, warps_n = tile.warps
     read = tile.rows * warps_n + tile.columns * warps_m  # rows of shared memory

@@ -9,14 +9,16 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2block.cuda.arrays import CudaArray, check_address, device_attribute, launch_at
+from gpt2block.cuda.arrays import check_address, device_attribute, launch_at
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.ops._linear_mma import BYTES, LOADED, UNIT, splits
 from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._tensor_cores import room
-from gpt2block.plan import Terms
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import unfit
 from gpt2block.weights.matrix import WeightMatrix
 
 FILE = "matmul/decode_hopper.cu"
@@ -194,42 +196,32 @@ def geometry(
     return Geometry(kernel, grid, (tile.threads,), shared_bytes(tile, K, dtype), defines)
 
 
-class Given(NamedTuple):
-    """A product's operands, and what it does with the sums."""
-
-    x: CudaArray  # (..., K), terms
-    matrices: tuple[WeightMatrix | None, ...]  # w (N, K), and maybe up (N, K) of a gated product
-    to_terms: bool = False
-    head: int = 0  # channels, with RoPE
-
-
 def launch(
-    kernel: str, given: Given, T: str, args: tuple[Any, ...], cache: str | None = None
+    c: Call,
+    kernel: str,
+    matrices: tuple[WeightMatrix | None, ...],
+    args: tuple[Any, ...],
+    head: int = 0,
 ) -> Launch:
-    """Launch a kernel of one of both files; args: its arguments after x and the matrices.
+    """Launch a kernel of one of both files, or raise Unfit.
 
-    T: its type with FP8 weights. cache: the FP8 format of a kv_cache, or None.
+    matrices: w, and where the kernel takes one, up of a gated product. args: the kernel's arguments
+    after x and the matrices. head: the channels of a head, with RoPE.
     """
-    x, matrices, to_terms, head = given
-    w, up = (*matrices, None)[:2]
-    assert w is not None
-    gated = up is not None
+    unfit(c.K % UNIT, f"K {c.K:,}: expected a multiple of {UNIT}: use variant mma_tiles")
+    gated = c.up is not None
     two = gated or head > 0
-    sizes = x.size // w.K, w.N // 2 if head else w.N, w.K, w.dtype
+    sizes = c.M, c.N // 2 if head else c.N, c.K, c.w.dtype
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     tile = choose(*sizes, two, sms, most_shared)
-    box = (1, ROPE_BOX if head else tile.columns(two), LINE // w.data.itemsize)
-    check_address("x", x)
-    for name, matrix in (("w", w), ("up", up)):
+    box = (1, ROPE_BOX if head else tile.columns(two), LINE // c.w.data.itemsize)
+    check_address("x", c.x)
+    for name, matrix in zip(("w", "up"), matrices, strict=False):
         if matrix is not None:
             check_address(name, matrix.data)
     maps = [NO_MAP if m is None else tensor_map(m.data.reshape(1, m.N, m.K), box) for m in matrices]
+    to_terms = c.to_terms is not None
     made = geometry(kernel, *sizes, tile, gated=gated, to_terms=to_terms, head=head)
     file = ROPE_FILE if head else FILE
-    return launch_at(file, made, (x, *maps, *args), *storage_of(w, T), cache)
-
-
-def problem(K: int) -> str | None:
-    """Why products with this K are for other kernels."""
-    return f"K {K:,}: expected a multiple of {UNIT}: use variant mma_tiles" if K % UNIT else None
+    return launch_at(file, made, (c.x, *maps, *args), *storage_of(c.w, c.T), c.kv_dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, TypeVar
 
-from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import FP8
 from gpt2block.errors import InputError
+from gpt2block.ops.call import check_matrix
 from gpt2block.weights.matrix import WeightMatrix
 
 Tile = TypeVar("Tile")
@@ -20,24 +20,14 @@ def check_weights(
 
     inputs: name and array (..., K) of the other operand. layout: None for either.
     """
-    if not isinstance(w, WeightMatrix):
-        raise InputError(
-            f"{name}: expected a WeightMatrix, got {type(w).__name__}: use WeightMatrix.quantize"
-        )
-    if layout not in (None, w.layout):
-        raise InputError(
-            f"{name}: expected layout 'NK', (N, K) in memory, got {w.layout!r}: "
-            f"use WeightMatrix.quantize(w, {w.dtype!r}, 'NK')"
-        )
-    check(name, w.data, dtype="uint8" if w.dtype in FP8 else w.dtype)
-    if w.scale is not None:
-        check(f"{name}.scale", w.scale)
+    check_matrix(name, w, layout)
     other, array = inputs
     if array.shape[-1] != w.K:
         raise InputError(
             f"{name}: expected K {array.shape[-1]} to match {other}, got {w.K} ({w.layout})"
         )
-    return w
+    matrix: WeightMatrix = w
+    return matrix
 
 
 def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | None]:

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
-from math import ceil
+from typing import Any
 
 from gpt2block.array_checks import FLOATS
 from gpt2block.checks import meant
+from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, check, launch_at, storage
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda.kernels import Launch
 from gpt2block.errors import InputError
+from gpt2block.ops.call import Call, checked
+from gpt2block.ops.operation import Operation, variant
+from gpt2block.weights.conversions import STORE_FILE, check_sizes, store
 
-FILE = "matmul/store.cu"
-KERNEL = "store_weights"
-TILE = 32  # rows and columns of a block
-FROM: dict[str, Defines] = {
-    "float32": (),
-    "float16": (("FROM_FP16", 1),),
-    "bfloat16": (("FROM_BF16", 1),),
-}
+KEPT = "w any R C -> out? dtype R C"
+TRANSPOSED = Contract.parse("w any R C -> out? dtype C R")
 
 
-def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
-    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R).
+@variant(
+    "store",
+    STORE_FILE,
+    "store_weights",
+    idea="weights of a checkpoint in another dtype, or transposed to (N, K)",
+)
+def _store(c: Call) -> Launch:
+    return store(c.w, c.out, c.transposed)
 
-    w: C-contiguous, or the transposed view of such a matrix. A view of w if no element moves.
-    Raises InputError.
+
+def bind(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    dtype: str,
+    transposed: bool = False,
+) -> Bound:
+    """inputs (w (R, C),), out (R, C) or, transposed, (C, R): w rounded to a float dtype.
+
+    w: C-contiguous, or the transposed view of such a matrix. Without out, the result is a view of w
+    if no element moves. Raises InputError.
     """
+    (w,) = inputs
     if dtype not in FLOATS:
         known = f"expected one of {', '.join(FLOATS)}{meant(dtype, FLOATS)}"
         raise InputError(f"dtype {dtype!r}: {known}")
     if isinstance(w, cupy.ndarray) and w.flags.f_contiguous and not w.flags.c_contiguous:
         w, transposed = w.T, not transposed
-    given = storage(w)
-    check("w", w, dtype=given)
-    if w.ndim != 2 or max(w.shape) >= 2**31:
-        raise InputError(f"w: expected a matrix of less than 2^31 rows, columns, got {w.shape}")
-    if given == dtype and not transposed:
-        return w
-    rows, columns = w.shape
-    out = cupy.empty((columns, rows) if transposed else (rows, columns), FLOATS[dtype])
-    defines = (*FROM[given], ("STORE_TRANSPOSED", int(transposed)))
-    grid = (ceil(rows / TILE) * ceil(columns / TILE),)
-    geometry = Geometry(KERNEL, grid, (TILE, 8), defines=defines)
-    launch_at(FILE, geometry, (w.view("uint8"), out, rows, columns), storage=dtype).run()
-    return out
+    contract = TRANSPOSED if transposed else OPERATION.contract
+    c = checked(contract, (w,), out, dtype=dtype, transposed=transposed)
+    check_sizes("w", w.shape)
+    if c.storage == dtype and not transposed and out is None:
+        return Bound(w, ())
+    c.make("out")
+    return OPERATION.bound_to(c)
+
+
+OPERATION = Operation(name="store", variants=(_store,), binder=bind, line=KEPT)
+
+
+def stored(w: CudaArray, dtype: str, transposed: bool = False) -> CudaArray:
+    """A matrix (R, C) rounded to a float dtype, as (R, C) or, transposed, (C, R); see `bind`."""
+    return bind((w,), dtype=dtype, transposed=transposed).run()

@@ -1,12 +1,26 @@
-"""The constants of kernels that store terms for the next product (kernels_cu/lib/terms.cuh)."""
+"""Terms, which products of decoding have in the place of floats, and the constants of kernels."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gpt2block.cuda.kernels import Defines
 from gpt2block.errors import InputError
-from gpt2block.plan import Terms
 
 LINE = 64  # channels in a line of terms in the order of wgmma
+
+
+class Terms(NamedTuple):
+    """Two numbers of 16 bits for each value of a tensor, in the place of its floats.
+
+    They are for products on tensor cores (kernels_cu/lib/terms.cuh).
+    """
+
+    dtype: str  # float16 or bfloat16
+    width: int = 0  # 0: in the places of the floats; 8 or 16: in the order in which wgmma reads
+
+    def __str__(self) -> str:
+        return f"{self.dtype} in the order of wgmma" if self.width else self.dtype
 
 
 def check_terms(terms: Terms | None, channels: int) -> None:

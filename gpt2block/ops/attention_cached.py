@@ -15,26 +15,20 @@ from functools import lru_cache
 from math import ceil, gcd
 from typing import Any
 
-import numpy as np
-
 from gpt2block.checks import check_integer
-from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
     check,
     check_address,
-    check_apart,
     compute_capability,
     contiguous,
     device_attribute,
     launch_at,
-    output,
-    same_memory,
     storage,
 )
-from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry
+from gpt2block.cuda.kernels import CACHE_WITH_FP8, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._attention_tiles import (
     MOST_BLOCKS,
@@ -42,15 +36,12 @@ from gpt2block.ops._attention_tiles import (
     shared_bytes,
     warp_queries,
 )
-from gpt2block.ops._kv_cache import array_dtype, check_cache, check_format
 from gpt2block.ops._rows import power_of_two
 from gpt2block.ops._terms import check_terms, order_define
 from gpt2block.ops.attention import LARGEST_HEAD
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
-from gpt2block.ops.two_part import check_two_part
+from gpt2block.ops.call import TWO_PART, Call, check_format
+from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
-from gpt2block.plan import Terms
-from gpt2block.weights.two_part import TwoPartMatrix
 
 TILES = "attention/cached.cu"
 SPLIT = "attention/decode.cu"
@@ -201,38 +192,59 @@ def _check_head(HS: int) -> None:
         raise InputError(f"head size {HS}: attention over a kv_cache takes at most {LARGEST_HEAD}")
 
 
-def _kv_heads(name: str, Q: int, n_head: Any, KV: int) -> int:
-    """The heads of K and V, KV channels, if `name` has Q channels of queries; or InputError."""
+def _heads(name: str, Q: int, n_head: Any, C: int) -> tuple[int, int, int]:
+    """n_head, n_kv_head and head size, if `name` has Q channels of queries, and K C; InputError."""
     expected = f"a divisor of the {Q} channels of queries"
     n_head = check_integer("n_head", n_head, 1, math.inf, expected)
     if Q % n_head:
         raise InputError(f"n_head: expected {expected}, got {n_head}")
     HS = Q // n_head
-    if KV % HS or n_head % (KV // HS):
+    if C % HS or n_head % (C // HS):
         raise InputError(
             f"{name}: {n_head} heads of {HS} channels: expected k of as many heads or of a divisor "
-            f"of them, got k of {KV} channels"
+            f"of them, got k of {C} channels"
         )
-    n_kv_head: int = KV // HS
-    return n_kv_head
+    return n_head, C // HS, HS
 
 
-def _check_rows(qkv: Any, cache_dtype: str, C: int) -> int:
-    """The channels of Q of rows [Q | K | V], float32 or in the dtype of the cache; or InputError.
+def _check_rows(c: Call) -> None:
+    """InputError unless rows of qkv are [Q | K | V], float32 or in the dtype of the cache.
 
-    Next to a cache of FP8, rows can have any dtype. C: the channels of k, which Q has too or a
-    multiple of them.
+    Next to a cache of FP8, they can have any dtype. Q has the C channels of k or a multiple of
+    them.
     """
-    dtype = storage(qkv)
-    check("qkv", qkv, dtype=dtype if cache_dtype in (dtype, "uint8") else "float32")
-    if qkv.ndim != 2 or qkv.shape[1] < 3 * C or qkv.shape[1] % C:
+    if c.storage not in ("float32", TWO_PART, c.kv_storage) and c.kv_dtype is None:
+        check("qkv", c.qkv)
+    if c.W < 3 * c.C or c.W % c.C:
         raise InputError(
-            f"qkv: expected (N, {3 * C}), or more queries of k's {C} channels, got {qkv.shape}"
+            f"qkv: expected (N, {3 * c.C}), or more queries of k's {c.C} channels, "
+            f"got {c.qkv.shape}"
         )
-    return int(qkv.shape[1]) - 2 * C
 
 
-def bind(
+@variant(
+    "tiles",
+    TILES,
+    "attention_cached",
+    "attention_cached_narrow",
+    idea="attention's `online` over packed rows of several sequences; a query's bits depend on "
+    "its own sequence only; q in float32, or in 16 bits",
+)
+def _tiles(c: Call) -> Launch:
+    """Queries are the first Q channels of `rows_of_q`, B sequences of at most `longest` rows."""
+    q, first = c.rows_of_q, c.contract.inputs[0].name
+    heads = _heads(first, c.Q, c.n_head, c.C)
+    for name, array in ((first, q), ("k", c.k), ("v", c.v), ("out", c.out)):
+        check_address(name, array)
+    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    narrow = q.dtype.name != "float32"
+    geometry = tiles_geometry(c.B, c.longest, *heads, c.k.itemsize, limit, narrow)
+    args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
+    T = q.dtype.name if c.kv_dtype else storage(c.k)
+    return launch_at(TILES, geometry, args, T, cache=c.kv_dtype)
+
+
+def bind_packed(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
@@ -248,17 +260,15 @@ def bind(
     v already hold their keys and values. cu_seqlens and start, int32, are not read back: the kernel
     skips rows beyond qkv and positions beyond the cache.
     """
-    qkv, k, v, cu_seqlens, start = inputs
-    dtype, B, _, C = check_cache(k, v, kv_dtype)
-    Q = _check_rows(qkv, dtype, C)
-    n_kv_head = _kv_heads("qkv", Q, n_head, C)
-    check("cu_seqlens", cu_seqlens, (B + 1,), "int32")
-    check("start", start, (B,), "int32")
     longest = check_integer("longest", longest, 1, math.inf, "a number of queries")
-    return _launch_tiles(inputs, out, B, Q, (n_head, n_kv_head), longest, kv_dtype)
+    options = {"n_head": n_head, "longest": longest, "kv_dtype": kv_dtype}
+    c = ATTENTION_PACKED.checked(inputs, out, **options)
+    _check_rows(c)
+    c.rows_of_q, c.Q, c.starts, c.first = c.qkv, c.W - 2 * c.C, c.start, 0
+    return ATTENTION_PACKED.bound_to(c)
 
 
-def bind_sequence(
+def bind(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
@@ -267,184 +277,103 @@ def bind_sequence(
     kv_dtype: str | None = None,
 ) -> Bound:
     """inputs (q (T, Q), k, v (start + T, C) or longer), out (T, Q): one sequence."""
-    q, k, v = inputs
-    for name, array in (("q", q), ("k", k)):
-        check(name, array, dtype="float32" if name == "q" else array_dtype(array, kv_dtype))
-        if array.ndim != 2:
-            raise InputError(f"{name}: expected two axes, got shape {array.shape}")
-    halves = k[None], v[None] if isinstance(v, cupy.ndarray) else v
-    _, _, n_ctx, C = check_cache(*halves, kv_dtype)
-    T, Q = q.shape
-    n_kv_head = _kv_heads("q", Q, n_head, C)
-    expected = f"0 to {n_ctx - T:,} for {T:,} queries and {n_ctx:,} keys"
-    start = check_integer("start", start, 0, n_ctx - T, expected)
-    return _launch_tiles((*inputs, None, None), out, 1, Q, (n_head, n_kv_head), T, kv_dtype, start)
+    c = OPERATION.checked(inputs, out, start=start, n_head=n_head, kv_dtype=kv_dtype)
+    expected = f"0 to {c.P - c.T:,} for {c.T:,} queries and {c.P:,} keys"
+    c.first = check_integer("start", start, 0, c.P - c.T, expected)
+    c.rows_of_q, c.B, c.longest, c.cu_seqlens, c.starts = c.q, 1, c.T, None, None
+    return OPERATION.bound_to(c)
 
 
-def _launch_tiles(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None,
-    B: int,
-    Q: int,
-    heads: tuple[int, int],
-    longest: int,
-    kv_dtype: str | None,
-    first: int = 0,
-) -> Bound:
-    """Without cu_seqlens and start: one sequence, from position `first` on.
+@variant(
+    "split",
+    SPLIT,
+    "attention_split",
+    idea="decoding: one warp per 32 keys of a head, the next keys in flight; splits are "
+    "combined in shared memory, for few rows that of a cluster",
+)
+def _split(c: Call) -> Launch:
+    """Query m is of sequence row[m], and sees its keys 0 to position[m], its own.
 
-    Q: channels of queries; heads: of them, and of K and V.
+    The cache already holds them. A position beyond the cache counts as its last; for a row outside
+    the cache, or a position below 0, nothing is written. to_terms: of the dtype of k, or with FP8
+    of any, what out has in the place of floats, as `linear` takes them.
     """
-    q, k, v, _, _ = inputs
-    N, stride = q.shape
-    n_ctx = k.shape[-2]
-    apart = dict(zip(("q", "k", "v", "cu_seqlens", "start"), inputs, strict=True))
-    out = output(out, (N, Q), q.dtype.name, apart=apart)
-    for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
-        check_address(name, array)
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(B, longest, *heads, Q // heads[0], k.itemsize, limit, narrow)
-    args = (*inputs, out, stride, n_ctx, N, B, first)
-    T = q.dtype.name if kv_dtype else storage(k)
-    return Bound(out, (launch_at(TILES, geometry, args, T, cache=kv_dtype),))
-
-
-def bind_split(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    to_terms: Terms | None = None,
-    kv_dtype: str | None = None,
-) -> Bound:
-    """inputs (q (M, Q), k, v (B, n_ctx, C), row, position (M,)); out (M, Q).
-
-    Query m is of sequence row[m], and sees its keys 0 to position[m], its own, which the cache
-    already holds. A position beyond the cache counts as its last; for a row outside the cache, or a
-    position below 0, nothing is written. to_terms: of the dtype of k, or with FP8 of any, what out
-    has in the place of floats, as `linear` takes them.
-    """
-    q, k, v, row, position = inputs
-    dtype, B, n_ctx, C = check_cache(k, v, kv_dtype)
-    check("q", q)
-    if q.ndim != 2:
-        raise InputError(
-            f"q: expected (M, {C}), or more queries of k's {C} channels, got {q.shape}"
-        )
-    M, Q = q.shape
-    n_kv_head = _kv_heads("q", Q, n_head, C)
-    check("row", row, (M,), "int32")
-    check("position", position, (M,), "int32")
-    apart = {"q": q, "k": k, "v": v, "row": row, "position": position}
-    out = output(out, (M, Q), apart=apart)
+    heads = _heads("q", c.Q, c.n_head, c.C)
     sms, clusters = device_attribute("MultiProcessorCount"), compute_capability() >= CLUSTERS_FROM
-    sizes = (M, n_ctx, n_head, n_kv_head, Q // n_head)
     limit = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = split_geometry(*sizes, k.itemsize, sms, limit, clusters)
-    T = "float32" if kv_dtype else dtype
-    if to_terms is not None:
-        T = to_terms.dtype if kv_dtype else dtype
-        if to_terms.dtype != T or k.itemsize > 2 or Q // n_head % 2:
+    geometry = split_geometry(c.M, c.P, *heads, c.k.itemsize, sms, limit, clusters)
+    T = "float32" if c.kv_dtype else c.kv_storage
+    if c.to_terms is not None:
+        T = c.to_terms.dtype if c.kv_dtype else c.kv_storage
+        if c.to_terms.dtype != T or c.k.itemsize > 2 or heads[-1] % 2:
             raise InputError(
-                f"terms of {to_terms}, k {dtype}, head size {Q // n_head}: expected the 16-bit "
-                "dtype of k, and an even head size"
+                f"terms of {c.to_terms}, k {c.kv_storage}, head size {heads[-1]}: expected the "
+                "16-bit dtype of k, and an even head size"
             )
-        check_terms(to_terms, Q)
-        ends = (("AS_TERMS", 1), *order_define(to_terms))
+        check_terms(c.to_terms, c.Q)
+        ends = (("AS_TERMS", 1), *order_define(c.to_terms))
         geometry = geometry._replace(defines=(*geometry.defines, *ends))
     width = int(dict(geometry.defines)["AS_WIDTH"])
-    for name, array in (("q", q), ("k", k), ("v", v)):
+    for name, array in (("q", c.q), ("k", c.k), ("v", c.v)):
         check_address(name, array, min(16, width * array.itemsize))
-    args = (q, k, v, row, position, B, n_ctx, out)
-    return Bound(out, (launch_at(SPLIT, geometry, args, T, cache=kv_dtype),))
+    args = (c.q, c.k, c.v, c.row, c.position, c.B, c.P, c.out)
+    return launch_at(SPLIT, geometry, args, T, cache=c.kv_dtype)
 
 
-def bind_append(
-    inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray], *, kv_dtype: str | None = None
-) -> Bound:
-    """inputs (qkv (N, W), row (N,), position (N,), both int32), out (k, v), (B, n_ctx, C) each.
+@variant(
+    "append",
+    APPEND,
+    "kv_append",
+    "kv_append_narrow",
+    idea="writes K and V of packed rows to the kv_cache, converted to its dtype where needed",
+)
+def _append(c: Call) -> Launch:
+    """The last 2C columns of row n become k[row[n], position[n]] and v there.
 
-    Rows are [Q | K | V]: W is 3C, or more where queries are grouped. The last 2C columns of row n
-    become k[row[n], position[n]] and v there. qkv: float32, or in the dtype of k or next to FP8 in
-    one of 16 bits, or for float32 caches a TwoPartMatrix. row and position are not read back: the
-    kernel skips those outside the cache.
+    row and position are not read back: the kernel skips those outside the cache.
     """
-    qkv, row, position = inputs
-    k, v = out
-    dtype, B, n_ctx, C = check_cache(k, v, kv_dtype)
-    check_apart("v", v, {"k": k})
-    N = qkv.shape[0]
-    check("row", row, (N,), "int32")
-    check("position", position, (N,), "int32")
-    if isinstance(qkv, TwoPartMatrix):
-        return _append_two_part(inputs, out)
-    W = _check_rows(qkv, dtype, C) + 2 * C
-    narrow = qkv.dtype.name != "float32"
-    aligned = alignment(qkv.data.ptr), alignment(k.data.ptr, v.data.ptr)
-    geometry = append_geometry(N, C, W, k.itemsize, *aligned, narrow)
-    args = (qkv, row, position, k, v, C, W, B, n_ctx)
-    T = dtype
-    if kv_dtype is not None:
-        T = qkv.dtype.name if narrow else CACHE_WITH_FP8
-    return Bound(k, (launch_at(APPEND, geometry, args, T, cache=kv_dtype),), (v,))
+    _check_rows(c)
+    narrow = c.storage != "float32"
+    aligned = alignment(c.qkv.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)
+    geometry = append_geometry(c.N, c.C, c.W, c.k.itemsize, *aligned, narrow)
+    args = (c.qkv, c.row, c.position, c.k, c.v, c.C, c.W, c.B, c.P)
+    with_fp8 = c.storage if narrow else CACHE_WITH_FP8
+    T = with_fp8 if c.kv_dtype else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
 
 
-def bind_round(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    n_kv_head: int,
-    kv_dtype: str,
-) -> Bound:
-    """inputs (qkv (N, W),), rows [Q | K | V] in 16 bits; out is qkv, or None for it.
+@variant("append split", APPEND_TWO_PART, "kv_append_split", idea="the same from two-part rows")
+def _append_two_part(c: Call) -> Launch:
+    unfit(c.storage != TWO_PART, "qkv: expected a TwoPartMatrix")
+    _check_rows(c)
+    check("k", c.k)
+    aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)
+    geometry = append_geometry(c.N, c.C, c.W, c.k.itemsize, *aligned)
+    geometry = geometry._replace(kernel="kv_append_split")
+    args = (c.qkv.parts, c.qkv.scale, c.row, c.position, c.k, c.v, c.C, c.W, c.B, c.P)
+    return launch_at(APPEND_TWO_PART, geometry, args, "float16")
 
-    K and V are rounded in place to the numbers of an FP8 format, which both 16-bit dtypes have.
-    """
-    (qkv,) = inputs
-    check_format(kv_dtype)
-    dtype = storage(qkv)
-    check("qkv", qkv, dtype=CACHE_WITH_FP8 if dtype == "float32" else dtype)
-    n_head = check_integer("n_head", n_head, 1, math.inf, "a number of heads")
-    n_kv_head = check_integer("n_kv_head", n_kv_head, 1, n_head, f"at most n_head {n_head}")
+
+@variant(
+    "round",
+    APPEND,
+    "kv_round",
+    idea="rounds K and V of packed rows in place to what a kv_cache of FP8 can hold",
+)
+def _round(c: Call) -> Launch:
+    """Both 16-bit dtypes have the numbers of either FP8 format."""
+    check_format(c.kv_dtype)
+    if c.storage == "float32":
+        check("qkv", c.qkv, dtype=CACHE_WITH_FP8)
+    n_head = check_integer("n_head", c.n_head, 1, math.inf, "a number of heads")
+    n_kv_head = check_integer("n_kv_head", c.n_kv_head, 1, n_head, f"at most n_head {n_head}")
     heads = n_head + 2 * n_kv_head
-    if qkv.ndim != 2 or qkv.shape[1] % heads:
-        raise InputError(f"qkv: expected (N, W) of {heads} heads, got {qkv.shape}")
-    if out is not None and not same_memory(qkv, out):
-        raise InputError("out: expected qkv itself: K and V are rounded in place")
-    N, W = qkv.shape
-    C = W // heads * n_kv_head
-    width = gcd(alignment(qkv.data.ptr) // qkv.itemsize, C, W)
-    geometry = _over_rows("kv_round", N, C, width)
-    return Bound(qkv, (launch_at(APPEND, geometry, (qkv, C, W), dtype, cache=kv_dtype),))
-
-
-def _append_two_part(inputs: tuple[Any, ...], out: tuple[CudaArray, CudaArray]) -> Bound:
-    qkv, row, position = inputs
-    k, v = out
-    B, n_ctx, C = k.shape
-    check_two_part("qkv", qkv)
-    if qkv.ndim != 2 or qkv.shape[0] != row.size or qkv.shape[1] < 3 * C or qkv.shape[1] % C:
-        raise InputError(
-            f"qkv: expected ({row.size}, {3 * C}), or more queries of k's {C} channels, "
-            f"got {qkv.shape}"
-        )
-    N, W = qkv.shape
-    check("k", k)
-    aligned = alignment(2 * qkv.parts.data.ptr), alignment(k.data.ptr, v.data.ptr)
-    geometry = append_geometry(N, C, W, k.itemsize, *aligned)._replace(kernel="kv_append_split")
-    args = (qkv.parts, qkv.scale, row, position, k, v, C, W, B, n_ctx)
-    return Bound(k, (launch_at(APPEND_TWO_PART, geometry, args, "float16"),), (v,))
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    T, C = sizes["T"], sizes["C"]
-    q, k, v = (
-        rng.standard_normal((rows, C), dtype=np.float32) + np.float32(0.5)
-        for rows in (T, START + T, START + T)
-    )
-    return q, k, v
+    if c.W % heads:
+        raise InputError(f"qkv: expected (N, W) of {heads} heads, got {c.qkv.shape}")
+    C = c.W // heads * n_kv_head
+    width = gcd(alignment(c.qkv.data.ptr) // c.qkv.itemsize, C, c.W)
+    geometry = _over_rows("kv_round", c.N, C, width)
+    return launch_at(APPEND, geometry, (c.qkv, C, c.W), c.storage, cache=c.kv_dtype)
 
 
 def _flops(sizes: Sizes) -> int:
@@ -458,49 +387,29 @@ OPERATION = Operation(
     document="gpt2block",
     idea="softmax(Q Kᵀ / sqrt(HS)) V, queries at positions start + t, K and V from a kv_cache",
     sizes={"T": 128, "C": 768},
-    variants=(
-        Variant(
-            "tiles",
-            TILES,
-            ("attention_cached", "attention_cached_narrow"),
-            "attention's `online` over packed rows of several sequences; a query's bits depend on "
-            "its own sequence only; q in float32, or in 16 bits",
-            launch=_launch_tiles,
-        ),
-    ),
-    make=_make,
+    variants=(_tiles,),
     traffic=lambda s: 4 * s["C"] * (2 * s["T"] + 2 * (START + s["T"])),
     flops=_flops,
     bound="compute",
     attrs={"start": START, "n_head": 12},
-    auxiliary=(
-        Variant(
-            "split",
-            SPLIT,
-            ("attention_split",),
-            "decoding: one warp per 32 keys of a head, the next keys in flight; splits are "
-            "combined in shared memory, for few rows that of a cluster",
-        ),
-        Variant(
-            "append",
-            APPEND,
-            ("kv_append", "kv_append_narrow"),
-            "writes K and V of packed rows to the kv_cache, converted to its dtype where needed",
-        ),
-        Variant(
-            "round",
-            APPEND,
-            ("kv_round",),
-            "rounds K and V of packed rows in place to what a kv_cache of FP8 can hold",
-        ),
-        Variant(
-            "append split",
-            APPEND_TWO_PART,
-            ("kv_append_split",),
-            "the same from two-part rows",
-        ),
-    ),
-    binder=bind_sequence,
+    axes={"Q": "C", "P": "start+T"},
+    small=({"T": 17, "C": 128, "n_head": 2},),
+    auxiliary=(_split, _append, _round, _append_two_part),
+    binder=bind,
+)
+ATTENTION_PACKED = Operation(name="attention_packed", variants=(_tiles,), binder=bind_packed)
+ATTENTION_SPLIT = Operation(
+    name="attention_split",
+    variants=(_split,),
+    options={"n_head": None, "to_terms": None, "kv_dtype": None},
+)
+KV_APPEND = Operation(
+    name="kv_append", variants=(_append, _append_two_part), options={"kv_dtype": None}
+)
+KV_ROUND = Operation(
+    name="kv_round",
+    variants=(_round,),
+    options={"n_head": None, "n_kv_head": None, "kv_dtype": None},
 )
 
 
@@ -520,7 +429,7 @@ def attention_cached(
     have at most 256 channels.
     """
     options = {"start": start, "n_head": n_head, "kv_dtype": kv_dtype}
-    return call(bind_sequence, contiguous(q, k, v), **options).out
+    return call(bind, contiguous(q, k, v), **options).out
 
 
 def attention_packed(
@@ -543,7 +452,7 @@ def attention_packed(
     sequence are the same alone and in any batch. Raises InputError.
     """
     arrays = contiguous(qkv, k, v, cu_seqlens, start)
-    return call(bind, arrays, n_head=n_head, longest=longest, kv_dtype=kv_dtype).out
+    return call(bind_packed, arrays, n_head=n_head, longest=longest, kv_dtype=kv_dtype).out
 
 
 def attention_split(
@@ -557,11 +466,12 @@ def attention_split(
 ) -> CudaArray:
     """Attention of single queries over a kv_cache, the keys in splits of 32.
 
-    q (M, Q) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, Q); see `bind_split`.
-    Raises InputError. Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
+    q (M, Q) float32, k and v (B, n_ctx, C), row and position (M,) int32 → (M, Q). Query m sees keys
+    0 to position[m] of row[m]; nothing is written for those outside the cache. Raises InputError.
+    Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
     """
     arrays = contiguous(q, k, v, row, position)
-    return bind_split(arrays, n_head=n_head, kv_dtype=kv_dtype).run()
+    return ATTENTION_SPLIT.bind_on_device(arrays, n_head=n_head, kv_dtype=kv_dtype).run()
 
 
 def kv_append(
@@ -578,7 +488,8 @@ def kv_append(
     `attention_cached`. Row n goes to sequence row[n] at position[n], both int32 on the device; rows
     outside the cache are skipped. Two rows must not have the same destination. Raises InputError.
     """
-    bind_append(contiguous(qkv, row, position), (k, v), kv_dtype=kv_dtype).run()
+    qkv, row, position = contiguous(qkv, row, position)
+    KV_APPEND.bind_on_device((qkv, k, v, row, position), kv_dtype=kv_dtype).run()
 
 
 def kv_round(qkv: CudaArray, n_head: int, n_kv_head: int, kv_dtype: str) -> CudaArray:
@@ -586,4 +497,5 @@ def kv_round(qkv: CudaArray, n_head: int, n_kv_head: int, kv_dtype: str) -> Cuda
 
     qkv (N, W), rows [Q | K | V] of float16 or bfloat16. Raises InputError.
     """
-    return bind_round((qkv,), n_head=n_head, n_kv_head=n_kv_head, kv_dtype=kv_dtype).run()
+    options = {"n_head": n_head, "n_kv_head": n_kv_head, "kv_dtype": kv_dtype}
+    return KV_ROUND.bind_on_device((qkv,), **options).run()

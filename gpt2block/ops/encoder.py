@@ -6,59 +6,58 @@ Kernels: embedding/encoder.cu, one for each variant.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    Bound,
-    CudaArray,
-    check,
-    check_matrix,
-    contiguous,
-    output,
-    row_alignment,
-)
+from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, row_alignment
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "embedding/encoder.cu"
-BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-class Job(NamedTuple):
-    """A checked call: ids (..., T), wte (V, C), wpe (n_ctx, C), out (..., T, C)."""
-
-    ids: CudaArray
-    wte: CudaArray
-    wpe: CudaArray
-    out: CudaArray
-    block: int | None  # None: the default
-
-    @property
-    def C(self) -> int:  # noqa: N802
-        return int(self.wte.shape[1])
-
-
-def _launch(job: Job, kernel: str, threads: int) -> tuple[Launch, ...]:
+def _launch(c: Call, kernel: str, threads: int) -> Launch:
     """With `threads` threads for each token."""
-    ids, wte, block = job.ids, job.wte, job.block or BLOCK
-    grid = (ceil(ids.size * threads / block),)
-    args = (ids, wte, job.wpe, job.out, ids.size, ids.shape[-1], job.C, wte.shape[0])
-    return (launch(FILE, kernel, grid, (block,), args),)
+    grid = (ceil(c.ids.size * threads / c.block),)
+    args = (c.ids, c.wte, c.wpe, c.out, c.ids.size, c.T, c.C, c.V)
+    return launch(FILE, kernel, grid, (c.block,), args)
 
 
-def _vectors_problem(job: Job) -> str | None:
-    if row_alignment(job.C, job.wte, job.wpe, job.out) == 16:
-        return None
-    return (
-        f"expected C to be a multiple of 4, got {job.C}, and rows that start on a multiple of 16 "
-        f"bytes: use variant 1"
+def _check_vectors(c: Call) -> None:
+    unfit(
+        row_alignment(c.C, c.wte, c.wpe, c.out) != 16,
+        f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
+        f"bytes: use variant 1",
     )
+
+
+@variant("1", FILE, "encoder_forward_kernel1", idea="one thread per element", blocks=BLOCKS)
+def _elements(c: Call) -> Launch:
+    return _launch(c, "encoder_forward_kernel1", c.C)
+
+
+@variant("2", FILE, "encoder_forward_kernel2", idea="one thread per 4 channels", blocks=BLOCKS)
+def _vectors(c: Call) -> Launch:
+    _check_vectors(c)
+    return _launch(c, "encoder_forward_kernel2", c.C // 4)
+
+
+@variant(
+    "3",
+    FILE,
+    "encoder_forward_kernel3",
+    idea="one warp per row, several 16-byte loads in flight",
+    blocks=BLOCKS,
+)
+def _warps(c: Call) -> Launch:
+    _check_vectors(c)
+    return _launch(c, "encoder_forward_kernel3", 32)
 
 
 def bind(
@@ -68,23 +67,14 @@ def bind(
     variant: str | int | None = None,
     block: int | None = None,
 ) -> Bound:
-    """inputs (ids (T,) or (B, T) of int32, wte (V, C), wpe (n_ctx, C)), out (..., T, C).
+    """The ids are not read back: an id outside 0..V-1 makes its row NaN.
 
-    The ids are not read back: an id outside 0..V-1 makes its row NaN. Without a variant: 3, or 1
-    where rows do not start on a multiple of 16 bytes.
+    Without a variant: 3, or 1 where rows do not start on a multiple of 16 bytes.
     """
-    ids, wte, wpe = inputs
-    check("ids", ids, dtype="int32")
-    C = check_matrix("wte", wte)[1]
-    n_ctx = check_matrix("wpe", wpe)[0]
-    check("wpe", wpe, (n_ctx, C))
-    if n_ctx < ids.shape[-1]:
-        raise InputError(f"ids: {ids.shape[-1]:,} positions, but wpe has {n_ctx:,} rows")
-    out = output(out, (*ids.shape, C), apart={"ids": ids, "wte": wte, "wpe": wpe})
-    job = Job(ids, wte, wpe, out, block)
-    chosen = OPERATION.choose(job, variant, ("3", "1"))
-    check_block(OPERATION.name, chosen, block)
-    return Bound(out, chosen.launch(job))
+    c = OPERATION.checked(inputs, out, variant=variant, block=block)
+    if c.P < c.T:
+        raise InputError(f"ids: {c.T:,} positions, but wpe has {c.P:,} rows")
+    return OPERATION.bound_to(c, (_warps, _elements))
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -107,39 +97,17 @@ OPERATION = Operation(
     document="named after llm.c's encoder kernels",
     idea="out = wte[ids] + wpe[position]",
     sizes={"B": 8, "T": 1024, "C": 768, "V": 50257},
-    variants=(
-        Variant(
-            "1",
-            FILE,
-            ("encoder_forward_kernel1",),
-            "one thread per element",
-            BLOCKS,
-            launch=lambda job: _launch(job, "encoder_forward_kernel1", job.C),
-        ),
-        Variant(
-            "2",
-            FILE,
-            ("encoder_forward_kernel2",),
-            "one thread per 4 channels",
-            BLOCKS,
-            launch=lambda job: _launch(job, "encoder_forward_kernel2", job.C // 4),
-            problem=_vectors_problem,
-        ),
-        Variant(
-            "3",
-            FILE,
-            ("encoder_forward_kernel3",),
-            "one warp per row, several 16-byte loads in flight",
-            BLOCKS,
-            launch=lambda job: _launch(job, "encoder_forward_kernel3", 32),
-            problem=_vectors_problem,
-        ),
-    ),
-    make=_make,
+    variants=(_elements, _vectors, _warps),
+    draw=_make,
     traffic=_traffic,
     flops=lambda sizes: sizes["B"] * sizes["T"] * sizes["C"],
     bound="memory",
-    attrs={},
+    small=(
+        {"B": 1, "T": 5, "C": 24, "V": 11},
+        {"B": 1, "T": 3, "C": 769, "V": 5},
+        {"B": 2, "T": 33, "C": 128, "V": 70},
+    ),
+    aliases={"rows": "B*T", "N": "B*T"},
     binder=bind,
 )
 

@@ -7,24 +7,14 @@ embedding/encoder_rows.cu.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.config import LARGEST_COUNT
-from gpt2block.cuda.arrays import (
-    Bound,
-    CudaArray,
-    alignment,
-    check,
-    check_matrix,
-    contiguous,
-    launch_at,
-    output,
-)
+from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, launch_at
 from gpt2block.cuda.kernels import FP8, Geometry, Launch
-from gpt2block.errors import InputError
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -41,54 +31,24 @@ def geometry(N: int, C: int, alignment: int) -> Geometry:
     return Geometry("encoder_rows", (N,), (threads,), defines=(("ER_WIDTH", width),))
 
 
-class Job(NamedTuple):
-    """A checked call: ids and positions (N,), wte (V, C), wpe (n_ctx, C) or None, out (N, C)."""
-
-    ids: CudaArray
-    positions: CudaArray
-    wte: WeightMatrix
-    wpe: CudaArray | None
-    out: CudaArray
-
-
-def _launch(job: Job) -> tuple[Launch, ...]:
-    wte, data, (N, C) = job.wte, job.wte.data, job.out.shape
-    floats = [array.data.ptr for array in (job.wpe, job.out) if array is not None]
-    aligned = min(alignment(*floats), alignment(data.data.ptr) * 4 // data.itemsize)
-    n_ctx = LARGEST_COUNT if job.wpe is None else len(job.wpe)
-    args = (job.ids, job.positions, data, wte.scale, job.wpe, job.out, C, wte.N, n_ctx)
+@variant(
+    "rows",
+    FILE,
+    "encoder_rows",
+    idea="one block per row, one thread per 4 channels; ids and positions in device memory, wte "
+    "in any weight dtype",
+)
+def _rows(c: Call) -> Launch:
+    """ids and positions are not read back: one that is outside its table makes its row NaN."""
+    given = isinstance(c.wte, WeightMatrix)
+    wte = c.wte if given else WeightMatrix(c.wte, "float32", layout="NK")
+    floats = [array.data.ptr for array in (c.wpe, c.out) if array is not None]
+    aligned = min(alignment(*floats), alignment(wte.data.data.ptr) * 4 // wte.data.itemsize)
+    n_ctx = LARGEST_COUNT if c.wpe is None else c.P
+    args = (c.ids, c.positions, wte.data, wte.scale, c.wpe, c.out, c.C, c.V, n_ctx)
     fp8 = wte.dtype if wte.dtype in FP8 else None
     stored = "float32" if fp8 else wte.dtype
-    return (launch_at(FILE, geometry(N, C, aligned), args, stored, fp8),)
-
-
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (ids (N,), positions (N,), both int32, wte, wpe (n_ctx, C) or None), out (N, C).
-
-    wte: float32 (V, C), or a WeightMatrix of layout "NK" with V outputs. ids and positions are not
-    read back: one that is outside its table makes its row NaN. wpe and out are float32.
-    """
-    ids, positions, wte, wpe = (*inputs, None)[:4]
-    if not isinstance(wte, WeightMatrix):
-        check_matrix("wte", wte)
-        wte = WeightMatrix(wte, "float32", layout="NK")
-    if wte.layout != "NK":
-        raise InputError(f'wte: expected layout "NK", a row a token, got "{wte.layout}"')
-    check("wte", wte.data, dtype="uint8" if wte.dtype in FP8 else wte.dtype)
-    if wte.scale is not None:
-        check("wte's scale", wte.scale, (wte.N,))
-    check("ids", ids, dtype="int32")
-    if ids.ndim != 1:
-        raise InputError(f"ids: expected (N,), got shape {ids.shape}")
-    check("positions", positions, ids.shape, "int32")
-    if wpe is not None:
-        check("wpe", wpe)
-        if wpe.ndim != 2 or wpe.shape[1] != wte.K:
-            raise InputError(f"wpe: expected (n_ctx, {wte.K}), got {wpe.shape}")
-    given = {"ids": ids, "positions": positions, "wte": wte, "wpe": wpe}
-    out = output(out, (ids.size, wte.K), apart=given)
-    job = Job(ids, positions, wte, wpe, out)
-    return Bound(out, OPERATION.variants[0].launch(job))
+    return launch_at(FILE, geometry(c.N, c.C, aligned), args, stored, fp8)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -106,22 +66,13 @@ OPERATION = Operation(
     document="gpt2block",
     idea="out = wte[ids] + wpe[positions], one position per row",
     sizes={"N": 8192, "T": 1024, "C": 768, "V": 50257},
-    variants=(
-        Variant(
-            "rows",
-            "embedding/encoder_rows.cu",
-            ("encoder_rows",),
-            "one block per row, one thread per 4 channels; ids and positions in device memory, wte "
-            "in any weight dtype",
-            launch=_launch,
-        ),
-    ),
-    make=_make,
+    variants=(_rows,),
+    draw=_make,
     traffic=lambda s: 4 * (2 * s["N"] + 2 * s["N"] * s["C"] + s["T"] * s["C"]),
     flops=lambda s: s["N"] * s["C"],
     bound="memory",
     attrs={},
-    binder=bind,
+    small=({"N": 19, "T": 33, "C": 128, "V": 70},),
 )
 
 
@@ -136,4 +87,4 @@ def encoder_rows(
     wte: float32, or a WeightMatrix of layout "NK" in any dtype. ids and positions, int32, are not
     read back: an id that wte has no row for, or a position beyond wpe, makes its row NaN.
     """
-    return call(bind, contiguous(ids, positions, wte, wpe)).out
+    return call(OPERATION.bind_on_device, contiguous(ids, positions, wte, wpe)).out

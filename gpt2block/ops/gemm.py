@@ -9,26 +9,23 @@ matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import check_flag
+from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     arrays_of,
-    check,
     check_address,
-    check_apart,
     compute_capability,
     contiguous,
     device_attribute,
     launch_at,
-    output,
     storage,
 )
-from gpt2block.cuda.kernels import FP8, Launch
+from gpt2block.cuda.kernels import FP8, Geometry, Launch
 from gpt2block.cuda.tensor_maps import NO_MAP, tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import _gemm_hopper as hopper
@@ -36,120 +33,130 @@ from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import _stored as stored
 from gpt2block.ops import _widened as widened
-from gpt2block.ops import two_part
-from gpt2block.ops._matrix import check_weights
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
+from gpt2block.ops.call import TWO_PART, Call, checked
+from gpt2block.ops.operation import (
+    Inputs,
+    Operation,
+    Sizes,
+    unfit,
+    variant,
+)
+from gpt2block.ops.two_part import OPERATION as TO_TWO_PART
+from gpt2block.ops.two_part import TAKE, check_one_scale
 from gpt2block.ops.warm import call
+from gpt2block.weights.conversions import LARGEST_OPERAND
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
-
-class Job(NamedTuple):
-    """A product, checked."""
-
-    a: Any  # (..., K); an array or, as w, a TwoPartMatrix
-    w: Any  # (N, K)
-    w_scale: CudaArray | None  # of w, if it is an array
-    bias: CudaArray | None
-    residual: CudaArray | None
-    up: WeightMatrix | None  # (N, K): out = silu(a w) (a up)
-    out: Any  # (..., N); an array, or of two-part matrices a TwoPartMatrix
-    gelu: bool
-    split_k: bool
-    early: bool  # whether w may be loaded before the previous kernel has ended
-
-    @property
-    def two_part(self) -> bool:
-        return isinstance(self.w, TwoPartMatrix)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
-        K = self.a.shape[-1]
-        return self.a.size // K, self.out.shape[-1], K
-
-    @property
-    def other_out(self) -> bool:
-        """Whether the result has the other format: float32, or two-part for two-part inputs."""
-        if self.two_part:
-            return isinstance(self.out, TwoPartMatrix)
-        return bool(self.out.dtype.name == "float32")
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The properties that determine the geometry, in addition to the sizes."""
-        return {
-            "two_part": self.two_part,
-            "gelu": self.gelu,
-            "residual": self.residual is not None,
-            "other_out": self.other_out,
-            "scaled": self.w_scale is not None,
-            "early": self.early,
-            "sms": device_attribute("MultiProcessorCount"),
-        }
-
-    @property
-    def two_part_outputs(self) -> tuple[CudaArray | None, CudaArray | None, float]:
-        """out and its parts, one of them None, and 1 / the scale of the parts."""
-        if self.other_out:
-            return None, self.out.parts, 1 / (self.out.one_scale or 1.0)
-        return self.out, None, 1.0
+Box = tuple[int, int, int]
+Boxes = tuple[Box, Box, Box]  # of the tensor maps of a, w and out
+WITH_TWO_PART = Contract.parse(
+    "a a_dtype ... K; w two_part N K; bias? f32 N; residual? f32 ... N; up? rows K N "
+    "-> out~residual out_dtype ... N"
+)
 
 
-def _launch_mma(job: Job) -> Launch:
+def _constants(c: Call) -> dict[str, Any]:
+    """The properties that determine the geometry, in addition to the sizes."""
+    return {
+        "two_part": c.two_part,
+        "gelu": c.gelu,
+        "residual": c.residual is not None,
+        "other_out": c.other_out,
+        "scaled": c.scale is not None,
+        "early": c.early,
+        "sms": device_attribute("MultiProcessorCount"),
+    }
+
+
+def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
+    """out and its parts, one of them None, and 1 / the scale of the parts."""
+    if c.other_out:
+        return None, c.out.parts, 1 / (c.out.one_scale or 1.0)
+    return c.out, None, 1.0
+
+
+def _mma_geometry(c: Call) -> Geometry:
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry = mma.geometry(*job.sizes, **job.constants, most_shared=most_shared)
-    a, w, w_scale, bias, residual = job[:5]
-    args: tuple[Any, ...]
-    if job.two_part:
-        args = (a.parts, a.scale, w.parts, w.scale, bias, residual, *job.two_part_outputs)
-        return launch_at(mma.TWO_PART_FILE, geometry, (*args, *job.sizes), "float16")
-    outputs, none = (residual, job.out), (None, None)
-    args = (a, w, w_scale, bias, *((*none, *outputs) if job.other_out else (*outputs, *none)))
-    return launch_at(mma.FILE, geometry, (*args, *job.sizes), a.dtype.name)
+    return mma.geometry(*c.sizes, **_constants(c), most_shared=most_shared)
 
 
-def _mma_problem(job: Job) -> str | None:
-    if compute_capability() < MMA_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or newer: use ops.linear"
-    if job.up is not None:
-        return "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products"
-    return None
+@variant(
+    "split",
+    mma.TWO_PART_FILE,
+    mma.TWO_PART_KERNEL,
+    idea="float32 accuracy: three products of float16 parts, sums promoted every 128 of K",
+)
+def _mma_two_part(c: Call) -> Launch:
+    operands = (c.a.parts, c.a.scale, c.w.parts, c.w.scale, c.bias, c.residual)
+    args = (*operands, *_outputs(c), *c.sizes)
+    return launch_at(mma.TWO_PART_FILE, _mma_geometry(c), args, "float16")
 
 
-def _launch_hopper(job: Job) -> Launch:
-    if job.up is not None:
-        return two_matrices.launch(job.a, (job.w, job.up.data), "NK", job.out)
-    M, N, K = job.sizes
-    geometry, tile = hopper.geometry(M, N, K, **job.constants, split_k=job.split_k)
-    box_a = (1, tile.rows, hopper.SLICE)
-    box_w = (1, tile.columns // tile.shares, hopper.SLICE)
-    box_out = (1, 64, tile.chunk)
-    args: tuple[Any, ...]
-    if job.two_part:
-        out, parts, per_scale = job.two_part_outputs
-        map_out = NO_MAP if parts is None else tensor_map(parts, box_out)
-        args = (tensor_map(job.a.parts, box_a), tensor_map(job.w.parts, box_w), map_out)
-        args += (job.a.scale, job.w.scale, job.bias, job.residual, out, per_scale)
-        return launch_at(hopper.TWO_PART_FILE, geometry, (*args, M, N, K), "float16")
-    args = (
-        tensor_map(job.a.reshape(1, M, K), box_a),
-        tensor_map(job.w.reshape(1, N, K), box_w),
-    )
-    outputs = (job.residual, job.out)
-    if job.other_out:
-        args += (NO_MAP, NO_MAP, job.w_scale, job.bias, *outputs)
+@variant(
+    "mma",
+    mma.FILE,
+    mma.KERNEL,
+    idea="tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
+)
+def _mma(c: Call) -> Any:
+    old = compute_capability() < MMA_CAPABILITY
+    unfit(old, "needs a GPU of compute capability 8.0 or newer: use ops.linear")
+    two = c.up is not None
+    unfit(two, "multiplies by one matrix: use ops.rmsnorm_ffn, or ops.silu_mul of two products")
+    if c.two_part:
+        return _mma_two_part.launch(c)
+    outputs, none = (c.residual, c.out), (None, None)
+    ends = (*none, *outputs) if c.other_out else (*outputs, *none)
+    args = (c.a, c.weights, c.scale, c.bias, *ends, *c.sizes)
+    return launch_at(mma.FILE, _mma_geometry(c), args, c.storage)
+
+
+def _hopper_geometry(c: Call) -> tuple[Geometry, Boxes]:
+    geometry, tile = hopper.geometry(*c.sizes, **_constants(c), split_k=c.split_k)
+    a, w = (1, tile.rows, hopper.SLICE), (1, tile.columns // tile.shares, hopper.SLICE)
+    return geometry, (a, w, (1, 64, tile.chunk))
+
+
+@variant(
+    "split hopper",
+    hopper.TWO_PART_FILE,
+    hopper.TWO_PART_KERNEL,
+    idea="the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
+)
+def _hopper_two_part(c: Call) -> Launch:
+    geometry, (a, w, written) = _hopper_geometry(c)
+    out, parts, per_scale = _outputs(c)
+    map_out = NO_MAP if parts is None else tensor_map(parts, written)
+    maps = (tensor_map(c.a.parts, a), tensor_map(c.w.parts, w), map_out)
+    args = (*maps, c.a.scale, c.w.scale, c.bias, c.residual, out, per_scale, *c.sizes)
+    return launch_at(hopper.TWO_PART_FILE, geometry, args, "float16")
+
+
+@variant(
+    "hopper",
+    hopper.FILE,
+    hopper.KERNEL,
+    idea="TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues",
+)
+def _hopper(c: Call) -> Any:
+    other = compute_capability() != HOPPER_CAPABILITY
+    unfit(other, "needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    if c.up is not None:
+        return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.out)
+    if c.two_part:
+        return _hopper_two_part.launch(c)
+    M, N, K = c.sizes
+    geometry, (a, w, written) = _hopper_geometry(c)
+    maps = tensor_map(c.a.reshape(1, M, K), a), tensor_map(c.weights.reshape(1, N, K), w)
+    outputs: tuple[Any, ...] = (c.residual, c.out)
+    if c.other_out:
+        ends = (NO_MAP, NO_MAP, c.scale, c.bias, *outputs)
     else:
-        maps = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), box_out) for x in outputs)
-        args += (*maps, job.w_scale, job.bias, None, None)
-    return launch_at(hopper.FILE, geometry, (*args, M, N, K), job.a.dtype.name)
-
-
-def _hopper_problem(_: Job) -> str | None:
-    if compute_capability() != HOPPER_CAPABILITY:
-        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
-    return None
+        own = (NO_MAP if x is None else tensor_map(x.reshape(1, M, N), written) for x in outputs)
+        ends = (*own, c.scale, c.bias, None, None)
+    return launch_at(hopper.FILE, geometry, (*maps, *ends, M, N, K), c.storage)
 
 
 def bind(
@@ -162,176 +169,145 @@ def bind(
     variant: str | None = None,
     bound: float | None = None,
 ) -> Bound:
-    """inputs (a (..., K), w, bias (N,), residual (..., N), up, memory), out (..., N).
+    """inputs (a, w, bias, residual, up, memory), out; those missing at the end are None.
 
-    a: float16 or bfloat16. w: a WeightMatrix of that dtype, or with float16 of FP8, layout "NK".
-    bias: float32. out and residual: `dtype`, which is that of a or float32; by default that of out,
-    or without one that of a. residual may be out itself. Inputs missing at the end are None. The
-    bits of a row depend only on this row, w, bias and its residual; with `split_k` also on the
-    number of rows, since K may be summed in parts, which is faster for few rows. FP8 weights are
-    converted to float16, exactly, by a launch of their own, into `memory` of at least as many
-    elements; with None, new memory. up: a second WeightMatrix, of w's dtype (float16 or bfloat16)
-    and shape, by variant hopper: out, of the dtype of a, is silu(a w) (a up). Raises InputError.
-
-    Two-part matrices: w (N, K) is a TwoPartMatrix; a is one, or float32, which is converted first.
-    residual is float32. out is float32 or, without a residual, a TwoPartMatrix with one scale; for
-    dtype "two_part" a new one, with the scale for `bound`. split_k has no effect.
+    As `gemm`, and: residual may be out itself. dtype is by default that of out, or without one that
+    of a, with two-part matrices float32. Two-part outputs have one scale for all rows. FP8 weights
+    are converted to float16, exactly, by a launch of their own, into `memory`, (S,) of at least as
+    many elements, or into new memory; a float32 `a` becomes two-part. Raises InputError.
     """
-    a, w, bias, residual, up, memory = (*inputs, *(None,) * 4)[:6]
-    gelu, split_k = check_flag("gelu", gelu), check_flag("split_k", split_k)
-    parts = isinstance(w, TwoPartMatrix) or isinstance(a, TwoPartMatrix)
-    if parts:
-        _check_two_part(a, w)
-    elif bound is not None:
-        raise InputError("bound: expected TwoPartMatrix inputs: only a two-part result has a bound")
-    else:
-        _check_16_bits(a, w)
-    N, K = w.shape if parts else (w.N, w.K)
-    if max(a.size // K, N, K) > two_part.LARGEST:
+    a, w, *_ = inputs
+    two_part_a = isinstance(a, TwoPartMatrix)
+    two_part = two_part_a or isinstance(w, TwoPartMatrix)
+    dtype = _out_dtype(dtype, out, None if two_part else storage(a))
+    c = checked(
+        WITH_TWO_PART if two_part else OPERATION.contract,
+        inputs,
+        out,
+        gelu=gelu,
+        split_k=split_k,
+        variant=variant,
+        bound=bound,
+        two_part=two_part,
+        a_dtype=TWO_PART if two_part_a else "float32",
+        out_dtype=dtype,
+        other_out=dtype == (TWO_PART if two_part else "float32"),
+    )
+    c.sizes = c.rows, c.N, c.K
+    _check(c)
+    before = _converted(c)
+    if c.up is not None:
+        _check_up(c)
+    product = OPERATION.bound_to(c)
+    return product._replace(launches=(*before, *product.launches))
+
+
+def _out_dtype(dtype: str | None, out: Any, own: str | None) -> str:
+    """The dtype of the result, or "two_part". own: that of a, None with two-part matrices."""
+    known = ("float32", TWO_PART) if own is None else (own, "float32")
+    if dtype is None:
+        given = getattr(getattr(out, "dtype", None), "name", "")
+        given = TWO_PART if isinstance(out, TwoPartMatrix) else given
+        return given if given in known else known[0]
+    if dtype not in known:
+        with_parts = f"float32 or {TWO_PART!r} with a TwoPartMatrix"
+        expected = with_parts if own is None else f"{own}, as a has, or float32"
+        raise InputError(f"dtype {dtype!r}: expected {expected}")
+    return dtype
+
+
+def _check(c: Call) -> None:
+    """InputError for sizes, dtypes and addresses that no kernel takes."""
+    if max(c.sizes) > LARGEST_OPERAND:
         raise InputError(
-            f"a {a.shape}, w ({N}, {K}): expected at most {two_part.LARGEST:,} of each size"
+            f"a {c.a.shape}, w ({c.N}, {c.K}): expected at most {LARGEST_OPERAND:,} of each size"
         )
-    if N % MULTIPLE or K % MULTIPLE:
+    if c.N % MULTIPLE or c.K % MULTIPLE:
         raise InputError(
-            f"w: expected K and N in multiples of {MULTIPLE}, got K {K}, N {N}: add zeros, "
+            f"w: expected K and N in multiples of {MULTIPLE}, got K {c.K}, N {c.N}: add zeros, "
             "or use ops.linear"
         )
-    if bias is not None:
-        check("bias", bias, (N,))
-    if up is not None:
-        check_weights("up", up, ("a", a))
-    others = {"a": a, "w": w, "bias": bias, "up": up, "memory": memory}
-    shape = (*a.shape[:-1], N)
-    if parts:
-        out = _two_part_output(out, shape, dtype, bound, others, residual)
+    if c.two_part:
+        _check_two_part_result(c)
     else:
-        out = _output(out, shape, dtype, others, residual)
-    for name, value in {**others, "residual": residual, "out": out}.items():
-        for each, array in arrays_of(name, value).items():
+        _check_16_bits(c)
+    for name in ("a", "w", "bias", "residual", "up", "memory", "out"):
+        for each, array in arrays_of(name, vars(c).get(name)).items():
             check_address(each, array)
-    before, operands = _operands(a, w, memory)
-    early = parts or not before.launches
-    job = Job(*operands, bias, residual, up, out, gelu, split_k, early)
-    if up is not None:
-        _check_up(job, up)
-    launch = OPERATION.choose(job, variant).launch(job)
-    return Bound(out, (*before.launches, launch), before.extra)
 
 
-def _operands(a: Any, w: Any, memory: CudaArray | None) -> tuple[Bound, tuple[Any, Any, Any]]:
-    """The conversion of a or w that a product needs first, and its a, w and w_scale."""
-    nothing = Bound(None, ())
-    if isinstance(w, TwoPartMatrix):
-        if isinstance(a, TwoPartMatrix):
-            return nothing, (a, w, None)
-        before = two_part.bind((a,))
-        return before._replace(extra=(before.out.parts, before.out.scale)), (before.out, w, None)
-    if w.dtype not in FP8:
-        return nothing, (a, w.data, w.scale)
-    before = widened.bind(w, memory)
-    return before._replace(extra=(before.out,)), (a, before.out, w.scale)
-
-
-def _check_16_bits(a: Any, w: Any) -> None:
-    own = storage(a)
-    check("a", a, dtype=own)
-    if own not in OPERATION.dtypes:
-        raise InputError(
-            f"a: expected {' or '.join(OPERATION.dtypes)}, got {own}: use a TwoPartMatrix as w, "
-            "or ops.linear"
-        )
-    check_weights("w", w, ("a", a))
-    if w.dtype in FP8 and own == "float16":
-        return
-    if w.dtype != own:
-        raise InputError(
-            f"w: expected {own}, as a has, got {w.dtype}: "
-            f"use WeightMatrix.quantize(w, {own!r}, 'NK')"
-        )
-
-
-def _check_up(job: Job, up: WeightMatrix) -> None:
-    """InputError unless the kernel for two matrices computes the product.
-
-    It loads both before the previous kernel has ended, so that w must not be converted first.
-    """
-    _, N, K = job.sizes
-    others = {
-        "two-part matrices": job.two_part,
-        "a result of another dtype": job.other_out,
-        "FP8 weights": not job.early,
-        "bias": job.bias is not None,
-        "residual": job.residual is not None,
-        "gelu": job.gelu,
-    }
-    given = [name for name, there in others.items() if there]
-    if given or (up.N, up.dtype) != (N, storage(job.a)):
-        got = " with ".join([f"({up.N}, {up.K}) of {up.dtype}", *given])
-        raise InputError(
-            f"up: expected ({N}, {K}) of the dtype of a, w and the result, float16 or bfloat16, "
-            f"and neither bias, residual nor gelu, got {got}: use ops.silu_mul of two products"
-        )
-
-
-def _output(
-    out: Any, shape: tuple[int, ...], dtype: str | None, others: dict[str, Any], residual: Any
-) -> CudaArray:
-    """16 bits or float32, as is the residual."""
-    own = others["a"].dtype.name
-    if dtype is None:
-        dtype = own if out is None else getattr(getattr(out, "dtype", None), "name", own)
-    if dtype not in (own, "float32"):
-        raise InputError(f"dtype {dtype!r}: expected {own}, as a has, or float32")
-    if residual is not None:
-        check("residual", residual, shape, dtype)
-    return output(out, shape, dtype, apart=others, in_place={"residual": residual})
-
-
-def _check_two_part(a: Any, w: Any) -> None:
-    two_part.check_two_part("w", w)
-    if w.ndim != 2:
-        raise InputError(f"w: expected a TwoPartMatrix (N, K), got {w.shape}")
-    if isinstance(a, TwoPartMatrix):
-        two_part.check_two_part("a", a)
-    else:
-        check("a", a)
-    if a.shape[-1] != w.shape[1]:
-        raise InputError(f"w: expected K {a.shape[-1]} to match a, got {w.shape[1]}")
-
-
-def _two_part_output(
-    out: Any,
-    shape: tuple[int, ...],
-    dtype: str | None,
-    bound: float | None,
-    others: dict[str, Any],
-    residual: Any,
-) -> CudaArray | TwoPartMatrix:
-    """float32, or a TwoPartMatrix whose rows have one scale; apart from the other arguments."""
-    if dtype is None:
-        dtype = two_part.TWO_PART if isinstance(out, TwoPartMatrix) else "float32"
-    if dtype == "float32":
-        if bound is not None:
-            raise InputError(f"bound: expected dtype {two_part.TWO_PART!r}, of a two-part result")
-        if residual is not None:
-            check("residual", residual, shape)
-        return output(out, shape, apart=others, in_place={"residual": residual})
-    if dtype != two_part.TWO_PART:
-        raise InputError(
-            f"dtype {dtype!r}: expected float32 or {two_part.TWO_PART!r} with a TwoPartMatrix"
-        )
-    if residual is not None:
+def _check_two_part_result(c: Call) -> None:
+    """InputError unless a two-part result has one scale, and a float32 result no bound."""
+    given = vars(c).get("out")
+    if c.out_dtype != TWO_PART:
+        if c.bound is not None:
+            raise InputError(f"bound: expected dtype {TWO_PART!r}, of a two-part result")
+    elif c.residual is not None:
         raise InputError("residual: expected none with a two-part result: its bound is not known")
-    if out is None and bound is None:
+    elif given is not None:
+        check_one_scale(given, c.bound)
+    elif c.bound is None:
         raise InputError(
             "bound: expected the largest magnitude that the result can have, which gives all its "
             "rows one scale"
         )
-    if out is None:
-        return TwoPartMatrix.empty(shape, bound)
-    two_part.check_one_scale(out, shape, bound)
-    check_apart("out", out, others)
-    return out
+
+
+def _check_16_bits(c: Call) -> None:
+    if c.bound is not None:
+        raise InputError("bound: expected TwoPartMatrix inputs: only a two-part result has a bound")
+    if c.storage not in OPERATION.dtypes:
+        raise InputError(
+            f"a: expected {' or '.join(OPERATION.dtypes)}, got {c.storage}: use a TwoPartMatrix as "
+            "w, or ops.linear"
+        )
+    if c.w.dtype != c.storage and not (c.w.dtype in FP8 and c.storage == "float16"):
+        raise InputError(
+            f"w: expected {c.storage}, as a has, got {c.w.dtype}: "
+            f"use WeightMatrix.quantize(w, {c.storage!r}, 'NK')"
+        )
+
+
+def _converted(c: Call) -> tuple[Launch, ...]:
+    """Launches that convert a or w first; the kernels take `weights`, with `scale`.
+
+    early: whether w may be loaded before the previous kernel has ended.
+    """
+    c.early, c.weights, c.scale, c.kept = True, None, None, ()
+    if c.two_part:
+        if isinstance(c.a, TwoPartMatrix):
+            return ()
+        before = TO_TWO_PART.bind_on_device((c.a,))
+        c.a, c.kept = before.out, tuple(before.out.arrays().values())
+        return before.launches
+    c.weights, c.scale = c.w.data, c.w.scale
+    if c.w.dtype not in FP8:
+        return ()
+    before = widened.bind((c.w, c.memory))
+    c.early, c.weights, c.kept = False, before.out, (before.out,)
+    return before.launches
+
+
+def _check_up(c: Call) -> None:
+    """InputError unless the kernel for two matrices computes the product.
+
+    It loads both before the previous kernel has ended, so that w must not be converted first.
+    """
+    others = {
+        "two-part matrices": c.two_part,
+        "a result of another dtype": c.other_out,
+        "FP8 weights": not c.early,
+        "bias": c.bias is not None,
+        "residual": c.residual is not None,
+        "gelu": c.gelu,
+    }
+    given = [name for name, there in others.items() if there]
+    if given or c.up.dtype != c.storage:
+        raise InputError(
+            f"up: expected the dtype of a, w and the result, float16 or bfloat16, and neither "
+            f"bias, residual nor gelu, got {' with '.join([c.up.dtype, *given])}: use ops.silu_mul "
+            "of two products"
+        )
 
 
 def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
@@ -345,72 +321,27 @@ OPERATION = Operation(
     document="gpt2block",
     idea="[residual +] [gelu](a W + bias), 16 bits in, sums in float32",
     sizes={"M": 1024, "K": 768, "N": 3072},
-    variants=(
-        Variant(
-            "mma",
-            mma.FILE,
-            (mma.KERNEL,),
-            "tiles on tensor cores (mma.sync), one ring of slices through all tiles of a block",
-            launch=_launch_mma,
-            problem=_mma_problem,
-        ),
-        Variant(
-            "hopper",
-            hopper.FILE,
-            (hopper.KERNEL,),
-            "TMA and wgmma: one warpgroup loads, two multiply in turn, which hides the epilogues",
-            launch=_launch_hopper,
-            problem=_hopper_problem,
-        ),
-    ),
+    variants=(_mma, _hopper),
     auxiliary=(
-        Variant(
-            "split",
-            mma.TWO_PART_FILE,
-            (mma.TWO_PART_KERNEL,),
-            "float32 accuracy: three products of float16 parts, sums promoted every 128 of K",
-        ),
-        Variant(
-            "split hopper",
-            hopper.TWO_PART_FILE,
-            (hopper.TWO_PART_KERNEL,),
-            "the same by TMA and wgmma: sums are promoted while the cross terms are multiplied",
-        ),
-        Variant(
-            "split rows",
-            two_part.FILE,
-            ("split_rows",),
-            "one warp per row: the scale from the largest magnitude, then both parts",
-        ),
-        Variant(
-            "join rows",
-            two_part.FILE,
-            ("join_rows",),
-            "the inverse, for some rows of a matrix",
-        ),
-        Variant(
-            "widen",
-            widened.FILE,
-            (widened.KERNEL,),
-            "FP8 weights as float16, before a product with float16 activations",
-        ),
-        Variant(
-            "store",
-            stored.FILE,
-            (stored.KERNEL,),
-            "weights of a checkpoint in another dtype, or transposed to (N, K)",
-        ),
+        _mma_two_part,
+        _hopper_two_part,
+        *TO_TWO_PART.variants,
+        *TAKE.variants,
+        *widened.OPERATION.variants,
+        *stored.OPERATION.variants,
     ),
-    make=_make,
+    draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + s["itemsize"] * s["M"] * (s["K"] + s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="either",
-    attrs={},
+    small=(
+        {"M": 1, "K": 16, "N": 8},
+        {"M": 5, "K": 40, "N": 24},
+        {"M": 17, "K": 96, "N": 136},
+    ),
     dtypes=("bfloat16", "float16"),
     matrices=(1,),
     layout="NK",
-    shape=lambda a, w, *others, **attrs: (*a[:-1], w[1]),
-    largest=largest_product,
     binder=bind,
 )
 

@@ -8,14 +8,13 @@ decode.cu.
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from gpt2block.checks import check_flag
-from gpt2block.config import check_eps
+from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
@@ -23,21 +22,20 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     check_address,
-    check_apart,
     contiguous,
     device_attribute,
     launch_at,
-    output,
     storage,
 )
 from gpt2block.cuda.kernels import Geometry, Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
-from gpt2block.ops.two_part import TWO_PART, check_one_scale
+from gpt2block.ops._terms import Terms, check_terms, stored_defines
+from gpt2block.ops.call import TWO_PART, Call, checked
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Unfit, unfit, variant
+from gpt2block.ops.two_part import check_one_scale
 from gpt2block.ops.warm import call
-from gpt2block.plan import Terms
+from gpt2block.reference import layernorm_stats
 from gpt2block.weights.two_part import TwoPartMatrix
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -53,6 +51,9 @@ TEAMS = 512  # threads on an SM that hold rows of `narrow` at the same time
 HELD = 96  # registers for a thread's part of gamma, beta and its rows of x, in a block of 128
 MOST_EACH = 2  # rows of a team
 STATS_VARIANT = 6  # the default where the skeleton's kernels lack an option
+
+
+TO_TWO_PART = Contract.parse("x f32 ... C; gamma beta f32 C -> out? two_part ... C")
 
 
 class RowShape(NamedTuple):
@@ -87,7 +88,7 @@ def narrow_geometry(
 ) -> Geometry:
     """Of variant `narrow` for `rows` of C channels, `width` elements a vector.
 
-    two_part: x of float, out in two parts. How a row is shared among threads follows from C and
+    two_part: x of float, out two-part. How a row is shared among threads follows from C and
     width alone, and so do its bits; teams take several rows where there are more than `sms`
     multiprocessors hold at once. Raises InputError when a row does not fit in registers.
     """
@@ -112,118 +113,202 @@ def narrow_geometry(
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
 
 
-class Request(NamedTuple):
-    """The properties that determine whether a variant supports a call."""
-
-    stored: str  # the dtype of x
-    two_part: bool  # the result is a TwoPartMatrix
-    options: bool  # block, mean or rstd is given
+def _every(c: Call) -> tuple[Any, ...]:
+    """The arguments of a kernel with all outputs."""
+    return c.x, c.gamma, c.beta, c.out, c.mean, c.rstd, c.eps, c.rows, c.C
 
 
-class Job(NamedTuple):
-    """A checked call: x and out (..., C) as N rows, mean and rstd (...) or None."""
+def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool = False) -> None:
+    """Raise Unfit or InputError where a call needs what a kernel lacks; make its statistics.
 
-    x: CudaArray
-    gamma: CudaArray
-    beta: CudaArray
-    out: Any  # an array or a TwoPartMatrix
-    mean: CudaArray | None
-    rstd: CudaArray | None
-    eps: float
-    N: int
-    C: int
-    block: int
-    requested: bool  # whether the caller chose the block
-    to_terms: Terms | None  # what out has in the place of floats
-
-    @property
-    def every(self) -> tuple[Any, ...]:
-        """The arguments of a kernel with all outputs."""
-        return self[:9]
+    dtype: that of x, gamma and beta; None: any of x, float32 of gamma and beta. parts: the result
+    can be a TwoPartMatrix.
+    """
+    unfit(c.two_part and not parts, "a two-part result is for variant narrow alone")
+    if dtype is not None and c.storage != dtype:
+        raise Unfit(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
+    for name in ("gamma", "beta"):
+        check(name, getattr(c, name), dtype=dtype or "float32")
+    if stats:
+        c.make("mean", "rstd")
 
 
-def _launch_skeleton(job: Job) -> tuple[Launch, ...]:
-    name, width = ("layernorm768_kernel", ()) if job.C == 768 else ("layernorm_kernel", (job.C,))
-    args = (job.x, job.out, job.gamma, job.beta, job.N, *width)
-    defines = (("LN_EPS", f"{job.eps!r}f"),)
+def _options(c: Call) -> bool:
+    """Whether a block size or an array for statistics is given."""
+    return bool(c.requested or c.mean is not None or c.rstd is not None)
+
+
+@variant(
+    "skeleton",
+    "layernorm/skeleton.cu",
+    "layernorm768_kernel",
+    "layernorm_kernel",
+    idea="the ten-step plan's kernel: one block per row, without mean and rstd",
+    source="LeetGPU's GPT-2 block challenge",
+)
+def _skeleton(c: Call) -> Launch:
+    unfit(_options(c), "block, mean and rstd need a variant: pass variant=1 to 6")
+    _fit(c, stats=False)
+    name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
+    args = (c.x, c.out, c.gamma, c.beta, c.rows, *width)
+    defines = (("LN_EPS", f"{c.eps!r}f"),)
     file, block = "layernorm/skeleton.cu", (SKELETON_BLOCK,)
-    return (launch(file, name, (job.N,), block, args, defines=defines),)
+    return launch(file, name, (c.rows,), block, args, defines=defines)
 
 
-def _ladder(job: Job, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
-    defines = (("LN_BLOCK", job.block),)
-    return launch("layernorm/ladder.cu", kernel, grid, (job.block,), args, defines=defines)
+def _ladder(c: Call, kernel: str, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch:
+    defines = (("LN_BLOCK", c.block),)
+    return launch("layernorm/ladder.cu", kernel, grid, (c.block,), args, defines=defines)
 
 
-def _launch_threads(job: Job) -> tuple[Launch, ...]:
-    return (_ladder(job, "layernorm_forward_kernel1", (ceil(job.N / job.block),), job.every),)
+@variant(
+    "1",
+    "layernorm/ladder.cu",
+    "layernorm_forward_kernel1",
+    idea="one thread per row, loops over C",
+    blocks=BLOCKS,
+    block=64,
+)
+def _threads(c: Call) -> Launch:
+    _fit(c)
+    return _ladder(c, "layernorm_forward_kernel1", (ceil(c.rows / c.block),), _every(c))
 
 
-def _launch_three(job: Job) -> tuple[Launch, ...]:
-    x, gamma, beta, out, mean, rstd, eps, N, C, block, *_ = job
+@variant(
+    "2",
+    "layernorm/ladder.cu",
+    "mean_kernel",
+    "rstd_kernel",
+    "normalization_kernel",
+    idea="three kernels: one block per row, tree in shared memory; then one thread per element",
+    blocks=BLOCKS,
+)
+def _three(c: Call) -> tuple[Launch, ...]:
+    _fit(c)
+    grid = (c.rows, ceil(c.C / c.block))
+    args = (c.x, c.mean, c.rstd, c.gamma, c.beta, c.out, c.C)
     return (
-        _ladder(job, "mean_kernel", (N,), (x, mean, C)),
-        _ladder(job, "rstd_kernel", (N,), (x, mean, rstd, eps, C)),
-        _ladder(
-            job,
-            "normalization_kernel",
-            (N, ceil(C / block)),
-            (x, mean, rstd, gamma, beta, out, C),
-        ),
+        _ladder(c, "mean_kernel", (c.rows,), (c.x, c.mean, c.C)),
+        _ladder(c, "rstd_kernel", (c.rows,), (c.x, c.mean, c.rstd, c.eps, c.C)),
+        _ladder(c, "normalization_kernel", grid, args),
     )
 
 
-def _launch_warps(kernel: str, job: Job) -> tuple[Launch, ...]:
+def _warps(c: Call, kernel: str) -> Launch:
     """The kernel reads the block size at run time: one program serves all."""
-    grid = (ceil(job.N / (job.block // 32)),)
-    return (launch("layernorm/warp.cu", kernel, grid, (job.block,), job.every),)
+    _fit(c)
+    grid = (ceil(c.rows / (c.block // 32)),)
+    return launch("layernorm/warp.cu", kernel, grid, (c.block,), _every(c))
 
 
-def _launch_blocks(job: Job) -> tuple[Launch, ...]:
-    return (_ladder(job, "layernorm_forward_kernel5", (job.N,), (*job[:7], job.C)),)
+@variant(
+    "3",
+    "layernorm/warp.cu",
+    "layernorm_forward_kernel3",
+    idea="one warp per row by cooperative groups, all steps in one kernel, streaming hints",
+    blocks=BLOCKS,
+    block=512,
+)
+def _one_warp(c: Call) -> Launch:
+    return _warps(c, "layernorm_forward_kernel3")
 
 
-def _launch_rows(job: Job) -> tuple[Launch, ...]:
+@variant(
+    "4",
+    "layernorm/warp.cu",
+    "layernorm_forward_kernel4",
+    idea="as 3 with var = E[x²] - E[x]²: one pass fewer over x",
+    blocks=BLOCKS,
+    block=512,
+)
+def _one_pass(c: Call) -> Launch:
+    return _warps(c, "layernorm_forward_kernel4")
+
+
+@variant(
+    "5",
+    "layernorm/ladder.cu",
+    "layernorm_forward_kernel5",
+    idea="one block per row, reduced in two stages: warps, then the first warp",
+    blocks=BLOCKS,
+    block=128,
+)
+def _blocks(c: Call) -> Launch:
+    _fit(c)
+    return _ladder(c, "layernorm_forward_kernel5", (c.rows,), (*_every(c)[:7], c.C))
+
+
+@variant(
+    "6",
+    "layernorm/rows.cu",
+    "layernorm_forward_kernel6",
+    idea="rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
+    blocks=BLOCKS,
+    block=64,
+    source="gpt2block",
+)
+def _rows(c: Call) -> Launch:
     """Compile with constants for C and the alignment of the arrays."""
-    x, gamma, beta, out, *_ = job
-    itemsize = x.dtype.itemsize
-    shape = row_shape(job.C, itemsize, alignment(*(a.data.ptr for a in (x, gamma, beta, out))))
-    if job.requested and shape.threads > job.block:
+    if not c.stats and (c.mean is not None or c.rstd is not None):
+        raise InputError("layernorm: mean and rstd are written with stats only: pass stats=True")
+    _fit(c, c.storage, stats=c.stats)
+    addresses = (a.data.ptr for a in (c.x, c.gamma, c.beta, c.out))
+    shape = row_shape(c.C, c.x.itemsize, alignment(*addresses))
+    if c.requested and shape.threads > c.block:
         raise InputError(
-            f"layernorm variant 6: block size {job.block}: a row of {job.C:,} channels takes "
+            f"layernorm variant 6: block size {c.block}: a row of {c.C:,} channels takes "
             f"{shape.threads} threads: expected at least that, at most {MAX_THREADS}"
         )
-    block = max(job.block, shape.threads)
+    block = max(c.block, shape.threads)
     rows = block // shape.threads
     names = ("LN_WIDTH", "LN_THREADS", "LN_VECTORS", "LN_ROWS")
     defines = tuple(zip(names, (*shape, rows), strict=True))
-    file, kernel, grid = "layernorm/rows.cu", "layernorm_forward_kernel6", (ceil(job.N / rows),)
-    stored = x.dtype.name
-    return (launch(file, kernel, grid, (block,), job.every, defines=defines, storage=stored),)
+    file, kernel, grid = "layernorm/rows.cu", "layernorm_forward_kernel6", (ceil(c.rows / rows),)
+    return launch(file, kernel, grid, (block,), _every(c), defines=defines, storage=c.storage)
 
 
-def _launch_narrow(job: Job) -> tuple[Launch, ...]:
-    x, gamma, beta, out, _, _, eps, N, C, *_ = job
-    two_part = isinstance(out, TwoPartMatrix)
-    written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if two_part else (out, ())
-    width = _width(C, x, gamma, beta, written)
+@variant(
+    NARROW,
+    "layernorm/narrow.cu",
+    "layernorm_narrow",
+    "layernorm_narrow_float",
+    "layernorm_narrow_split",
+    idea="for tensor cores: float32 γ and β, out in 16 bits or two-part, a few rows per team of "
+    "threads, overlapping launches",
+    source="gpt2block",
+)
+def _narrow(c: Call) -> Launch:
+    unfit(_options(c), "narrow has no block, mean and rstd: use variant 6")
+    _fit(c, None, stats=False, parts=True)
+    written, scale = (c.out.parts, (1 / (c.out.one_scale or 1.0),)) if c.two_part else (c.out, ())
+    width = _width(c.C, c.x, c.gamma, c.beta, written)
     sms = device_attribute("MultiProcessorCount")
-    geometry = narrow_geometry(x.dtype == np.float32, N, C, width, sms, two_part)
-    args = (x, gamma, beta, written, *scale, eps, N, C)
-    return (launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name),)
+    geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.two_part)
+    args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
+    return launch_at("layernorm/narrow.cu", geometry, args, storage=written.dtype.name)
 
 
-def _launch_decode(job: Job) -> tuple[Launch, ...]:
+@variant(
+    DECODE,
+    "layernorm/decode.cu",
+    "layernorm_decode",
+    idea="decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping "
+    "launches",
+    source="gpt2block",
+    dtypes=("float32",),
+)
+def _decode(c: Call) -> Launch:
     """One warp per row, in as many blocks as possible. The loads are part of the order of sums."""
-    x, gamma, beta, out, _, _, eps, N, C, *_ = job
-    loaded = math.gcd(4, C)
+    unfit(_options(c), "decode has no block, mean and rstd: use variant 6")
+    _fit(c, stats=False)
+    loaded = math.gcd(4, c.C)
     for name in ("x", "gamma", "beta", "out"):
-        check_address(name, getattr(job, name), 4 * loaded)
-    rows = min(MOST_DECODE_ROWS, ceil(N / device_attribute("MultiProcessorCount")))
-    sizes = (("LN_C", C), ("LN_X", loaded), ("LN_ROWS", rows))
-    defines = (*sizes, *stored_defines("LN_TERMS", job.to_terms))
-    geometry = Geometry("layernorm_decode", (ceil(N / rows),), (32 * rows,), defines=defines)
-    return (launch_at("layernorm/decode.cu", geometry, (x, gamma, beta, out, eps, N)),)
+        check_address(name, getattr(c, name), 4 * loaded)
+    rows = min(MOST_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
+    sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
+    defines = (*sizes, *stored_defines("LN_TERMS", c.to_terms))
+    geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)
+    return launch_at("layernorm/decode.cu", geometry, (c.x, c.gamma, c.beta, c.out, c.eps, c.rows))
 
 
 def _width(C: int, *arrays: CudaArray) -> int:
@@ -232,30 +317,6 @@ def _width(C: int, *arrays: CudaArray) -> int:
     while C % width or any(a.data.ptr % min(16, width * a.itemsize) for a in arrays):
         width //= 2
     return width
-
-
-def _skeleton_problem(request: Request) -> str | None:
-    return "block, mean and rstd need a variant: pass variant=1 to 6" if request.options else None
-
-
-def _rows_problem(request: Request) -> str | None:
-    return "a result in two parts is for variant narrow alone" if request.two_part else None
-
-
-def _ladder_problem(request: Request) -> str | None:
-    if request.stored != "float32":
-        return f"x: expected float32, got {request.stored}: use .astype('float32')"
-    return _rows_problem(request)
-
-
-def _decode_problem(request: Request) -> str | None:
-    if request.options:
-        return "decode has no block, mean and rstd: use variant 6"
-    return _ladder_problem(request)
-
-
-def _narrow_problem(request: Request) -> str | None:
-    return "narrow has no block, mean and rstd: use variant 6" if request.options else None
 
 
 def bind(
@@ -285,70 +346,37 @@ def bind(
     Also where out is a TwoPartMatrix with one scale, and x float32; dtype "two_part" makes a new
     one, with the scale of `bound`, or of what gamma and beta allow.
     """
-    x, gamma, beta = inputs
-    eps = check_eps(eps)
-    check_flag("stats", stats)
     two_part = isinstance(out, TwoPartMatrix) or dtype is not None or bound is not None
-    stored = "float32" if two_part else storage(x)
-    options = any(option is not None for option in (block, mean, rstd))
-    request = Request(stored, two_part, options)
-    if variant is None and not two_part and stored == "float32":
-        chosen = SKELETON
-        if problem := chosen.problem(request):
-            raise InputError(f"layernorm: {problem}")
-    else:
-        chosen = OPERATION.choose(request, variant, (NARROW,))
-    check("x", x, dtype=stored)
-    C = x.shape[-1]
-    vectors = "float32" if chosen.name == NARROW else stored
-    if to_terms and chosen.name != DECODE:
-        raise InputError(
-            f"layernorm: terms of {to_terms}, variant {chosen.name}: expected variant decode"
-        )
-    check_terms(to_terms, C)
-    check("gamma", gamma, (C,), vectors)
-    check("beta", beta, (C,), vectors)
-    N = check_rows("x", x)
-    size = check_block(OPERATION.name, chosen, block)
-    given = {"x": x, "gamma": gamma, "beta": beta}
-    if two_part:
-        out = _two_part_output(x, gamma, beta, out, dtype, bound)
-    else:
-        narrowed = chosen.name == NARROW and stored == "float32" and out is not None
-        out = output(out, x.shape, storage(out) if narrowed else stored, apart=given)
-    extra: tuple[CudaArray, ...] = ()
-    if chosen.name not in WITHOUT_STATS:
-        if stats or chosen.launch is not _launch_rows:  # the ladder always writes them
-            given["out"] = out
-            mean = output(mean, x.shape[:-1], name="mean", apart=given)
-            rstd = output(rstd, x.shape[:-1], name="rstd", apart={**given, "mean": mean})
-            extra = (mean, rstd)
-        elif mean is not None or rstd is not None:
-            raise InputError(
-                "layernorm: mean and rstd are written with stats only: pass stats=True"
-            )
-    job = Job(x, gamma, beta, out, mean, rstd, eps, N, C, size, block is not None, to_terms)
-    return Bound(out, chosen.launch(job), extra)
-
-
-def _two_part_output(
-    x: CudaArray,
-    gamma: CudaArray,
-    beta: CudaArray,
-    out: TwoPartMatrix | None,
-    dtype: str | None,
-    bound: float | None,
-) -> TwoPartMatrix:
-    """`out`, checked, or a new TwoPartMatrix with one scale."""
     if dtype not in (None, TWO_PART):
         raise InputError(f"dtype {dtype!r}: expected {TWO_PART!r} or none")
-    if out is None:
-        if bound is None:
-            bound = layernorm_bound(cupy.asnumpy(gamma), cupy.asnumpy(beta))
-        return TwoPartMatrix.empty(x.shape, bound)
-    check_one_scale(out, x.shape, bound)
-    check_apart("out", out, {"x": x, "gamma": gamma, "beta": beta})
-    return out
+    narrowed = variant == NARROW and out is not None
+    c = checked(
+        TO_TWO_PART if two_part else OPERATION.contract,
+        inputs,
+        (out,) if two_part else (out, mean, rstd),
+        eps=eps,
+        variant=variant,
+        block=block,
+        stats=stats,
+        to_terms=to_terms,
+        two_part=two_part,
+        out_dtype=storage(out if narrowed else inputs[0]),
+    )
+    check_rows("x", c.x)
+    check_terms(to_terms, c.C)
+    if two_part:
+        c.storage, c.mean, c.rstd = "float32", mean, rstd
+        if out is not None:
+            check_one_scale(out, bound)
+        else:
+            c.bound = layernorm_bound(c.gamma.get(), c.beta.get()) if bound is None else bound
+            c.make("out")
+    if to_terms and variant != DECODE:
+        raise InputError(
+            f"layernorm: terms of {to_terms}, variant {variant}: expected variant decode"
+        )
+    ten_step = c.storage == "float32" and not two_part
+    return OPERATION.bound_to(c, (_skeleton if ten_step else _narrow,))
 
 
 def layernorm_bound(gamma: Any, beta: Any) -> float:
@@ -363,114 +391,36 @@ def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
     return tuple(array.astype(np.float32) for array in normal)
 
 
-SKELETON = Variant(
-    "skeleton",
-    "layernorm/skeleton.cu",
-    ("layernorm768_kernel", "layernorm_kernel"),
-    "the ten-step plan's kernel: one block per row, without mean and rstd",
-    source="LeetGPU's GPT-2 block challenge",
-    launch=_launch_skeleton,
-    problem=_skeleton_problem,
-)
-
-WITHOUT_STATS = (NARROW, DECODE, SKELETON.name)
-
 OPERATION = Operation(
     name="layernorm",
     document="llm.c's LayerNorm kernels",
     idea="(x - mean) · rstd · γ + β over each row; mean and rstd are stored too",
     sizes={"B": 8, "T": 1024, "C": 768},
     variants=(
-        Variant(
-            "1",
-            "layernorm/ladder.cu",
-            ("layernorm_forward_kernel1",),
-            "one thread per row, loops over C",
-            BLOCKS,
-            block=64,
-            launch=_launch_threads,
-            problem=_ladder_problem,
-        ),
-        Variant(
-            "2",
-            "layernorm/ladder.cu",
-            ("mean_kernel", "rstd_kernel", "normalization_kernel"),
-            "three kernels: one block per row, tree in shared memory; then one thread per element",
-            BLOCKS,
-            launch=_launch_three,
-            problem=_ladder_problem,
-        ),
-        Variant(
-            "3",
-            "layernorm/warp.cu",
-            ("layernorm_forward_kernel3",),
-            "one warp per row by cooperative groups, all steps in one kernel, streaming hints",
-            BLOCKS,
-            block=512,
-            launch=partial(_launch_warps, "layernorm_forward_kernel3"),
-            problem=_ladder_problem,
-        ),
-        Variant(
-            "4",
-            "layernorm/warp.cu",
-            ("layernorm_forward_kernel4",),
-            "as 3 with var = E[x²] - E[x]²: one pass fewer over x",
-            BLOCKS,
-            block=512,
-            launch=partial(_launch_warps, "layernorm_forward_kernel4"),
-            problem=_ladder_problem,
-        ),
-        Variant(
-            "5",
-            "layernorm/ladder.cu",
-            ("layernorm_forward_kernel5",),
-            "one block per row, reduced in two stages: warps, then the first warp",
-            BLOCKS,
-            block=128,
-            launch=_launch_blocks,
-            problem=_ladder_problem,
-        ),
-        Variant(
-            "6",
-            "layernorm/rows.cu",
-            ("layernorm_forward_kernel6",),
-            "rows in registers, 16-byte loads, x read once; float32, float16 and bfloat16",
-            BLOCKS,
-            block=64,
-            source="gpt2block",
-            launch=_launch_rows,
-            problem=_rows_problem,
-        ),
-        Variant(
-            NARROW,
-            "layernorm/narrow.cu",
-            ("layernorm_narrow", "layernorm_narrow_float", "layernorm_narrow_split"),
-            "for tensor cores: float32 γ and β, out in 16 bits or two-part, a few rows per team of "
-            "threads, overlapping launches",
-            source="gpt2block",
-            launch=_launch_narrow,
-            problem=_narrow_problem,
-        ),
-        Variant(
-            DECODE,
-            "layernorm/decode.cu",
-            ("layernorm_decode",),
-            "decoding: one warp per row, with the bits of the LayerNorm in `linear`; overlapping "
-            "launches",
-            source="gpt2block",
-            dtypes=("float32",),
-            launch=_launch_decode,
-            problem=_decode_problem,
-        ),
+        _threads,
+        _three,
+        _one_warp,
+        _one_pass,
+        _blocks,
+        _rows,
+        _narrow,
+        _decode,
     ),
-    make=_make,
+    draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["B"] * s["T"] * s["C"],  # read x, write out
     flops=lambda s: 8 * s["B"] * s["T"] * s["C"],
     bound="memory",
     attrs={"eps": 1e-5},
+    small=(
+        {"B": 1, "T": 1, "C": 24},
+        {"B": 1, "T": 5, "C": 33},
+        {"B": 2, "T": 17, "C": 128},
+        {"B": 1, "T": 3, "C": 769},
+    ),
+    aliases={"in": "x", "N": "B*T", "rows": "B*T", "seq_len": "B*T"},
+    further=lambda x, *_, eps: layernorm_stats(x, eps),
     dtypes=("float32", "float16", "bfloat16"),
-    auxiliary=(SKELETON,),
-    largest=lambda _, weights, names: layernorm_bound(weights[names[1]], weights[names[2]]),
+    auxiliary=(_skeleton,),
     binder=bind,
 )
 

@@ -6,115 +6,77 @@ Kernels: layernorm/gelu.cu, one for each variant.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
 
-import numpy as np
-
-from gpt2block.config import check_eps
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
-    check,
     contiguous,
     device_attribute,
-    output,
     row_alignment,
     same_memory,
 )
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.ops._rows import THREADS, share
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "layernorm/gelu.cu"
-BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-class Job(NamedTuple):
-    """A checked call: x and out (..., C) as `rows` rows, loaded `width` (4 or 1) at a time."""
-
-    x: CudaArray
-    gamma: CudaArray | None
-    beta: CudaArray | None
-    out: CudaArray
-    eps: float
-    rows: int
-    C: int
-    width: int
-    sms: int
-    block: int | None  # None: the variant's default
+def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
+    """The arguments of the documented kernels."""
+    unfit(c.gamma is not None or c.beta is not None, "has no gamma and beta: use variant 'rows'")
+    unfit(same_memory(c.x, c.out), "out: overlaps x: expected another array")
+    return c.x, c.out, c.rows, c.C, c.eps
 
 
-def _launch_baseline(job: Job) -> tuple[Launch, ...]:
-    block = job.block or BLOCK
-    grid = (ceil(job.rows * job.C / block),)
-    args = (job.x, job.out, job.rows, job.C, job.eps)
-    return (launch(FILE, "layernorm_gelu_baseline", grid, (block,), args),)
+@variant(
+    "baseline",
+    FILE,
+    "layernorm_gelu_baseline",
+    idea="one thread per element, each sums its whole row",
+    blocks=BLOCKS,
+)
+def _baseline(c: Call) -> Launch:
+    args, grid = _documented(c), (ceil(c.rows * c.C / c.block),)
+    return launch(FILE, "layernorm_gelu_baseline", grid, (c.block,), args)
 
 
-def _launch_optimized(job: Job) -> tuple[Launch, ...]:
-    block, grid = job.block or BLOCK, (job.rows,)
-    args = (job.x, job.out, job.rows, job.C, job.eps)
-    shared = 2 * 4 * block
-    return (launch(FILE, "layernorm_gelu_optimized", grid, (block,), args, shared=shared),)
+@variant(
+    "optimized",
+    FILE,
+    "layernorm_gelu_optimized",
+    idea="one block per row, sum and sum of squares in one pass, tree over shared memory",
+    blocks=BLOCKS,
+)
+def _optimized(c: Call) -> Launch:
+    args, shared = _documented(c), 2 * 4 * c.block
+    return launch(FILE, "layernorm_gelu_optimized", (c.rows,), (c.block,), args, shared=shared)
 
 
-def _launch_rows(job: Job) -> tuple[Launch, ...]:
-    """Here `block` is the number of threads that share a row; None chooses it."""
-    shape = share(job.rows, job.C, job.width, job.sms, job.block)
+@variant(
+    "rows",
+    FILE,
+    "layernorm_gelu_rows",
+    idea="rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
+    blocks=tuple(block for block in BLOCKS if block <= THREADS),
+)
+def _rows(c: Call) -> Launch:
+    """A requested block is the number of threads that share a row. out may be x."""
+    width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.out) == 16 else 1
+    sms = device_attribute("MultiProcessorCount")
+    shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
     defines = (
-        ("LG_HIDDEN", job.C),
-        ("LG_WIDTH", job.width),
+        ("LG_HIDDEN", c.C),
+        ("LG_WIDTH", width),
         ("LG_THREADS", shape.threads),
         ("LG_ROWS", shape.rows),
-        ("LG_AFFINE", int(job.gamma is not None or job.beta is not None)),
+        ("LG_AFFINE", int(c.gamma is not None or c.beta is not None)),
     )
-    args = (job.x, job.out, job.gamma, job.beta, job.rows, job.eps)
+    args = (c.x, c.out, c.gamma, c.beta, c.rows, c.eps)
     grid, block = (shape.grid,), (shape.block,)
-    return (launch(FILE, "layernorm_gelu_rows", grid, block, args, defines=defines),)
-
-
-def _documented_problem(job: Job) -> str | None:
-    if job.gamma is not None or job.beta is not None:
-        return "has no gamma and beta: use variant 'rows'"
-    if same_memory(job.x, job.out):
-        return "out: overlaps x: expected another array"
-    return None
-
-
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    eps: float = 1e-5,
-    variant: str | int = "rows",
-    block: int | None = None,
-) -> Bound:
-    """inputs (x (..., C),) or (x, gamma (C,) or None, beta (C,) or None), out (..., C).
-
-    With variant "rows" out may be x.
-    """
-    x, gamma, beta = (*inputs, None, None)[:3]
-    check_eps(eps)
-    check("x", x)
-    C = x.shape[-1]
-    affine = {"gamma": gamma, "beta": beta}
-    for name, array in affine.items():
-        if array is not None:
-            check(name, array, (C,))
-    out = output(out, x.shape, apart=affine, in_place={"x": x})
-    width = 4 if row_alignment(C, x, gamma, beta, out) == 16 else 1
-    sms = device_attribute("MultiProcessorCount")
-    job = Job(x, gamma, beta, out, float(eps), x.size // C, C, width, sms, block)
-    chosen = OPERATION.choose(job, variant)
-    check_block(OPERATION.name, chosen, block)
-    return Bound(out, chosen.launch(job))
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    x = rng.standard_normal((sizes["N"], sizes["C"]), dtype=np.float32)
-    return (x + np.float32(0.5),)
+    return launch(FILE, "layernorm_gelu_rows", grid, block, args, defines=defines)
 
 
 OPERATION = Operation(
@@ -122,40 +84,15 @@ OPERATION = Operation(
     document="gpt2block",
     idea="y = GELU((x - mean) · rstd · γ + β), tanh GELU",
     sizes={"N": 1024, "C": 1024},
-    variants=(
-        Variant(
-            "baseline",
-            FILE,
-            ("layernorm_gelu_baseline",),
-            "one thread per element, each sums its whole row",
-            BLOCKS,
-            launch=_launch_baseline,
-            problem=_documented_problem,
-        ),
-        Variant(
-            "optimized",
-            FILE,
-            ("layernorm_gelu_optimized",),
-            "one block per row, sum and sum of squares in one pass, tree over shared memory",
-            BLOCKS,
-            launch=_launch_optimized,
-            problem=_documented_problem,
-        ),
-        Variant(
-            "rows",
-            FILE,
-            ("layernorm_gelu_rows",),
-            "rows in registers, 16-byte loads, shuffles and at most one barrier; γ and β",
-            tuple(block for block in BLOCKS if block <= THREADS),
-            launch=_launch_rows,
-        ),
-    ),
-    make=_make,
+    variants=(_baseline, _optimized, _rows),
+    options={"eps": 1e-5, "variant": "rows", "block": None},
     traffic=lambda sizes: 8 * sizes["N"] * sizes["C"],
     flops=lambda sizes: 20 * sizes["N"] * sizes["C"],
     bound="memory",
     attrs={"eps": 1e-5},
-    binder=bind,
+    small=({"N": 1, "C": 5}, {"N": 7, "C": 33}, {"N": 3, "C": 769}),
+    arrays={"out": "y"},
+    aliases={"input": "x", "output": "out", "batch_size": "N", "rows": "N", "hidden_dim": "C"},
 )
 
 
@@ -173,5 +110,5 @@ def layernorm_gelu(
     rows of up to 16,384 values and shares a row among more threads when there are few rows, so
     the same row may differ in its last bits in a batch of another size; `block` fixes it.
     """
-    arrays = contiguous(x, gamma, beta)
-    return call(bind, arrays, eps=eps, variant=variant, block=block).out
+    arrays, options = contiguous(x, gamma, beta), {"eps": eps, "variant": variant, "block": block}
+    return call(OPERATION.bind_on_device, arrays, **options).out

@@ -11,24 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import check_flag
-from gpt2block.config import check_eps
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
     check,
     check_address,
-    check_apart,
     compute_capability,
     contiguous,
     device_attribute,
     launch_at,
-    output,
     row_alignment,
 )
 from gpt2block.cuda.kernels import Geometry, Launch, cache_dtype
@@ -38,17 +34,16 @@ from gpt2block.ops import _linear_matvec as matvec
 from gpt2block.ops import _linear_mma as mma
 from gpt2block.ops import _linear_mma_tiles as mma_tiles
 from gpt2block.ops import _linear_tiles as tiles
-from gpt2block.ops._kv_cache import array_dtype
-from gpt2block.ops._matrix import check_weights, storage_of
+from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
-from gpt2block.ops._terms import check_terms
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops._terms import Terms, check_terms
+from gpt2block.ops.call import Call
+from gpt2block.ops.linear_rope import OPERATION as LINEAR_ROPE
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
-from gpt2block.plan import Terms
 from gpt2block.weights.matrix import WeightMatrix
 
 FEW_ROWS = 16  # up to here the kernels for decoding are the default variants
-DECODING = "mma", "matvec"  # variants of decoding steps: the first one that supports the job
 MORE_ROWS = 16  # from here on LayerNorm is a step of its own, and mma_tiles can be faster than mma
 FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with more rows, too
 # From here on variant hopper is faster, measured on an H200: N K for 17 rows or more; of a layer's
@@ -56,32 +51,6 @@ FEW_PRODUCTS = 80_000_000  # M N K: up to here mma is faster than mma_tiles with
 MEDIUM_MATRIX, LARGE_MATRIX, LARGE_PRODUCTS = 4_000_000, 12_000_000, 16_000_000
 MAX_OUTPUTS = 2**31 - 2**16  # N of these: what an int holds, and a block more
 MAX_BLOCKS = 65535  # along the grid's second axis
-
-
-class Job(NamedTuple):
-    """A linear layer, checked."""
-
-    x: CudaArray  # (..., K)
-    w: WeightMatrix  # (N, K)
-    bias: CudaArray | None
-    gamma: CudaArray | None
-    beta: CudaArray | None
-    residual: CudaArray | None = None
-    out: CudaArray = None  # (..., N)
-    gelu: bool = False
-    eps: float = 1e-5
-    terms: Terms | None = None  # x has these in the place of floats
-    to_terms: Terms | None = None  # out has
-    up: WeightMatrix | None = None  # (N, K): out = silu(x w) (x up)
-
-    @property
-    def M(self) -> int:  # noqa: N802
-        return int(self.x.size // self.w.K)
-
-    @property
-    def products(self) -> tuple[Any, ...]:
-        """The first arguments of all kernels of matmul/decode.cu and matmul/decode_mma.cu."""
-        return self.x, self.gamma, self.beta, self.w.data, self.w.scale, self.bias
 
 
 def terms_of(
@@ -116,185 +85,228 @@ def _most_shared() -> int:
     return device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
 
 
-def _geometry(module: Any, job: Job, kernel: str) -> Geometry | None:
-    """module: matvec or mma."""
-    options = {"terms": True} if job.terms is not None else {}
+def _few_rows(module: Any, c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
+    """A kernel of matmul/decode.cu or matmul/decode_mma.cu, by module: matvec or mma.
+
+    args: its last arguments.
+    """
+    unfit(c.N > MAX_OUTPUTS, f"w: expected at most {MAX_OUTPUTS:,} outputs, got {c.N:,}")
+    unfit(
+        c.to_terms or (c.terms and (module is matvec or c.terms.width)) or c.up,
+        "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper",
+    )
+    size = c.w.data.itemsize
     geometry: Geometry | None = module.geometry(
         kernel,
-        job.M,
-        job.w.N,
-        job.w.K,
-        job.w.dtype if module is mma else job.w.data.itemsize,
-        norm=job.gamma is not None,
+        *(c.M, c.N, c.K, c.w.dtype if module is mma else size),
+        norm=c.gamma is not None,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
-        **options,
+        **({"terms": True} if c.terms else {}),
     )
-    return geometry
-
-
-def _decoding_problem(module: Any, job: Job) -> str | None:
-    if job.w.N > MAX_OUTPUTS:
-        return f"w: expected at most {MAX_OUTPUTS:,} outputs, got {job.w.N:,}"
-    if job.to_terms or (job.terms and (module is matvec or job.terms.width)) or job.up:
-        return "takes and gives floats, of one matrix: use variant mma_tiles for terms, or hopper"
-    geometry = _geometry(module, job, "")
-    if geometry is None:
-        return (
-            f"K {job.w.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
-            "shared memory: variant tiles has no such limit"
-        )
-    if geometry.grid[1] > MAX_BLOCKS:
-        return f"{job.M:,} rows: too many for this variant: use variant tiles"
-    return None
-
-
-def _matvec_problem(job: Job) -> str | None:
-    return _decoding_problem(matvec, job)
-
-
-def _mma_problem(job: Job) -> str | None:
-    return _order_problem(job.w) or _decoding_problem(mma, job)
-
-
-def _mma_tiles_problem(job: Job) -> str | None:
-    if job.gamma is not None:
-        return "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
-    if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
-        return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-    if job.up or any(terms and terms.width for terms in (job.terms, job.to_terms)):
-        return "takes and gives floats, or terms in their places, of one matrix: use variant hopper"
-    return _order_problem(job.w)
-
-
-def _hopper_problem(job: Job) -> str | None:
-    if compute_capability() != HOPPER_CAPABILITY:
-        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles"
-    if job.w.N > MAX_OUTPUTS or job.M > MAX_OUTPUTS:
-        return f"x {job.x.shape}, {job.w.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-    if job.terms is None or not job.terms.width or (job.to_terms and not job.to_terms.width):
-        return "takes and gives terms in the order of wgmma: use variant mma_tiles"
-    return hopper.problem(job.w.K)
-
-
-def _order_problem(w: WeightMatrix) -> str | None:
-    """Why a product cannot have the order of additions of decoding on tensor cores."""
-    if compute_capability() < MMA_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
-    multiple = mma.LOADED // w.data.itemsize
-    if w.K % multiple:
-        expected = f"expected a multiple of {multiple} for {w.dtype}"
-        return f"K {w.K:,}: {expected}: use variant matvec"
-    return None
-
-
-def _decoding_variants(job: Job) -> tuple[str, ...]:
-    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
-    if job.terms and job.terms.width:
-        return ("hopper",)
-    few = job.M * job.w.N * job.w.K <= FEW_PRODUCTS or job.M <= MORE_ROWS
-    tiles_first = job.to_terms or (job.gamma is None and not few)
-    return ("mma_tiles", *DECODING) if tiles_first else DECODING
-
-
-def _check_addresses(job: Job, of_w: int) -> None:
-    """The alignment of the loads of a kernel for decoding; of_w: bytes of one of w."""
-    check_address("w", job.w.data, of_w)
-    for name in ("x", "gamma", "beta"):
-        if getattr(job, name) is not None:
-            check_address(name, getattr(job, name), 4 * gcd(4, job.w.K))
-
-
-def _launch_decoding(
-    module: Any, job: Job, kernel: str, args: tuple[Any, ...], T: str, cache: str | None = None
-) -> Launch:
-    """Launch a kernel of matmul/decode.cu or matmul/decode_mma.cu; T: its type with FP8 weights.
-
-    cache: as in `launch`.
-    """
-    size = job.w.data.itemsize
-    vector = mma.LOADED if module is mma else matvec.order(job.w.N, job.w.K, size)[0] * size
-    _check_addresses(job, vector)
-    geometry = _geometry(module, job, kernel)
+    unfit(
+        geometry is None,
+        f"K {c.K:,}: a row does not fit in the {_most_shared():,} bytes of this GPU's "
+        "shared memory: variant tiles has no such limit",
+    )
     assert geometry is not None
-    return launch_at(module.FILE, geometry, args, *storage_of(job.w, T), cache)
+    unfit(
+        geometry.grid[1] > MAX_BLOCKS,
+        f"{c.M:,} rows: too many for this variant: use variant tiles",
+    )
+    of_w = mma.LOADED if module is mma else matvec.order(c.N, c.K, size)[0] * size
+    check_address("w", c.w.data, of_w)
+    for name in ("x", "gamma", "beta"):
+        if getattr(c, name) is not None:
+            check_address(name, getattr(c, name), 4 * gcd(4, c.K))
+    args = (c.x, c.gamma, c.beta, c.w.data, c.w.scale, c.bias, *args)
+    return launch_at(module.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 
 
-def _linear_args(job: Job) -> tuple[Any, ...]:
-    return (*job.products, job.residual, job.out, job.eps, job.M, job.w.N, int(job.gelu))
+def _on_tensor_cores(c: Call) -> None:
+    """Raise Unfit where a product cannot have the order of additions of decoding on them."""
+    unfit(
+        compute_capability() < MMA_CAPABILITY,
+        "needs a GPU of compute capability 8.0 or newer: use variant matvec",
+    )
+    multiple = mma.LOADED // c.w.data.itemsize
+    expected = f"expected a multiple of {multiple} for {c.w.dtype}"
+    unfit(c.K % multiple, f"K {c.K:,}: {expected}: use variant matvec")
 
 
-def _launch_matvec(job: Job) -> Launch:
-    return _launch_decoding(matvec, job, "linear_matvec", _linear_args(job), "float32")
+def _check_sizes(c: Call) -> None:
+    """Raise Unfit for more rows or outputs than kernels count."""
+    expected = f"expected at most {MAX_OUTPUTS:,} of both"
+    unfit(max(c.M, c.N) > MAX_OUTPUTS, f"x {c.x.shape}, {c.N:,} outputs: {expected}")
 
 
-def _launch_mma(job: Job) -> Launch:
-    return _launch_decoding(mma, job, "linear_decode_mma", _linear_args(job), "float32")
-
-
-def _launch_decode_tiles(
-    job: Job, kernel: str, args: tuple[Any, ...], T: str, cache: str | None = None
-) -> Launch:
-    """Launch a kernel of matmul/decode_tiles.cu; T: its type with FP8 weights."""
-    check_address("w", job.w.data)
-    check_address("x", job.x)
+def _more_rows(c: Call, kernel: str, args: tuple[Any, ...]) -> Launch:
+    """A kernel of matmul/decode_tiles.cu; args: its last arguments."""
+    unfit(
+        c.gamma is not None,
+        "takes no gamma and beta: use variant mma, or layernorm's variant decode before it",
+    )
+    _check_sizes(c)
+    unfit(
+        c.up or any(terms and terms.width for terms in (c.terms, c.to_terms)),
+        "takes and gives floats, or terms in their places, of one matrix: use variant hopper",
+    )
+    _on_tensor_cores(c)
+    check_address("w", c.w.data)
+    check_address("x", c.x)
+    sizes = c.M, c.N, c.K, c.w.dtype
     tile = mma_tiles.choose(
-        job.M,
-        job.w.N,
-        job.w.K,
-        job.w.dtype,
+        *sizes,
         capability=compute_capability(),
         sms=device_attribute("MultiProcessorCount"),
         most_shared=_most_shared(),
     )
-    sizes = (job.M, job.w.N, job.w.K, job.w.dtype)
-    ends = job.terms is not None, job.to_terms is not None
+    ends = c.terms is not None, c.to_terms is not None
     geometry = mma_tiles.geometry(kernel, *sizes, tile, *ends)
-    first = (job.x, job.w.data, job.w.scale, job.bias)
-    return launch_at(mma_tiles.FILE, geometry, (*first, *args), *storage_of(job.w, T), cache)
+    args = (c.x, c.w.data, c.w.scale, c.bias, *args)
+    return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w, c.T), c.kv_dtype)
 
 
-def _launch_mma_tiles(job: Job) -> Launch:
-    args = (job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
-    return _launch_decode_tiles(job, "linear_decode_tiles", args, "float32")
+def _by_wgmma(
+    c: Call, kernel: str, matrices: tuple[WeightMatrix | None, ...], args: tuple[Any, ...]
+) -> Launch:
+    """A kernel of matmul/decode_hopper.cu; args: the arguments after the matrices."""
+    unfit(
+        compute_capability() != HOPPER_CAPABILITY,
+        "needs a GPU of compute capability 9.0 (Hopper): use variant mma_tiles",
+    )
+    _check_sizes(c)
+    ordered = c.terms and c.terms.width and (not c.to_terms or c.to_terms.width)
+    unfit(not ordered, "takes and gives terms in the order of wgmma: use variant mma_tiles")
+    return hopper.launch(c, kernel, matrices, args)
 
 
-def _launch_hopper(job: Job) -> Launch:
-    scales = job.w.scale, job.up.scale if job.up else None
-    ends = (*scales, job.bias, job.residual, job.out, job.M, job.w.N, job.w.K, int(job.gelu))
-    given = hopper.Given(job.x, (job.w, job.up), to_terms=job.to_terms is not None)
-    return hopper.launch("linear_decode_hopper", given, "float32", ends)
+def _ends(c: Call) -> tuple[Any, ...]:
+    """The last arguments of a product of few rows."""
+    return c.residual, c.out, c.eps, c.M, c.N, int(c.gelu)
 
 
-def _tiles_problem(job: Job) -> str | None:
-    if job.gamma is not None:
-        return "takes no gamma and beta: use variant matvec"
-    if job.terms or job.to_terms or job.up:
-        return "takes and gives floats, of one matrix: use variant hopper"
-    N, K = job.w.N, job.w.K
-    if max(job.M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
-        return (
-            f"x {job.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
-            f"and {tiles.MAX_K:,} inputs"
-        )
-    return None
+def _tile_ends(c: Call) -> tuple[Any, ...]:
+    """The last arguments of a product of more rows."""
+    return c.residual, c.out, c.M, c.N, c.K, int(c.gelu)
 
 
-def _launch_tiles(job: Job) -> Launch:
-    M, N, K = job.M, job.w.N, job.w.K
-    data = job.w.data
+@variant(
+    "matvec",
+    matvec.FILE,
+    "linear_matvec",
+    idea="few rows: all weights requested before x; LayerNorm of x in each block",
+)
+def _matvec(c: Call) -> Launch:
+    return _few_rows(matvec, c, "linear_matvec", _ends(c))
+
+
+@variant(
+    "mma",
+    mma.FILE,
+    "linear_decode_mma",
+    idea="few rows on tensor cores, x in two terms: the same bits in any batch",
+)
+def _mma(c: Call) -> Launch:
+    _on_tensor_cores(c)
+    return _few_rows(mma, c, "linear_decode_mma", _ends(c))
+
+
+@variant(
+    "mma_tiles",
+    mma_tiles.FILE,
+    "linear_decode_tiles",
+    idea="more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
+)
+def _mma_tiles(c: Call) -> Launch:
+    return _more_rows(c, "linear_decode_tiles", _tile_ends(c))
+
+
+@variant(
+    "hopper",
+    hopper.FILE,
+    "linear_decode_hopper",
+    idea="large matrices on Hopper, with the bits of mma: wgmma, x as terms",
+)
+def _hopper(c: Call) -> Launch:
+    args = (c.w.scale, c.up.scale if c.up else None, c.bias, *_tile_ends(c))
+    return _by_wgmma(c, "linear_decode_hopper", (c.w, c.up), args)
+
+
+@variant(
+    "tiles",
+    tiles.FILE,
+    tiles.KERNEL,
+    idea="many rows: register tiles in the order of k, narrow weights widened in shared memory",
+)
+def _tiles(c: Call) -> Launch:
+    unfit(c.gamma is not None, "takes no gamma and beta: use variant matvec")
+    unfit(
+        c.terms or c.to_terms or c.up,
+        "takes and gives floats, of one matrix: use variant hopper",
+    )
+    M, N, K, data = c.M, c.N, c.K, c.w.data
+    unfit(
+        max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K,
+        f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
+        f"and {tiles.MAX_K:,} inputs",
+    )
     geometry = tiles.geometry(
         M,
         N,
         data.itemsize,
         min(tiles.MOST_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
-        4 if row_alignment(N, job.out, job.residual) == 16 else 1,
-        job.gelu,
+        4 if row_alignment(N, c.out, c.residual) == 16 else 1,
+        c.gelu,
         device_attribute("MultiProcessorCount"),
         device_attribute("MaxSharedMemoryPerBlockOptin"),
     )
-    args = (job.x, data, job.w.scale, job.bias, job.residual, job.out, M, K, N)
-    return launch_at(tiles.FILE, geometry, args, *storage_of(job.w))
+    args = (c.x, data, c.w.scale, c.bias, c.residual, c.out, M, K, N)
+    return launch_at(tiles.FILE, geometry, args, *storage_of(c.w))
+
+
+def _cache_ends(c: Call, *sizes: Any) -> tuple[Any, ...]:
+    """The last arguments of a product into a kv_cache."""
+    return c.row, c.position, c.q, c.k, c.v, *sizes, c.C, c.B, c.P
+
+
+@variant("qkv", matvec.FILE, "qkv_matvec", idea="matvec, with k and v into the KV cache")
+def _qkv_matvec(c: Call) -> Launch:
+    return _few_rows(matvec, c, "qkv_matvec", _cache_ends(c, c.eps, c.M))
+
+
+@variant("qkv_mma", mma.FILE, "qkv_decode_mma", idea="mma, with k and v into the KV cache")
+def _qkv_mma(c: Call) -> Launch:
+    _on_tensor_cores(c)
+    return _few_rows(mma, c, "qkv_decode_mma", _cache_ends(c, c.eps, c.M))
+
+
+@variant(
+    "qkv_mma_tiles",
+    mma_tiles.FILE,
+    "qkv_decode_tiles",
+    idea="mma_tiles, with k and v into the KV cache",
+)
+def _qkv_tiles(c: Call) -> Launch:
+    return _more_rows(c, "qkv_decode_tiles", _cache_ends(c, c.M, c.K))
+
+
+@variant(
+    "qkv_hopper", hopper.FILE, "qkv_decode_hopper", idea="hopper, with k and v into the KV cache"
+)
+def _qkv_hopper(c: Call) -> Launch:
+    args = (c.w.scale, c.bias, *_cache_ends(c, c.M, c.K))
+    return _by_wgmma(c, "qkv_decode_hopper", (c.w,), args)
+
+
+def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
+    """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
+    few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
+    if c.terms and c.terms.width:
+        return (by_wgmma,)
+    few = c.M * c.N * c.K <= FEW_PRODUCTS or c.M <= MORE_ROWS
+    tiles_first = c.to_terms or (c.gamma is None and not few)
+    return (*((more_rows,) if tiles_first else ()), on_tensor_cores, few_rows)
 
 
 def bind(
@@ -316,125 +328,61 @@ def bind(
     to_terms: what out has, for another product with such weights. up: a second WeightMatrix, of
     w's dtype and shape: out is silu(x w) (x up), by variant hopper.
     """
-    x, w, bias, gamma, beta, residual, up = (*inputs, *(None,) * 5)[:7]
-    gelu = check_flag("gelu", gelu)
-    given = _check(x, w, bias, gamma, beta, eps)
-    shape = (*x.shape[:-1], w.N)
-    if residual is not None:
-        check("residual", residual, shape)
-    out = output(out, shape, apart=given, in_place={"residual": residual})
-    _check_terms(w, gamma, terms, to_terms)
-    if up is not None:
-        _check_up(up, w, x, bias, gelu)
-    job = Job(x, w, bias, gamma, beta, residual, out, gelu, float(eps), terms, to_terms, up)
-    few = decoding or job.M <= FEW_ROWS or gamma is not None
-    return Bound(
-        out,
-        (
-            OPERATION.choose(job, variant, _decoding_variants(job) if few else ("tiles",)).launch(
-                job
-            ),
-        ),
-    )
+    options = {"gelu": gelu, "eps": eps, "variant": variant, "terms": terms, "to_terms": to_terms}
+    c = OPERATION.checked(inputs, out, T="float32", kv_dtype=None, **options)
+    c.M = c.rows
+    _check(c)
+    if c.up is not None and (c.up.dtype != c.w.dtype or c.bias is not None or c.gelu):
+        raise InputError(
+            f"up: {c.up.dtype}: expected {c.w.dtype}, as w has, and neither bias nor gelu"
+        )
+    few = decoding or c.M <= FEW_ROWS or c.gamma is not None
+    return OPERATION.bound_to(c, _decoding(c, OPERATION) if few else (_tiles,))
 
 
-def bind_qkv(
-    x: CudaArray,
-    w: WeightMatrix,
-    bias: CudaArray | None,
-    gamma: CudaArray | None,
-    beta: CudaArray | None,
-    k_cache: CudaArray,
-    v_cache: CudaArray,
-    row: CudaArray,
-    position: CudaArray,
-    q: CudaArray | None = None,
+def _bind_qkv(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
     eps: float = 1e-5,
     terms: Terms | None = None,
     kv_dtype: str | None = None,
 ) -> Bound:
-    """LayerNorm(x) W + bias: q (M, C), and k and v of x[m] into position[m] of row[m] of a cache.
+    """inputs (x (M, K), w, bias, gamma, beta, k, v, row (M,), position (M,)), out q (M, C).
 
-    x (M, K), w a WeightMatrix (3C, K), caches (B, n_ctx, C) in the dtype of the weights, in float16
-    with FP8 weights, or uint8 of the FP8 format kv_dtype, row and position int32 (M,), no two of
-    them alike. k and v of a token outside the cache are dropped. Without gamma and beta, x is not
-    normalized. terms: as in `bind`. `out` is q. Raises InputError.
+    LayerNorm(x) w + bias, or of x itself without gamma and beta: k and v of x[m] go to position[m]
+    of row[m]. w is a WeightMatrix (3C, K); k and v (B, n_ctx, C) have the dtype of the weights,
+    float16 with FP8 weights, or are uint8 of the FP8 format kv_dtype. No two of row and position
+    are alike; k and v of a token outside the cache are dropped. terms: as in `bind`.
     """
-    if getattr(x, "ndim", 2) != 2:
-        raise InputError(f"x: expected (M, K), got {x.shape}")
-    given = _check(x, w, bias, gamma, beta, eps)
-    _check_terms(w, gamma, terms)
-    job = Job(x, w, bias, gamma, beta, terms=terms)
-    if w.N % 3:
-        raise InputError(f"w: expected 3C outputs for q, k and v, got {w.N}")
-    M, C = job.M, w.N // 3
-    T = cache_dtype(w.dtype)
-    kept = T if kv_dtype is None else array_dtype(k_cache, kv_dtype)
-    check("k_cache", k_cache, dtype=kept)
-    if k_cache.ndim != 3 or k_cache.shape[2] != C:
-        raise InputError(f"k_cache: expected (B, n_ctx, {C}), got {k_cache.shape}")
-    check("v_cache", v_cache, k_cache.shape, kept)
-    check("row", row, (M,), "int32")
-    check("position", position, (M,), "int32")
-    given.update(row=row, position=position)
-    q = output(q, (M, C), name="q", apart=given)
-    check_apart("k_cache", k_cache, {**given, "q": q})
-    check_apart("v_cache", v_cache, {**given, "q": q, "k_cache": k_cache})
-    arrays = (row, position, q, k_cache, v_cache)
-    sizes = (C, *k_cache.shape[:2])
-    variant = OPERATION.choose(job, None, _decoding_variants(job)).name
-    if variant == "mma_tiles":
-        args = (*arrays, M, w.K, *sizes)
-        return Bound(q, (_launch_decode_tiles(job, "qkv_decode_tiles", args, T, kv_dtype),))
-    if variant == "hopper":
-        ends = (w.scale, bias, *arrays, M, w.K, *sizes)
-        product = hopper.Given(x, (w,))
-        return Bound(q, (hopper.launch("qkv_decode_hopper", product, T, ends, kv_dtype),))
-    args = (*job.products, *arrays, float(eps), M, *sizes)
-    module, kernel = (mma, "qkv_decode_mma") if variant == "mma" else (matvec, "qkv_matvec")
-    return Bound(q, (_launch_decoding(module, job, kernel, args, T, kv_dtype),))
+    options = {"eps": eps, "terms": terms, "to_terms": None, "up": None, "kv_dtype": kv_dtype}
+    c = LINEAR_QKV.checked(inputs, out, **options)
+    c.T = cache_dtype(c.w.dtype)
+    _check(c)
+    if kv_dtype is None:
+        check("k", c.k, dtype=c.T)
+    if c.N != 3 * c.C:
+        raise InputError(f"w: expected {3 * c.C} outputs, 3C as k has C channels, got {c.N}")
+    return LINEAR_QKV.bound_to(c, _decoding(c, LINEAR_QKV))
 
 
-def _check_terms(
-    w: WeightMatrix, gamma: Any, terms: Terms | None, to_terms: Terms | None = None
-) -> None:
-    given = [each for each in (terms, to_terms) if each is not None]
+def _check(c: Call) -> None:
+    """InputError unless gamma, beta and the terms of x and of the result fit together."""
+    if (c.gamma is None) != (c.beta is None):
+        raise InputError("gamma and beta: expected both, or neither")
+    given = [each for each in (c.terms, c.to_terms) if each is not None]
     if not given:
         return
-    known = terms_of(w.dtype, MORE_ROWS + 1, {"w": (w.K, w.N)}).get("w", ())
+    known = terms_of(c.w.dtype, MORE_ROWS + 1, {"w": (c.K, c.N)}).get("w", ())
     kinds = {each.dtype for each in known}
-    orders = {0, hopper.width(w.dtype)}
+    orders = {0, hopper.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in given)
-    if unknown or (terms and gamma is not None):
+    if unknown or (c.terms and c.gamma is not None):
         raise InputError(
-            f"w: {w.dtype}, {w.K} inputs, {w.N} outputs: expected terms of "
+            f"w: {c.w.dtype}, {c.K} inputs, {c.N} outputs: expected terms of "
             f"{' or '.join(kinds) or 'no dtype'}, without gamma and beta: pass floats"
         )
-    check_terms(to_terms, w.N)
-
-
-def _check_up(up: Any, w: WeightMatrix, x: Any, bias: Any, gelu: bool) -> None:
-    check_weights("up", up, ("x", x))
-    if (up.dtype, up.N) != (w.dtype, w.N) or bias is not None or gelu:
-        raise InputError(
-            f"up: {up.dtype}, {up.N} outputs: expected {w.dtype}, {w.N} outputs as w has, and "
-            "neither bias nor gelu"
-        )
-
-
-def _check(x: Any, w: Any, bias: Any, gamma: Any, beta: Any, eps: float) -> dict[str, Any]:
-    """The inputs of both functions, by name."""
-    check_eps(eps)
-    check("x", x)
-    check_weights("w", w, ("x", x))
-    if bias is not None:
-        check("bias", bias, (w.N,))
-    if (gamma is None) != (beta is None):
-        raise InputError("gamma and beta: expected both, or neither")
-    for name, array in (("gamma", gamma), ("beta", beta)):
-        if array is not None:
-            check(name, array, (w.K,))
-    return {"x": x, "w": w, "bias": bias, "gamma": gamma, "beta": beta}
+    check_terms(c.to_terms, c.N)
 
 
 def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
@@ -443,80 +391,28 @@ def _make(s: Sizes, rng: np.random.Generator) -> Inputs:
     return x, w, rng.standard_normal(s["N"], dtype=np.float32)
 
 
+LINEAR_QKV = Operation(
+    name="linear_qkv",
+    variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
+    binder=_bind_qkv,
+)
+
 OPERATION = Operation(
     name="linear",
     document="gpt2block",
     idea="[residual +] [gelu]((LayerNorm(x) or x) W + bias)",
     sizes={"M": 1, "K": 768, "N": 2304},
-    variants=(
-        Variant(
-            "matvec",
-            matvec.FILE,
-            ("linear_matvec",),
-            "few rows: all weights requested before x; LayerNorm of x in each block",
-            launch=_launch_matvec,
-            problem=_matvec_problem,
-        ),
-        Variant(
-            "mma",
-            mma.FILE,
-            ("linear_decode_mma",),
-            "few rows on tensor cores, x in two terms: the same bits in any batch",
-            launch=_launch_mma,
-            problem=_mma_problem,
-        ),
-        Variant(
-            "mma_tiles",
-            mma_tiles.FILE,
-            ("linear_decode_tiles",),
-            "more rows on tensor cores, with the bits of mma: tiles, K split over a cluster",
-            launch=_launch_mma_tiles,
-            problem=_mma_tiles_problem,
-        ),
-        Variant(
-            "hopper",
-            hopper.FILE,
-            ("linear_decode_hopper",),
-            "large matrices on Hopper, with the bits of mma: wgmma, x as terms",
-            launch=_launch_hopper,
-            problem=_hopper_problem,
-        ),
-        Variant(
-            "tiles",
-            tiles.FILE,
-            (tiles.KERNEL,),
-            "many rows: register tiles in the order of k, narrow weights widened in shared memory",
-            launch=_launch_tiles,
-            problem=_tiles_problem,
-        ),
-    ),
-    auxiliary=(
-        Variant("qkv", matvec.FILE, ("qkv_matvec",), "matvec, with k and v into the KV cache"),
-        Variant("qkv_mma", mma.FILE, ("qkv_decode_mma",), "mma, with k and v into the KV cache"),
-        Variant(
-            "qkv_mma_tiles",
-            mma_tiles.FILE,
-            ("qkv_decode_tiles",),
-            "mma_tiles, with k and v into the KV cache",
-        ),
-        Variant(
-            "qkv_hopper",
-            hopper.FILE,
-            ("qkv_decode_hopper",),
-            "hopper, with k and v into the KV cache",
-        ),
-        Variant(
-            "rope_hopper",
-            hopper.ROPE_FILE,
-            ("rope_decode_hopper",),
-            "qkv_hopper with RoPE of q and k",
-        ),
-    ),
-    make=_make,
+    variants=(_matvec, _mma, _mma_tiles, _hopper, _tiles),
+    auxiliary=(*LINEAR_QKV.variants, *LINEAR_ROPE.variants),
+    draw=_make,
     traffic=lambda s: s["weight"] * s["K"] * s["N"] + 4 * (s["M"] * (s["K"] + s["N"]) + s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="either",
-    attrs={},
+    small=(
+        {"M": 1, "K": 16, "N": 8},
+        {"M": 5, "K": 40, "N": 24},
+        {"M": 17, "K": 96, "N": 136},
+    ),
     matrices=(1,),
     layout="NK",
     binder=bind,

@@ -7,17 +7,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2block.cuda.arrays import Bound, CudaArray, check, check_apart, compute_capability, output
-from gpt2block.cuda.kernels import cache_dtype
+from gpt2block.cuda.arrays import Bound, CudaArray, check, compute_capability
+from gpt2block.cuda.kernels import Launch, cache_dtype
 from gpt2block.errors import InputError
 from gpt2block.ops import _linear_hopper as hopper
-from gpt2block.ops._matrix import check_weights
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
-from gpt2block.ops.rope_qkv import check_heads
-from gpt2block.plan import Terms
+from gpt2block.ops._terms import Terms
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, unfit, variant
 
 
-def bind(
+@variant(
+    "rope_hopper",
+    hopper.ROPE_FILE,
+    "rope_decode_hopper",
+    idea="qkv_hopper with RoPE of q and k",
+)
+def _rope_hopper(c: Call) -> Launch:
+    unfit(
+        compute_capability() != HOPPER_CAPABILITY,
+        "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append",
+    )
+    wanted, D = hopper.terms(c.w.dtype), 2 * c.P
+    unfit(c.terms != wanted, f"terms of {c.terms}: expected {wanted}")
+    multiple = 2 * hopper.ROPE_BOX
+    unfit(D % multiple, f"heads of {D} channels: expected a multiple of {multiple}")
+    arrays = (c.w.scale, c.bias, c.by, c.row, c.position, c.out, c.k, c.v)
+    args = (*arrays, c.M, c.K, c.n_head, c.C // D, c.B, c.S)
+    return hopper.launch(c, "rope_decode_hopper", (c.w,), args, head=D)
+
+
+def _bind(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
@@ -25,54 +45,27 @@ def bind(
     terms: Terms,
     kv_dtype: str | None = None,
 ) -> Bound:
-    """inputs (x (M, K), w, bias (N,), rotations (M, D / 2, 2), k, v, row (M,), position (M,)).
+    """inputs (x (M, K), w, bias (N,), by (M, D / 2, 2), k, v, row (M,), position (M,)).
 
     x has `terms`, in the order of wgmma, and w is a WeightMatrix (N, K) of N = (n_head + 2
-    n_kv_head) D outputs; RoPE turns half-split pairs of q and k by `rotations`. k and v, (B, n_ctx,
-    n_kv_head D), have the dtype of the weights, float16 with FP8 weights, or `kv_dtype`; row and
-    position, int32, are not read back: K and V of rows outside the cache are left out. out is q,
-    (M, n_head D), with the bits of `linear` and `rope_append`. Raises InputError.
+    n_kv_head) D outputs; RoPE turns half-split pairs of q and k by the rotations. k and v, (B,
+    n_ctx, n_kv_head D), have the dtype of the weights, float16 with FP8 weights, or `kv_dtype`; row
+    and position, int32, are not read back: K and V of rows outside the cache are left out. out is
+    q, (M, n_head D), with the bits of `linear` and `rope_append`.
     """
-    x, w, bias, rotations, k, v, row, position = inputs
-    check("x", x)
-    check_weights("w", w, ("x", x))
-    check("rotations", rotations)
-    if rotations.ndim != 3 or rotations.shape[::2] != (len(x), 2):
-        raise InputError(f"rotations: expected ({len(x)}, D / 2, 2), got {rotations.shape}")
-    D = 2 * rotations.shape[1]
-    n_kv_head = check_heads(D, k, v, kv_dtype)
-    heads = n_head + 2 * n_kv_head
-    if x.ndim != 2 or heads * D != w.N:
-        raise InputError(
-            f"x {x.shape}, w of {w.N:,} outputs: expected (M, K) and {heads * D:,} outputs, "
-            f"{n_head} heads of q and {n_kv_head} of k and v, of {D} channels"
-        )
-    if bias is not None:
-        check("bias", bias, (w.N,))
-    M, T = len(x), cache_dtype(w.dtype)
+    options = {"n_head": n_head, "terms": terms, "to_terms": None, "up": None}
+    c = OPERATION.checked(inputs, out, kv_dtype=kv_dtype, **options)
+    c.T = cache_dtype(c.w.dtype)
     if kv_dtype is None:
-        check("k", k, dtype=T)
-    check("row", row, (M,), "int32")
-    check("position", position, (M,), "int32")
-    problem = _problem(w.K, w.dtype, D, terms)
-    if problem:
-        raise InputError(problem)
-    given = {"x": x, "w": w.data, "bias": bias, "rotations": rotations}
-    apart = {**given, "row": row, "position": position}
-    for name, cache in (("k", k), ("v", v)):
-        check_apart(name, cache, apart)
-    out = output(out, (M, n_head * D), apart={**apart, "k": k, "v": v})
-    sizes = (M, w.K, n_head, n_kv_head, *k.shape[:2])
-    args = (w.scale, bias, rotations, row, position, out, k, v, *sizes)
-    launch = hopper.launch("rope_decode_hopper", hopper.Given(x, (w,), head=D), T, args, kv_dtype)
-    return Bound(out, (launch,), (k, v))
+        check("k", c.k, dtype=c.T)
+    D = 2 * c.P
+    N = c.n_head * D + 2 * c.C
+    if c.C % D or c.N != N:
+        raise InputError(
+            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
+            f"heads of q and whole heads of k and v, of {D} channels as by has"
+        )
+    return OPERATION.bound_to(c)
 
 
-def _problem(K: int, dtype: str, D: int, terms: Terms) -> str | None:
-    if compute_capability() != HOPPER_CAPABILITY:
-        return "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append"
-    if terms != hopper.terms(dtype):
-        return f"terms of {terms}: expected {hopper.terms(dtype)}"
-    if D % (2 * hopper.ROPE_BOX):
-        return f"heads of {D} channels: expected a multiple of {2 * hopper.ROPE_BOX}"
-    return hopper.problem(K)
+OPERATION = Operation(name="linear_rope", variants=(_rope_hopper,), binder=_bind)

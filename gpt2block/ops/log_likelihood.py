@@ -5,14 +5,13 @@ Kernel: tokens/log_likelihood.cu.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from gpt2block.cuda.arrays import Bound, CudaArray, check, contiguous, launch_at, output
+from gpt2block.cuda.arrays import CudaArray, contiguous, launch_at
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.ops._rows import check_rows
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.ops.warm import call
 
 FILE = "tokens/log_likelihood.cu"
@@ -25,23 +24,18 @@ def choose_geometry(rows: int, threads: int = THREADS) -> Geometry:
     return Geometry("log_likelihood_kernel", (rows,), (threads,), defines=defines)
 
 
-def _launch(job: tuple[CudaArray, CudaArray, CudaArray]) -> tuple[Launch, ...]:
-    """job: logits, targets, out."""
-    logits, targets, _ = job
-    return (launch_at(FILE, choose_geometry(targets.size), (*job, logits.shape[-1])),)
-
-
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (logits (..., V), targets (...) of int32), out (...).
-
-    The targets are not read back: one outside 0..V-1 gives NaN.
-    """
-    logits, targets = inputs
-    check("logits", logits)
-    check("targets", targets, logits.shape[:-1], "int32")
-    check_rows("logits", logits)
-    out = output(out, targets.shape, apart={"logits": logits, "targets": targets})
-    return Bound(out, _launch((logits, targets, out)))
+@variant(
+    "block",
+    FILE,
+    "log_likelihood_kernel",
+    idea="one block per row: maximum and sum in one pass",
+    block=THREADS,
+)
+def _block(c: Call) -> Launch:
+    """The targets are not read back: one outside 0..V-1 gives NaN."""
+    check_rows("logits", c.logits)
+    args = (c.logits, c.targets, c.out, c.V)
+    return launch_at(FILE, choose_geometry(c.rows), args)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -55,22 +49,13 @@ OPERATION = Operation(
     document="gpt2block",
     idea="out = logits[target] - log Σ exp(logits) of each row",
     sizes={"N": 1024, "V": 50257},
-    variants=(
-        Variant(
-            "block",
-            FILE,
-            ("log_likelihood_kernel",),
-            "one block per row: maximum and sum in one pass",
-            block=THREADS,
-            launch=_launch,
-        ),
-    ),
-    make=_make,
+    variants=(_block,),
+    draw=_make,
     traffic=lambda sizes: sizes["N"] * (4 * sizes["V"] + 8),
     flops=lambda sizes: 5 * sizes["N"] * sizes["V"],
     bound="memory",
     attrs={},
-    binder=bind,
+    small=({"N": 1, "V": 11}, {"N": 5, "V": 70}, {"N": 3, "V": 1031}),
 )
 
 
@@ -79,4 +64,4 @@ def log_likelihood(logits: CudaArray, targets: CudaArray) -> CudaArray:
 
     logits (..., V), targets (...) → (...). A target outside 0..V-1 gives NaN.
     """
-    return call(bind, contiguous(logits, targets)).out
+    return call(OPERATION.bind_on_device, contiguous(logits, targets)).out

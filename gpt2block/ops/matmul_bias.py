@@ -8,27 +8,23 @@ matmul/skeleton.cu, matmul/ladder.cu, matmul/registers.cu.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from math import ceil, prod
-from typing import Any, NamedTuple
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
-    Shape,
-    check,
     contiguous,
     device_attribute,
     launch_at,
-    output,
     row_alignment,
 )
 from gpt2block.cuda.kernels import Geometry, Launch
-from gpt2block.errors import InputError
 from gpt2block.ops._matrix import count_tiles, fastest
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, largest_product
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 SKELETON = "matmul/skeleton.cu"
@@ -106,61 +102,61 @@ def registers_geometry(tile: Tile, groups: int, M: int, N: int, width: int) -> G
     return Geometry("matmul_forward_kernel3", grid, (WARP * warps,), shared, defines)
 
 
-class Job(NamedTuple):
-    """A product, checked."""
-
-    a: CudaArray  # (..., K)
-    w: CudaArray  # (K, N)
-    bias: CudaArray | None
-    out: CudaArray  # (..., N)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, K, N."""
-        K, N = self.w.shape
-        return self.a.size // K, K, N
+def _launch(c: Call, file: str, geometry: Callable[[int, int], Geometry]) -> Launch:
+    """A kernel with a geometry for M and N."""
+    M, K, N = c.rows, c.K, c.N
+    too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
+    unfit(max(M, K, N) > MAX_SIZE, too_large)
+    return launch_at(file, geometry(M, N), (c.a, c.w, c.bias, c.out, M, K, N))
 
 
-def _launch(file: str, geometry: Callable[[int, int], Geometry], job: Job) -> Launch:
-    """A kernel whose geometry depends on M and N alone."""
-    M, K, N = job.sizes
-    return launch_at(file, geometry(M, N), (*job, M, K, N))
+@variant(
+    "naive",
+    LADDER,
+    "matmul_forward_kernel1",
+    idea="one thread per output, operands read from global memory",
+    source="named after llm.c's matmul kernels",
+)
+def _naive(c: Call) -> Launch:
+    return _launch(c, LADDER, naive_geometry)
 
 
-def _launch_registers(job: Job) -> Launch:
-    M, K, N = job.sizes
-    width = 4 if row_alignment(N, job.w, job.out) == 16 else 1
-    tile, groups = choose_tile(M, N, device_attribute("MultiProcessorCount"))
-    return launch_at(REGISTERS, registers_geometry(tile, groups, M, N, width), (*job, M, K, N))
+@variant(
+    "tiled",
+    SKELETON,
+    "matmul_bias_tiled",
+    idea="one thread per output, 16x16 tiles in shared memory, the next tile in flight",
+)
+def _tiled(c: Call) -> Launch:
+    unfit(c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows))
+    return _launch(c, SKELETON, tiled_geometry)
 
 
-def _tiled_problem(job: Job) -> str | None:
-    rows = job.sizes[0]
-    return TOO_MANY_ROWS.format(rows) if rows > MAX_ROWS else None
+@variant(
+    "coarsened",
+    LADDER,
+    "matmul_forward_kernel2",
+    idea="thread coarsening: 8 outputs of a column per thread, which share each loaded w",
+    source="named after llm.c's matmul kernels",
+)
+def _coarsened(c: Call) -> Launch:
+    return _launch(c, LADDER, coarsened_geometry)
 
 
-def check_limits(a: Shape, *_: Shape) -> None:
-    """InputError when the rows pass the grid's second axis in the variant tiled."""
-    if (rows := prod(a[:-1])) > MAX_ROWS:
-        raise InputError(TOO_MANY_ROWS.format(rows))
+@variant(
+    "registers",
+    REGISTERS,
+    "matmul_forward_kernel3",
+    idea="8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts",
+    source="named after llm.c's matmul kernels",
+)
+def _registers(c: Call) -> Launch:
+    def geometry(M: int, N: int) -> Geometry:
+        width = 4 if row_alignment(N, c.w, c.out) == 16 else 1
+        chosen = choose_tile(M, N, device_attribute("MultiProcessorCount"))
+        return registers_geometry(*chosen, M, N, width)
 
-
-def bind(inputs: tuple[Any, ...], out: CudaArray | None = None, *, variant: str = "tiled") -> Bound:
-    """inputs (a (..., K), w (K, N), bias (N,) or None), out (..., N)."""
-    a, w, bias = inputs
-    check("a", a)
-    check("w", w)
-    K = a.shape[-1]
-    if w.ndim != 2 or w.shape[0] != K:
-        raise InputError(f"w: expected shape ({K}, N) to match a {a.shape}, got {w.shape}")
-    N = w.shape[1]
-    if bias is not None:
-        check("bias", bias, (N,))
-    if max(a.size // K, K, N) > MAX_SIZE:
-        raise InputError(f"a {a.shape}, w {w.shape}: expected at most {MAX_SIZE:,} rows or columns")
-    out = output(out, (*a.shape[:-1], N), apart={"a": a, "w": w, "bias": bias})
-    job = Job(a, w, bias, out)
-    return Bound(out, (OPERATION.choose(job, variant).launch(job),))
+    return _launch(c, REGISTERS, geometry)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -174,49 +170,19 @@ OPERATION = Operation(
     document="LeetGPU's GPT-2 block challenge",
     idea="a · w + bias",
     sizes={"M": 1024, "K": 768, "N": 3072},  # GPT-2's first product of the feed-forward
-    variants=(
-        Variant(
-            "naive",
-            LADDER,
-            ("matmul_forward_kernel1",),
-            "one thread per output, operands read from global memory",
-            source="named after llm.c's matmul kernels",
-            launch=partial(_launch, LADDER, naive_geometry),
-        ),
-        Variant(
-            "tiled",
-            SKELETON,
-            ("matmul_bias_tiled",),
-            "one thread per output, 16x16 tiles in shared memory, the next tile in flight",
-            launch=partial(_launch, SKELETON, tiled_geometry),
-            problem=_tiled_problem,
-        ),
-        Variant(
-            "coarsened",
-            LADDER,
-            ("matmul_forward_kernel2",),
-            "thread coarsening: 8 outputs of a column per thread, which share each loaded w",
-            source="named after llm.c's matmul kernels",
-            launch=partial(_launch, LADDER, coarsened_geometry),
-        ),
-        Variant(
-            "registers",
-            REGISTERS,
-            ("matmul_forward_kernel3",),
-            "8x8 outputs per thread in registers, 16-byte loads, cp.async, no bank conflicts",
-            source="named after llm.c's matmul kernels",
-            launch=_launch_registers,
-        ),
-    ),
-    make=_make,
+    variants=(_naive, _tiled, _coarsened, _registers),
+    options={"variant": "tiled"},
+    draw=_make,
     traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="compute",
     attrs={},
-    shape=lambda a, w, bias=None, **attrs: (*a[:-1], w[1]),
-    largest=largest_product,
-    check_limits=check_limits,
-    binder=bind,
+    small=(
+        {"M": 1, "K": 5, "N": 7},
+        {"M": 17, "K": 40, "N": 19},
+        {"M": 33, "K": 70, "N": 130},
+    ),
+    arrays={"a": "A", "w": "B", "out": "C"},
 )
 
 
@@ -229,4 +195,4 @@ def matmul_bias(
     registers. The variant tiled takes at most 1,048,560 rows: its grid's second axis counts tiles
     of 16 rows. All except registers sum the products of an output in the order of k.
     """
-    return call(bind, contiguous(a, w, bias), variant=variant).out
+    return call(OPERATION.bind_on_device, contiguous(a, w, bias), variant=variant).out

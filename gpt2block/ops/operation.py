@@ -6,57 +6,58 @@ function in `gpt2block.reference`. Other modules find it in `gpt2block.ops.regis
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import reference
 from gpt2block.checks import meant
+from gpt2block.contract import Contract, contract_of, size_of
 from gpt2block.cuda import replaced
-from gpt2block.cuda.arrays import Bound
-from gpt2block.errors import InputError, KernelError
-from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix
+from gpt2block.cuda.arrays import Bound, arrays_of, mapped
+from gpt2block.errors import Argument, InputError, KernelError
+from gpt2block.ops.call import Call, checked
 
 Sizes = Mapping[str, int]  # "B", "T", "C", "NH", "HS", "N" … of one run
+Attrs = Mapping[str, Any]
+Case = tuple[Sizes, Attrs]  # sizes, and attributes that differ from the documented ones
 Inputs = tuple[NDArray[Any], ...]
 Count = Callable[[Sizes], int]
-Shape = tuple[int, ...]
 Names = tuple[str, ...]
 
 
-def _never(job: Any) -> str | None:
-    """No problem: the variant supports all jobs of its operation, on any device."""
-    return None
+class Unfit(Exception):  # noqa: N818  (a reason to take another variant)
+    """Why a variant cannot compute a call: dtypes, sizes, alignment or compute capability."""
 
 
-def _no_launch(job: Any) -> Any:
-    """The `launch` of auxiliary kernels, which no `bind` chooses."""
-    raise KernelError("an auxiliary kernel is not launched by itself: call the public function")
+def unfit(wrong: Any, why: str) -> None:
+    """Raise Unfit, with the reason, if something is wrong."""
+    if wrong:
+        raise Unfit(why)
 
 
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an operation: its kernels, in launch order, and its main idea.
 
-    `launch` makes the launches for a job, the checked arguments of the operation's `bind`.
-    `problem` returns why the variant cannot compute a job on the current device (dtype, size,
-    alignment or compute capability), or None if it can.
+    `launch` returns the launches of a checked call, or raises Unfit; that of a user's kernel is its
+    `bind`.
     """
 
     name: str
     file: str  # in kernels_cu
     kernels: tuple[str, ...]
     idea: str  # one line
+    launch: Callable[..., Any]
     blocks: tuple[int, ...] = ()  # supported block sizes; () for a fixed one
     block: int = 256  # the default block size
     source: str = ""  # of the kernels, if not the operation's document
     dtypes: tuple[str, ...] = ()  # those of the operation that it supports; () for all
     own: bool = False  # a user's kernel, which no public function calls
-    launch: Callable[..., Any] = _no_launch
-    problem: Callable[[Any], str | None] = _never
 
     def described(self) -> dict[str, Any]:
         """Everything but the functions, for a report on built-in variants."""
@@ -65,46 +66,64 @@ class Variant:
         return found
 
 
-def like_first(first: Shape, *_: Shape | None, **attrs: Any) -> Shape:
-    """The shape of a result that has the shape of its first input."""
-    return first
+def variant(
+    name: str, file: str, *kernels: str, idea: str, **fields: Any
+) -> Callable[[Callable[[Call], Any]], Variant]:
+    """Decorator: the variant whose launches a function returns."""
+
+    def made(launch: Callable[[Call], Any]) -> Variant:
+        return Variant(name, file, kernels, idea, launch, **fields)
+
+    return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """An operation by its name in `gpt2block.ops` and `gpt2block.reference`.
 
-    `make(sizes, rng)` gives float32 inputs; `attrs` are keyword arguments of both functions;
-    `traffic` counts the bytes that must be transferred from and to device memory, `flops` the
-    floating-point operations. The sizes passed to `traffic` include "itemsize" and "weight", the
-    bytes of an element of an activation and of a weight.
+    `bind` checks arguments and chooses one of `variants`, by `binder` or, where nothing else has to
+    be decided, by the contract alone; then `options` are its keyword arguments with their defaults.
+    `auxiliary` are kernels that belong to the operation, but are not variants of it: those of
+    operations with other arguments, and one that `binder` alone chooses.
 
-    For plans: `shape` is the shape of the result, from those of the inputs and the step's
-    attributes. `largest` is an
-    upper bound of the result's magnitude, from that of the first input (None: unknown), the weights
-    by name and the inputs' names; None if unknown. `check_limits` raises InputError for input
-    shapes that the float32 kernels do not support.
+    An operation that can be measured alone has `sizes`, the documented ones: `make(sizes, rng)`
+    gives float32 inputs, by `draw` or by the contract; `attrs` are keyword arguments of both
+    functions; `traffic` counts the bytes that must be transferred from and to device memory,
+    `flops` the floating-point operations. The sizes passed to `traffic` include "itemsize" and
+    "weight", the bytes of an element of an activation and of a weight. `axes` states axes of the
+    contract by documented sizes and attributes, where their letters differ; "..." are by default
+    the documented sizes that are no letters of the required inputs. `small` are sizes to check
+    with, each with attributes that differ: odd ones, which no block and no vector divides.
+
+    A kernel of the user's (`gpt2block.mine`) has the arguments of the contract. `arrays` are those
+    with other names in the kernels; both names are known. `aliases` are further names: of an array,
+    or of a number that follows from sizes and attributes. `further` gives the exact values of
+    optional outputs, from the inputs in float64 and the attributes.
     """
 
     name: str
-    document: str  # the source of the operation and its kernels
-    idea: str  # the formula in one line
-    sizes: Sizes  # the documented ones
     variants: tuple[Variant, ...]
-    make: Callable[[Sizes, np.random.Generator], Inputs]
-    traffic: Count
-    flops: Count
-    bound: str  # by "memory" or "compute", the ceiling of figures; "either" by the sizes
-    attrs: Mapping[str, Any]
-    binder: Callable[..., Bound]
-    shape: Callable[..., Shape] = like_first
-    largest: Callable[[float | None, Mapping[str, Any], Names], float | None] | None = None
-    check_limits: Callable[..., None] | None = None
-    auxiliary: tuple[Variant, ...] = ()  # kernels of the operation that are not variants
+    binder: Callable[..., Bound] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    auxiliary: tuple[Variant, ...] = ()
+    document: str = "gpt2block"  # the source of the operation and its kernels
+    idea: str = ""  # the formula in one line
+    sizes: Sizes = field(default_factory=dict)
+    draw: Callable[[Sizes, np.random.Generator], Inputs] | None = None
+    traffic: Count = lambda sizes: 0
+    flops: Count = lambda sizes: 0
+    bound: str = "memory"  # by "memory" or "compute", the ceiling of figures; "either" by the sizes
+    attrs: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32",)  # that the arrays can have; the first by default
     matrices: tuple[int, ...] = ()  # inputs that are weights (K, N), which alone can be FP8
     layout: str = "KN"  # default layout of the weights
     series: tuple[str, int] | None = None  # a size that is run from 1 to this power of two
+    axes: Mapping[str, str] = field(default_factory=dict)
+    small: tuple[Mapping[str, int], ...] = ()
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    further: Callable[..., tuple[Any, ...]] | None = None
+    line: str = ""  # the contract, where the reference has no function of this name
 
     def bind(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
         """Check the arrays and options once; the result can `run` many times.
@@ -113,17 +132,78 @@ class Operation:
         `gpt2block.emulator`); matrices as WeightMatrix or TwoPartMatrix where the operation accepts
         them. Raises InputError.
         """
-        if replaced() or not any(isinstance(each, np.ndarray) for each in map(_data, inputs)):
-            return self.binder(inputs, out, **options)
+        arrays = (array for value in inputs for array in arrays_of("", value).values())
+        if replaced() or not any(isinstance(array, np.ndarray) for array in arrays):
+            return self.bind_on_device(inputs, out, **options)
         from gpt2block import emulator  # noqa: PLC0415  (needed for host arrays alone)
 
         def adopted(value: Any) -> Any:
             return emulator.adopted(value) if isinstance(value, np.ndarray) else value
 
         with emulator.emulated():
-            arrays = tuple(_mapped(value, adopted) for value in inputs)
+            given = tuple(mapped(adopted, value) for value in inputs)
             options = {name: adopted(value) for name, value in options.items()}
-            return self.binder(arrays, _mapped(out, adopted), **options)
+            return self.bind_on_device(given, mapped(adopted, out), **options)
+
+    def bind_on_device(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+        """`bind` of CuPy arrays only, as public functions take them."""
+        if self.binder is not None:
+            return self.binder(inputs, out, **options)
+        for name in options.keys() - self.options.keys():
+            raise TypeError(f"{self.name}: unexpected keyword argument {name!r}")
+        return self.bound_to(self.checked(inputs, out, **{**self.options, **options}))
+
+    def make(self, sizes: Sizes, rng: np.random.Generator) -> Inputs:
+        """Random inputs of these sizes, by default standard normal numbers plus 0.5."""
+        if not self.sizes:
+            raise KernelError("an operation without documented sizes is not run alone")
+        if self.draw is not None:
+            return self.draw(sizes, rng)
+        known: dict[str, Any] = {**self.attrs, **sizes}
+        for axis, text in self.axes.items():
+            if axis != "...":
+                known[axis] = size_of(text, known)
+        known["..."] = tuple(sizes[name] for name in self.leading)
+        shapes = (entry.shape(known) for entry in self.contract.inputs if not entry.optional)
+        return tuple(rng.standard_normal(s, dtype=np.float32) + np.float32(0.5) for s in shapes)
+
+    @property
+    def leading(self) -> Names:
+        """The documented sizes that are the axes `...` of the contract."""
+        if "..." in self.axes:
+            return tuple(self.axes["..."].split())
+        required = (entry for entry in self.contract.inputs if not entry.optional)
+        letters = {axis for entry in required for axis in entry.axes}
+        return tuple(name for name in self.sizes if name not in letters)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """`small`, with the attributes apart from the sizes."""
+        return tuple(
+            (
+                {name: size for name, size in each.items() if name in self.sizes},
+                {name: value for name, value in each.items() if name not in self.sizes},
+            )
+            for each in self.small
+        )
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The names of the options of `bind`."""
+        if self.binder is None:
+            return tuple(self.options)
+        return tuple(inspect.signature(self.binder).parameters)[2:]
+
+    @property
+    def contract(self) -> Contract:
+        """That of the function of the same name in the reference, or of `line`."""
+        if self.line:
+            return Contract.parse(self.line)
+        return contract_of(getattr(reference, self.name))
+
+    def checked(self, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Call:
+        """`gpt2block.ops.call.checked` by the operation's contract. Raises InputError."""
+        return checked(self.contract, inputs, out, **options)
 
     def variant(self, name: str | int) -> Variant:
         """A variant by name; InputError lists the known ones."""
@@ -131,54 +211,40 @@ class Operation:
             if variant.name == str(name):
                 return variant
         known = ", ".join(variant.name for variant in self.variants)
-        problem = f"unknown variant {name!r}"
+        problem: tuple[object, ...] = "unknown ", Argument("variant"), f" {name!r}"
         if any(kernel.name == name for kernel in self.auxiliary):
-            problem = f"variant {name!r} does not run by itself"
+            problem = Argument("variant"), f" {name!r} does not run by itself"
         hint = meant(name, (variant.name for variant in self.variants))
-        raise InputError(f"{self.name}: {problem}: expected one of {known}{hint}")
+        raise InputError(f"{self.name}: ", *problem, f": expected one of {known}{hint}")
 
-    def choose(self, job: Any, name: str | int | None, order: tuple[str, ...] = ()) -> Variant:
-        """The variant of that name, or the first one without a problem; InputError with the reason.
+    def bound_to(self, call: Call, order: tuple[Variant | str, ...] = ()) -> Bound:
+        """The launches of a call by its option `variant`, or else by the first one that fits.
 
-        order: names of variants, the preferred one first, where `name` is None; by default all,
-        the last one first.
+        order: the preferred variants, also auxiliary ones; by default all, the last one first. A
+        call with the option `block` gets the block size of the variant in its place, and whether it
+        was `requested`. Raises InputError with the reason if no variant fits.
         """
+        name = getattr(call, "variant", None)
+        candidates = order or tuple(reversed(self.variants))
         if name is not None:
-            variant = self.variant(name)
-            problem = variant.problem(job)
-            if problem:
-                raise InputError(f"{self.name} variant {variant.name}: {problem}")
-            return variant
-        names = order or tuple(variant.name for variant in reversed(self.variants))
-        for candidate in map(self.variant, names):
-            problem = candidate.problem(job)
-            if problem is None:
-                return candidate
-        raise InputError(f"{self.name}: {problem}")
-
-
-def _data(value: Any) -> Any:
-    """The array of an input."""
-    value = value.parts if isinstance(value, TwoPartMatrix) else value
-    return value.data if isinstance(value, WeightMatrix) else value
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """An input with a function applied to each of its arrays."""
-    if isinstance(value, TwoPartMatrix):
-        return replace(value, parts=function(value.parts), scale=function(value.scale))
-    if isinstance(value, WeightMatrix):
-        return replace(value, data=function(value.data), scale=function(value.scale))
-    return function(value)
-
-
-def largest_product(a: float | None, weights: Mapping[str, Any], names: Names) -> float | None:
-    """An upper bound of the magnitudes of a product without a residual; GELU increases none."""
-    _, w, bias, residual = (*names, "", "")[:4]
-    if a is None or residual:
-        return None
-    sums = np.abs(weights[w]).sum(axis=0, dtype=np.float64)
-    return a * float(sums.max()) + (float(np.abs(weights[bias]).max()) if bias else 0.0)
+            candidates = (self.variant(name),)
+        requested, why = getattr(call, "block", None), ""
+        for candidate in candidates:
+            chosen = self.variant(candidate) if isinstance(candidate, str) else candidate
+            if hasattr(call, "block"):
+                wanted = requested if chosen.blocks else None
+                call.block = check_block(self.name, chosen, wanted)
+                call.requested = requested is not None
+            try:
+                launches = chosen.launch(call)
+            except Unfit as problem:
+                why = f" variant {chosen.name}: {problem}" if name is not None else f": {problem}"
+                continue
+            check_block(self.name, chosen, requested)
+            launches = launches if isinstance(launches, tuple) else (launches,)
+            first = call.contract.outputs[0].name
+            return Bound(getattr(call, first), launches, call.extra)
+        raise InputError(self.name + why)
 
 
 def check_block(operation: str, variant: Variant, block: int | None) -> int:

@@ -9,8 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpt2block.errors import InputError
+from gpt2block.cuda.arrays import Bound
+from gpt2block.errors import Argument, InputError
+from gpt2block.ops._stored import OPERATION as STORE
+from gpt2block.ops._widened import OPERATION as WIDEN
 from gpt2block.ops.attention import OPERATION as ATTENTION
+from gpt2block.ops.attention import VARLEN
+from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND
 from gpt2block.ops.attention_cached import OPERATION as ATTENTION_CACHED
 from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import OPERATION as ENCODER
@@ -18,19 +23,25 @@ from gpt2block.ops.encoder_rows import OPERATION as ENCODER_ROWS
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
+from gpt2block.ops.linear import LINEAR_QKV
 from gpt2block.ops.linear import OPERATION as LINEAR
+from gpt2block.ops.linear_rope import OPERATION as LINEAR_ROPE
 from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
 from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
-from gpt2block.ops.operation import Inputs, Operation, Shape, Variant
+from gpt2block.ops.operation import Inputs, Operation, Variant
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope_qkv import OPERATION as ROPE_QKV
+from gpt2block.ops.rope_qkv import ROPE_APPEND, ROTATE
+from gpt2block.ops.sample_token import MARK_SEEN, PLACE_ROWS
 from gpt2block.ops.sample_token import OPERATION as SAMPLE_TOKEN
 from gpt2block.ops.softmax import OPERATION as SOFTMAX
 from gpt2block.ops.to_fp8 import OPERATION as TO_FP8
+from gpt2block.ops.to_fp8 import ROW_NORMS
 from gpt2block.ops.trimat import OPERATION as TRIMAT
-from gpt2block.plan import Plan
+from gpt2block.ops.two_part import OPERATION as TWO_PART
+from gpt2block.ops.two_part import TAKE
 
 OPERATIONS: Mapping[str, Operation] = {
     operation.name: operation
@@ -60,18 +71,34 @@ OPERATIONS: Mapping[str, Operation] = {
     )
 }
 
+# Operations of forward passes and of weights that are not measured alone, and take part in another
+# one's table.
+STEPS: Mapping[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        *(VARLEN, ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND),
+        *(LINEAR_QKV, LINEAR_ROPE, ROPE_APPEND, ROTATE, TWO_PART, TAKE),
+        *(STORE, WIDEN, ROW_NORMS, MARK_SEEN, PLACE_ROWS),
+    )
+}
+
 __all__ = [
     "OPERATIONS",
+    "STEPS",
     "Inputs",
     "Operation",
     "Variant",
     "all_sizes",
+    "bind",
     "find",
-    "largest",
     "markdown",
     "parse_sizes",
-    "shapes",
 ]
+
+
+def bind(name: str, inputs: tuple[Any, ...], out: Any = None, **options: Any) -> Bound:
+    """`Operation.bind` of an operation or a step by name."""
+    return (OPERATIONS.get(name) or STEPS[name]).bind(inputs, out, **options)
 
 
 def find(name: str) -> Operation:
@@ -99,7 +126,7 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
         name, equals, value = map(str.strip, part.partition("="))
         if not equals:
             example = ",".join(f"{key}={size}" for key, size in known.items())
-            raise InputError(f"shape {text!r}: expected sizes such as {example}")
+            raise InputError(Argument("shape"), f" {text!r}: expected sizes such as {example}")
         if name not in known:
             problem = f"{operation.name} has no size {name}: expected {', '.join(known)}"
         elif not re.fullmatch("[1-9][0-9]{0,9}", value):
@@ -107,7 +134,7 @@ def stated_sizes(operation: Operation, text: str | None) -> dict[str, int]:
         else:
             found[name] = int(value)
             continue
-        raise InputError(f"shape {part.strip()!r}: {problem}")
+        raise InputError(Argument("shape"), f" {part.strip()!r}: {problem}")
     return found
 
 
@@ -131,26 +158,3 @@ def all_sizes(operation: Operation) -> list[dict[str, int]]:
         return [dict(operation.sizes)]
     name, last = operation.series
     return [{**operation.sizes, name: 1 << i} for i in range(last.bit_length())]
-
-
-def shapes(plan: Plan, x: Shape, weights: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Step → shape of its tensor, for an input of shape `x`; matrices are (K, N)."""
-    known = {plan.input: x, **weights}
-    for step in plan.steps:
-        inputs = (known[name] if name else None for name in step.inputs)
-        known[step.name] = find(step.op).shape(*inputs, **step.attrs)
-    return {name: known[name] for name in plan.names}
-
-
-def largest(plan: Plan, weights: Mapping[str, Any]) -> dict[str, float]:
-    """Step → an upper bound of its result's magnitude for any x; only for steps that have one.
-
-    weights: NumPy arrays, matrices (K, N). Weights with NaN or infinity give no usable bound.
-    """
-    known: dict[str, float] = {}
-    for step in plan.steps:
-        bound = find(step.op).largest
-        found = bound and bound(known.get(step.inputs[0]), weights, step.inputs)
-        if found is not None:
-            known[step.name] = found
-    return known

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, gcd
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from gpt2block.checks import check_choice
-from gpt2block.config import check_eps
-from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
@@ -25,17 +21,16 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     in_rows,
     launch_at,
-    output,
     row_alignment,
     storage,
 )
 from gpt2block.cuda.kernels import STORAGE, Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, check_rows, share
-from gpt2block.ops._terms import check_terms, stored_defines
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops._terms import Terms, check_terms, stored_defines
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, unfit, variant
 from gpt2block.ops.warm import call
-from gpt2block.plan import Terms
 
 FILE = "llama/rmsnorm.cu"
 STREAM = "llama/rmsnorm_stream.cu"
@@ -76,29 +71,24 @@ def choose_geometry(
     )
 
 
-class Job(NamedTuple):
-    """A checked call: x (..., C), its rows `stride` elements apart; total is x + residual."""
-
-    x: CudaArray
-    weight: CudaArray
-    residual: CudaArray | None
-    total: CudaArray | None
-    out: CudaArray
-    stride: int
-    eps: float
-    block: int | None
-    to_terms: Terms | None = None  # what out has in the place of floats
-
-
-def _launch(job: Job) -> tuple[Launch, ...]:
-    x, weight, residual, total, out, stride, eps, block, _ = job
-    C, item = x.shape[-1], x.dtype.itemsize
-    rows = x.size // C
-    aligned = alignment(x.data.ptr, item * stride, row_alignment(C, weight, residual, total, out))
+@variant(
+    "rows",
+    FILE,
+    "rmsnorm_rows",
+    idea="rows in registers, x read once, the weight loaded with it; at most one barrier",
+    blocks=BLOCKS,
+)
+def _rows(c: Call) -> Launch:
+    if c.residual is not None:
+        c.make("total")
+    stride, item = checked_row_stride("x", c.x), c.x.itemsize
+    others = row_alignment(c.C, c.weight, c.residual, c.total, c.out)
+    width = alignment(c.x.data.ptr, item * stride, others) // item
+    block = c.block if c.requested else None
     sms = device_attribute("MultiProcessorCount")
-    geometry = choose_geometry(rows, C, aligned // item, sms, block, residual is not None)
-    args = (x, residual, weight, total, out, stride, eps, rows)
-    return (launch_at(FILE, geometry, args, storage=x.dtype.name),)
+    geometry = choose_geometry(c.rows, c.C, width, sms, block, c.residual is not None)
+    args = (c.x, c.residual, c.weight, c.total, c.out, stride, c.eps, c.rows)
+    return launch_at(FILE, geometry, args, storage=c.storage)
 
 
 def stream_geometry(rows: int, C: int) -> Geometry:
@@ -109,33 +99,23 @@ def stream_geometry(rows: int, C: int) -> Geometry:
     return Geometry("rmsnorm_stream", (rows,), (threads,), defines=defines)
 
 
-def _launch_stream(job: Job) -> tuple[Launch, ...]:
-    C = job.x.shape[-1]
-    geometry = stream_geometry(job.x.size // C, C)
-    terms = stored_defines("RS_TERMS", job.to_terms)
+@variant(
+    "stream",
+    STREAM,
+    "rmsnorm_stream",
+    idea="the float32 rows of a model: bits that do not depend on the batch, out in any dtype, "
+    "overlapping launches",
+    dtypes=("float32",),
+)
+def _stream(c: Call) -> Launch:
+    unfit(c.residual is not None or c.requested, "has no residual and no block: use rows")
+    for name in ("x", "weight", "out"):
+        array = getattr(c, name)
+        check_address(name, array, array.itemsize * gcd(4, c.C))
+    geometry = stream_geometry(c.rows, c.C)
+    terms = stored_defines("RS_TERMS", c.to_terms)
     geometry = geometry._replace(defines=(*geometry.defines, *terms))
-    for name, array in (("x", job.x), ("weight", job.weight), ("out", job.out)):
-        check_address(name, array, array.itemsize * gcd(4, C))
-    args = (job.x, job.weight, job.out, job.eps)
-    return (launch_at(STREAM, geometry, args, storage=job.out.dtype.name),)
-
-
-def _bind_stream(
-    x: Any, weight: Any, out: Any, eps: float, dtype: str | None, to_terms: Terms | None
-) -> Bound:
-    """Variant stream: x and weight float32; out float32, float16 or bfloat16."""
-    check("x", x)
-    check("weight", weight, x.shape[-1:])
-    check_rows("x", x)
-    if dtype is None:
-        dtype = "float32" if out is None else storage(out)
-    check_choice("dtype", dtype, STORAGE)
-    out = output(out, x.shape, dtype, apart={"x": x, "weight": weight})
-    if to_terms and dtype != "float32":
-        raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")
-    check_terms(to_terms, x.shape[-1])
-    job = Job(x, weight, None, None, out, x.shape[-1], float(eps), None, to_terms)
-    return Bound(out, _launch_stream(job))
+    return launch_at(STREAM, geometry, (c.x, c.weight, c.out, c.eps), storage=c.out_dtype)
 
 
 def bind(
@@ -157,34 +137,28 @@ def bind(
     and writes `dtype`, by default that of out; a row has the same bits in any number of rows.
     to_terms: what a float32 out has in the place of floats, as `linear` takes them.
     """
-    x, weight, residual = (*inputs, None)[:3]
-    check_eps(eps)
-    chosen = OPERATION.variant(variant or "rows")
+    chosen, x = OPERATION.variant(variant or "rows"), inputs[0]
     if chosen.name == "stream":
-        if residual is not None or block is not None:
-            raise InputError("rmsnorm variant stream: has no residual and no block: use rows")
-        return _bind_stream(x, weight, out, eps, dtype, to_terms)
-    check_block(OPERATION.name, chosen, block)
-    if dtype is not None or to_terms is not None:
+        check("x", x)
+        if dtype is None:
+            dtype = "float32" if out is None else storage(out)
+        check_choice("dtype", dtype, STORAGE)
+        if to_terms and dtype != "float32":
+            raise InputError(f"rmsnorm: terms of {to_terms}: expected out in float32, got {dtype}")
+        check_terms(to_terms, x.shape[-1])
+    elif dtype is not None or to_terms is not None:
         raise InputError("rmsnorm variant rows: writes the dtype of x: use variant stream")
-    dtype = storage(x)
-    check("x", x, dtype=dtype, strided=True)
-    check("weight", weight, x.shape[-1:], dtype)
-    check_rows("x", x)
-    stride = checked_row_stride("x", x)
-    if residual is not None:
-        check("residual", residual, x.shape, dtype)
-    total = None if residual is None else cupy.empty(x.shape, dtype)
-    given = {"x": x, "weight": weight, "residual": residual}
-    out = output(out, x.shape, dtype, apart=given)
-    launches = _launch(Job(x, weight, residual, total, out, stride, float(eps), block))
-    return Bound(out, launches, () if total is None else (total,))
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    M, C = sizes["M"], sizes["C"]
-    normal = (rng.standard_normal(shape, dtype=np.float32) for shape in ((M, C), C))
-    return tuple(array + np.float32(0.5) for array in normal)
+    c = OPERATION.checked(
+        inputs,
+        out,
+        eps=eps,
+        block=block,
+        variant=chosen.name,
+        out_dtype=dtype or storage(x),
+        to_terms=to_terms,
+    )
+    check_rows("x", c.x)
+    return OPERATION.bound_to(c)
 
 
 OPERATION = Operation(
@@ -192,30 +166,13 @@ OPERATION = Operation(
     document="kernl's Llama kernels",
     idea="x / sqrt(mean(x²) + eps) · weight over each row",
     sizes={"M": 16, "C": 4096},
-    variants=(
-        Variant(
-            "rows",
-            FILE,
-            ("rmsnorm_rows",),
-            "rows in registers, x read once, the weight loaded with it; at most one barrier",
-            BLOCKS,
-            launch=_launch,
-        ),
-        Variant(
-            "stream",
-            STREAM,
-            ("rmsnorm_stream",),
-            "the float32 rows of a model: bits that do not depend on the batch, out in any dtype, "
-            "overlapping launches",
-            dtypes=("float32",),
-            launch=_launch_stream,
-        ),
-    ),
-    make=_make,
+    variants=(_rows, _stream),
     traffic=lambda s: s["itemsize"] * (2 * s["M"] * s["C"] + s["C"]),
     flops=lambda s: 4 * s["M"] * s["C"],
     bound="memory",
     attrs={"eps": 1e-6},
+    small=({"M": 1, "C": 24}, {"M": 5, "C": 33}, {"M": 3, "C": 769}),
+    aliases={"gamma": "weight", "rows": "M"},
     dtypes=("float16", "bfloat16", "float32"),
     binder=bind,
 )

@@ -8,13 +8,10 @@ llama/rmsnorm_matmul_mma.cu (mma, unfused), llama/rmsnorm_matmul_hopper.cu (hopp
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
-from gpt2block.checks import check_flag
-from gpt2block.config import check_eps
-from gpt2block.cuda import cupy
 from gpt2block.cuda import overlap as overlapping
 from gpt2block.cuda.arrays import (
     Bound,
@@ -27,7 +24,6 @@ from gpt2block.cuda.arrays import (
     device_attribute,
     in_rows,
     launch_at,
-    output,
     storage,
 )
 from gpt2block.cuda.kernels import FP8, Geometry, Launch
@@ -35,11 +31,20 @@ from gpt2block.errors import InputError
 from gpt2block.ops import _rmsnorm_hopper as hopper
 from gpt2block.ops import _rmsnorm_matvec as matvec
 from gpt2block.ops import _rmsnorm_mma as mma
-from gpt2block.ops._matrix import check_weights, storage_of
+from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
-from gpt2block.ops.operation import Inputs, Operation, Shape, Sizes, Variant
-from gpt2block.ops.rmsnorm import bind as bind_rmsnorm
-from gpt2block.ops.rope import bind as bind_rope
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import (
+    Inputs,
+    Operation,
+    Sizes,
+    Unfit,
+    Variant,
+    unfit,
+    variant,
+)
+from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_turn, exponent_step
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
@@ -52,250 +57,203 @@ UNFUSED_FROM = 64  # rows from which unfused is the fastest for the feed-forward
 HOPPER_FROM = 2**28  # multiplications for which hopper is worth one more launch
 
 
-class Rotation(NamedTuple):
-    """RoPE of the product, on heads of `head_dim` columns; 0 for none."""
-
-    head_dim: int = 0
-    start: int = 0
-    theta: float = 10000.0
-    half_split: bool = False
+def _fused_head_dim(c: Call) -> int:
+    """That of the tensor-core kernels, which rotate neighbours alone; 0 for no rotation."""
+    return 0 if c.half_split else int(c.head_dim)
 
 
-class Job(NamedTuple):
-    """Either operation, checked: one matrix for rmsnorm_matmul, two for rmsnorm_ffn."""
-
-    x: CudaArray  # (..., T, K), its last axis contiguous
-    residual: CudaArray | None
-    gamma: CudaArray | None  # None once x is normalised
-    matrices: tuple[WeightMatrix, ...]
-    out: CudaArray
-    eps: float
-    stride: int  # from one row of x to the next
-    rotation: Rotation = Rotation()
-
-    @property
-    def storage(self) -> str:
-        return str(self.x.dtype.name)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
-        K = self.x.shape[-1]
-        return self.x.size // K, self.matrices[0].N, K
-
-    @property
-    def fused_head_dim(self) -> int:
-        """That of the tensor-core kernels, which rotate neighbours alone; 0 for no rotation."""
-        return 0 if self.rotation.half_split else self.rotation.head_dim
-
-    def rotated(self, head_dim: int) -> tuple[int | float, ...]:
-        """The last arguments of the kernels of rmsnorm_matmul, which rotate unless 0 is given."""
-        if len(self.matrices) == 2:
-            return ()
-        step = exponent_step(self.rotation.theta, self.rotation.head_dim or 2)
-        return (self.x.shape[-2], head_dim, self.rotation.start, *step)
-
-    def launch(
-        self, file: str, geometry: Geometry, head_dim: int, total: CudaArray | None = None
-    ) -> Launch:
-        """A kernel for matvec or mma. total: memory for x + residual."""
-        weights = [array for w in self.matrices for array in (w.data, w.scale)]
-        inputs: tuple[Any, ...] = (self.x, self.gamma)
-        if len(self.matrices) == 2:
-            inputs = (self.x, self.residual, total, self.gamma)
-        args = (*inputs, *weights, self.out, self.eps, self.stride, *self.sizes)
-        types = storage_of(self.matrices[0], self.storage)
-        return launch_at(file, geometry, (*args, *self.rotated(head_dim)), *types)
-
-    def rope(self) -> tuple[Launch, ...]:
-        """RoPE of the result as a launch of its own."""
-        head_dim, start, theta, half_split = self.rotation
-        if not head_dim:
-            return ()
-        heads = self.out.reshape(-1, self.out.shape[-2], self.matrices[0].N // head_dim, head_dim)
-        rope = bind_rope((heads,), heads, start=start, theta=theta, half_split=half_split)
-        return rope.launches
-
-    def norm(self) -> Bound:
-        """RMSNorm as a launch of its own."""
-        return bind_rmsnorm((self.x, self.gamma, self.residual), eps=self.eps)
+def _turn(c: Call, head_dim: int) -> tuple[int | float, ...]:
+    """The last arguments of the kernels of rmsnorm_matmul, which rotate unless 0 is given."""
+    if len(c.matrices) == 2:
+        return ()
+    return (c.x.shape[-2], head_dim, c.start, *exponent_step(c.theta, c.head_dim or 2))
 
 
-def _fused(job: Job, file: str, geometry: Geometry, head_dim: int) -> Bound:
+def _product(
+    c: Call, file: str, geometry: Geometry, head_dim: int, normed: CudaArray | None = None
+) -> Launch:
+    """A kernel for matvec or mma. normed: x if it is normalised already, without residual."""
+    stride = c.stride
+    x, residual, total, gamma = c.x, c.residual, c.h, c.gamma
+    if normed is not None:
+        x, residual, total, gamma, stride = normed, None, None, None, c.K
+    inputs = (x, gamma) if len(c.matrices) == 1 else (x, residual, total, gamma)
+    weights = [array for w in c.matrices for array in (w.data, w.scale)]
+    args = (*inputs, *weights, c.out, c.eps, stride, *c.sizes, *_turn(c, head_dim))
+    return launch_at(file, geometry, args, *storage_of(c.matrices[0], c.storage))
+
+
+def _fused(c: Call, file: str, geometry: Geometry, head_dim: int) -> tuple[Launch, ...]:
     """One launch, and one for RoPE where the kernel does not rotate."""
-    total = None if job.residual is None else cupy.empty(job.x.shape, job.storage)
-    launch = job.launch(file, geometry, head_dim, total)
-    rope = () if head_dim else job.rope()
-    return Bound(job.out, (launch, *rope), () if total is None else (total,))
+    if c.residual is not None:
+        c.make("h")
+    return (_product(c, file, geometry, head_dim), *(() if head_dim else _rope(c)))
 
 
-def _launch_matvec(job: Job) -> Bound:
-    return _fused(job, matvec.FILE, _matvec_geometry(job, job.rotation), job.rotation.head_dim)
+def _norm(c: Call) -> Bound:
+    """RMSNorm as a launch of its own."""
+    norm = RMSNORM.bind_on_device((c.x, c.gamma, c.residual), eps=c.eps)
+    c.h, c.kept = (*norm.extra, None)[0], (norm.out,)
+    return norm
 
 
-def _matvec_geometry(job: Job, rotation: Rotation) -> Geometry:
-    """InputError where rows are too long, or too many."""
-    M, N, K = job.sizes
-    first = job.matrices[0]
-    arrays = [a.data.ptr for a in (job.x, job.gamma, job.residual) if a is not None]
-    width = 16 // job.x.itemsize
-    while K % width or job.stride % width or alignment(*arrays) % (width * job.x.itemsize):
+def _rope(c: Call) -> tuple[Launch, ...]:
+    """RoPE of the result as a launch of its own."""
+    if not c.head_dim:
+        return ()
+    heads = c.out.reshape(-1, c.out.shape[-2], c.N // c.head_dim, c.head_dim)
+    turn = {"start": c.start, "theta": c.theta, "half_split": c.half_split}
+    return ROPE.bind_on_device((heads,), heads, **turn).launches
+
+
+def _matvec(c: Call) -> tuple[Launch, ...]:
+    return _fused(c, matvec.FILE, _matvec_geometry(c, c.head_dim), c.head_dim)
+
+
+def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
+    """Unfit where rows are too long, or too many. head_dim: of heads that the kernel rotates."""
+    first = c.matrices[0]
+    arrays = [a.data.ptr for a in (c.x, c.gamma, c.residual) if a is not None]
+    width = 16 // c.x.itemsize
+    while c.K % width or c.stride % width or alignment(*arrays) % (width * c.x.itemsize):
         width //= 2
-    pairing: matvec.Pairing = (
-        "halves" if rotation.head_dim and rotation.half_split else "neighbours"
-    )
+    pairing: matvec.Pairing = "halves" if head_dim and c.half_split else "neighbours"
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static, and its own
     geometry = matvec.geometry(
-        M,
-        N,
-        K,
+        *c.sizes,
         width,
         first.data.itemsize,
         first.layout,
-        "two matrices" if len(job.matrices) == 2 else pairing,
-        rotation.head_dim,
-        alignment(*(w.data.data.ptr for w in job.matrices)),
+        "two matrices" if len(c.matrices) == 2 else pairing,
+        head_dim,
+        alignment(*(w.data.data.ptr for w in c.matrices)),
         most_shared,
     )
     if geometry is None:
-        raise InputError(
-            f"K {K:,}: a row of {4 * K:,} bytes does not fit in the {most_shared:,} bytes of this "
-            "GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
+        raise Unfit(
+            f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {most_shared:,} bytes of "
+            "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
-    if geometry.grid[1] > MAX_BLOCKS:
-        most = MAX_BLOCKS * (M // geometry.grid[1])
-        raise InputError(f"x: about {most:,} rows of K {K:,} at most for matvec, got {M:,}")
+    most = MAX_BLOCKS * (c.rows // geometry.grid[1])
+    too_many = f"x: about {most:,} rows of K {c.K:,} at most for matvec, got {c.rows:,}"
+    unfit(geometry.grid[1] > MAX_BLOCKS, too_many)
     return geometry
 
 
-def _launch_mma(job: Job) -> Bound:
-    return _fused(job, mma.FILE, _mma_geometry(job), job.fused_head_dim)
+def _mma(c: Call) -> tuple[Launch, ...]:
+    unfit(problem := _mma_problem(c), problem)
+    return _fused(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
-def _mma_geometry(job: Job) -> Geometry:
-    first = job.matrices[0]
+def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
+    """norm: False where x is normalised already."""
+    first = c.matrices[0]
     return mma.geometry(
-        len(job.matrices),
-        *job.sizes,
+        len(c.matrices),
+        *c.sizes,
         weight=first.data.itemsize,
         layout=first.layout,
         sms=device_attribute("MultiProcessorCount"),
         most_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
-        norm=job.gamma is not None,
-        residual=job.residual is not None,
+        norm=norm,
+        residual=norm and c.residual is not None,
     )
 
 
-def _mma_problem(job: Job) -> str | None:
+def _mma_problem(c: Call) -> str:
+    """Why variant mma does not fit; "" where it does."""
     if compute_capability() < MMA_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or newer: use variant matvec"
-    if job.storage == "float32":
+    if c.storage == "float32":
         return "takes float16 and bfloat16: use variant matvec"
-    _, N, K = job.sizes
-    first = job.matrices[0]
-    fits = mma.fits(N, K, job.stride, first.data.itemsize, first.layout)
-    if not (fits and _aligned(job, job.x, job.gamma, job.residual)):
-        return (
-            "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
-            f"arrays on 16 bytes, got K {K}, N {N}, stride {job.stride}: use variant matvec"
-        )
-    return None
+    first = c.matrices[0]
+    fits = mma.fits(c.N, c.K, c.stride, first.data.itemsize, first.layout)
+    if fits and _aligned(c, c.x, c.gamma, c.residual):
+        return ""
+    return (
+        "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
+        f"arrays on 16 bytes, got K {c.K}, N {c.N}, stride {c.stride}: use variant matvec"
+    )
 
 
-def _aligned(job: Job, *others: CudaArray | None) -> bool:
+def _aligned(c: Call, *others: CudaArray | None) -> bool:
     """Whether weights, output and others start on multiples of 16 bytes."""
-    arrays = (job.out, *(w.data for w in job.matrices), *others)
+    arrays = (c.out, *(w.data for w in c.matrices), *others)
     return alignment(*(array.data.ptr for array in arrays if array is not None)) == 16
 
 
-def _launch_unfused(job: Job) -> Bound:
-    norm = job.norm()
-    normed = job._replace(x=norm.out, gamma=None, residual=None, stride=job.x.shape[-1])
-    if _mma_problem(job) is None:
-        file, geometry = mma.FILE, _mma_geometry(normed)
+def _unfused(c: Call) -> tuple[Launch, ...]:
+    if _mma_problem(c):
+        file, geometry = matvec.FILE, _matvec_geometry(c, 0)
     else:
-        file, geometry = matvec.FILE, _matvec_geometry(job, Rotation())
-    launches = (*norm.launches, normed.launch(file, geometry, 0), *job.rope())
-    return Bound(job.out, launches, (*norm.extra, norm.out))
+        file, geometry = mma.FILE, _mma_geometry(c, norm=False)
+    norm = _norm(c)
+    return (*norm.launches, _product(c, file, geometry, 0, norm.out), *_rope(c))
 
 
-def _launch_hopper(job: Job) -> Bound:
-    norm, head_dim = job.norm(), job.fused_head_dim
-    matrices = tuple(w.data for w in job.matrices)
-    product = hopper.launch(
-        norm.out, matrices, job.matrices[0].layout, job.out, *job.rotated(head_dim)
+def _hopper(c: Call) -> tuple[Launch, ...]:
+    other = compute_capability() != HOPPER_CAPABILITY
+    unfit(other, "needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
+    types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
+    unfit(not narrow, types)
+    unfit(
+        not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE,
+        "expected K and N in multiples of 8, weights and out on 16 bytes, "
+        f"got K {c.K}, N {c.N}: use variant matvec",
     )
-    launches = (*norm.launches, overlapping.early(product), *(() if head_dim else job.rope()))
-    return Bound(job.out, launches, (*norm.extra, norm.out))
+    norm, head_dim = _norm(c), _fused_head_dim(c)
+    matrices = tuple(w.data for w in c.matrices)
+    turn = _turn(c, head_dim)
+    product = hopper.launch(norm.out, matrices, c.matrices[0].layout, c.out, *turn)
+    return (*norm.launches, overlapping.early(product), *(() if head_dim else _rope(c)))
 
 
-def _hopper_problem(job: Job) -> str | None:
-    if compute_capability() != HOPPER_CAPABILITY:
-        return "needs a GPU of compute capability 9.0 (Hopper): use variant mma"
-    if job.storage == "float32" or job.matrices[0].dtype in FP8:
-        return "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
-    _, N, K = job.sizes
-    if not _aligned(job) or N % MULTIPLE or K % MULTIPLE:
-        return (
-            "expected K and N in multiples of 8, weights and out on 16 bytes, "
-            f"got K {K}, N {N}: use variant matvec"
-        )
-    return None
-
-
-def _preferred(job: Job) -> tuple[str, ...]:
+def _preferred(c: Call) -> tuple[str, ...]:
     """The variants to try, the fastest first; matvec where nothing else can run."""
-    M, N, K = job.sizes
-    if M <= FEW_ROWS:
-        return ("matvec",) if K <= LONGEST_FOR_FEW else ("mma", "matvec")
-    two = len(job.matrices) == 2
-    names = ("hopper",) if M * N * K * len(job.matrices) >= HOPPER_FROM else ()
-    unfused = two and job.residual is None and M >= UNFUSED_FROM and _mma_problem(job) is None
-    return (*names, "unfused" if unfused else "mma", "matvec")
+    if c.rows <= FEW_ROWS:
+        return ("matvec",) if c.K <= LONGEST_FOR_FEW else ("mma", "matvec")
+    count = len(c.matrices)
+    names = ("hopper",) if c.rows * c.N * c.K * count >= HOPPER_FROM else ()
+    many = count == 2 and c.residual is None and c.rows >= UNFUSED_FROM
+    return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
 
 
-def _check(
-    x: Any,
-    residual: Any,
-    gamma: Any,
-    weights: dict[str, Any],
-    out: CudaArray | None,
-    eps: float,
-) -> Job:
-    dtype = storage(x)
-    check_eps(eps)
-    check("x", x, dtype=dtype, strided=True)
-    if x.ndim < 2:
-        raise InputError(f"x: expected (..., T, K), got {x.shape}")
-    stride = checked_row_stride("x", x)
-    check("gamma", gamma, (x.shape[-1],), dtype)
-    if residual is not None:
-        check("residual", residual, x.shape, dtype)
-    matrices = {name: _matrix(name, w, x) for name, w in weights.items()}
-    (first_name, first), *others = matrices.items()
-    for name, w in others:
-        if (w.N, w.dtype, w.layout) != (first.N, first.dtype, first.layout):
+def _checked(
+    operation: Operation, inputs: tuple[Any, ...], out: CudaArray | None, **options: Any
+) -> Call:
+    """A call of either operation, whose weights can be arrays (K, N)."""
+    places = operation.contract.matrices
+    names = tuple(operation.contract.inputs[place].name for place in places)
+    for place, name in zip(places, names, strict=True):
+        matrix = _matrix(name, inputs[place])
+        inputs = (*inputs[:place], matrix, *inputs[place + 1 :])
+    c = operation.checked(inputs, out, **options)
+    if c.x.ndim < 2:
+        raise InputError(f"x: expected (..., T, K), got {c.x.shape}")
+    c.sizes, c.stride = (c.rows, c.N, c.K), checked_row_stride("x", c.x)
+    c.matrices = tuple(getattr(c, name) for name in names)
+    first = c.matrices[0]
+    for name, w in zip(names, c.matrices, strict=True):
+        if w.dtype not in FP8:
+            check(name, w.data, dtype=c.storage)
+        if (w.dtype, w.layout) != (first.dtype, first.layout):
             raise InputError(
-                f"{name}: expected N {first.N}, {first.dtype}, layout {first.layout} as "
-                f"{first_name}, got N {w.N}, {w.dtype}, layout {w.layout}"
+                f"{name}: expected {first.dtype}, layout {first.layout} as {names[0]}, "
+                f"got {w.dtype}, layout {w.layout}"
             )
-    given = {"x": x, "residual": residual, "gamma": gamma, **matrices}
-    out = output(out, (*x.shape[:-1], first.N), dtype, apart=given)
-    return Job(x, residual, gamma, tuple(matrices.values()), out, float(eps), stride)
+    return c
 
 
-def _matrix(name: str, w: Any, x: CudaArray) -> WeightMatrix:
-    """Weights in the dtype of x or FP8, checked; an array is (K, N)."""
-    dtype = storage(x)
-    if not isinstance(w, WeightMatrix):
-        check(name, w, dtype=dtype)
-        w = WeightMatrix(w, dtype)
-    elif w.dtype not in FP8:
-        check(name, w.data, dtype=dtype)
-    return check_weights(name, w, ("x", x), layout=None)
+def _matrix(name: str, w: Any) -> WeightMatrix:
+    """Weights; an array is (K, N)."""
+    if isinstance(w, WeightMatrix):
+        return w
+    check(name, w, dtype=storage(w))
+    return WeightMatrix(w, storage(w))
 
 
-def bind_matmul(
+def _bind_matmul(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
@@ -307,22 +265,18 @@ def bind_matmul(
     variant: str | None = None,
 ) -> Bound:
     """inputs (x (..., T, K), gamma (K,), w (K, N) or WeightMatrix), out (..., T, N)."""
-    x, gamma, w = inputs
-    half_split = check_flag("half_split", half_split)
-    job = _check(x, None, gamma, {"w": w}, out, eps)
+    c = _checked(RMSNORM_MATMUL, inputs, out, eps=eps, half_split=half_split, variant=variant)
     if head_dim is not None:
-        N = job.matrices[0].N
         whole = isinstance(head_dim, Integral) and not isinstance(head_dim, bool)
-        if not whole or head_dim < 2 or head_dim % 2 or N % head_dim:
-            raise InputError(f"head_dim {head_dim!r}: expected an even number that divides N {N}")
-    check_turn(start, theta, job.x.shape[-2])
-    rotation = Rotation(int(head_dim or 0), int(start), float(theta), half_split)
-    job = job._replace(rotation=rotation)
-    bound: Bound = RMSNORM_MATMUL.choose(job, variant, _preferred(job)).launch(job)
-    return bound
+        if not whole or head_dim < 2 or head_dim % 2 or c.N % head_dim:
+            raise InputError(f"head_dim {head_dim!r}: expected an even number that divides N {c.N}")
+    c.start, c.theta = check_turn(start, theta, c.x.shape[-2])
+    c.head_dim = int(head_dim or 0)
+    c.residual = c.h = None
+    return RMSNORM_MATMUL.bound_to(c, _preferred(c))
 
 
-def bind_ffn(
+def _bind_ffn(
     inputs: tuple[Any, ...],
     out: CudaArray | None = None,
     *,
@@ -333,14 +287,9 @@ def bind_ffn(
 
     w1, w3: (K, N), or WeightMatrix. With a residual x + residual is the first of `extra`.
     """
-    x, gamma, w1, w3, residual = (*inputs, None)[:5]
-    job = _check(x, residual, gamma, {"w1": w1, "w3": w3}, out, eps)
-    bound: Bound = RMSNORM_FFN.choose(job, variant, _preferred(job)).launch(job)
-    return bound
-
-
-def _shape(x: Shape, gamma: Shape, w: Shape, *_: Shape | None, **attrs: Any) -> Shape:
-    return (*x[:-1], w[1])
+    c = _checked(RMSNORM_FFN, inputs, out, eps=eps, variant=variant)
+    c.head_dim, c.half_split = 0, False
+    return RMSNORM_FFN.bound_to(c, _preferred(c))
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -366,37 +315,32 @@ def _activations(s: Sizes) -> int:
 
 def _variants(names: tuple[str, str, str], unfused: str, tiles: str) -> tuple[Variant, ...]:
     return (
-        Variant(
+        variant(
             "matvec",
             matvec.FILE,
-            (names[0],),
-            "few rows: every weight read once, requested before x; the norm's factor at the end",
-            launch=_launch_matvec,
-        ),
-        Variant(
+            names[0],
+            idea="few rows: every weight read once, requested before x; the norm's factor at the "
+            "end",
+        )(_matvec),
+        variant(
             "mma",
             mma.FILE,
-            (names[1],),
-            "many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K",
-            launch=_launch_mma,
-            problem=_mma_problem,
-        ),
-        Variant(
+            names[1],
+            idea="many rows: tiles on tensor cores (mma.sync), the norm in the same loop over K",
+        )(_mma),
+        variant(
             "unfused",
             mma.FILE,
-            (names[1],),
-            f"rmsnorm in a kernel of its own, then the product{unfused}: x is normalised once",
-            launch=_launch_unfused,
-        ),
-        Variant(
+            names[1],
+            idea=f"rmsnorm in a kernel of its own, then the product{unfused}: x is normalised once",
+        )(_unfused),
+        variant(
             "hopper",
             hopper.FILE,
-            (names[2],),
-            f"the product by TMA and wgmma, which fetches weights while rmsnorm runs; {tiles}",
+            names[2],
+            idea=f"the product by TMA and wgmma, which fetches weights while rmsnorm runs; {tiles}",
             dtypes=("float16", "bfloat16"),
-            launch=_launch_hopper,
-            problem=_hopper_problem,
-        ),
+        )(_hopper),
     )
 
 
@@ -410,16 +354,20 @@ RMSNORM_MATMUL = Operation(
         ", then rope",
         "rope in its epilogue",
     ),
-    make=_make_matmul,
+    draw=_make_matmul,
     traffic=lambda s: _random_matrix(s) + _activations(s),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="either",
-    attrs={"head_dim": 128},
+    attrs={"eps": 1e-6, "head_dim": 128, "theta": 10000.0},
+    small=(
+        {"M": 1, "K": 16, "N": 24, "head_dim": 8},
+        {"M": 5, "K": 40, "N": 32, "head_dim": 16},
+        {"M": 17, "K": 96, "N": 256},
+    ),
     dtypes=DTYPES,
     matrices=(2,),
-    shape=_shape,
     series=("M", 512),
-    binder=bind_matmul,
+    binder=_bind_matmul,
 )
 
 
@@ -433,17 +381,21 @@ RMSNORM_FFN = Operation(
         "s",
         "columns of W1 and W3 next to each other",
     ),
-    make=_make_ffn,
+    draw=_make_ffn,
     traffic=lambda s: 2 * _random_matrix(s) + _activations(s),
     flops=lambda s: 4 * s["M"] * s["K"] * s["N"],
     bound="either",
-    attrs={},
+    attrs={"eps": 1e-6},
+    small=(
+        {"M": 1, "K": 16, "N": 8},
+        {"M": 5, "K": 40, "N": 24},
+        {"M": 17, "K": 96, "N": 136},
+    ),
     dtypes=DTYPES,
     matrices=(2, 3),
-    shape=_shape,
     layout="NK",
     series=("M", 512),
-    binder=bind_ffn,
+    binder=_bind_ffn,
 )
 
 
@@ -467,7 +419,7 @@ def rmsnorm_matmul(
     nothing else. A row's last bits can depend on the number of rows.
     """
     return call(
-        bind_matmul,
+        RMSNORM_MATMUL.bind_on_device,
         (in_rows(x), *contiguous(gamma), w),
         eps=eps,
         head_dim=head_dim,
@@ -519,5 +471,6 @@ def rmsnorm_ffn(
     and x + residual in the dtype of x.
     """
     gamma, residual = contiguous(gamma, residual)
-    bound = call(bind_ffn, (in_rows(x), gamma, w1, w3, residual), eps=eps, variant=variant)
+    inputs = (in_rows(x), gamma, w1, w3, residual)
+    bound = call(RMSNORM_FFN.bind_on_device, inputs, eps=eps, variant=variant)
     return bound.out if residual is None else (bound.out, bound.extra[0])

@@ -9,29 +9,26 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from math import ceil
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from gpt2block.checks import check_flag
+from gpt2block.checks import check_integer, check_number
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
     alignment,
-    check,
     contiguous,
     device_attribute,
     element_strides,
     launch_at,
-    output,
     same_memory,
-    storage,
 )
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, variant
 from gpt2block.ops.warm import call
 
 FILE = "llama/rope.cu"
@@ -100,30 +97,32 @@ def choose_geometry(
     return Geometry("rope_pairs", grid, (x, y, z), defines=defines)
 
 
-class Job(NamedTuple):
-    """A checked call; strides of batch, position and head are in elements."""
-
-    x: CudaArray
-    out: CudaArray
-    strides: tuple[int, int, int]
-    out_strides: tuple[int, int, int]
-    start: int
-    theta: float
-    half_split: bool
-    block: int | None
-
-
-def _launch(job: Job) -> tuple[Launch, ...]:
-    x, out, strides, out_strides, start, theta, half_split, block = job
-    B, T, H, D = x.shape if x.ndim == 4 else (1, *x.shape)
-    item = x.dtype.itemsize
-    distances = (D // 2 if half_split else D, *strides, *out_strides)
-    aligned = alignment(x.data.ptr, out.data.ptr, *(item * distance for distance in distances))
+@variant(
+    "pairs",
+    FILE,
+    "rope_pairs",
+    idea="each thread rotates the same pairs of several heads, which share sines and cosines",
+    blocks=BLOCKS,
+    block=BLOCK,
+)
+def _pairs(c: Call) -> Launch:
+    strides, out_strides = _strides(c.x), _strides(c.out)
+    if strides is None:
+        raise InputError(
+            f"x: expected a contiguous last axis, got strides {c.x.strides} for shape "
+            f"{c.x.shape}: use cupy.ascontiguousarray"
+        )
+    if out_strides is None:
+        raise InputError(f"x: expected at most {MAX_STRIDE:,} channels a position, got {c.x.shape}")
+    item = c.x.itemsize
+    distances = (c.D // 2 if c.half_split else c.D, *strides, *out_strides)
+    aligned = alignment(c.x.data.ptr, c.out.data.ptr, *(item * distance for distance in distances))
     sms = device_attribute("MultiProcessorCount")
-    geometry = choose_geometry(B, T, H, D, half_split, aligned // item, sms, block)
+    width, block = aligned // item, c.block if c.requested else None
+    geometry = choose_geometry(c.rows, c.T, c.H, c.D, c.half_split, width, sms, block)
     pairs = (stride for pair in zip(strides, out_strides, strict=True) for stride in pair)
-    args = (x, out, *pairs, start, *exponent_step(theta, D), T, H)
-    return (launch_at(FILE, geometry, args, storage=x.dtype.name),)
+    args = (c.x, c.out, *pairs, c.start, *exponent_step(c.theta, c.D), c.T, c.H)
+    return launch_at(FILE, geometry, args, c.storage)
 
 
 def bind(
@@ -135,54 +134,30 @@ def bind(
     half_split: bool = False,
     block: int | None = None,
 ) -> Bound:
-    """inputs (x (T, H, D) or (B, T, H, D),), out as x, or x itself.
-
-    x may have any strides, except that the last axis must be contiguous.
-    """
-    (x,) = inputs
-    half_split = check_flag("half_split", half_split)
-    check_block(OPERATION.name, OPERATION.variants[0], block)
-    dtype = storage(x)
-    check("x", x, dtype=dtype, strided=True)
-    _check_sizes(x)
-    check_turn(start, theta, x.shape[-3])
-    strides = _strides(x)
-    if strides is None:
-        raise InputError(
-            f"x: expected a contiguous last axis, got strides {x.strides} for shape "
-            f"{x.shape}: use cupy.ascontiguousarray"
-        )
-    if out is None or not (isinstance(out, cupy.ndarray) and same_memory(x, out)):
-        out = output(out, x.shape, dtype, apart={"x": x})
-    elif not _distinct(x):
-        raise InputError("out: elements of x share memory: expected another array")
-    out_strides = _strides(out)
-    if out_strides is None:
-        raise InputError(f"x: expected at most {MAX_STRIDE:,} channels a position, got {x.shape}")
-    job = Job(x, out, strides, out_strides, int(start), float(theta), half_split, block)
-    return Bound(out, _launch(job))
-
-
-def _check_sizes(x: CudaArray) -> None:
-    if x.ndim not in (3, 4):
+    """x may have any strides, except that the last axis must be contiguous; so may out=x."""
+    x = inputs[0]
+    itself = all(isinstance(a, cupy.ndarray) for a in (x, out)) and same_memory(x, out)
+    c = OPERATION.checked(inputs, None if itself else out, half_split=half_split, block=block)
+    if len(c.leading) > 1:
         raise InputError(f"x: expected (T, H, D) or (B, T, H, D), got {x.shape}")
-    B, D = x.shape[0] if x.ndim == 4 else 1, x.shape[-1]
-    if D % 2:
-        raise InputError(f"x: head size D {D}: expected an even one, as channels turn in pairs")
-    if B > MAX_BATCH:
-        raise InputError(f"x: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
+    if c.D % 2:
+        raise InputError(f"x: head size D {c.D}: expected an even one, as channels turn in pairs")
+    if c.rows > MAX_BATCH:
+        raise InputError(f"x: expected at most {MAX_BATCH:,} sequences in a call, got {c.rows:,}")
+    c.start, c.theta = check_turn(start, theta, c.T)
+    if itself:
+        if not _distinct(x):
+            raise InputError("out: elements of x share memory: expected another array")
+        c.out = out
+    return OPERATION.bound_to(c)
 
 
-def check_turn(start: Any, theta: Any, T: int) -> None:
-    whole = isinstance(start, Integral) and not isinstance(start, bool)
-    if not whole or not 0 <= start <= MOST_POSITIONS - T:
-        raise InputError(
-            f"start: expected a whole number from 0 to {MOST_POSITIONS - T:,} for {T:,} positions, "
-            f"got {start!r}"
-        )
-    number = isinstance(theta, Real) and not isinstance(theta, bool)
-    if not number or not 1 <= theta < math.inf or theta > 2.0**100:
-        raise InputError(f"theta: expected a number from 1 to 2^100, got {theta!r}")
+def check_turn(start: Any, theta: Any, T: int) -> tuple[int, float]:
+    """Start and theta of T positions; InputError unless the angles fit the kernels."""
+    most = MOST_POSITIONS - T
+    expected = f"a whole number from 0 to {most:,} for {T:,} positions"
+    start = check_integer("start", start, 0, most, expected)
+    return start, check_number("theta", theta, 1, 2.0**100, "a number from 1 to 2^100")
 
 
 def _strides(x: CudaArray) -> tuple[int, int, int] | None:
@@ -204,32 +179,16 @@ def _distinct(x: CudaArray) -> bool:
     return True
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = sizes["T"], sizes["H"], sizes["D"]
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
-
-
 OPERATION = Operation(
     name="rope",
     document="kernl's Llama kernels",
     idea="(r, i) → (r cos a - i sin a, r sin a + i cos a), a = position / theta^(2k / D)",
     sizes={"T": 16, "H": 32, "D": 128},
-    variants=(
-        Variant(
-            "pairs",
-            FILE,
-            ("rope_pairs",),
-            "each thread rotates the same pairs of several heads, which share sines and cosines",
-            BLOCKS,
-            BLOCK,
-            launch=_launch,
-        ),
-    ),
-    make=_make,
+    variants=(_pairs,),
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * s["H"] * s["D"],
     flops=lambda s: 3 * s["T"] * s["H"] * s["D"],
     bound="memory",
-    attrs={},
+    small=({"T": 5, "H": 3, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
     binder=bind,
 )

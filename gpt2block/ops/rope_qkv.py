@@ -6,30 +6,23 @@
 
 from __future__ import annotations
 
-import math
-from math import gcd
-from typing import Any
+from math import ceil, gcd
 
 import numpy as np
 
-from gpt2block.checks import check_flag, check_integer
+from gpt2block.config import check_count
 from gpt2block.cuda.arrays import (
-    Bound,
     CudaArray,
     alignment,
-    check,
-    check_apart,
     contiguous,
     device_attribute,
     launch_at,
-    output,
     same_memory,
-    storage,
 )
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
-from gpt2block.ops._kv_cache import check_cache
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.ops.rope import MAX_BATCH, choose_geometry
 from gpt2block.ops.warm import call
 
@@ -41,138 +34,83 @@ HEADS = {"n_head": 32, "n_kv_head": 8}  # of the documented sizes
 CHANNELS = 48  # heads of a row of them
 
 
-def bind(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    n_kv_head: int,
-    half_split: bool = False,
-) -> Bound:
-    """inputs (qkv (T, W) or (B, T, W), positions (T,), frequencies (D / 2,)), out as qkv, or qkv.
+def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) -> Geometry:
+    """aligned: elements that the first of every array is aligned to."""
+    D = 2 * c.P
+    width = gcd(aligned, D // 2 if c.half_split else D)
+    sms = device_attribute("MultiProcessorCount")
+    return choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
 
-    W is (n_head + 2 n_kv_head) D. positions are int32 and not read back, frequencies float64.
-    """
-    qkv, positions, frequencies = inputs
-    dtype = storage(qkv)
-    check("qkv", qkv, dtype=dtype)
-    D = _check_frequencies(frequencies)
-    turning, heads = _heads(n_head, n_kv_head)
-    if qkv.ndim not in (2, 3) or qkv.shape[-1] != heads * D:
+
+@variant(
+    "rows",
+    FILE,
+    "rope_qkv",
+    idea="as `rope`, with positions and frequencies in device memory; overlapping launches",
+)
+def _rows(c: Call) -> Launch:
+    """W is (n_head + 2 n_kv_head) D; positions are not read back."""
+    n_head, n_kv_head = check_count("n_head", c.n_head), check_count("n_kv_head", c.n_kv_head)
+    if n_head % n_kv_head:
+        raise InputError(f"n_kv_head: expected a divisor of n_head {n_head}, got {n_kv_head}")
+    D, turning, heads = 2 * c.P, n_head + n_kv_head, n_head + 2 * n_kv_head
+    if len(c.leading) > 1 or heads * D != c.W:
         raise InputError(
             f"qkv: expected (T, {heads * D}) or (B, T, {heads * D}), {heads} heads of {D} channels "
-            f"as frequencies has {D // 2}, got {qkv.shape}"
+            f"as frequencies has {c.P}, got {c.qkv.shape}"
         )
-    B, T = (1, *qkv.shape)[-3:-1]
-    if B > MAX_BATCH:
-        raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {B:,}")
-    check("positions", positions, (T,), "int32")
-    apart = {"positions": positions, "frequencies": frequencies}
-    out = output(out, qkv.shape, dtype, apart=apart, in_place={"qkv": qkv})
-    return _launch((qkv, positions, frequencies), out, turning, heads, half_split)
+    if c.rows > MAX_BATCH:
+        raise InputError(f"qkv: expected at most {MAX_BATCH:,} sequences in a call, got {c.rows:,}")
+    moved = turning if same_memory(c.qkv, c.out) else heads
+    aligned = alignment(c.qkv.data.ptr, c.out.data.ptr) // c.qkv.itemsize
+    geometry = _geometry(c, "rope_qkv", c.rows, c.T, moved, aligned)
+    args = (c.qkv, c.positions, c.frequencies, c.out, c.T, turning, moved, heads)
+    return launch_at(FILE, geometry, args, c.storage)
 
 
-def _launch(
-    inputs: tuple[CudaArray, ...], out: CudaArray, turning: int, heads: int, half_split: bool
-) -> Bound:
-    qkv, positions, frequencies = inputs
-    B, T = (1, *qkv.shape)[-3:-1]
-    moved = turning if same_memory(qkv, out) else heads
-    aligned = alignment(qkv.data.ptr, out.data.ptr) // qkv.itemsize
-    geometry = _geometry("rope_qkv", B, T, moved, 2 * len(frequencies), half_split, aligned)
-    args = (qkv, positions, frequencies, out, T, turning, moved, heads)
-    return Bound(out, (launch_at(FILE, geometry, args, storage(qkv)),))
+@variant(
+    "append",
+    APPEND,
+    "rope_append",
+    idea="decoding: the same, with K and V written to the kv_cache in its dtype",
+)
+def _append(c: Call) -> Launch:
+    """C is n_kv_head D, W is n_head D + 2C. row and position are not read back.
 
-
-def bind_append(
-    inputs: tuple[Any, ...],
-    out: CudaArray | None = None,
-    *,
-    n_head: int,
-    half_split: bool = False,
-    kv_dtype: str | None = None,
-) -> Bound:
-    """inputs (qkv (N, W), frequencies (D / 2,), k, v (B, n_ctx, C), row, position (N,)).
-
-    out (N, Q); C is n_kv_head D, Q is n_head D, W is Q + 2C. qkv and out are float32, k and v have
-    any float dtype or are uint8, of the FP8 format kv_dtype. row and position are int32 and not
-    read back: K and V of rows outside the cache are left out.
+    K and V of rows outside the cache are left out.
     """
-    qkv, frequencies, k, v, row, position = inputs
-    check("qkv", qkv)
-    D = _check_frequencies(frequencies)
-    n_kv_head = check_heads(D, k, v, kv_dtype)
-    _, heads = _heads(n_head, n_kv_head)
-    if qkv.ndim != 2 or qkv.shape[1] != heads * D:
+    n_head, D = check_count("n_head", c.n_head), 2 * c.P
+    if c.C % D:
         raise InputError(
-            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the "
-            f"{n_kv_head * D} of k, got {qkv.shape}"
+            f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {c.k.shape}"
         )
-    N, (B, n_ctx, _) = len(qkv), k.shape
-    check("row", row, (N,), "int32")
-    check("position", position, (N,), "int32")
-    apart = {"qkv": qkv, "frequencies": frequencies, "row": row, "position": position}
-    for name, cache in (("k", k), ("v", v)):
-        check_apart(name, cache, apart)
-    out = output(out, (N, n_head * D), apart={**apart, "k": k, "v": v})
-    of_cache = alignment(k.data.ptr, v.data.ptr) // k.itemsize
-    aligned = min(4, alignment(qkv.data.ptr, out.data.ptr) // 4, of_cache)
-    geometry = _geometry("rope_append", 1, N, heads, D, half_split, aligned)
-    args = (qkv, row, position, frequencies, k, v, out, N, n_head, n_kv_head, B, n_ctx)
-    T = "float32" if kv_dtype else storage(k)
-    return Bound(out, (launch_at(APPEND, geometry, args, T, cache=kv_dtype),), (k, v))
-
-
-def bind_rotations(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
-    """inputs (position (N,) int32, frequencies (D / 2,) float64), out (N, D / 2, 2) float32."""
-    position, frequencies = inputs
-    pairs = _check_frequencies(frequencies) // 2
-    check("position", position, dtype="int32")
-    if position.ndim != 1:
-        raise InputError(f"position: expected (N,), got {position.shape}")
-    N = len(position)
-    apart = {"position": position, "frequencies": frequencies}
-    out = output(out, (N, pairs, 2), apart=apart)
-    grid = (math.ceil(N * pairs / ROTATION_THREADS),)
-    geometry = Geometry("rope_rotations", grid, (ROTATION_THREADS,))
-    return Bound(out, (launch_at(ROTATIONS, geometry, (position, frequencies, out, N, pairs)),))
-
-
-def check_heads(D: int, k: Any, v: Any, kv_dtype: str | None) -> int:
-    """Check a kv_cache, k and v (B, n_ctx, C), of heads of D channels: their number."""
-    _, _, _, C = check_cache(k, v, kv_dtype)
-    if C % D:
-        raise InputError(f"k: expected (B, n_ctx, C), C a multiple of {D} channels, got {k.shape}")
-    check_apart("v", v, {"k": k})
-    return C // D
-
-
-def _check_frequencies(frequencies: Any) -> int:
-    """The channels of a head."""
-    check("frequencies", frequencies, dtype="float64")
-    if frequencies.ndim != 1:
-        raise InputError(f"frequencies: expected (D / 2,), got {frequencies.shape}")
-    return 2 * len(frequencies)
-
-
-def _heads(n_head: Any, n_kv_head: Any) -> tuple[int, int]:
-    """The heads of Q and K, and those of a row."""
-    n_head = check_integer("n_head", n_head, 1, math.inf, "a number of heads")
-    expected = f"a divisor of n_head {n_head}"
-    n_kv_head = check_integer("n_kv_head", n_kv_head, 1, n_head, expected)
+    n_kv_head = c.C // D
     if n_head % n_kv_head:
-        raise InputError(f"n_kv_head: expected {expected}, got {n_kv_head}")
-    return n_head + n_kv_head, n_head + 2 * n_kv_head
+        raise InputError(f"n_kv_head: expected a divisor of n_head {n_head}, got {n_kv_head}")
+    heads = n_head + 2 * n_kv_head
+    if heads * D != c.W:
+        raise InputError(
+            f"qkv: expected (N, {heads * D}), {n_head} heads of {D} channels and twice the {c.C} "
+            f"of k, got {c.qkv.shape}"
+        )
+    of_cache = alignment(c.k.data.ptr, c.v.data.ptr) // c.k.itemsize
+    aligned = min(4, alignment(c.qkv.data.ptr, c.out.data.ptr) // 4, of_cache)
+    geometry = _geometry(c, "rope_append", 1, c.N, heads, aligned)
+    arrays = (c.qkv, c.row, c.position, c.frequencies, c.k, c.v, c.out)
+    args = (*arrays, c.N, n_head, n_kv_head, c.B, c.S)
+    T = "float32" if c.kv_dtype else c.kv_storage
+    return launch_at(APPEND, geometry, args, T, cache=c.kv_dtype)
 
 
-def _geometry(
-    kernel: str, B: int, T: int, heads: int, D: int, half_split: bool, aligned: int
-) -> Geometry:
-    """aligned: elements that the first of every array is aligned to."""
-    half_split = check_flag("half_split", half_split)
-    width = gcd(aligned, D // 2 if half_split else D)
-    sms = device_attribute("MultiProcessorCount")
-    return choose_geometry(B, T, heads, D, half_split, width, sms)._replace(kernel=kernel)
+@variant(
+    "rotations",
+    ROTATIONS,
+    "rope_rotations",
+    idea="decoding: cosines and sines, once for all layers",
+)
+def _rotations(c: Call) -> Launch:
+    grid, args = (ceil(c.N * c.P / ROTATION_THREADS),), (c.position, c.frequencies, c.out, c.N, c.P)
+    return launch_at(ROTATIONS, Geometry("rope_rotations", grid, (ROTATION_THREADS,)), args)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -187,37 +125,23 @@ OPERATION = Operation(
     document="gpt2block",
     idea="rope of Q and K in rows [Q | K | V], each row at a position of its own",
     sizes={"T": 16, "D": 128},
-    variants=(
-        Variant(
-            "rows",
-            FILE,
-            ("rope_qkv",),
-            "as `rope`, with positions and frequencies in device memory; overlapping launches",
-            launch=_launch,
-        ),
-    ),
-    make=_make,
+    variants=(_rows,),
+    options={"n_head": None, "n_kv_head": None, "half_split": False},
+    draw=_make,
     traffic=lambda s: 2 * s["itemsize"] * s["T"] * CHANNELS * s["D"],
     flops=lambda s: 3 * s["T"] * CHANNELS * s["D"],
     bound="memory",
     attrs=HEADS,
+    small=({"T": 5, "D": 8},),
     dtypes=("float16", "bfloat16", "float32"),
-    binder=bind,
-    auxiliary=(
-        Variant(
-            "append",
-            APPEND,
-            ("rope_append",),
-            "decoding: the same, with K and V written to the kv_cache in its dtype",
-        ),
-        Variant(
-            "rotations",
-            ROTATIONS,
-            ("rope_rotations",),
-            "decoding: cosines and sines, once for all layers",
-        ),
-    ),
+    auxiliary=(_append, _rotations),
 )
+ROPE_APPEND = Operation(
+    name="rope_append",
+    variants=(_append,),
+    options={"n_head": None, "half_split": False, "kv_dtype": None},
+)
+ROTATE = Operation(name="rotations", variants=(_rotations,))
 
 
 def rope_qkv(
@@ -237,7 +161,7 @@ def rope_qkv(
     """
     arrays = (*(contiguous(qkv) if out is not qkv else (qkv,)), *contiguous(positions, frequencies))
     heads = {"n_head": n_head, "n_kv_head": n_kv_head, "half_split": half_split}
-    return call(bind, arrays, out, **heads).out
+    return call(OPERATION.bind_on_device, arrays, out, **heads).out
 
 
 def rope_append(
@@ -255,8 +179,9 @@ def rope_append(
 
     qkv (N, W) float32, frequencies (D / 2,) float64, k and v (B, n_ctx, C) float32, float16,
     bfloat16 or, as uint8, the FP8 format kv_dtype, row and position (N,) int32 → (N, n_head D)
-    float32; see `bind_append`. Two rows must not have the same destination. Raises InputError.
+    float32. Two rows must not have the same destination. Raises InputError.
     """
     qkv, frequencies, row, position = contiguous(qkv, frequencies, row, position)
     inputs = (qkv, frequencies, k, v, row, position)
-    return bind_append(inputs, n_head=n_head, half_split=half_split, kv_dtype=kv_dtype).run()
+    options = {"n_head": n_head, "half_split": half_split, "kv_dtype": kv_dtype}
+    return ROPE_APPEND.bind_on_device(inputs, **options).run()

@@ -13,21 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import (
-    Bound,
-    CudaArray,
-    check,
-    check_matrix,
-    contiguous,
-    device_attribute,
-    launch_at,
-    output,
-)
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute, launch_at
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch, load
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import MAX_ROWS, check_rows
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant
+from gpt2block.ops.call import FIXED, Call
+from gpt2block.ops.operation import Inputs, Operation, Sizes, variant
 from gpt2block.sampling import Sampling, check_step, parameters, rows_of
 
 FILE = "tokens/sample.cu"
@@ -36,20 +29,11 @@ THREADS = 1024
 ROWS_BLOCK = 256
 MAX_V = 2**23  # so that the sum of all masses is less than 2^64
 ENDLESS = 2**31 - 1  # n_ctx for no limit
-DTYPES = {
-    "temperature": "float32",
-    "top_p": "float32",
-    "min_p": "float32",
-    "repetition_penalty": "float32",
-    "top_k": "int32",
-    "seed": "int64",
-    "sample": "int32",
-    "seen": "uint8",
-    "position": "int32",
-    "step": "int32",
-    "token": "int32",
-    "logprob": "float32",
-}
+STATE = (
+    "temperature top_p min_p repetition_penalty f32 B; top_k i32 B; seed i64 B; sample i32 B; "
+    "seen u8 B V; position step token i32 B; logprob f32 B"
+)
+SLOTS = "slot_row? slot_token? slot_position? slot_turn? i32 M"
 
 
 class SampleState(NamedTuple):
@@ -71,7 +55,8 @@ class SampleState(NamedTuple):
     @classmethod
     def allocate(cls, B: int, V: int) -> SampleState:
         """A state of zeros, with no token seen or sampled; `set` writes the parameters."""
-        return cls(**{name: cupy.zeros(_shape(name, B, V), DTYPES[name]) for name in cls._fields})
+        sizes, entries = {"B": B, "V": V}, Contract.parse(STATE).inputs
+        return cls(*(cupy.zeros(entry.shape(sizes), FIXED[entry.kind]) for entry in entries))
 
     def set(self, rows: Sequence[Sampling]) -> None:
         """Write the parameters of each row into the arrays."""
@@ -113,10 +98,6 @@ def _per_row(file: str, kernel: str, rows: int, args: tuple[Any, ...]) -> Launch
     return launch(file, kernel, (ceil(rows / ROWS_BLOCK),), (ROWS_BLOCK,), args)
 
 
-def _shape(name: str, B: int, V: int) -> tuple[int, ...]:
-    return (B, V) if name == "seen" else (B,)
-
-
 def choose_geometry(
     rows: int, sms: int, threads: int | None = None, defines: Defines = ()
 ) -> Geometry:
@@ -135,22 +116,25 @@ def request() -> None:
     load(FILE, "sample_token", choose_geometry(1, 1).defines)
 
 
-class Job(NamedTuple):
-    """A checked call: logits (M, V), the state of B rows."""
+@variant(
+    "block",
+    FILE,
+    "sample_token",
+    idea="one block per row; after exp all is integers: the same bits in any batch",
+    block=THREADS,
+)
+def _block(c: Call) -> Launch:
+    slots = (c.slot_row, c.slot_token, c.slot_position, c.slot_turn)
+    args = (c.logits, *c.state, *slots, c.report, c.B, c.V, c.n_ctx)
+    geometry = choose_geometry(c.M, device_attribute("MultiProcessorCount"))
+    return launch_at(FILE, geometry, args)
 
-    logits: CudaArray
-    state: SampleState
-    slots: Slots | None
-    report: CudaArray | None
-    n_ctx: int
 
-
-def _launch(job: Job) -> tuple[Launch, ...]:
-    M, V = job.logits.shape
-    slots = job.slots or (None,) * len(Slots._fields)
-    args = (job.logits, *job.state, *slots, job.report, len(job.state.token), V, job.n_ctx)
-    geometry = choose_geometry(M, device_attribute("MultiProcessorCount"))
-    return (launch_at(FILE, geometry, args),)
+_SAMPLE = Operation(
+    name="sample_token",
+    variants=(_block,),
+    line=f"logits f32 M V; {STATE}; {SLOTS}; report? i32 2 2 M -> token i32 B",
+)
 
 
 def bind_state(
@@ -167,19 +151,35 @@ def bind_state(
     may be the same; None: M rows in order. report (2, 2, M) int32 gets a copy of token and of the
     bits of logprob, in its first half for even steps, or turns of `slots`; it may be host memory.
     """
-    M, V = check_matrix("logits", logits, "(M, V)")
+    c = _SAMPLE.checked((logits, *state, *(slots or (None,) * len(Slots._fields)), report))
     check_rows("logits", logits, MAX_V)
+    if slots is None and c.M != c.B:
+        raise InputError(f"logits: expected {c.B} rows, those of the state, got {c.M}")
     if not 0 < n_ctx <= ENDLESS:
         raise InputError(f"n_ctx: expected 1 to {ENDLESS}, got {n_ctx}")
-    B = M if slots is None else len(state.token)
-    for name, array in state._asdict().items():
-        check(name, array, _shape(name, B, V), DTYPES[name])
-    for name, array in (slots._asdict() if slots else {}).items():
-        check(f"slots.{name}", array, (M,), "int32")
-    if report is not None:
-        check("report", report, (2, 2, M), "int32")
-    launches = _launch(Job(logits, state, slots, report, n_ctx))
-    return Bound(state.token, launches, (*state, *(slots or ())))
+    c.state, c.n_ctx, c.kept = state, n_ctx, (*state, *(slots or ()))
+    return _SAMPLE.bound_to(c)
+
+
+@variant(
+    "slots",
+    SLOTS_FILE,
+    "begin_slots",
+    "place_rows",
+    idea="sampling parameters of sequences that begin; token and position of a step's rows",
+)
+def _place(c: Call) -> Launch:
+    """Of place_rows; `SampleState.begin` launches begin_slots."""
+    args = (c.slot_row, c.token, c.position, c.slot_token, c.slot_position, c.M, c.B)
+    return _per_row(SLOTS_FILE, "place_rows", c.M, args)
+
+
+PLACE_ROWS = Operation(
+    name="place_rows",
+    variants=(_place,),
+    line="slot_row i32 M; token position i32 B; slot_token slot_position i32 M "
+    "-> slot_token slot_position i32 M",
+)
 
 
 def bind_place(state: SampleState, slots: Slots) -> Bound:
@@ -187,10 +187,21 @@ def bind_place(state: SampleState, slots: Slots) -> Bound:
 
     Rows outside of the state keep theirs.
     """
-    M, B = len(slots.row), len(state.token)
-    args = (slots.row, state.token, state.position, slots.token, slots.position, M, B)
-    placing = _per_row(SLOTS_FILE, "place_rows", M, args)
-    return Bound(slots.token, (placing,), (*state, *slots))
+    given = (slots.row, state.token, state.position, slots.token, slots.position)
+    return PLACE_ROWS.bind_on_device(given)._replace(extra=(*state, *slots))
+
+
+@variant("seen", FILE, "mark_seen", idea="tokens of prompts, for the repetition penalty")
+def _seen(c: Call) -> Launch:
+    """seen[rows[i], tokens[i]] becomes 1; places outside of it are skipped."""
+    if c.N > MAX_ROWS:
+        raise InputError(f"tokens: expected at most {MAX_ROWS:,}, got {c.N:,}")
+    return _per_row(FILE, "mark_seen", c.N, (c.tokens, c.rows, c.seen, c.N, c.B, c.V))
+
+
+MARK_SEEN = Operation(
+    name="mark_seen", variants=(_seen,), line="tokens rows i32 N; seen u8 B V -> seen u8 B V"
+)
 
 
 def bind(
@@ -205,16 +216,13 @@ def bind(
 
     seen (B, V) is copied; without it, no token was seen. Each run is a step.
     """
-    (logits,) = inputs
-    B, V = check_matrix("logits", logits, "(B, V)")
-    token = output(out, (B,), "int32", apart={"logits": logits, "seen": seen})
-    state = SampleState.allocate(B, V)._replace(token=token)
-    state.set(rows_of(sampling, B))
+    c = OPERATION.checked((*inputs, seen), out)
+    state = SampleState.allocate(c.B, c.V)._replace(token=c.token)
+    state.set(rows_of(sampling, c.B))
     state.step.fill(check_step(step))
     if seen is not None:
-        check("seen", seen, (B, V), "uint8")
         state.seen[...] = seen
-    return bind_state(logits, state)
+    return bind_state(c.logits, state)
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -227,30 +235,14 @@ OPERATION = Operation(
     document="gpt2block; random numbers by Salmon et al. (2011)",
     idea="the first token whose cumulative mass exp(logit / temperature), of those kept, passes u",
     sizes={"B": 1, "V": 50257},
-    variants=(
-        Variant(
-            "block",
-            FILE,
-            ("sample_token",),
-            "one block per row; after exp all is integers: the same bits in any batch",
-            block=THREADS,
-            launch=_launch,
-        ),
-    ),
-    auxiliary=(
-        Variant("seen", FILE, ("mark_seen",), "tokens of prompts, for the repetition penalty"),
-        Variant(
-            "slots",
-            SLOTS_FILE,
-            ("begin_slots", "place_rows"),
-            "sampling parameters of sequences that begin; token and position of a step's rows",
-        ),
-    ),
-    make=_make,
+    variants=(_block,),
+    auxiliary=(_seen, _place),
+    draw=_make,
     traffic=lambda sizes: 4 * sizes["B"] * sizes["V"],
     flops=lambda sizes: 5 * sizes["B"] * sizes["V"],
     bound="memory",
     attrs={"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.95)},
+    small=({"B": 2, "V": 70},),
     binder=bind,
 )
 
@@ -269,22 +261,6 @@ def sample_token(
     return bind((logits,), sampling=sampling, step=step, seen=seen).run()
 
 
-def bind_mark_seen(tokens: Any, rows: Any, seen: Any) -> Bound:
-    """tokens (N,), rows (N,) of int32, seen (B, V) of uint8, which is out.
-
-    seen[rows[i], tokens[i]] becomes 1; places outside of it are skipped.
-    """
-    check("tokens", tokens, dtype="int32")
-    check("rows", rows, tokens.shape, "int32")
-    check("seen", seen, dtype="uint8")
-    if seen.ndim != 2 or tokens.size > MAX_ROWS:
-        raise InputError(
-            f"expected up to {MAX_ROWS:,} tokens and seen (B, V), got {tokens.shape}, {seen.shape}"
-        )
-    args = (tokens, rows, seen, tokens.size, *seen.shape)
-    return Bound(seen, (_per_row(FILE, "mark_seen", tokens.size, args),))
-
-
 def _integers(name: str, given: Any) -> CudaArray:
     """Integers from the host or the device as an int32 device array."""
     (array,) = contiguous(given if isinstance(given, cupy.ndarray) else np.asarray(given))
@@ -299,4 +275,4 @@ def mark_seen(tokens: CudaArray, rows: CudaArray, seen: CudaArray) -> CudaArray:
     Returns `seen`. Raises InputError.
     """
     tokens, rows = (_integers(n, a) for n, a in (("tokens", tokens), ("rows", rows)))
-    return bind_mark_seen(tokens, rows, seen).run()
+    return MARK_SEEN.bind_on_device((tokens, rows, seen)).run()

@@ -6,89 +6,89 @@ Kernels: softmax/ladder.cu, one for each variant.
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from gpt2block.checks import check_flag
-from gpt2block.cuda.arrays import (
-    Bound,
-    CudaArray,
-    check,
-    contiguous,
-    device_attribute,
-    output,
-    row_alignment,
-)
+from gpt2block.cuda.arrays import Bound, CudaArray, contiguous, device_attribute, row_alignment
 from gpt2block.cuda.kernels import Launch, launch
 from gpt2block.errors import InputError
 from gpt2block.ops._rows import LONGEST_IN_REGISTERS, THREADS, check_rows, power_of_two, share
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "softmax/ladder.cu"
-BLOCK = 256
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 
-class Job(NamedTuple):
-    """A checked call: `rows` rows of n scores, loaded `width` (4 or 1) at a time."""
-
-    scores: CudaArray
-    out: CudaArray
-    rows: int
-    n: int
-    causal: bool
-    width: int
-    sms: int
-    block: int | None  # None: the variant's default
+def _launch(c: Call, kernel: str, grid: int, block: int, *defines: tuple[str, int]) -> Launch:
+    defines = (("SOFTMAX_CAUSAL", int(c.causal)), *defines)
+    args = (c.scores, c.out, c.rows, c.T)
+    return launch(FILE, kernel, (grid,), (block,), args, defines=defines)
 
 
-def _launch(
-    job: Job, kernel: str, grid: int, block: int, *defines: tuple[str, int]
-) -> tuple[Launch, ...]:
-    defines = (("SOFTMAX_CAUSAL", int(job.causal)), *defines)
-    args = (job.scores, job.out, job.rows, job.n)
-    return (launch(FILE, kernel, (grid,), (block,), args, defines=defines),)
+def _width(c: Call) -> int:
+    """Scores a load."""
+    return 4 if row_alignment(c.T, c.scores, c.out) == 16 else 1
 
 
-def _launch_three_pass(job: Job) -> tuple[Launch, ...]:
-    block = job.block or BLOCK
-    return _launch(job, "softmax_forward_kernel1", job.rows, block, ("SOFTMAX_BLOCK", block))
+@variant(
+    "three_pass",
+    FILE,
+    "softmax_forward_kernel1",
+    idea="one block per row: maximum, sum, quotient, three passes over x",
+    blocks=BLOCKS,
+)
+def _three_pass(c: Call) -> Launch:
+    return _launch(c, "softmax_forward_kernel1", c.rows, c.block, ("SOFTMAX_BLOCK", c.block))
 
 
-def _launch_online_warp(job: Job) -> tuple[Launch, ...]:
-    block = job.block or BLOCK
-    return _launch(job, "softmax_forward_kernel2", ceil(job.rows / (block // 32)), block)
+@variant(
+    "online_warp",
+    FILE,
+    "softmax_forward_kernel2",
+    idea="one warp per row: maximum and sum in one pass",
+    blocks=BLOCKS,
+)
+def _online_warp(c: Call) -> Launch:
+    return _launch(c, "softmax_forward_kernel2", ceil(c.rows / (c.block // 32)), c.block)
 
 
-def _launch_online_block(job: Job) -> tuple[Launch, ...]:
-    block = job.block or BLOCK
-    return _launch(job, "softmax_forward_kernel3", job.rows, block, ("SOFTMAX_WIDTH", job.width))
+@variant(
+    "online_block",
+    FILE,
+    "softmax_forward_kernel3",
+    idea="one block per row, 16-byte loads: rows of any length",
+    blocks=BLOCKS,
+)
+def _online_block(c: Call) -> Launch:
+    return _launch(c, "softmax_forward_kernel3", c.rows, c.block, ("SOFTMAX_WIDTH", _width(c)))
 
 
-def _launch_rows(job: Job) -> tuple[Launch, ...]:
-    """Here `block` is the number of threads that share a row; None chooses it."""
-    shape = share(job.rows, job.n, job.width, job.sms, job.block)
-    held = power_of_two(shape.held)  # few kernels for many lengths
+@variant(
+    "rows",
+    FILE,
+    "softmax_forward_kernel4",
+    idea="rows in registers: x is read once",
+    blocks=tuple(block for block in BLOCKS if block <= THREADS),
+)
+def _rows(c: Call) -> Launch:
+    """A requested block is the number of threads that share a row."""
+    unfit(
+        c.T > LONGEST_IN_REGISTERS,
+        f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
+        "registers: use another variant",
+    )
+    width, sms = _width(c), device_attribute("MultiProcessorCount")
+    shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
     return _launch(
-        job,
+        c,
         "softmax_forward_kernel4",
         shape.grid,
         shape.block,
-        ("SOFTMAX_WIDTH", job.width),
+        ("SOFTMAX_WIDTH", width),
         ("SOFTMAX_THREADS", shape.threads),
-        ("SOFTMAX_HELD", held),
+        ("SOFTMAX_HELD", power_of_two(shape.held)),  # few kernels for many lengths
         ("SOFTMAX_ROWS", shape.rows),
-    )
-
-
-def _rows_problem(job: Job) -> str | None:
-    if job.n <= LONGEST_IN_REGISTERS:
-        return None
-    return (
-        f"rows of {job.n:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
-        f"registers: use another variant"
     )
 
 
@@ -100,29 +100,13 @@ def bind(
     variant: str | int | None = None,
     block: int | None = None,
 ) -> Bound:
-    """inputs (scores (..., n),), with `causal` (..., T, T); out as scores, or scores itself.
-
-    Without a variant: "rows" where a row fits in registers, else "online_block".
-    """
-    (scores,) = inputs
-    causal = check_flag("causal", causal)
-    check("scores", scores)
-    n = scores.shape[-1]
-    if causal and scores.shape[-2:] != (n, n):
-        raise InputError(f"scores: expected (..., T, T) with causal, got {scores.shape}")
-    rows = check_rows("scores", scores)
-    out = output(out, scores.shape, apart={}, in_place={"scores": scores})
-    width = 4 if row_alignment(n, scores, out) == 16 else 1
-    sms = device_attribute("MultiProcessorCount")
-    job = Job(scores, out, rows, n, causal, width, sms, block)
-    chosen = OPERATION.choose(job, variant, ("rows", "online_block"))
-    check_block(OPERATION.name, chosen, block)
-    return Bound(out, chosen.launch(job))
-
-
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = (sizes["B"], sizes["NH"], sizes["T"], sizes["T"])
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
+    """Without a variant: "rows" where a row fits in registers, else "online_block"."""
+    c = OPERATION.checked(inputs, out, causal=causal, variant=variant, block=block)
+    if c.causal and c.leading[-1:] != (c.T,):
+        raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
+    check_rows("scores", c.scores)
+    best = _rows if c.T <= LONGEST_IN_REGISTERS else _online_block
+    return OPERATION.bound_to(c, (best,))
 
 
 def _scores(sizes: Sizes) -> int:
@@ -134,46 +118,14 @@ OPERATION = Operation(
     document="named after llm.c's softmax kernels",
     idea="y = exp(x - max) / Σ exp(x - max) over each row",
     sizes={"B": 2, "NH": 12, "T": 1024},
-    variants=(
-        Variant(
-            "three_pass",
-            FILE,
-            ("softmax_forward_kernel1",),
-            "one block per row: maximum, sum, quotient, three passes over x",
-            BLOCKS,
-            launch=_launch_three_pass,
-        ),
-        Variant(
-            "online_warp",
-            FILE,
-            ("softmax_forward_kernel2",),
-            "one warp per row: maximum and sum in one pass",
-            BLOCKS,
-            launch=_launch_online_warp,
-        ),
-        Variant(
-            "online_block",
-            FILE,
-            ("softmax_forward_kernel3",),
-            "one block per row, 16-byte loads: rows of any length",
-            BLOCKS,
-            launch=_launch_online_block,
-        ),
-        Variant(
-            "rows",
-            FILE,
-            ("softmax_forward_kernel4",),
-            "rows in registers: x is read once",
-            tuple(block for block in BLOCKS if block <= THREADS),
-            launch=_launch_rows,
-            problem=_rows_problem,
-        ),
-    ),
-    make=_make,
+    variants=(_three_pass, _online_warp, _online_block, _rows),
     traffic=lambda sizes: 8 * _scores(sizes),
     flops=lambda sizes: 5 * _scores(sizes),
     bound="memory",
-    attrs={},
+    axes={"...": "B NH T"},
+    small=({"B": 1, "NH": 3, "T": 5}, {"B": 2, "NH": 1, "T": 33}, {"B": 1, "NH": 1, "T": 130}),
+    arrays={"scores": "x", "out": "y"},
+    aliases={"rows": "B*NH*T", "N": "B*NH*T", "n": "T"},
     binder=bind,
 )
 

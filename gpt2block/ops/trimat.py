@@ -7,27 +7,25 @@ and tri6 on tensor cores (trimat/mma.cu).
 from __future__ import annotations
 
 import math
-from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gpt2block.cuda.arrays import (
     Bound,
     CudaArray,
-    check,
     check_address,
     compute_capability,
     device_attribute,
     launch_at,
     on_16_bytes,
-    output,
 )
 from gpt2block.cuda.kernels import Geometry, Launch
 from gpt2block.errors import InputError
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, RESERVED
-from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, check_block
+from gpt2block.ops.call import Call
+from gpt2block.ops.operation import Operation, Sizes, unfit, variant
 from gpt2block.ops.warm import call
 
 FILE = "trimat/ladder.cu"
@@ -117,47 +115,82 @@ def fill_geometry(B: int, T: int, NH: int, HS: int) -> Geometry:
     return Geometry(FILL, grid, (32 * FILL_ROWS,), defines=(("NH", NH), ("HS", HS)))
 
 
-class Job(NamedTuple):
-    """A checked call."""
-
-    qkv: CudaArray
-    B: int
-    T: int
-    NH: int
-    HS: int
-    block: int | None  # threads; None for the variant's own choice
+def _thread_tiles(c: Call, kernel: str) -> Launch:
+    geometry = thread_tiles_geometry(kernel, c.B, c.T, c.NH, c.HS, c.block)
+    return launch_at(FILE, geometry, (c.qkv, c.out, c.T))
 
 
-def _launch_thread_tiles(kernel: str, job: Job, out: CudaArray) -> Launch:
-    sizes, threads = (job.B, job.T, job.NH, job.HS), job.block or THREADS
-    geometry = thread_tiles_geometry(kernel, *sizes, threads)
-    return launch_at(FILE, geometry, (job.qkv, out, job.T))
+@variant(
+    "naive",
+    FILE,
+    "matmul_tri_naive",
+    idea="one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
+    blocks=BLOCKS,
+)
+def _naive(c: Call) -> Launch:
+    return _thread_tiles(c, "matmul_tri_naive")
 
 
-def _launch_tri4(job: Job, out: CudaArray) -> Launch:
-    geometry = tri4_geometry(job.B, job.T, job.NH, job.HS)
-    return launch_at(FILE, geometry, (job.qkv, out, job.T))
+@variant(
+    "registers",
+    FILE,
+    "matmul_tri_registers",
+    idea="8 values of Q and 8 of K in registers, 64 outer-product sums per step",
+    blocks=BLOCKS,
+)
+def _registers(c: Call) -> Launch:
+    return _thread_tiles(c, "matmul_tri_registers")
 
 
-def _launch_tri5(job: Job, out: CudaArray) -> Launch:
-    geometry = tri5_geometry(job.B, job.T, job.NH, job.HS)
-    return launch_at(PIPELINED, geometry, (job.qkv, out, job.T))
+@variant("tri3", FILE, "matmul_tri3", idea="the same with float4 loads and stores", blocks=BLOCKS)
+def _tri3(c: Call) -> Launch:
+    return _thread_tiles(c, "matmul_tri3")
 
 
-def _tri6_problem(job: Job) -> str | None:
-    if job.HS > MMA_LARGEST_HEAD:
-        return f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {job.HS}: use variant tri5"
-    if compute_capability() < MMA_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or newer: use variant tri5"
-    return None
+@variant(
+    "tri4",
+    FILE,
+    "matmul_tri4",
+    idea="16×16 threads per 128×128 tile, slices of 32 through shared memory",
+)
+def _tri4(c: Call) -> Launch:
+    return launch_at(FILE, tri4_geometry(c.B, c.T, c.NH, c.HS), (c.qkv, c.out, c.T))
 
 
-def _launch_tri6(job: Job, out: CudaArray) -> Launch:
+@variant(
+    "tri5",
+    PIPELINED,
+    "matmul_tri5",
+    idea="two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
+    source="gpt2block",
+)
+def _tri5(c: Call) -> Launch:
+    return launch_at(PIPELINED, tri5_geometry(c.B, c.T, c.NH, c.HS), (c.qkv, c.out, c.T))
+
+
+@variant(
+    "tri6",
+    MMA,
+    "matmul_tri6",
+    idea="tensor cores with float32 accuracy: each row as two in float16, converted on load",
+    block=MMA_THREADS,
+    source="gpt2block",
+)
+def _tri6(c: Call) -> Launch:
+    heads = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
+    unfit(c.HS > MMA_LARGEST_HEAD, heads)
+    old = compute_capability() < MMA_CAPABILITY
+    unfit(old, "needs a GPU of compute capability 8.0 or newer: use variant tri5")
     sms = device_attribute("MultiProcessorCount")
     most_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    sizes = (job.B, job.T, job.NH, job.HS)
-    geometry, more = mma_geometry(*sizes, sms=sms, most_shared=most_shared)
-    return launch_at(MMA, geometry, (job.qkv, out, job.T, *more))
+    geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, most_shared=most_shared)
+    return launch_at(MMA, geometry, (c.qkv, c.out, c.T, *more))
+
+
+@variant("fill", FILE, FILL, idea="one value above the diagonal, where `fill` is given")
+def _fill(c: Call) -> Launch:
+    args = (c.out, c.T, c.B * c.NH * c.T, c.fill)
+    return launch_at(FILE, fill_geometry(c.B, c.T, c.NH, c.HS), args)
 
 
 def bind(
@@ -168,30 +201,21 @@ def bind(
     variant: str | None = None,
     block: int | None = None,
 ) -> Bound:
-    """inputs (qkv (B, T, 3, NH, HS),), out (B, NH, T, T). variant None: as `trimat`."""
-    (qkv,) = inputs
+    """variant None: as `trimat`."""
     value = _checked_fill(fill)
-    check("qkv", qkv)
-    if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise InputError(f"qkv: expected (B, T, 3, NH, HS), got {qkv.shape}")
-    B, T, _, NH, HS = qkv.shape
-    if HS % 4:
+    c = OPERATION.checked(inputs, out, fill=value, variant=variant, block=block)
+    if c.HS % 4:
         raise InputError(
-            f"qkv: head size {HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
+            f"qkv: head size {c.HS}: expected a multiple of 4, as rows are read 16 bytes at a time"
         )
-    if B * NH > MAX_HEADS:
-        raise InputError(f"B · NH {B * NH:,}: expected at most {MAX_HEADS:,} heads in a call")
-    job = Job(qkv, B, T, NH, HS, block)
-    chosen = OPERATION.choose(job, variant, ("tri6", "tri5"))
-    check_block(OPERATION.name, chosen, block)
-    out = output(out, (B, NH, T, T), apart={"qkv": qkv})
-    check_address("qkv", qkv)
-    check_address("out", out)
-    launches = [chosen.launch(job, out)]
-    if value is not None and T > 1:
-        args = (out, T, B * NH * T, value)
-        launches.append(launch_at(FILE, fill_geometry(B, T, NH, HS), args))
-    return Bound(out, tuple(launches))
+    if c.B * c.NH > MAX_HEADS:
+        raise InputError(f"B · NH {c.B * c.NH:,}: expected at most {MAX_HEADS:,} heads in a call")
+    bound = OPERATION.bound_to(c, (_tri6, _tri5))
+    check_address("qkv", c.qkv)
+    check_address("out", c.out)
+    if value is None or c.T == 1:
+        return bound
+    return bound._replace(launches=(*bound.launches, _fill.launch(c)))
 
 
 def _checked_fill(fill: Any) -> float | None:
@@ -206,11 +230,6 @@ def _checked_fill(fill: Any) -> float | None:
     return float(fill)
 
 
-def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
-    shape = (sizes["B"], sizes["T"], 3, sizes["NH"], sizes["HS"])
-    return (rng.standard_normal(shape, dtype=np.float32) + np.float32(0.5),)
-
-
 def _outputs(sizes: Sizes) -> int:
     """Elements on and below the diagonal."""
     return sizes["B"] * sizes["NH"] * sizes["T"] * (sizes["T"] + 1) // 2
@@ -221,67 +240,20 @@ OPERATION = Operation(
     document="llm.c's trimat kernels",
     idea="out[i, j] = Q_i · K_j / sqrt(HS) for j ≤ i",
     sizes={"B": 8, "T": 1024, "NH": 12, "HS": 64},
-    variants=(
-        Variant(
-            "naive",
-            FILE,
-            ("matmul_tri_naive",),
-            "one 8×8 tile per thread, from global memory; tiles above the diagonal skipped",
-            BLOCKS,
-            launch=partial(_launch_thread_tiles, "matmul_tri_naive"),
-        ),
-        Variant(
-            "registers",
-            FILE,
-            ("matmul_tri_registers",),
-            "8 values of Q and 8 of K in registers, 64 outer-product sums per step",
-            BLOCKS,
-            launch=partial(_launch_thread_tiles, "matmul_tri_registers"),
-        ),
-        Variant(
-            "tri3",
-            FILE,
-            ("matmul_tri3",),
-            "the same with float4 loads and stores",
-            BLOCKS,
-            launch=partial(_launch_thread_tiles, "matmul_tri3"),
-        ),
-        Variant(
-            "tri4",
-            FILE,
-            ("matmul_tri4",),
-            "16×16 threads per 128×128 tile, slices of 32 through shared memory",
-            launch=_launch_tri4,
-        ),
-        Variant(
-            "tri5",
-            PIPELINED,
-            ("matmul_tri5",),
-            "two buffers and cp.async, a grid of needed tiles only, no bank conflicts",
-            source="gpt2block",
-            launch=_launch_tri5,
-        ),
-        Variant(
-            "tri6",
-            MMA,
-            ("matmul_tri6",),
-            "tensor cores with float32 accuracy: each row as two in float16, converted on load",
-            block=MMA_THREADS,
-            source="gpt2block",
-            launch=_launch_tri6,
-            problem=_tri6_problem,
-        ),
-    ),
-    make=_make,
+    variants=(_naive, _registers, _tri3, _tri4, _tri5, _tri6),
     traffic=lambda sizes: (
         4 * (2 * sizes["B"] * sizes["T"] * sizes["NH"] * sizes["HS"] + _outputs(sizes))
     ),
     flops=lambda sizes: 2 * sizes["HS"] * _outputs(sizes),
     bound="compute",
     attrs={"fill": None},
-    auxiliary=(
-        Variant("fill", FILE, (FILL,), "one value above the diagonal, where `fill` is given"),
+    small=(
+        {"B": 1, "T": 5, "NH": 3, "HS": 8},
+        {"B": 2, "T": 33, "NH": 1, "HS": 64},
+        {"B": 1, "T": 70, "NH": 2, "HS": 12},
     ),
+    aliases={"C": "NH*HS"},
+    auxiliary=(_fill,),
     binder=bind,
 )
 

@@ -8,13 +8,13 @@ outputs, puts the new addresses into the earlier launches and runs them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import Bound, CudaArray
+from gpt2block.cuda.arrays import Bound, CudaArray, arrays_of
 from gpt2block.cuda.kernels import Launch
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -52,7 +52,7 @@ def call(
     **options: Any,
 ) -> Bound:
     """`bind(inputs, out, **options)`, and run. The launches are not part of the result."""
-    arrays = list(_arrays(inputs))
+    arrays = [array for value in inputs for array in arrays_of("", value).values()]
     plain = all(type(option) in _PLAIN for option in options.values())
     known = plain and all(isinstance(array, cupy.ndarray) for array in arrays)
     if out is not None or not known:  # may overlap an input; bind says what is wrong with others
@@ -93,20 +93,6 @@ def _bound_and_run(
     bound = bind(inputs, out, **options)
     bound.run()
     return bound
-
-
-def _arrays(inputs: tuple[Any, ...]) -> Iterable[Any]:
-    """Every array of the inputs, in order."""
-    for value in inputs:
-        if isinstance(value, WeightMatrix):
-            yield value.data
-            if value.scale is not None:
-                yield value.scale
-        elif isinstance(value, TwoPartMatrix):
-            yield value.parts
-            yield value.scale
-        elif value is not None:
-            yield value
 
 
 def _described(value: Any) -> Hashable:

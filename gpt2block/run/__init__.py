@@ -1,19 +1,80 @@
-"""Backends that run a plan: NumPy on the CPU, CUDA kernels on a GPU."""
+"""Backends that run passes: NumPy on the CPU, CUDA kernels on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block import reference
+from gpt2block.contract import MATRICES, contract_of
 from gpt2block.errors import InputError
-from gpt2block.plan import Plan, Step
+from gpt2block.passes.blocks import BlockPass, Settings, StepPass
+from gpt2block.passes.forward import Architecture, block
+from gpt2block.passes.machine import TWO_PART, Machine, Outline, Step
 
 Given = Mapping[str, NDArray[np.integer[Any]]]
 NOTHING: Given = {}
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A block as its engines run it: the architecture, its settings, and which kernels.
+
+    width: channels of x. weights: the names of the weights. kernels: "skeleton", a step for each
+    operation, or "fused". bounds: of float32 on tensor cores, whose operands are two-part; the
+    largest magnitude of each result, by name.
+    """
+
+    of: Architecture
+    settings: Settings
+    width: int
+    weights: Collection[str]
+    kernels: str
+    split_k: bool = False
+    bounds: Mapping[str, float] | None = None
+
+    def run(self, do: Machine) -> Any:
+        """The block of the tensor "x"."""
+        if self.kernels == "skeleton":
+            return block(StepPass(do, self.settings), self.of, "x")
+        fused = BlockPass(do, self.settings, self.bounds, self.split_k)
+        return block(fused, self.of, "x")
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, without arrays."""
+        do = Outline({*self.weights, "x", "positions", "frequencies"})
+        self.run(do)
+        return tuple(do.steps)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether every kernel itself waits for the previous one (kernels_cu/lib/overlap.cuh)."""
+        return self.split_k  # the kernels of a fused GPT-2
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """The weights that products on tensor cores take as matrices (N, K)."""
+        inputs = (
+            zip(contract_of(getattr(reference, s.op)).inputs, s.inputs, strict=False)
+            for s in self.steps
+        )
+        return frozenset(
+            name for each in inputs for entry, name in each if entry.kind in MATRICES and name
+        )
+
+    @property
+    def two_part(self) -> frozenset[str]:
+        """The steps whose result is two-part."""
+        if self.bounds is None:
+            return frozenset()
+        made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
+        return frozenset(made)
 
 
 @dataclass(frozen=True)
@@ -28,14 +89,14 @@ class StepResult:
 class Engine(Protocol):
     """The backend of a block. It checks its arguments; NumPy in, NumPy out.
 
-    given: inputs of the plan that differ from call to call, besides x: NumPy arrays of integers by
+    given: tensors of the pass that differ from call to call, besides x: NumPy arrays of integers by
     name, such as positions. Their shapes follow from that of x.
     """
 
-    plan: Plan
+    spec: BlockSpec
 
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
-        """The plan's output for `x`, written to `out`, or to a new array if `out` is None."""
+        """The block's output for `x`, written to `out`, or to a new array if `out` is None."""
 
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
         """Step name → a copy of its result."""

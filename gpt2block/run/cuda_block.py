@@ -1,11 +1,11 @@
-"""The CUDA engine: buffers allocated once per shape; a repeated call replays a graph."""
+"""The CUDA engine of a block: a recording per shape; a repeated call replays a graph."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 from gpt2block import doctor
 from gpt2block.array_checks import host_array
 from gpt2block.cuda import cupy, timing
-from gpt2block.cuda.arrays import Bound, contiguous, on_16_bytes
+from gpt2block.cuda.arrays import Shape, contiguous, on_16_bytes
 from gpt2block.cuda.foreign import InOrder, as_cupy
 from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
-from gpt2block.ops.registry import OPERATIONS, largest, shapes
-from gpt2block.plan import Plan, Shape, Step
-from gpt2block.run import NOTHING, Given, StepResult, check_array, check_out
-from gpt2block.run.program import Program, bind_step
+from gpt2block.ops.attention import check_limits
+from gpt2block.passes.machine import Step
+from gpt2block.run import NOTHING, BlockSpec, Given, StepResult, check_array, check_out
+from gpt2block.run.recording import Recorded, Recording, Recordings
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
-MAX_SHAPES = 8  # buffers kept
+MAX_SHAPES = 8  # kept, with the steps that their calls share
+OUTPUT = "output"  # the last step
 MAX_CALLS = 16  # (shape, x pointer, out pointer) kept, each with its launches and graph
 
 
 @dataclass
 class _Workspace:
-    """The buffers of one input shape, for every step except the last, and the steps bound to them.
+    """What calls of one input shape share.
 
-    bounds: the steps that use neither x nor the output, shared by all calls of the shape. given:
-    int32 arrays that every call can change, in device memory, so that its graph remains the same.
+    given: int32 arrays that every call can change, in device memory, so that its graph remains the
+    same. known: the steps of the last recording, most of which do not use x and the output.
     """
 
-    buffers: dict[str, CudaArray]
-    bounds: dict[str, Bound]
     given: dict[str, CudaArray]
+    known: Mapping[str, Recorded] = field(default_factory=dict)
     sent: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def send(self, given: Given) -> None:
@@ -54,45 +54,38 @@ class _Workspace:
 
 
 class CudaEngine:
-    """Runs a plan with the kernels of `gpt2block.ops`, on the caller's current stream.
+    """Runs a block with the kernels of `gpt2block.ops`, on the caller's current stream.
 
-    dtype: of x, of every step's result and of the matrices of `gemm`, which are already rounded to
-    it; all other weights are float32. Where a plan for tensor cores runs in float32, those matrices
-    and the activations they are multiplied with are TwoPartMatrix; the scale of such an activation
-    is derived from the weights, and a trace returns it as float32. Thread-safe; calls on different
-    streams wait for each other, since they share the buffers.
+    dtype: of x, of every step's result and of the matrices of fused products, which are already
+    rounded to it; all other weights are float32. With `BlockSpec.bounds`, those matrices
+    and the activations they are multiplied with are TwoPartMatrix; a trace returns them as float32.
+    Thread-safe; calls on different streams wait for each other, since they share memory.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        spec: BlockSpec,
         weights: Mapping[str, NDArray[Any]],
-        width: int,
         device: int,
         graph: bool,
         dtype: str = "float32",
     ) -> None:
-        self.plan = plan
-        self._width = width
+        self.spec = spec
         self._dtype = dtype
         self.device = device
         self._use_graph = graph
-        self._two_part = two_part_steps(plan, dtype)
-        self._matrices = {
-            step.inputs[i] for step in plan.steps for i in OPERATIONS[step.op].matrices
-        }
-        normed = (step for step in plan.steps if step.op.startswith("rmsnorm"))
+        normed = (step for step in spec.steps if step.op.startswith("rmsnorm"))
         self._scales_of_rms = {step.inputs[1] for step in normed}
-        self._bounds = largest(plan, weights) if self._two_part else {}
         with cupy.cuda.Device(device):
             self._weights = {name: self._stored(name, w) for name, w in weights.items()}
             self._done = cupy.cuda.Event(disable_timing=True)
             self._done.record()  # the copies of the weights may still be in flight
             self._private = cupy.cuda.Stream(non_blocking=True)
-        # Buffers return to the pool of the stream that allocated them, not of those that use them.
+        # Memory returns to the pool of the stream that allocated it, not of those that use it.
         weakref.finalize(self, self._done.synchronize).atexit = False
+        self._recordings = Recordings()
         self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
-        self._calls: OrderedDict[tuple[Shape, int, int], Program] = OrderedDict()
+        self._calls: OrderedDict[tuple[Shape, int, int], Recording] = OrderedDict()
         self._lock = threading.RLock()
 
     def _stored(self, name: str, w: NDArray[Any]) -> Any:
@@ -102,11 +95,11 @@ class CudaEngine:
         """
         if w.dtype == np.float64:
             return cupy.asarray(w)
-        if name not in self._matrices:  # packed matrices of Llama are transposed views
+        if name not in self.spec.matrices:  # packed matrices of Llama are transposed views
             array = cupy.asarray(w, dtype="float32", order="C")
             return array.astype(self._dtype, copy=False) if name in self._scales_of_rms else array
         array = cupy.asarray(w, dtype="float32")
-        if self._two_part:
+        if self.spec.bounds is not None:
             return TwoPartMatrix.from_float32(stored(array, "float32", transposed=True))
         rows = stored(array, self._dtype, transposed=True)
         return WeightMatrix(rows, self._dtype, None, "NK")
@@ -137,26 +130,24 @@ class CudaEngine:
     def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
         with self._in_order() as order:
             array, on_host = self._accept(x, order)
-            program = self._program(array, cupy.empty(array.shape, dtype=self._dtype), given)
+            recording = self._recorded(array, cupy.empty(array.shape, dtype=self._dtype), given)
             self._workspace(array.shape, given).send(given)
-            copies = program.trace()
+            copies = recording.trace()
             return {n: copy.get() for n, copy in copies.items()} if on_host else copies
 
     def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
         with cupy.cuda.Device(self.device):
             known = {**self._weights, **{n: _sendable(t) for n, t in tensors.items()}}
-            known |= {
-                n: TwoPartMatrix.from_float32(known[n]) for n in self._two_part & tensors.keys()
-            }
-            out = None
-            if step.name in self._two_part:
-                known_shapes = [_shape(known[n], n in self._weights) for n in step.inputs]
-                shape = OPERATIONS[step.op].shape(*known_shapes, **step.attrs)
-                out = TwoPartMatrix.empty(shape, _scale_bound(step, self._bounds))
-            bound = bind_step(step, known, out)
-            out = bound.run().get()  # before timing, which runs in-place kernels again and again
-            names = ", ".join(launch.name for launch in bound.launches)
-            return StepResult(out, names, timing.gpu_ms(bound.launches))
+            two_part = self.spec.two_part & tensors.keys()
+            known |= {name: TwoPartMatrix.from_float32(known[name]) for name in two_part}
+            name, op, inputs, attrs, dtype, bound = step
+            recording = Recordings().make(
+                lambda do: do(name, op, inputs, dtype=dtype, bound=bound, **attrs), known
+            )
+            recording.run()
+            out = recording.out.get()  # before timing, which runs in-place kernels again and again
+            names = ", ".join(launch.name for launch in recording.launches)
+            return StepResult(out, names, timing.gpu_ms(recording.launches))
 
     def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.
@@ -165,11 +156,11 @@ class CudaEngine:
         """
         host = None if isinstance(x, cupy.ndarray) else host_array(x)
         if host is not None:
-            check_array("x", host, self._width, self._dtype)
+            check_array("x", host, self.spec.width, self._dtype)
             return cupy.asarray(host, order="C"), True
         array = self._adopt(x, order)
-        check_array("x", array, self._width, self._dtype)
-        return (on_16_bytes("x", array) if self.plan.matrices else contiguous(array)[0]), False
+        check_array("x", array, self.spec.width, self._dtype)
+        return (on_16_bytes("x", array) if self.spec.matrices else contiguous(array)[0]), False
 
     def _adopt(self, array: Any, order: InOrder) -> CudaArray:
         """A CUDA array of any library as a CuPy array, without a copy; it must be on this GPU."""
@@ -185,18 +176,17 @@ class CudaEngine:
 
     def _run(self, x: CudaArray, out: CudaArray, given: Given, stream: Any) -> None:
         key = (x.shape, x.data.ptr, out.data.ptr)
-        program = self._calls.get(key)
-        repeated = program is not None
-        if program is None:
+        recording = self._calls.get(key)
+        repeated = recording is not None
+        if recording is None:
             # Kept alive here, x and out would hold their memory, and no later call could have it.
-            caller_owned = (self.plan.input, self.plan.output)
-            program = self._program(x, out, given, caller_owned)
+            recording = self._recorded(x, out, given, borrowed=("x", OUTPUT))
         self._workspace(x.shape, given).send(given)
         if repeated and self._use_graph:
-            program.replay(stream, self._private)
+            recording.replay(stream, self._private)
         else:
-            program.run()
-        self._calls[key] = program  # which has run: its kernels are loaded
+            recording.run()
+        self._calls[key] = recording  # which has run: its kernels are loaded
         self._calls.move_to_end(key)
         if len(self._calls) > MAX_CALLS:
             self._calls.popitem(last=False)
@@ -213,46 +203,41 @@ class CudaEngine:
                 self._done.record(order.stream)
                 order.release(self._done)
 
-    def _program(
-        self,
-        x: CudaArray,
-        out: CudaArray,
-        given: Given = NOTHING,
-        borrowed: Iterable[str] = (),
-    ) -> Program:
-        """The plan bound to x, out and the buffers of the shape."""
+    def _recorded(
+        self, x: CudaArray, out: CudaArray, given: Given = NOTHING, borrowed: Collection[str] = ()
+    ) -> Recording:
+        """The block bound to x and out."""
+        self._check_limits(x.shape)
         workspace = self._workspace(x.shape, given)
-        tensors = {**self._weights, **workspace.given, **workspace.buffers}
-        tensors |= {self.plan.input: x, self.plan.output: out}
-        program = Program(self.plan, tensors, workspace.bounds, borrowed=borrowed)
-        for step in self.plan.steps:
-            if step.name != self.plan.output and self.plan.input not in step.inputs:
-                workspace.bounds[step.name] = program.bounds[step.name]
-        return program
+        recording = self._recordings.make(
+            self.spec.run,
+            {**self._weights, **workspace.given, "x": x},
+            {OUTPUT: out},
+            known=workspace.known,
+            overlapping=self.spec.overlapping,
+            borrowed=borrowed,
+        )
+        workspace.known = recording.steps
+        return recording
+
+    def _check_limits(self, shape: Shape) -> None:
+        """Raise InputError, before anything is allocated, for sizes that float32 does not have."""
+        if self._dtype == "float32" and self.spec.bounds is None:
+            s = self.spec.settings
+            width = (s.n_head + 2 * s.n_kv_head) * s.head_size
+            check_limits((*shape[:-1], width), **s.heads, causal=s.causal)
 
     def _workspace(self, shape: Shape, given: Given) -> _Workspace:
         if shape in self._workspaces:
             self._workspaces.move_to_end(shape)
             return self._workspaces[shape]
         if len(self._workspaces) == MAX_SHAPES:
-            self._done.synchronize()  # the oldest buffers may still be in use
+            self._done.synchronize()  # the oldest may still be in use
             oldest, _ = self._workspaces.popitem(last=False)
             for key in [key for key in self._calls if key[0] == oldest]:
                 del self._calls[key]
         on_device = {name: cupy.empty(array.shape, "int32") for name, array in given.items()}
-        known = {**self._weights, **on_device}
-        buffers = allocate(self.plan, shape, known, self._dtype, self._bounds)
-        return self._workspaces.setdefault(shape, _Workspace(buffers, {}, on_device))
-
-
-def two_part_steps(plan: Plan, dtype: str) -> frozenset[str]:
-    """The steps whose result is a TwoPartMatrix when the plan runs in `dtype`."""
-    return plan.operands if dtype == "float32" else frozenset()
-
-
-def _scale_bound(step: Step, bounds: Mapping[str, float]) -> float | None:
-    """The bound that determines a two-part result's scale; None where the kernel finds scales."""
-    return None if step.op == "attention" else bounds[step.name]
+        return self._workspaces.setdefault(shape, _Workspace(on_device))
 
 
 def _sendable(array: NDArray[Any]) -> CudaArray:
@@ -260,48 +245,8 @@ def _sendable(array: NDArray[Any]) -> CudaArray:
     return cupy.asarray(array.astype(np.int32) if array.dtype.kind in "iu" else array, order="C")
 
 
-def _shape(value: Any, weight: bool) -> Shape:
-    """The shape as in the plan, where matrices are (K, N)."""
-    if isinstance(value, WeightMatrix):
-        return value.K, value.N
-    shape: Shape = value.shape
-    return shape[::-1] if weight and isinstance(value, TwoPartMatrix) else shape
-
-
-def allocate(
-    plan: Plan,
-    x: Shape,
-    weights: Mapping[str, Any],
-    dtype: str = "float32",
-    bounds: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """A buffer of `dtype` for every step except the last; in-place steps share their target's.
-
-    bounds: the largest magnitude of each two-part result. Raises InputError, before anything is
-    allocated, when an operation does not support these sizes.
-    """
-    known = {name: _shape(w, True) for name, w in weights.items()}
-    known |= {plan.input: x, **shapes(plan, x, known)}
-    two_part = two_part_steps(plan, dtype)
-    for step in plan.steps:
-        # The limits are those of the ten-step plan's kernels.
-        check_limits = OPERATIONS[step.op].check_limits
-        if check_limits and dtype == "float32" and not two_part:
-            inputs = (known[name] if name else None for name in step.inputs)
-            check_limits(*inputs, **step.attrs)
-    buffers: dict[str, Any] = {}
-    for step in plan.steps[:-1]:
-        name, target = step.name, plan.in_place.get(step.name)
-        if name in two_part:
-            parts = buffers[target].parts if target else None
-            bound = _scale_bound(step, bounds or {})
-            buffers[name] = TwoPartMatrix.empty(known[name], bound, parts)
-        else:
-            buffers[name] = buffers[target] if target else cupy.empty(known[name], dtype=dtype)
-    return buffers
-
-
-def run_once(plan: Plan, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray) -> None:
-    """Run the plan on the current device and stream, with buffers for this call only."""
-    buffers = allocate(plan, x.shape, weights)
-    Program(plan, {**weights, **buffers, plan.input: x, plan.output: out}).run()
+def run_once(
+    spec: BlockSpec, weights: Mapping[str, CudaArray], x: CudaArray, out: CudaArray
+) -> None:
+    """Run a block on the current device and stream, with memory for this call only."""
+    Recordings().make(spec.run, {**weights, "x": x}, {OUTPUT: out}).run()

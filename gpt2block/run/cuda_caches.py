@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import Any
 
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import Prefill
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.kernels import FP8
 from gpt2block.run.model import cache_kind, describe_cache, itemsize, rounded_up
 
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_decoding import DecodingSteps
-    from gpt2block.run.cuda_prefill import PrefillPrograms
-
 KEPT_SHAPES = 4  # prefill shapes kept, with launches, results and scratch cache
 KEPT_STARTS = 32  # prefill shapes kept for a decoding
 KEPT_CACHES = 2  # caches of ended decodings, kept with their graphs
 MOST_SLOTS = 512  # of a decoding, unless more are requested
 LEAST_CONTEXT = 64  # positions of a decoding's cache
-PROGRAMS = 5  # the rows of all steps of a cache, at most, as a multiple of its slots
 
 
 def free_bytes() -> int:
@@ -32,7 +26,10 @@ def free_bytes() -> int:
 
 
 class CudaCache:
-    """Keys and values of each layer, (batch, n_ctx, KV), with the programs bound to them."""
+    """Keys and values of each layer, (batch, n_ctx, KV).
+
+    prefills, steps: what a model has bound to them, prefills by their shapes.
+    """
 
     def __init__(
         self, config: ModelConfig, batch: int, n_ctx: int, dtype: str, layers: int | None = None
@@ -46,8 +43,8 @@ class CudaCache:
             tuple(cupy.zeros(shape, stored) for _ in "kv")
             for _ in range(config.n_layer if layers is None else layers)
         ]
-        self.prefills: OrderedDict[Prefill, PrefillPrograms] = OrderedDict()
-        self.steps: DecodingSteps | None = None
+        self.prefills: OrderedDict[Hashable, Any] = OrderedDict()
+        self.steps: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -137,9 +134,10 @@ class DecodingCaches:
     def _row_bytes(self, n_ctx: int) -> int:
         """Bytes of a slot: keys and values, logits, seen tokens, and the activations of steps.
 
-        All layers of a step share its activations.
+        All layers of a step share its activations, and all steps do; a larger arena may keep the
+        one before it.
         """
         c = self._config
         keys: int = 2 * c.n_layer * n_ctx * c.kv_width * self._itemsize
-        widths: int = c.n_embd + sum(architecture_of(c).widths(c).values())
-        return keys + 5 * c.vocab_size + 4 * PROGRAMS * widths
+        widths: int = c.n_embd + sum(sum(s[1:]) for s in c.block_shapes().values())
+        return keys + 5 * c.vocab_size + 2 * 4 * widths

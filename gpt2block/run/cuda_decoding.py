@@ -7,44 +7,64 @@ positions from device memory, where the sampler has written them.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 
-from gpt2block.architectures.passes import decode_plan
+from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
-from gpt2block.ops.linear import MORE_ROWS
+from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
+from gpt2block.passes.machine import Machine
+from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, rounded_up
-from gpt2block.run.program import Program
-
-if TYPE_CHECKING:
-    from gpt2block.run.cuda_caches import CudaCache
-    from gpt2block.run.cuda_model import CudaModel
+from gpt2block.run.recording import Recordings
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 IN_FLIGHT = 2  # results that are computed ahead of the host
 
 
+class DecodingModel(Protocol):
+    """What decoding needs of its model."""
+
+    config: ModelConfig
+    stream: Any
+    recordings: Recordings
+
+    def running(self) -> AbstractContextManager[None]:
+        """Hold the model's lock, with its device and stream current."""
+
+    def given(self) -> dict[str, Any]:
+        """Weights by name."""
+
+    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
+        """The terms that x can have in the products of so many rows."""
+
+    def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
+        """A step of so many rows, to logits."""
+
+    def steps(self, cache: CudaCache) -> DecodingSteps:
+        """The steps of a cache."""
+
+    def prefill_slots(self, sequences: Sequence[Ids], slots: Ids, cache: CudaCache) -> CudaArray:
+        """The last logits of sequences that begin in these slots."""
+
+
 class DecodingSteps:
     """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
 
-    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
+    def __init__(self, model: DecodingModel, cache: CudaCache, floats: bool = False) -> None:
         """floats: no step has terms in their place, so that all can be read; with the same bits."""
         B, config = cache.batch, model.config
         self.floats = floats
-        self.model: CudaModel = weakref.proxy(model)  # the owner of the cache
         self.n_ctx, self.batch = cache.n_ctx, B
         self.state = SampleState.allocate(B, config.vocab_size)
         self.logits = cupy.empty((B, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(B, "int32") for _ in range(3))
-        Q = config.q_width
-        sizes = {"embedding": config.n_embd, "h.0.q": Q, "h.0.attn": Q}
-        self.storage = {name: cupy.zeros((B, size), "float32") for name, size in sizes.items()}
         self.cache_tensors = cache_tensors(cache.layers, config.n_layer)
         self._steps: dict[int, Step] = {}
         self._placed: tuple[int, Ids] | None = None  # rows of the step, slots
@@ -55,11 +75,11 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, rows: int) -> Step:
+    def of(self, model: DecodingModel, rows: int) -> Step:
         """The step of this number of rows, or of a few more."""
         rows = min(rounded_up(rows, 2), self.batch)
         if rows not in self._steps:
-            self._steps[rows] = Step(self, rows)
+            self._steps[rows] = Step(model, self, rows)
         return self._steps[rows]
 
     def place(self, slots: Ids, rows: int) -> None:
@@ -76,21 +96,23 @@ class DecodingSteps:
         self.row[:rows].set(row)
         self._placed = None
 
-    def next_token(self, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+    def next_token(self, model: DecodingModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
         """A step that computes a given token of each of these slots at this position."""
-        step = self.of(len(slots))
+        step = self.of(model, len(slots))
         self._set_rows(slots, step.rows)
         self.tokens[: len(slots)].set(tokens)
         self.positions[: len(slots)].set(positions)
         return step
 
-    def logits_of(self, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+    def logits_of(self, model: DecodingModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """The logits (N, V) after a token for each of these slots."""
-        self.next_token(slots, tokens, positions).program.run_steps()
+        self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
 
-    def begin(self, starts: Sequence[Start], slots: Ids, logits: CudaArray) -> Step:
+    def begin(
+        self, model: DecodingModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
+    ) -> Step:
         """Place sequences with these logits after their last token; the step then samples."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
         positions = np.array([len(start.ids) - 1 for start in starts], np.int32)
@@ -100,7 +122,7 @@ class DecodingSteps:
             self.state.seen[cupy.asarray(slots)] = 0
             of_token = np.repeat(slots, [len(each) for each in ids])
             mark_seen(np.concatenate(ids), of_token, self.state.seen)
-        step = self.of(len(slots))
+        step = self.of(model, len(slots))
         cupy.copyto(self.logits[: len(slots)], logits[: len(slots)])
         self.place(slots, step.rows)
         return step
@@ -109,8 +131,7 @@ class DecodingSteps:
 class Step:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, of: DecodingSteps, rows: int) -> None:
-        model = of.model
+    def __init__(self, model: DecodingModel, of: DecodingSteps, rows: int) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -120,12 +141,15 @@ class Step:
         self.placing = bind_place(of.state, slots)
         logits = of.logits[:rows]
         self._sample = bind_state(logits, of.state, of.n_ctx, report, slots)
-        given = {"tokens": tokens, "row": row, "positions": positions, "logits": logits}
-        storage = {name: array[:rows] for name, array in of.storage.items()}
-        tensors = {**model.given(), **of.cache_tensors, **given, **storage}
+        given = {"tokens": tokens, "row": row, "positions": positions}
         terms = None if of.floats else model.terms(rows)
-        plan = decode_plan(model.config, rows <= MORE_ROWS, terms, model.fp8_cache)
-        self.program = Program(plan, tensors, after=(self._sample,))
+        self.recording = model.recordings.make(
+            lambda do: model.decode_pass(do, rows, terms),
+            {**model.given(), **of.cache_tensors, **given},
+            {"logits": logits},
+            overlapping=True,
+        )
+        self.recording.after = (self._sample,)
         self.restart()
 
     def restart(self) -> None:
@@ -137,7 +161,7 @@ class Step:
     def run(self, slots: Ids) -> _Result:
         """Compute the placed rows, of these slots, and sample; a graph from the second run on."""
         half = self._free_half()
-        self.program.repeat(self._stream)
+        self.recording.repeat(self._stream)
         return self._result(half, slots)
 
     def sample(self, slots: Ids) -> _Result:
@@ -195,7 +219,7 @@ class CudaDecoding:
     A sequence that is stopped is computed for at most one step more.
     """
 
-    def __init__(self, model: CudaModel, cache: CudaCache, slots: int) -> None:
+    def __init__(self, model: DecodingModel, cache: CudaCache, slots: int) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache = model, cache
         self._steps = model.steps(cache)
@@ -207,9 +231,9 @@ class CudaDecoding:
         with self._model.running():
             for group in _groups(sorted(starts)):
                 slots = np.array([start.slot for start in group], np.int32)
-                self._steps.of(len(slots))  # compiles its kernels beside those of the prompts
+                self._steps.of(self._model, len(slots))  # compiles while the prompts run
                 logits = self._model.prefill_slots([s.ids for s in group], slots, self._cache)
-                step = self._steps.begin(group, slots, logits)
+                step = self._steps.begin(self._model, group, slots, logits)
                 self._in_flight.append(step.sample(slots))
                 self._left[slots] = [start.steps - 1 for start in group]
 
@@ -234,7 +258,7 @@ class CudaDecoding:
         slots = np.flatnonzero(self._left).astype(np.int32)
         if not len(slots):
             return False
-        step = self._steps.of(len(slots))
+        step = self._steps.of(self._model, len(slots))
         self._steps.place(slots, step.rows)
         self._in_flight.append(step.run(slots))
         self._left[slots] -= 1

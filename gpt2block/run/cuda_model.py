@@ -1,8 +1,8 @@
 """A model on a GPU: prefill over packed rows, decoding as a CUDA graph, sampling on the device.
 
-Every forward pass is a plan of `architectures.passes`, bound to arrays as a Program. A decoding
-step reads its tokens and positions from device memory, where the sampler writes the next ones, so
-that it is the same graph each time.
+Every forward pass is a recording of one of `gpt2block.passes`. A decoding step reads its tokens and
+positions from device memory, where the sampler writes the next ones, so that it is the same graph
+each time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import doctor
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import ROWS_AT_ONCE, Prefill, head_plan
-from gpt2block.architectures.steps import Products, parts_of
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability, storage
 from gpt2block.cuda.kernels import FP8
 from gpt2block.ops._stored import stored
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MULTIPLE
+from gpt2block.ops._terms import Terms
 from gpt2block.ops.linear import MORE_ROWS, terms_of
-from gpt2block.plan import Terms
+from gpt2block.passes import architecture_of
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.decoding import DecodePass
+from gpt2block.passes.forward import Want, forward
+from gpt2block.passes.machine import Machine
+from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products, two_part_of
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
@@ -38,9 +42,9 @@ from gpt2block.run.model import (
     CacheKind,
     Floats,
     Ids,
+    Output,
     StepResult,
     Tensors,
-    Want,
     cache_kind,
     check_stream,
     in_groups,
@@ -51,9 +55,9 @@ from gpt2block.run.model import (
     vector_magnitude,
     weight_bytes,
 )
-from gpt2block.run.program import Program
+from gpt2block.run.recording import Recording, Recordings
 from gpt2block.weights.matrix import WeightMatrix
-from gpt2block.weights.two_part import TwoPartMatrix, scale_for
+from gpt2block.weights.two_part import TwoPartMatrix
 
 TOKENS_AT_ONCE = 8192  # of a prefill, which has at least one sequence
 KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches are kept
@@ -65,9 +69,9 @@ class CudaModel:
 
     Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
     the architecture names (`on_tensor_cores`): there they have the dtype of 16-bit matrices, with
-    FP8 matrices float16, and with float32 matrices operands are in two parts. FP8 matrices are
+    FP8 matrices float16, and with float32 matrices operands are two-part. FP8 matrices are
     converted for each product, and activations that float16 cannot hold are divided (`divisors`);
-    of float32 matrices, the parts are stored in addition.
+    of float32 matrices, the two-part ones are stored in addition.
 
     Thread-safe: calls run one after another on one stream.
     """
@@ -85,19 +89,17 @@ class CudaModel:
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
         self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
-        self._architecture = architecture_of(config)
+        self._architecture, self._settings = architecture_of(config), Settings.of(config)
         self._vectors: dict[str, CudaArray] = {}
         self._matrices: dict[str, WeightMatrix] = {}
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
-        self._activations: dict[str, CudaArray] | None = None
-        self._logits_buffer: CudaArray | None = None
+        self.recordings = Recordings()
         self._caches = DecodingCaches(config, self.kv_dtype)
         self._lock = threading.RLock()
-        self._parts: dict[str, TwoPartMatrix] = {}
+        self._two_part: dict[str, TwoPartMatrix] = {}
         self._divisors: dict[str, float] = {}
         self._divided: dict[str, Any] = {}
-        self._scales: tuple[dict[str, float], CudaArray] | None = None
         self._wide: CudaArray | None = None
         with cupy.cuda.Device(device):
             _check_room(config, dtype)
@@ -126,8 +128,8 @@ class CudaModel:
                 self.products, self._bounds = self._choose_products(largest)
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 if self.products == "two_part":
-                    self._parts = {
-                        parts_of(name): TwoPartMatrix.from_float32(matrix.data)
+                    self._two_part = {
+                        two_part_of(name): TwoPartMatrix.from_float32(matrix.data)
                         for name, matrix in self._matrices.items()
                         if name.startswith("h.")
                     }
@@ -220,7 +222,7 @@ class CudaModel:
             return self._caches.new(batch, n_ctx)
 
     def forward(
-        self, sequences: Sequence[Ids], want: Want, cache: CudaCache | None = None
+        self, sequences: Sequence[Ids], want: Output, cache: CudaCache | None = None
     ) -> list[Floats]:
         with self.running():
             if cache is None:
@@ -246,7 +248,7 @@ class CudaModel:
             if rows:
                 tokens = np.array([sequences[row][0] for row in rows], np.int32)
                 at = np.array([cache.lengths[row] for row in rows], np.int32)
-                of_rows = self.steps(cache).logits_of(np.array(rows, np.int32), tokens, at)
+                of_rows = self.steps(cache).logits_of(self, np.array(rows, np.int32), tokens, at)
                 for row, last in zip(rows, of_rows, strict=True):
                     logits[row] = last if want == "last" else last[None]
                     cache.lengths[row] += 1
@@ -279,8 +281,8 @@ class CudaModel:
             self.stream.synchronize()  # the oldest may still be in use
             kept.popitem(last=False)
 
-    def _forward(self, sequences: Sequence[Ids], want: Want, cache: CudaCache) -> list[Floats]:
-        prefill = self.prefill(sequences, cache, want)
+    def _forward(self, sequences: Sequence[Ids], want: Output, cache: CudaCache) -> list[Floats]:
+        prefill = self.prefill(sequences, cache, "rows" if want == "logits" else want)
         if want == "last":
             nothing = np.empty(0, np.float32)
             logits = prefill.out.get()
@@ -290,7 +292,7 @@ class CudaModel:
         ends = prefill.ends[:-1]
         if want == "logits":
             V = self.config.vocab_size
-            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out)]
+            parts = [logits.get()[:, :V] for logits in self._logits(prefill.out.copy())]
             return np.split(np.concatenate(parts), ends)
         hidden = prefill.out.get()
         if want == "hidden":
@@ -316,10 +318,10 @@ class CudaModel:
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
         V = self.config.vocab_size
         with self.running():
-            program = self._pass(ids, cached)
+            recording = self._pass(ids, cached)
             copying = ("kv_append", "kv_round", "rows", "take", "two_part")
-            names = [step.name for step in program.plan.steps if step.op not in copying]
-            copies = {name: copy.get() for name, copy in program.trace(names).items()}
+            names = [n for n, each in recording.steps.items() if each.step.op not in copying]
+            copies = {name: copy.get() for name, copy in recording.trace(names).items()}
             whole = {name: self._whole(name, copy, cached) for name, copy in copies.items()}
         return {n: a[:, :V] if n.startswith("logits") else a for n, a in whole.items()}
 
@@ -337,16 +339,16 @@ class CudaModel:
         divided = name in self._divisors and not cached
         return result * np.float32(self._divisors[name]) if divided else result
 
-    def _pass(self, ids: Ids, cached: bool) -> Program:
-        """The program of a forward pass of one sequence, with its tokens on the device."""
+    def _pass(self, ids: Ids, cached: bool) -> Recording:
+        """The recording of a forward pass of one sequence, with its tokens on the device."""
         if not cached:
             prefill = self.prefill([ids], self._scratch([ids]), "log_likelihood")
-            return prefill.program("log_likelihood")
+            return prefill.recording(self, "log_likelihood")
         cache = self.new_cache(1, len(ids))
         self.prefill([ids[:-1]], cache)
         at = np.array([len(ids) - 1], np.int32)
         steps = DecodingSteps(self, cache, floats=True)
-        return steps.next_token(np.zeros(1, np.int32), ids[-1:], at).program
+        return steps.next_token(self, np.zeros(1, np.int32), ids[-1:], at).recording
 
     def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> CudaDecoding:
         with self.running():
@@ -358,7 +360,8 @@ class CudaModel:
     def steps(self, cache: CudaCache) -> DecodingSteps:
         if cache.steps is None:
             cache.steps = DecodingSteps(self, cache)
-        return cache.steps
+        found: DecodingSteps = cache.steps
+        return found
 
     def prefill(
         self, sequences: Sequence[Ids], cache: CudaCache, want: Requested | None = None
@@ -375,7 +378,7 @@ class CudaModel:
             longest = min(rounded_up(longest, 4), rows)
             shape = replace(shape, longest=longest, continued=any(before))
         prefill = self._prefill_programs(cache, shape)
-        prefill.run(sequences, np.arange(cache.batch), np.array(cache.lengths), want)
+        prefill.run(self, sequences, np.arange(cache.batch), np.array(cache.lengths), want)
         cache.lengths = [n + new for n, new in zip(cache.lengths, lengths, strict=True)]
         return prefill
 
@@ -392,7 +395,7 @@ class CudaModel:
             rows = max(rounded_up(rows, 4), ends)
         longest = min(rounded_up(longest, 1), rows)
         prefill = self._prefill_programs(cache, self._shape(cache, rows, longest, ends))
-        prefill.run(sequences, slots, np.zeros(cache.batch, np.int32), "last")
+        prefill.run(self, sequences, slots, np.zeros(cache.batch, np.int32), "last")
         return prefill.out
 
     def _shape(self, cache: CudaCache, rows: int, longest: int, ends: int | None = None) -> Prefill:
@@ -409,12 +412,12 @@ class CudaModel:
         )
 
     def _prefill_programs(self, cache: CudaCache, shape: Prefill) -> PrefillPrograms:
-        prefill = cache.prefills.get(shape)
-        if prefill is None:
-            prefill = cache.prefills[shape] = PrefillPrograms(self, cache, shape)
+        if shape not in cache.prefills:
+            cache.prefills[shape] = PrefillPrograms(self, cache, shape)
             self._forget_oldest(cache.prefills, cache.kept_shapes)
         cache.prefills.move_to_end(shape)
-        return prefill
+        found: PrefillPrograms = cache.prefills[shape]
+        return found
 
     def given(self) -> dict[str, Any]:
         """Weights by their names in a plan, as decoding uses them."""
@@ -425,7 +428,7 @@ class CudaModel:
 
         head: with the padded lm_head for logits of all tokens as "head" and "head_bias".
         """
-        given: dict[str, Any] = {**self.given(), **self._parts, **self._divided}
+        given: dict[str, Any] = {**self.given(), **self._two_part, **self._divided}
         if head:
             given |= self._head_of_all()
         if self.products == "fp8":
@@ -441,64 +444,39 @@ class CudaModel:
         matrix, bias = self._head or (self._matrices["lm_head"], None)
         head: Any = matrix
         if self.products == "two_part":
-            if "head" not in self._parts:
-                self._parts["head"] = TwoPartMatrix.from_float32(matrix.data)
-            head = self._parts["head"]
+            if "head" not in self._two_part:
+                self._two_part["head"] = TwoPartMatrix.from_float32(matrix.data)
+            head = self._two_part["head"]
         return {"head": head, "head_bias": bias}
 
-    def scales(self, name: str, rows: int) -> tuple[CudaArray, float | None]:
-        """Scales of the rows of a two-part activation, and the one of all rows if it has one.
-
-        It follows from the activation's bound; attention and conversions write scales themselves.
-        """
-        if self._scales is None or self._scales[1].shape[1] < rows:
-            one_scales = {name: scale_for(bound) for name, bound in self._bounds.items()}
-            values = np.array([*one_scales.values(), 1.0, 1.0], np.float32)
-            filled = np.repeat(values[:, None], rounded_up(max(rows, 4), 1), axis=1)
-            self._scales = one_scales, cupy.asarray(filled)
-        one_scales, arrays = self._scales
-        written = "attn", "parts"  # the last arrays: attention reads one and writes the other
-        names = [*one_scales, *written]
-        at = names.index(name if name in one_scales else name.rpartition(".")[2])
-        return arrays[at, :rows], one_scales.get(name)
-
     def _logits(self, hidden: CudaArray) -> Iterator[CudaArray]:
-        """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf."""
-        tensors = {**self.prompt_weights(head=True), self._architecture.FINAL: hidden}
-        for first in range(0, len(hidden), ROWS_AT_ONCE):
-            plan = head_plan(self.config, len(hidden), first, self.products)
-            count = min(len(hidden) - first, ROWS_AT_ONCE)
-            logits = self.logits_buffer(len(hidden))[:count]
-            program = Program(plan, {**tensors, plan.output: logits})
-            program.run()
-            yield program.out
+        """Yield the logits of ROWS_AT_ONCE rows at a time, in the same memory; padding is -inf.
 
-    def logits_buffer(self, rows: int) -> CudaArray:
-        """Memory for the logits of min(rows, ROWS_AT_ONCE) rows, shared until it has to grow."""
-        rows = min(rows, ROWS_AT_ONCE)
-        head, _ = self._head or (self._matrices["lm_head"], None)
-        if self._logits_buffer is None or len(self._logits_buffer) < rows:
-            self._logits_buffer = cupy.empty((rounded_up(rows, 1), head.N), "float32")
-        return self._logits_buffer[:rows]
-
-    def activations(self, rows: int) -> tuple[CudaArray, dict[str, CudaArray]]:
-        """Buffers of a prefill: the stream (rows, C), float32, and those of `widths` by name.
-
-        All prefills share them, as one runs at a time. A prefill with more rows allocates buffers
-        of the next power of two; earlier programs keep theirs. They are zeros at first: attention
-        leaves rows of no sequence unwritten, which products then read.
+        hidden: apart from the memory of recordings.
         """
-        dtype = {"16_bits": self.dtype, "fp8": "float16"}.get(self.products, "float32")
-        if self._activations is None or len(self._activations["stream"]) < rows:
-            room = rounded_up(rows, 1)
-            sizes = self._architecture.widths(self.config)
-            if self.products == "two_part" and "parts" in self._architecture.BUFFERS:
-                sizes["parts"] = max(sizes.values())
-            stream = cupy.zeros((room, self.config.n_embd), "float32")
-            others = {name: cupy.zeros((room, width), dtype) for name, width in sizes.items()}
-            self._activations = {"stream": stream, **others}  # all of them, or none
-        made = {name: array[:rows] for name, array in self._activations.items()}
-        return made.pop("stream"), made
+        shape = Prefill(self.products, len(hidden), 1, len(hidden), cached=False)
+        tensors = {**self.prompt_weights(head=True), "normed": hidden}
+
+        def run(do: Machine, first: int, end: int) -> Any:
+            return self._prefill_pass(shape, do).logits_of("normed", first, end)
+
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            end = min(len(hidden), first + ROWS_AT_ONCE)
+            recording = self.recordings.make(partial(run, first=first, end=end), tensors)
+            recording.run()
+            yield recording.out
+
+    def _prefill_pass(self, shape: Prefill, do: Machine) -> PrefillPass:
+        return shape.over(do, self._settings, self.dtype, self._bounds)
+
+    def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
+        """A prefill of this shape, to what is wanted."""
+        return forward(self._prefill_pass(shape, do), self._architecture, self.config, want)
+
+    def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
+        """A step of decoding of so many rows, to logits. terms: as `DecodePass` takes them."""
+        step = DecodePass(do, self._settings, rows <= MORE_ROWS, terms, self.fp8_cache)
+        return forward(step, self._architecture, self.config, "logits")
 
 
 def _check_room(config: ModelConfig, dtype: str) -> None:

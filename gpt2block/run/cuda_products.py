@@ -9,24 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import Prefill
-from gpt2block.architectures.steps import Products
 from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, compute_capability
-from gpt2block.cuda.kernels import FP8, cache_dtype, launch
+from gpt2block.cuda.kernels import FP8, cache_dtype
+from gpt2block.ops import registry
 from gpt2block.ops._tensor_cores import MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.attention import SIXTEEN_BITS, two_part_fits
 from gpt2block.ops.sample_token import request as request_sampler
-from gpt2block.ops.to_fp8 import NORMS_FILE
+from gpt2block.ops.to_fp8 import ROW_NORMS
+from gpt2block.passes import architecture_of
+from gpt2block.passes.prefill import Products
 from gpt2block.run.cuda_caches import free_bytes
-from gpt2block.run.program import bind_step
 from gpt2block.weights.matrix import WeightMatrix, on_host
 from gpt2block.weights.two_part import LARGEST_BOUND, TwoPartMatrix
 
-NORMS_BLOCK = 256
 FLOAT16 = float(np.finfo(np.float16).max)
 MARGIN = 1.01  # for what float16 activations and float32 sums are rounded by
 
@@ -43,9 +41,9 @@ def request_kernels(config: ModelConfig, dtype: str) -> None:
         qkv = TwoPartMatrix(parts, cupy.empty(1, "float32"), (1, width), one_scale=1.0)
     else:
         qkv = cupy.empty((1, width), FLOATS[cache_dtype(dtype)])
-    plan = Prefill(products, rows=1, batch=1, longest=1, cached=False).plan(config, None)
-    step = next(step for step in plan.steps if step.op == "attention_varlen")
-    bind_step(step, dict(zip(step.inputs, (qkv, cupy.zeros(2, "int32")), strict=True)))
+    heads = {"n_head": config.n_head, "n_kv_head": config.kv_width // config.head_size}
+    options = {**heads, "causal": True, "max_seqlen": 1}
+    registry.bind("attention_varlen", (qkv, cupy.zeros(2, "int32")), **options)
 
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:
@@ -129,8 +127,6 @@ def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
 
     w: FP8 on the GPU, layout "NK", K a multiple of 4. The stored numbers count, with their scales.
     """
-    squares = cupy.empty(w.N, "float32")
-    args = (w.data, gamma, squares, w.K)
-    launch(NORMS_FILE, "row_norms", (w.N,), (NORMS_BLOCK,), args, weights=w.dtype).run()
+    squares = ROW_NORMS.bind((w, gamma)).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))
     return norms if w.scale is None else norms * on_host(w.scale)

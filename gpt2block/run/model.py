@@ -9,19 +9,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.architectures import architecture_of
 from gpt2block.array_checks import FLOATS
 from gpt2block.checks import check_choice, meant
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import FP8, STORAGE, cache_dtype
-from gpt2block.errors import InputError, shown
+from gpt2block.errors import Argument, InputError, shown
+from gpt2block.passes import architecture_of
 from gpt2block.sampling import Sampling
 from gpt2block.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 
 Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
 Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix
-Want = Literal["logits", "last", "hidden", "states"]
+Output = Literal["logits", "last", "hidden", "states"]
 
 DTYPES = (*STORAGE, *FP8)
 
@@ -41,8 +41,10 @@ def kv_cache_dtype(dtype: str, kv_dtype: str | None = None) -> str:
         )
     if kv_dtype != own and dtype == "float32":
         raise InputError(
-            f"kv_dtype {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use "
-            "dtype='bfloat16', or another one of them"
+            Argument("kv_dtype"),
+            f" {kv_dtype!r}: expected weights of 16 bits or FP8, got float32: use ",
+            Argument("dtype", "bfloat16"),
+            ", or another one of them",
         )
     return kv_dtype
 
@@ -275,7 +277,7 @@ class ModelEngine(Protocol):
     def new_cache(self, batch: int, n_ctx: int) -> KVCache:
         """An empty cache for `batch` rows of up to `n_ctx` tokens."""
 
-    def forward(self, sequences: Sequence[Ids], want: Want, cache: Any = None) -> list[Floats]:
+    def forward(self, sequences: Sequence[Ids], want: Output, cache: Any = None) -> list[Floats]:
         """The requested output of each sequence.
 
         want: "logits" (T, V); "last", the logits of the last token (V,); "hidden" (T, C), after the

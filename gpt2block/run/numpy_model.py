@@ -1,9 +1,9 @@
-"""A model with NumPy: the steps of a plan are functions of `gpt2block.reference`."""
+"""A model with NumPy: the steps of a pass are functions of `gpt2block.reference`."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,21 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.architectures import architecture_of
-from gpt2block.architectures.passes import model_plan
-from gpt2block.array_checks import FLOATS, unchecked
+from gpt2block.array_checks import FLOATS
 from gpt2block.config import ModelConfig
+from gpt2block.contract import unchecked
 from gpt2block.cuda.kernels import FP8
-from gpt2block.plan import Plan, Step
+from gpt2block.passes import architecture_of, model_steps
+from gpt2block.passes.blocks import ModelStepPass, Settings
+from gpt2block.passes.forward import forward
 from gpt2block.run.model import (
     CacheKind,
     Floats,
     Ids,
+    Output,
     Sampled,
     Start,
     StepResult,
     Tensors,
-    Want,
     cache_kind,
     cache_tensors,
     check_stream,
@@ -35,7 +36,7 @@ from gpt2block.run.model import (
     stored_tensors,
     vector_magnitude,
 )
-from gpt2block.run.numpy_walk import apply, timed, walk
+from gpt2block.run.numpy_machine import NumpyMachine, apply, inputs_of, timed
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -114,7 +115,7 @@ class NumpyModel:
         return NumpyCache(self.config, batch, n_ctx, self.kv_dtype)
 
     def forward(
-        self, sequences: Sequence[Ids], want: Want, cache: NumpyCache | None = None
+        self, sequences: Sequence[Ids], want: Output, cache: NumpyCache | None = None
     ) -> list[Floats]:
         if cache is None:  # no later call continues: all layers share one layer's memory
             config = replace(self.config, n_layer=1)
@@ -124,20 +125,19 @@ class NumpyModel:
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
-        plan = self._plan("hidden" if want == "states" else want, max(lengths))
-        tensors = walk(plan, self._tensors(sequences, cache), keep, self._apply)
+        tensors = self._tensors(sequences, cache)
+        found, kept = self._run("hidden" if want == "states" else want, tensors, keep, max(lengths))
         ends = np.cumsum(lengths)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
-        found: Floats = tensors[plan.output]
         if want == "last":
             rows_of = iter(found)
             return [next(rows_of) if n else np.empty(0, np.float32) for n in lengths]
         if want == "states":
-            found = np.stack([*(tensors[name] for name in streams), found])
+            found = np.stack([*kept.values(), found])
         return np.split(found, ends[:-1], axis=-2)
 
     def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
-        """The inputs of a plan for these new tokens, by name."""
+        """The inputs of a pass for these new tokens, by name."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         batch = {
@@ -150,32 +150,37 @@ class NumpyModel:
         }
         return {**self._given, **cache_tensors(cache.data, self.config.n_layer), **batch}
 
+    def _run(
+        self, want: Any, tensors: Mapping[str, Any], keep: Collection[str] | None, longest: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """The result of a pass over these tensors, and those of the steps to keep."""
+        do = NumpyMachine(tensors, keep, self._apply)
+        step = ModelStepPass(do, Settings.of(self.config), longest)
+        return forward(step, architecture_of(self.config), self.config, want), do.kept
+
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        plan, given = self._pass(ids, cached)
-        names = [step.name for step in plan.steps if step.op != "kv_append"]
-        return walk(plan, given, names, self._apply)
+        ids, tensors = self._pass(ids, cached)
+        _, kept = self._run("logits", tensors, None, len(ids))
+        return {name: made for name, made in kept.items() if not name.endswith(".kv")}
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        plan, given = self._pass(ids, cached)
+        _, given = self._pass(ids, cached)
         known = given | {name: tensor.astype(np.float32) for name, tensor in exact.items()}
-        for step in plan.steps:
-            inputs = tuple(known[name] if name else None for name in step.inputs)
-            out, ms = timed(partial(self._apply, step, inputs))
+        for step in model_steps(self.config):
+            inputs = inputs_of(step, known)
+            out, ms = timed(partial(self._apply, step.op, inputs, **step.attrs))
             if step.op != "kv_append":
                 yield StepResult(step.name, f"reference.{step.op}", out, ms)
 
-    def _pass(self, ids: Ids, cached: bool) -> tuple[Plan, dict[str, NDArray[Any]]]:
-        """The plan of a forward pass of one sequence, and its inputs by name."""
+    def _pass(self, ids: Ids, cached: bool) -> tuple[Ids, dict[str, NDArray[Any]]]:
+        """The new tokens of a forward pass of one sequence, and its inputs by name."""
         cache = self.new_cache(1, len(ids))
         if cached:
             self.forward([ids[:-1]], "last", cache)
             ids = ids[-1:]
-        return self._plan("logits", len(ids)), self._tensors([ids], cache)
-
-    def _plan(self, want: Want, longest: int) -> Plan:
-        return model_plan(self.config, want, longest)
+        return ids, self._tensors([ids], cache)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []
@@ -193,12 +198,12 @@ class NumpyModel:
     def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> NumpyDecoding:
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
-    def _apply(self, step: Step, inputs: tuple[Any, ...]) -> Any:
+    def _apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
         """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
-        if step.op == "kv_append":
+        if op == "kv_append":
             qkv, *cache = inputs
             inputs = (self._rounded(qkv), *cache)
-        return apply(step, inputs)
+        return apply(op, inputs, **attrs)
 
     def _rounded(self, qkv: Floats) -> Floats:
         """Rows [Q | K | V] with K and V rounded to the dtype of the cache; Q may be rounded."""
@@ -209,7 +214,7 @@ class NumpyModel:
 
     @cached_property
     def _given(self) -> dict[str, NDArray[Any]]:
-        """Weights and constants by their names in a plan, matrices (K, N)."""
+        """Weights and constants by their names in a pass, matrices (K, N)."""
         matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
         constants = architecture_of(self.config).constants(self.config)
         return {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpt2block import notebook
 from gpt2block.checks import check_choice, named_options, several
 from gpt2block.config import check_count
-from gpt2block.errors import InputError, shown
+from gpt2block.errors import Argument, InputError, shown
 from gpt2block.run.model import Floats, Ids, ModelEngine, Start
 from gpt2block.sampling import DEFAULT_TEMPERATURE, Sampling, chosen
 from gpt2block.text import tokenizer
@@ -33,7 +33,8 @@ Prompts = Sequence[Prompt] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any
 SHOWN_TEXT = 200  # characters of a text in `repr`
 MOST_ROWS = 2**20  # prompts times samples of a call
 BAD_WEIGHTS = (
-    "the weights hold infinity or NaN, or numbers too large for their dtype: try dtype='float32'"
+    "the weights hold infinity or NaN, or numbers too large for their dtype: try ",
+    Argument("dtype", "float32"),
 )
 
 
@@ -71,52 +72,19 @@ class Generation(ReadLater):
         )
 
 
-@named_options()
-def generate(
-    engine: ModelEngine,
-    encoding: Tokenizer,
-    prompts: Any,
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = DEFAULT_TEMPERATURE,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    sampling: Sampling | None = None,
-    stop: str | Iterable[str] = (),
-    stop_ids: Iterable[int] | None = None,
-    samples: int = 1,
-    overflow: Overflow = "error",
-    rows_at_once: int | None = None,
-) -> Any:
+def generate(engine: ModelEngine, encoding: Tokenizer, prompts: Any, **options: Any) -> Any:
     """Continue a prompt (text or token ids), or each of a list of prompts.
 
     Returns a Generation for one prompt and a list for a list; with `samples` above 1 a list of
-    Generations for each prompt. The keywords are those of `GPT2.generate`. If prompts are ids, the
-    encoding may be None; the text is then empty. With a Lookup, nothing is searched for ids until
-    their text is read. An empty prompt starts from <|endoftext|> if the tokenizer has it.
+    Generations for each prompt. options: the keywords of Run. If prompts are ids, the encoding may
+    be None; the text is then empty. With a Lookup, nothing is searched for ids until their text is
+    read. An empty prompt starts from <|endoftext|> if the tokenizer has it.
 
     overflow="truncate" keeps the last n_ctx tokens of a prompt, and drops the older half of the
     context whenever it is full. Raises InputError for wrong arguments, for a longer prompt with
     overflow="error", and for logits that are NaN or infinite.
     """
-    run = Run(
-        engine,
-        encoding,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=chosen(
-            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        ),
-        stop=stop,
-        stop_ids=stop_ids,
-        samples=samples,
-        overflow=overflow,
-        rows_at_once=rows_at_once,
-    )  # fmt: skip
+    run = Run(engine, encoding, prompts, **options)
     run.finish()
     written = [row.result() for row in run.rows]
     samples = len(run.rows) // len(run.prompts)  # `samples` as a Python integer
@@ -126,23 +94,8 @@ def generate(
     return groups[0] if run.single else groups
 
 
-@named_options(samples="expected one sample, got {}: use generate")
 def stream(
-    engine: ModelEngine,
-    encoding: Tokenizer,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = DEFAULT_TEMPERATURE,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    sampling: Sampling | None = None,
-    stop: str | Iterable[str] = (),
-    stop_ids: Iterable[int] | None = None,
-    overflow: Overflow = "error",
+    engine: ModelEngine, encoding: Tokenizer, prompt: Prompt, **options: Any
 ) -> Generator[str, None, Generation]:
     """Yield the text of `generate` for one prompt in pieces.
 
@@ -150,21 +103,11 @@ def stream(
     tokenizer, or with a Lookup that has none at hand for ids, there are none. The generator returns
     the Generation. Raises as `generate` does; wrong arguments raise at the call.
     """
-    run = Run(
-        engine,
-        of_inputs(encoding, prompt),
-        prompt,
-        max_new_tokens=max_new_tokens,
-        sampling=chosen(
-            sampling, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        ),
-        stop=stop,
-        stop_ids=stop_ids,
-        overflow=overflow,
-    )  # fmt: skip
+    run = Run(engine, of_inputs(encoding, prompt), prompt, **options)
     if not run.single:
         raise InputError("stream: expected one prompt, got a list")
+    if len(run.rows) > 1:
+        raise InputError(f"stream: expected one sample, got {len(run.rows)}: use generate")
     return _pieces(run)
 
 
@@ -180,6 +123,7 @@ class Run:
     """The rows of one call: one for each sample of each prompt.
 
     Iterating generates the tokens, and yields the row of each new token until all rows have ended.
+    The keywords are those of `GPT2.generate`.
     """
 
     @named_options()
@@ -215,7 +159,8 @@ class Run:
             encoding = of_outputs(reader)
             if encoding is None:
                 raise InputError(
-                    "stop: this model has no tokenizer, so there is no text: use stop_ids"
+                    "stop: this model has no tokenizer, so there is no text: use ",
+                    Argument("stop_ids"),
                 )
         config, V = engine.config, engine.config.vocab_size
         if stop_ids is None:
@@ -390,7 +335,7 @@ class Row:
         if tokens[-1] < 0 or math.isnan(logprobs[-1]):
             wrong = "NaN" if tokens[-1] < 0 else "infinite"
             count = len(self.tokens) + len(tokens) - 1
-            raise InputError(f"the logits are {wrong} after {count} new tokens: {BAD_WEIGHTS}")
+            raise InputError(f"the logits are {wrong} after {count} new tokens: ", *BAD_WEIGHTS)
         self.tokens += tokens
         self.logprobs += logprobs
         self._at_end_token = tokens[-1] in self._ends.stop_ids
@@ -544,7 +489,8 @@ def _fitting(ids: Ids, name: str, end: int | None, ends: _Ends) -> Ids:
         return np.array([end], np.int32)
     if len(ids) > ends.n_ctx and not ends.truncate:
         raise InputError(
-            f"{name}: {len(ids)} tokens, the model's context is {ends.n_ctx}: shorten it, or let "
-            f"overflow='truncate' keep the last {ends.n_ctx} and drop older ones when it is full"
+            f"{name}: {len(ids)} tokens, the model's context is {ends.n_ctx}: shorten it, or let ",
+            Argument("overflow", "truncate"),
+            f" keep the last {ends.n_ctx} and drop older ones when it is full",
         )
     return ids[-ends.n_ctx :]

@@ -186,10 +186,8 @@ def score(
             part = nats[-window.scored :]
             if np.isnan(part).any():
                 name = "" if single else f"text {window.text}: "
-                raise InputError(
-                    f"{name}the logits are NaN between tokens {window.first + 1} and {window.end}: "
-                    f"{BAD_WEIGHTS}"
-                )
+                where = f"between tokens {window.first + 1} and {window.end}"
+                raise InputError(f"{name}the logits are NaN {where}: ", *BAD_WEIGHTS)
             logprobs[window.text][window.first : window.end] = part
             done += window.scored
         if progress is not None:

@@ -6,7 +6,6 @@ see docs/tokenizers.md. Importing this module reads no files and uses no network
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,11 +17,13 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import gguf_tokenizer
+from gpt2block.checkpoints import gguf_tokenizer, tokenizer_files
+from gpt2block.checkpoints.files import about, is_file, read_json, read_start
 from gpt2block.checkpoints.gguf import is_gguf
 from gpt2block.checkpoints.tokenizer_files import (
     ADDED,
     LLM_C,
+    NAMES,
     OTHER_FORMATS,
     PAIRS,
     SETTINGS,
@@ -42,6 +43,7 @@ _OTHER_FILES = (*chain.from_iterable(PAIRS), ADDED, *OTHER_FORMATS)
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any kind of tokenizer
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_UNREADABLE = "cannot be read as a byte-level BPE tokenizer: {}"
 _SPECIAL = re.compile(r"<.+>|\[.+\]")
 # White space by Unicode and tiktoken's pattern; Python's \s has four more characters.
 _WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
@@ -82,21 +84,15 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
 
     Raises CheckpointError if there is none, and as `load` does.
     """
-    try:
+    with about(path, (RuntimeError,), "no tokenizer: {}"):
         path = Path(path).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: no tokenizer: {error}") from error
     encoding: Encoding | None = None
     if os.path.isdir(path):
         encoding = _in_directory(path)
     elif os.path.isfile(path) and is_gguf(path):
         encoding = from_gguf(path)
-    elif os.path.lexists(path) and path.suffix == ".bin":
-        encoding = from_llm_c(path)
     elif os.path.lexists(path):
-        pair = next(((path.with_name(v), path.with_name(m)) for v, m in PAIRS
-                     if path.name in (v, m)), None)  # fmt: skip
-        encoding = from_bpe_files(*pair) if pair else from_tokenizer_json(path)
+        encoding = _of_files(tokenizer_files.of_path(path))
     if encoding is None:
         raise CheckpointError(
             f"{path}: no tokenizer: expected tokenizer.json, encoder.json and vocab.bpe, "
@@ -105,20 +101,24 @@ def from_path(path: str | Path, vocab_size: int) -> Encoding:
     return _fitting(encoding, vocab_size, path)
 
 
+def _of_files(files: Mapping[str, Path]) -> Encoding | None:
+    """The tokenizer of the first complete set of these files, by their usual names."""
+    if TOKENIZER in files:
+        return from_tokenizer_json(files[TOKENIZER])
+    for vocab, merges in PAIRS:
+        if vocab in files and merges in files:
+            return from_bpe_files(files[vocab], files[merges])
+    return from_llm_c(files[LLM_C]) if LLM_C in files else None
+
+
 def _in_directory(directory: Path) -> Encoding | None:
     """The tokenizer of a directory; None without tokenizer files, CheckpointError for others."""
-
-    def exists(name: str) -> bool:
-        return os.path.lexists(directory / name)  # a dangling link or a FIFO is an error later
-
-    if exists(TOKENIZER):
-        return from_tokenizer_json(directory / TOKENIZER)
-    for vocab, merges in PAIRS:
-        if exists(vocab) and exists(merges):
-            return from_bpe_files(directory / vocab, directory / merges)
-    if exists(LLM_C):
-        return from_llm_c(directory / LLM_C)
-    other = next((name for name in _OTHER_FILES if exists(name)), None)
+    # A dangling link or a FIFO is an error when it is read.
+    files = {name: directory / name for name in NAMES if os.path.lexists(directory / name)}
+    encoding = _of_files(files)
+    if encoding is not None:
+        return encoding
+    other = next((name for name in _OTHER_FILES if name in files), None)
     kind = _settings(directory).get("tokenizer_class")
     if other is None and kind not in (None, *_GPT2_CLASSES):
         other = f"{SETTINGS} (tokenizer_class {kind!r})"
@@ -150,38 +150,17 @@ def _settings(directory: Path, with_bos: bool = False) -> Mapping[str, Any]:
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if the file does not exist."""
-    found = _parse(path) if os.path.lexists(path) else {}
+    found = read_json(path) if is_file(path) else {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return found
 
 
-def _read(path: Path) -> bytes:
-    """Read a file; CheckpointError if it is not a regular file or cannot be read."""
-    if not os.path.isfile(path):
-        problem = "not a regular file" if os.path.exists(path) else "missing"
-        raise CheckpointError(f"{path}: {problem}: expected a file of a tokenizer")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _parse(path: Path) -> Any:
-    try:
-        return json.loads(_read(path).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: expected JSON: {error}") from error
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """A CheckpointError for an error raised while the content of a file was parsed."""
-    if isinstance(error, CheckpointError):
-        return error
-    reason = str(error) if type(error) is ValueError else repr(error)
-    return CheckpointError(f"{path}: cannot be read as a byte-level BPE tokenizer: {reason}")
+def _checked(path: Path) -> Path:
+    """A file of a tokenizer, which exists. Raises CheckpointError."""
+    if not is_file(path):
+        raise CheckpointError(f"{path}: missing: expected a file of a tokenizer")
+    return path
 
 
 def _fitting(encoding: Encoding, vocab_size: int, path: Path | str) -> Encoding:
@@ -212,33 +191,36 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
     are special tokens. tokenizer_config.json may set add_prefix_space. Raises CheckpointError for
     damaged files and for settings that are not supported.
     """
-    ids, settings = _parse(vocab), _settings(vocab.parent)
-    try:
+    ids, settings = read_json(_checked(vocab)), _settings(vocab.parent)
+    text, added = read_start(_checked(merges)), _object(vocab.with_name(ADDED))
+    with about(vocab, _DAMAGE, _UNREADABLE):
         kind = settings.get("tokenizer_class")
         if kind not in (None, *_GPT2_CLASSES, *_ANY_CLASS):
             raise ValueError(f"{SETTINGS} has tokenizer_class {kind!r}: expected GPT-2's")
-        lines = _read(merges).decode("utf-8").replace("\r\n", "\n").split("\n")
+        lines = text.decode("utf-8").replace("\r\n", "\n").split("\n")
         pairs = [line for line in lines if line and not line.startswith("#version")]
         names = {token for token in ids if token[-1:] in (">", "]") and _SPECIAL.fullmatch(token)}
         names.difference_update([pair.replace(" ", "") for pair in pairs])
         special: dict[str, tuple[int, Any]] = {token: (ids[token], True) for token in names}
-        path = vocab.with_name(ADDED)
-        for token, token_id in (_parse(path) if os.path.lexists(path) else {}).items():
+        for token, token_id in added.items():
             special[token] = token_id, _SPECIAL.fullmatch(token)
         special |= _in_settings(settings)
+        prefix = bool(settings.get("add_prefix_space"))
         spec = {
             "added_tokens": _special_tokens(special),
-            "pre_tokenizer": {
-                **tokenizer_json.BYTE_LEVEL,
-                "add_prefix_space": bool(settings.get("add_prefix_space")),
-            },
+            "pre_tokenizer": {**tokenizer_json.BYTE_LEVEL, "add_prefix_space": prefix},
             "model": {"type": "BPE", "vocab": ids, "merges": pairs},
         }
-        encoding = tokenizer_json.read(vocab.parent.name, spec)
-        encoding.end_id = tokenizer_json.id_of(spec, _end_name(settings))
-        return encoding
-    except _DAMAGE as error:
-        raise _unreadable(vocab, error) from error
+        return _with_end(tokenizer_json.read(vocab.parent.name, spec), spec, settings)
+
+
+def _with_end(encoding: Any, spec: Any, settings: Mapping[str, Any]) -> Encoding:
+    """The encoding, whose end_id is that of eos_token, a text or an object with `content`."""
+    token = settings.get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
+    found: Encoding = encoding
+    return found
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
@@ -266,8 +248,8 @@ def from_llm_c(path: Path) -> Encoding:
     end of text. The file has no merges: their order is taken to be that of the ids, as in GPT-2.
     Raises CheckpointError for a damaged file.
     """
-    data = _read(path)
-    try:
+    data = read_start(_checked(path))
+    with about(path, (ValueError, IndexError), "not a tokenizer of llm.c ({})"):
         header = np.frombuffer(data, "<i4", 256)
         magic, version, count = header[:3].tolist()
         if magic != _LLM_C_MAGIC or version not in (1, 2) or not 0 < count < len(data):
@@ -284,8 +266,6 @@ def from_llm_c(path: Path) -> Encoding:
         if len(ranks) != count - 1:
             raise ValueError("expected tokens that are all different, and one that ends a text")
         return tokenizer_json.by_tiktoken(path.parent.name, ranks, {END_OF_TEXT: last})
-    except (ValueError, IndexError) as error:
-        raise CheckpointError(f"{path}: not a tokenizer of llm.c ({error})") from error
 
 
 def from_tokenizer_json(path: Path) -> Encoding:
@@ -295,7 +275,7 @@ def from_tokenizer_json(path: Path) -> Encoding:
     CheckpointError for a damaged file, for settings that are not supported, and for a
     tokenizer_config.json that contradicts it.
     """
-    return _of_spec(path, _parse(path), _settings(path.parent, with_bos=True))
+    return _of_spec(path, read_json(_checked(path)), _settings(path.parent, with_bos=True))
 
 
 def from_gguf(path: Path) -> Encoding:
@@ -312,41 +292,26 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
 
     path: the file, for errors.
     """
-    try:
+    with about(path, _DAMAGE, _UNREADABLE):
         added = spec.get("added_tokens") or []
         known = {token["content"] for token in added}
         more = {token: of for token, of in _in_settings(settings).items() if token not in known}
         spec = spec | {"added_tokens": [*added, *_special_tokens(more)]}
         encoding = tokenizer_json.read(path.parent.name, spec)
-        prefix = settings.get("add_prefix_space")
-        if prefix is not None and bool(prefix) != tokenizer_json.adds_prefix_space(spec):
+        space = settings.get("add_prefix_space")
+        if space is not None and bool(space) != tokenizer_json.adds_prefix_space(spec):
             raise ValueError(
-                f"{SETTINGS} sets add_prefix_space to {prefix!r}, {path.name} does not: change "
-                "one of them"
+                f"{SETTINGS} sets add_prefix_space to {space!r}, {path.name} does not: change one "
+                "of them"
             )
-        _check_bos(settings.get("add_bos_token"), encoding)
-        encoding.end_id = tokenizer_json.id_of(spec, _end_name(settings))
-        return encoding
-    except _DAMAGE as error:
-        raise _unreadable(path, error) from error
-
-
-def _check_bos(setting: Any, encoding: Encoding) -> None:
-    """ValueError if add_bos_token of the settings contradicts the post-processor."""
-    adds = bool(prefix_of(encoding))
-    if setting is not None and bool(setting) != adds:
-        verb = "adds a token" if adds else "adds none"
-        raise ValueError(
-            f"{SETTINGS} sets add_bos_token to {setting!r}, the post_processor {verb} before every "
-            "text: change one of them"
-        )
-
-
-def _end_name(settings: Mapping[str, Any]) -> str | None:
-    """The content of eos_token in the settings, a text or an object with `content`."""
-    token = settings.get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
+        bos, adds = settings.get("add_bos_token"), bool(prefix_of(encoding))
+        if bos is not None and bool(bos) != adds:
+            verb = "adds a token" if adds else "adds none"
+            raise ValueError(
+                f"{SETTINGS} sets add_bos_token to {bos!r}, the post_processor {verb} before every "
+                "text: change one of them"
+            )
+        return _with_end(encoding, spec, settings)
 
 
 def prefix_of(encoding: Encoding) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from gpt2block import reference
 from gpt2block.array_checks import FLOATS
 from gpt2block.checks import is_plain, meant
 from gpt2block.cuda import cupy, is_array
+from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import FP8, STORAGE
 from gpt2block.errors import InputError
+from gpt2block.weights import conversions
+from gpt2block.weights.conversions import LAYOUTS
 
-LAYOUTS = ("KN", "NK")  # (K, N) or (N, K) in memory
 SCALED = "float8_e4m3fn"  # the one dtype for which `quantize` makes scales
 # A channel whose weights are all smaller than this counts as zero. Larger scales give the same
 # results with and without subnormal float32 numbers, which the GPU flushes to zero.
@@ -106,6 +109,9 @@ class WeightMatrix:
         _check_array(name, w, *STORAGE)
         if not w.flags.c_contiguous:
             w = w.copy(order="C")
+        if is_array(w):
+            check(name, w, dtype=w.dtype.name)
+            conversions.check_sizes(name, w.shape)
         absmax = _absmax(w, layout)
         if not np.isfinite(absmax).all() and (dtype in FP8 or not allow_nonfinite):
             check_finite(name, on_host(w))
@@ -115,12 +121,8 @@ class WeightMatrix:
         scale: Any = None
         if dtype == SCALED:
             scale = np.where(absmax < SMALLEST, np.float32(1), absmax / np.float32(448))
-        if not is_array(w):
-            return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
-        from gpt2block.ops import to_fp8  # noqa: PLC0415
-
-        scale = None if scale is None else cupy.asarray(scale)
-        return cls(to_fp8(w, dtype, True, scale, layout), dtype, scale, layout, largest)
+            scale = cupy.asarray(scale) if is_array(w) else scale
+        return cls(_to_fp8(w, dtype, scale, layout), dtype, scale, layout, largest)
 
     def times(self, factor: float) -> WeightMatrix:
         """FP8 weights times a power of two: the same numbers with other scales."""
@@ -132,6 +134,11 @@ class WeightMatrix:
     def arrays(self) -> dict[str, Any]:
         """The arrays of the matrix, by the suffix of their names in messages."""
         return {"": self.data} | ({} if self.scale is None else {".scale": self.scale})
+
+    def mapped(self, function: Callable[[Any], Any]) -> WeightMatrix:
+        """The matrix with a function applied to its arrays."""
+        scale = None if self.scale is None else function(self.scale)
+        return replace(self, data=function(self.data), scale=scale)
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -224,26 +231,30 @@ def on_host(array: Any) -> NDArray[Any]:
 def _absmax(w: Any, layout: str) -> NDArray[np.float32]:
     """Largest magnitude of each output channel, on the host; not finite if a weight is not."""
     if is_array(w):
-        from gpt2block.ops.to_fp8 import absmax  # noqa: PLC0415
-
-        return on_host(absmax(w, layout))
+        most = cupy.empty(w.shape[layout.index("N")], "float32")
+        conversions.absmax(w, most, layout).run()
+        return on_host(most)
     axis = layout.index("K")
-    largest = [np.abs(some.astype(np.float32, copy=False)).max(axis=axis) for some in _parts(w)]
+    largest = [np.abs(some.astype(np.float32, copy=False)).max(axis=axis) for some in _rows(w)]
     return np.concatenate(largest) if layout == "NK" else np.maximum.reduce(largest)
 
 
-def _to_fp8(w: NDArray[Any], dtype: str, scale: Any, layout: str) -> NDArray[np.uint8]:
-    """`reference.to_fp8` of a matrix on the host, part by part."""
+def _to_fp8(w: Any, dtype: str, scale: Any, layout: str) -> Any:
+    """`reference.to_fp8` of a matrix; on the host by groups of rows."""
+    if is_array(w):
+        rounded = cupy.empty(w.shape, "uint8")
+        conversions.to_fp8(w, scale, rounded, dtype, layout).run()
+        return rounded
     found = np.empty(w.shape, np.uint8)
     first = 0
-    for some, to in zip(_parts(w), _parts(found), strict=True):
+    for some, to in zip(_rows(w), _rows(found), strict=True):
         own = scale[first : first + len(some)] if scale is not None and layout == "NK" else scale
         to[...] = reference.to_fp8(some, dtype, True, own, layout)
         first += len(some)
     return found
 
 
-def _parts(matrix: NDArray[Any]) -> list[NDArray[Any]]:
+def _rows(matrix: NDArray[Any]) -> list[NDArray[Any]]:
     """Views of groups of rows, so that temporary arrays are small compared with the matrix."""
     rows = max(1, AT_ONCE // matrix.shape[1])
     return [matrix[first : first + rows] for first in range(0, len(matrix), rows)]
@@ -260,11 +271,13 @@ def _rounded(w: Any, dtype: str, absmax: NDArray[np.float32], name: str) -> Any:
                 raise InputError(
                     f"{name}: {_some(beyond)} beyond {dtype}, up to {_LARGEST[dtype]}: use float32"
                 )
+    if w.dtype == target:
+        return w
     if not is_array(w):
-        return w.astype(target, copy=False)
-    from gpt2block.ops._stored import stored  # noqa: PLC0415
-
-    return stored(w, dtype)
+        return w.astype(target)
+    rounded = cupy.empty(w.shape, dtype)
+    conversions.store(w, rounded).run()
+    return rounded
 
 
 def _some(bad: NDArray[np.bool_]) -> str:

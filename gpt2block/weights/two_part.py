@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from gpt2block import reference
 from gpt2block.checks import check_integer, is_plain, real
 from gpt2block.cuda import cupy, is_array
+from gpt2block.cuda.arrays import check, contiguous
 from gpt2block.errors import InputError, shown
+from gpt2block.weights import conversions
 from gpt2block.weights.matrix import kind, on_host
 
 LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
@@ -76,9 +79,11 @@ class TwoPartMatrix:
         The parts and scales are the same for both. Raises InputError.
         """
         if is_array(x):
-            from gpt2block.ops import two_part  # noqa: PLC0415
-
-            made: TwoPartMatrix = two_part(x)
+            (x,) = contiguous(x)
+            check("x", x)
+            conversions.check_sizes("x", _rows("x", x.shape), conversions.LARGEST_OPERAND)
+            made = cls.empty(x.shape)
+            conversions.two_part(x, made.parts, made.scale).run()
             return made
         if not is_plain(x):
             raise InputError(f"x: expected a NumPy or CuPy array, got {kind(x)}")
@@ -110,6 +115,10 @@ class TwoPartMatrix:
     def arrays(self) -> dict[str, Any]:
         """The arrays of the matrix, by the suffix of their names in messages."""
         return {".parts": self.parts, ".scale": self.scale}
+
+    def mapped(self, function: Callable[[Any], Any]) -> TwoPartMatrix:
+        """The matrix with a function applied to its arrays."""
+        return replace(self, parts=function(self.parts), scale=function(self.scale))
 
     @property
     def ndim(self) -> int:

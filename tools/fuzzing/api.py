@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from fuzzing import Area, Difference, Outcome, accepted, check_equal, formulas, refused_or
 from fuzzing import gpt2 as plain
-from fuzzing.checkpoints import label_of
 from fuzzing.values import NUMBERS, TEXTS, odd_argument, odd_text, pick
 from gpt2block import (
     GPT2,
@@ -50,13 +49,6 @@ def case(rng: np.random.Generator, folder: Path) -> Outcome:
 
 
 # --- blocks and weights
-
-
-def _sizes_of(config: GPT2Config) -> plain.Sizes:
-    return plain.Sizes(
-        config.n_layer, config.n_head, config.n_embd, config.n_ctx, config.vocab_size, config.eps,
-        config.tie_word_embeddings,
-    )  # fmt: skip
 
 
 def _block_tensors(rng: np.random.Generator, C: int, dtype: Any) -> dict[str, Any]:
@@ -218,8 +210,8 @@ def _weights(key: int) -> GPT2Weights:
 def _model(key: int) -> tuple[GPT2, plain.Sizes, plain.Tensors]:
     """Return the model, its sizes, and its tensors by Hugging Face's names."""
     weights = _weights(key)
-    tensors = {label_of(name): array for name, array, _ in weights.tensors()}
-    return GPT2(weights, device="cpu"), _sizes_of(weights.config), tensors
+    tensors = {plain.label_of(name): array for name, array, _ in weights.tensors()}
+    return GPT2(weights, device="cpu"), plain.sizes_of(weights.config), tensors
 
 
 @lru_cache

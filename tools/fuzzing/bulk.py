@@ -32,6 +32,7 @@ TASKS: dict[str, tuple[dict[str, Any], ...]] = {
     "generate": ({"max_new_tokens": 2, "seed": 3}, {"max_new_tokens": 3, "samples": 2}),
     "embed": ({}, {"pooling": "last"}),
 }
+Expected = list[tuple[int, dict[str, Any] | None]]  # index, fields; None: it is no record
 _folders: list[TemporaryDirectory[str]] = []
 
 
@@ -134,7 +135,7 @@ def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
     """Files of lines in a whole job, without Dask."""
     inputs = folder / "in"
     inputs.mkdir()
-    expected: list[tuple[int, Any, bool]] = []  # index, object or text, whether it is a record
+    expected: Expected = []
     keep = pick(rng, (), ("id",), ("id", "other"))
     first = 0
     for number in range(int(rng.integers(1, 4))):
@@ -158,26 +159,24 @@ def _lines(rng: np.random.Generator, folder: Path) -> Outcome:
     return _job(rng, folder, [inputs], expected, keep)
 
 
-def _expected(index: int, line: bytes, start: bool, text: bool) -> list[tuple[int, Any, bool]]:
-    """Return a line's record as [(index, value, True)] or [(index, None, False)]; [] if blank."""
+def _expected(index: int, line: bytes, start: bool, text: bool) -> Expected:
+    """Return a line's record; nothing for a blank line."""
     line = line.removesuffix(b"\r")
     try:
         found = line.decode("utf-8-sig" if start else "utf-8")
-        if text:
-            return [(index, {"text": found}, True)]
-        if not found.strip():
+        if not text and not found.strip():
             return []
-        entry = json.loads(found)
+        entry = {"text": found} if text else json.loads(found)
     except (ValueError, RecursionError):
-        return [(index, None, False)]
-    return [(index, entry, isinstance(entry, dict) and "text" in entry)]
+        return [(index, None)]
+    return [(index, entry if isinstance(entry, dict) and "text" in entry else None)]
 
 
 def _job(
     rng: np.random.Generator,
     folder: Path,
     inputs: list[Path],
-    expected: list[tuple[int, Any, bool]],
+    expected: Expected,
     keep: tuple[str, ...],
     form: str | None = None,
 ) -> Outcome:
@@ -212,7 +211,7 @@ def _job(
             rows |= {row["index"]: row for row in part}
             errors |= {row["index"]: row["reason"] for row in wrong}
         check_equal("order", order, sorted(order))
-        check_equal("indices", sorted([*order, *errors]), [index for index, *_ in expected])
+        check_equal("indices", sorted([*order, *errors]), [index for index, _ in expected])
     _check_rows(rng, job, expected, rows, errors)
     return "right"
 
@@ -229,24 +228,24 @@ def _read_part(path: Path) -> list[Any]:
 def _check_rows(
     rng: np.random.Generator,
     job: Job,
-    expected: list[tuple[int, Any, bool]],
+    expected: Expected,
     rows: dict[int, Any],
     errors: dict[int, str],
 ) -> None:
-    for index, entry, is_record in expected:
+    right = []
+    for index, entry in expected:
         if index in errors:
-            kept = [entry.get(name) for name in job.keep] if is_record else []
-            if is_record and _valid(entry["text"], job.task) and all(map(_simple, kept)):
+            kept = [entry.get(name) for name in job.keep] if entry else []
+            if entry and _valid(entry["text"], job.task) and all(map(_simple, kept)):
                 raise Difference(f"record {index} refused: {errors[index]}")
             continue
-        if not is_record:
+        if entry is None:
             raise Difference(f"record {index}: a result for a line that is not a record")
-        if job.form == "jsonl":
-            for name in job.keep:
-                value = entry.get(name)
-                if value is None or type(value) in (bool, str, int):
-                    check_equal(name, rows[index][name], value)
-    right = [(index, entry) for index, entry, is_record in expected if is_record and index in rows]
+        right.append((index, entry))
+        for name in job.keep if job.form == "jsonl" else ():
+            value = entry.get(name)
+            if value is None or type(value) in (bool, str, int):
+                check_equal(name, rows[index][name], value)
     if right and job.task == "score":
         index, entry = right[int(rng.integers(len(right)))]
         stride = job.options.get("stride")
@@ -292,7 +291,7 @@ def _parquet(rng: np.random.Generator, folder: Path) -> Outcome:
     values = column.to_pylist()
     ids = numbers if kept.type == pa.int64() else [object()] * count
     entries = zip(values, ids, strict=True)
-    expected = [(i, {"text": text, "id": own}, True) for i, (text, own) in enumerate(entries)]
+    expected: Expected = [(i, {"text": text, "id": own}) for i, (text, own) in enumerate(entries)]
     return _job(rng, folder, [path], expected, keep, "parquet" if keep else None)
 
 
@@ -340,14 +339,11 @@ def _batch(rng: np.random.Generator, folder: Path) -> Outcome:
     if changed:
         return "right"
     check_equal("rows", len(found["error"]), len(values))
-    bad_seeds = {
-        i
-        for i, seed in enumerate(batch.get("seed", ()))
-        if type(seed) is not int or not 0 <= seed < 2**64
-    }
-    for index, value in enumerate(values):
-        reason = found["error"][index]
-        if reason and _valid(value, task) and index not in bad_seeds:
+    for index, (value, seed) in enumerate(
+        zip(values, batch.get("seed", [0] * len(values)), strict=True)
+    ):
+        reason, good_seed = found["error"][index], type(seed) is int and 0 <= seed < 2**64
+        if reason and _valid(value, task) and good_seed:
             raise Difference(f"record {index} refused: {reason}")
     return "right"
 

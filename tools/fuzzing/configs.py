@@ -195,7 +195,7 @@ def check_model(
 def _wide(rng: np.random.Generator, folder: Path) -> Outcome:
     """A file of width 768 needs no config.json; a config.json that is not a file is refused."""
     sizes = plain.Sizes(int(rng.integers(1, 3)), 12, 768, int(rng.integers(1, 9)), 5)
-    write_sparse(folder / "model.safetensors", plain.shapes(sizes))
+    plain.write_sparse(folder / "model.safetensors", plain.shapes(sizes))
     path, kind = (
         folder / "config.json",
         str(rng.choice(["none", "link", "loop", "dir", "fifo", "empty"])),
@@ -218,20 +218,6 @@ def _wide(rng: np.random.Generator, folder: Path) -> Outcome:
         raise Difference(f"accepted a config.json that is a {kind}")
     check_config(opened.config, rules(plain.config_json(sizes)))
     return "right"
-
-
-def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a sparse safetensors file of zeros."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
 
 
 AREA = Area("configs", 2, case)

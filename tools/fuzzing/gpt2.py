@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from fuzzing import Difference
+from gpt2block import GPT2Config
 
 Tensors = dict[str, NDArray[Any]]
 DTYPES: dict[str, Any] = {
@@ -26,6 +27,15 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
+
+_OURS = {
+    "wte": "wte.weight", "wpe": "wpe.weight", "gamma_f": "ln_f.weight", "beta_f": "ln_f.bias",
+    "lm_head": "lm_head.weight", "gamma1": "ln_1.weight", "beta1": "ln_1.bias",
+    "w_qkv": "attn.c_attn.weight", "b_qkv": "attn.c_attn.bias", "w_attn": "attn.c_proj.weight",
+    "b_attn": "attn.c_proj.bias", "gamma2": "ln_2.weight", "beta2": "ln_2.bias",
+    "w_fc": "mlp.c_fc.weight", "b_fc": "mlp.c_fc.bias", "w_proj": "mlp.c_proj.weight",
+    "b_proj": "mlp.c_proj.bias",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,14 @@ class Sizes:
     @property
     def inner(self) -> int:
         return self.n_inner or 4 * self.n_embd
+
+
+def sizes_of(config: GPT2Config) -> Sizes:
+    """The sizes of a config."""
+    return Sizes(
+        config.n_layer, config.n_head, config.n_embd, config.n_ctx, config.vocab_size, config.eps,
+        config.tie_word_embeddings,
+    )  # fmt: skip
 
 
 def random_sizes(rng: np.random.Generator) -> Sizes:
@@ -153,6 +171,26 @@ def write(folder: Path, sizes: Sizes, tensors: Mapping[str, NDArray[Any]]) -> Pa
     (folder / "config.json").write_text(json.dumps(config_json(sizes)))
     (folder / "model.safetensors").write_bytes(to_safetensors(tensors))
     return folder
+
+
+def label_of(ours: str) -> str:
+    """Return Hugging Face's name of a tensor by gpt2block's name."""
+    block, dot, kind = ours.rpartition(".")
+    return block + dot + _OURS[kind]
+
+
+def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Write a sparse safetensors file of zeros."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def layernorm(x: NDArray[Any], gamma: NDArray[Any], beta: NDArray[Any], eps: float) -> NDArray[Any]:

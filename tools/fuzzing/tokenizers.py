@@ -4,146 +4,95 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers as hugging_face
 
-from fuzzing import Area, Difference, Outcome, accepted, check_equal, refused_or
+from fuzzing import Area, Outcome, accepted, check_equal, refused_or
 from fuzzing import gpt2 as plain
 from fuzzing.values import odd_text, odd_value, pick
 from fuzzing.vocabularies import (
     CHARACTERS,
+    DECODERS,
     END,
+    MODEL_OPTIONS,
+    NORMALIZERS,
+    PADDING,
+    PRE_TOKENIZERS,
+    TRUNCATION,
     Vocabulary,
     added_token,
     by_rank,
     plain_spec,
     random_vocabulary,
+    template,
 )
 from gpt2block import GPT2
 from gpt2block.checkpoints import Checkpoint, save_pretrained
 from gpt2block.text import tokenizer
 
-_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def case(rng: np.random.Generator, folder: Path) -> Outcome:
-    return pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved)(rng, folder)
-
-
-def _byte_level(**options: bool) -> dict[str, Any]:
-    return {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
-        **options,
-    }  # fmt: skip
-
-
-def _split(pattern: str, behavior: str = "Isolated", kind: str = "Regex") -> dict[str, Any]:
-    return {"type": "Split", "pattern": {kind: pattern}, "behavior": behavior, "invert": False}
-
-
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-PRE_TOKENIZERS: tuple[Any, ...] = (
-    _byte_level(use_regex=False),
-    _byte_level(add_prefix_space=True),
-    _byte_level(trim_offsets=False),
-    _sequence(_byte_level()),
-    _sequence(_byte_level(), _byte_level(use_regex=False)),
-    _sequence(_byte_level(use_regex=False), _byte_level()),
-    _sequence(_split(_SPLIT), _byte_level(use_regex=False)),
-    _sequence(_split(_SPLIT), _byte_level()),
-    _sequence(_split(r"\d", "Isolated"), _byte_level(use_regex=False)),
-    _sequence(_split(r"\s+", "MergedWithNext"), _byte_level(use_regex=False)),
-    _sequence(_split(" ", "Removed", "String"), _byte_level()),
-    _sequence({"type": "Digits", "individual_digits": True}, _byte_level()),
-    _sequence({"type": "Whitespace"}, _byte_level()),
-    {"type": "Whitespace"},
-    {"type": "WhitespaceSplit"},
-    {"type": "BertPreTokenizer"},
-    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-    None,
-)
-NORMALIZERS: tuple[Any, ...] = (
-    {"type": "NFC"}, {"type": "NFKC"}, {"type": "Lowercase"}, {"type": "StripAccents"},
-    {"type": "Sequence", "normalizers": []}, {"type": "Prepend", "prepend": "a"},
-    {"type": "Replace", "pattern": {"String": "a"}, "content": "b"},
-)  # fmt: skip
-POST_PROCESSORS: tuple[Any, ...] = (
-    None,
-    {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": END, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {END: {"id": END, "ids": [256], "tokens": [END]}},
-    },
-)  # fmt: skip
-MODEL_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "dropout": (0.0, 0.5, 1.0),
-    "unk_token": ("a", END, "missing"),
-    "continuing_subword_prefix": ("##", "a", ""),
-    "end_of_word_suffix": ("</w>", "b", ""),
-    "fuse_unk": (True,),
-    "byte_fallback": (True,),
-    "ignore_merges": (True,),
+_NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
+_TEXTS = ("b" * 300, "abc" * 90, "it's  ", "\x85\u2003\x1c", "Z é", END)
+_MODEL_OPTIONS = {
+    **MODEL_OPTIONS,
     "merges": ([], None),
     "type": ("WordPiece", "WordLevel", "Unigram", None),
 }
 
 
+def case(rng: np.random.Generator, folder: Path) -> Outcome:
+    return pick(rng, *[_json] * 6, *[_pair] * 2, *[_llm_c] * 2, _saved, _settings)(rng, folder)
+
+
 def _change(rng: np.random.Generator, spec: dict[str, Any], vocabulary: Vocabulary) -> None:
     """Change one setting to a value that GPT-2's tokenizer.json does not have."""
-    model, kind = spec["model"], int(rng.integers(10))
-    if kind == 0:
-        spec["pre_tokenizer"] = pick(rng, *PRE_TOKENIZERS)
-    elif kind == 1:
-        spec["normalizer"] = pick(rng, *NORMALIZERS)
-    elif kind == 2:
-        name = str(pick(rng, *MODEL_OPTIONS))
-        model[name] = pick(rng, *MODEL_OPTIONS[name])
-    elif kind == 3:
-        content = str(pick(rng, "ab", "abc", " ", "é", "1", "bdd", "\n", ""))
-        options = {name: bool(rng.random() < 0.3) for name in ("single_word", "lstrip", "rstrip")}
-        new = added_token(
-            len(model["vocab"]),
-            content,
-            special=False,
-            normalized=bool(rng.random() < 0.5),
-            **options,
-        )
-        if rng.random() < 0.3 and vocabulary.merges:
-            content = "".join(pick(rng, *vocabulary.merges))
-            new |= {"content": content, "id": vocabulary.ids[content]}
-        spec["added_tokens"].append(new)
-    elif kind == 4:
-        spec["truncation"] = {
-            "direction": "Right", "max_length": int(rng.integers(1, 9)), "strategy": "LongestFirst",
-            "stride": 0,
-        }  # fmt: skip
-    elif kind == 5:
-        spec["padding"] = {
-            "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3,
-            "pad_type_id": 0, "pad_token": "#",
-        }  # fmt: skip
-    elif kind == 6:
-        spec["post_processor"] = pick(rng, *POST_PROCESSORS)
-    elif kind == 7:
-        rng.shuffle(model["merges"]) if model["merges"] else None
-    elif kind == 8:
-        names = [name for name in model["vocab"] if name != END]
-        order = rng.permutation(len(names)).tolist()
-        model["vocab"] = {name: order[i] for i, name in enumerate(names)} | {END: len(names)}
+    changes: dict[str, tuple[Any, ...]] = {
+        "pre_tokenizer": PRE_TOKENIZERS,
+        "normalizer": NORMALIZERS,
+        "decoder": DECODERS,
+        "truncation": (TRUNCATION | {"max_length": int(rng.integers(1, 9))},),
+        "padding": (PADDING,),
+        "post_processor": (None, template(END, "", token_id=256)),
+        "added_tokens": ([*spec["added_tokens"], _other_token(rng, spec["model"], vocabulary)],),
+    }
+    name = str(pick(rng, *changes, *["model"] * 5))
+    if name == "model":
+        _change_model(rng, spec["model"])
     else:
-        spec["model"]["merges"] = (model["merges"] or [])[
-            : int(rng.integers(len(vocabulary.merges) + 1))
-        ]
+        spec[name] = pick(rng, *changes[name])
+
+
+def _other_token(
+    rng: np.random.Generator, model: dict[str, Any], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """An added token that is not special."""
+    content = str(pick(rng, "ab", "abc", " ", "é", "1", "bdd", "\n", ""))
+    options = {name: bool(rng.random() < 0.3) for name in ("single_word", "lstrip", "rstrip")}
+    options |= {"special": False, "normalized": bool(rng.random() < 0.5)}
+    index = len(model["vocab"])
+    if rng.random() < 0.3 and vocabulary.merges:
+        content = "".join(pick(rng, *vocabulary.merges))
+        index = vocabulary.ids[content]
+    return added_token(index, content, **options)
+
+
+def _change_model(rng: np.random.Generator, model: dict[str, Any]) -> None:
+    vocab, merges = model["vocab"], model["merges"] or []
+    option = str(pick(rng, *_MODEL_OPTIONS))
+    names = [name for name in vocab if name != END]
+    order = rng.permutation(len(names)).tolist()
+    absent = {CHARACTERS[byte] for byte in pick(rng, _NEVER, {ord("Z")}, _NEVER | {4})}
+    model |= pick(
+        rng,
+        {option: pick(rng, *_MODEL_OPTIONS[option])},
+        {"merges": [merges[i] for i in rng.permutation(len(merges))]},
+        {"merges": merges[: int(rng.integers(len(merges) + 1))]},
+        {"vocab": {name: order[i] for i, name in enumerate(names)} | {END: len(names)}},
+        {"vocab": {name: index for name, index in vocab.items() if name not in absent}},
+    )
 
 
 def _damage(rng: np.random.Generator, spec: dict[str, Any]) -> None:
@@ -206,7 +155,7 @@ def _pair(rng: np.random.Generator, folder: Path) -> Outcome:
     heading = ["#version: 0.2"] if rng.random() < 0.8 else []
     (folder / names[1]).write_text("\n".join([*heading, *merges]) + "\n", encoding="utf-8")
     spec["model"] |= {"vocab": ids, "merges": [m.split(" ") for m in merges if m]}
-    spec["added_tokens"] = spec["added_tokens"] if END in ids and ids[END] == len(ids) - 1 else []
+    spec["added_tokens"] = [added_token(ids[END], END)] if END in ids else []
     return _check(rng, folder, len(vocabulary.ids) + 1, json.dumps(spec), exact)
 
 
@@ -220,18 +169,32 @@ def _check(rng: np.random.Generator, folder: Path, size: int, spec: str, exact: 
     truth = _truth(spec)
     encoded = False
     for _ in range(6):
-        text = odd_text(rng) or "a"
-        ids = attempt(lambda text=text: [*map(int, tokenizer.encode(encoding, text))])  # type: ignore[misc]
+        parts = [odd_text(rng) or "a", str(pick(rng, *_TEXTS)), odd_text(rng)]
+        text, special = "".join(parts[: int(rng.integers(1, 4))]), bool(rng.random() < 0.4)
+        encode = partial(tokenizer.encode, encoding, text, special)
+        ids = attempt(lambda encode=encode: [*map(int, encode())])  # type: ignore[misc]
         if isinstance(ids, str):
             continue
         encoded = True
         if truth is not None:
-            expected = [truth.encode(text, add_special_tokens=add).ids for add in (False, True)]
-            if ids not in expected:
-                raise Difference(f"{text!r:.60}: expected {expected[0]}, got {ids}")
+            check_equal(f"ids of {text!r:.60}", ids, _expected(truth, text, special))
         if exact:
             check_equal(f"decoded {text!r:.40}", _decoded(encoding, ids), text)
+        if truth is not None and json.loads(spec).get("decoder"):
+            known = sorted(truth.get_vocab(with_added_tokens=True).values())
+            for row in (ids, rng.choice(known, 6).tolist()):
+                theirs = truth.decode(row, skip_special_tokens=False)
+                check_equal(f"decoded {row}", encoding.decode(row), theirs)
     return "right" if encoded else "refused"
+
+
+def _expected(truth: Any, text: str, special: bool) -> list[int]:
+    """Ids with those that the post-processor adds, once where the text begins with them."""
+    truth.encode_special_tokens = not special
+    ids: list[int] = truth.encode(text, add_special_tokens=False).ids
+    whole: list[int] = truth.encode(text).ids
+    before = whole[: len(whole) - len(ids)]
+    return ids if special and ids[: len(before)] == before else whole
 
 
 def _truth(spec: str) -> Any:
@@ -327,4 +290,25 @@ def _write(rng: np.random.Generator, folder: Path, vocabulary: Vocabulary) -> No
     (folder / names[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-AREA = Area("tokenizers", 3, case)
+def _settings(rng: np.random.Generator, folder: Path) -> Outcome:
+    """Any settings next to a tokenizer of single bytes: obeyed or refused."""
+    _write(
+        rng, folder, Vocabulary({char: index for index, char in enumerate(CHARACTERS)}, [], True)
+    )
+    names = ("add_prefix_space", "add_bos_token", "tokenizer_class", "eos_token")
+    settings = {name: odd_value(rng) for name in names if rng.random() < 0.3}
+    added = pick(rng, {}, odd_value(rng), {str(pick(rng, 256, 257, "x")): odd_value(rng)})
+    if rng.random() < 0.5:
+        settings["added_tokens_decoder"] = added
+    elif rng.random() < 0.5:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    encoding = refused_or(lambda: tokenizer.from_path(folder, 1000))
+    if isinstance(encoding, str):
+        return "refused"
+    text = accepted(lambda: encoding.decode(tokenizer.encode(encoding, "ab c")))
+    check_equal("text", text, " " * bool(settings.get("add_prefix_space")) + "ab c")
+    return "right"
+
+
+AREA = Area("tokenizers", 4, case)

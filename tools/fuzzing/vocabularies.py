@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,38 +61,103 @@ def by_rank(parts: list[str], ids: dict[str, int]) -> list[str]:
         parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
 
 
-def plain_spec(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return GPT-2's tokenizer.json with this vocabulary."""
-    byte_level = {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
-    }  # fmt: skip
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added_token(len(vocabulary.ids), END)],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": {**byte_level, "trim_offsets": False},
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {**vocabulary.ids, END: len(vocabulary.ids)},
-            "merges": [list(pair) for pair in vocabulary.merges],
-        },
-    }
+def byte_level(**options: bool) -> dict[str, Any]:
+    usual = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {"type": "ByteLevel", **usual, **options}
+
+
+def split(pattern: str, behavior: str = "Isolated", kind: str = "Regex") -> dict[str, Any]:
+    return {"type": "Split", "pattern": {kind: pattern}, "behavior": behavior, "invert": False}
+
+
+def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def template(*parts: str, token_id: int = 97) -> dict[str, Any]:
+    """Return a post-processor that adds tokens with this id around a text, for which "" stands."""
+    single: list[dict[str, Any]] = [
+        {"SpecialToken": {"id": part, "type_id": 0}}
+        if part
+        else {"Sequence": {"id": "A", "type_id": 0}}
+        for part in parts
+    ]
+    known = {part: {"id": part, "ids": [token_id], "tokens": [part]} for part in parts if part}
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
 
 
 def added_token(index: int, content: str, **options: bool) -> dict[str, Any]:
-    usual = {
-        "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-        "special": True,
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": content, **flags, "special": True, **options}
+
+
+def spec_of(vocab: Mapping[str, int], merges: Sequence[Any]) -> dict[str, Any]:
+    """Return a tokenizer.json with GPT-2's pipeline."""
+    unset = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    model = {"type": "BPE", **dict.fromkeys(unset), **flags}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": byte_level(), "post_processor": None,
+        "decoder": byte_level(), "model": {**model, "vocab": dict(vocab), "merges": list(merges)},
     }  # fmt: skip
-    return {"id": index, "content": content, **usual, **options}
+
+
+def plain_spec(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return GPT-2's tokenizer.json with this vocabulary."""
+    ids = {**vocabulary.ids, END: len(vocabulary.ids)}
+    spec = spec_of(ids, [list(pair) for pair in vocabulary.merges])
+    added = [added_token(len(vocabulary.ids), END)]
+    return spec | {"added_tokens": added, "post_processor": byte_level(trim_offsets=False)}
+
+
+# Settings that GPT-2's tokenizer.json does not have
+
+_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS: tuple[Any, ...] = (
+    byte_level(use_regex=False),
+    byte_level(add_prefix_space=True),
+    byte_level(trim_offsets=False),
+    sequence(byte_level()),
+    sequence(byte_level(), byte_level(use_regex=False)),
+    sequence(byte_level(use_regex=False), byte_level()),
+    sequence(byte_level(), byte_level()),
+    sequence(split(_SPLIT), byte_level(use_regex=False)),
+    sequence(split(_SPLIT), byte_level()),
+    sequence(split("[a-b]"), byte_level(use_regex=False)),
+    sequence(split(r"\d", "Isolated"), byte_level(use_regex=False)),
+    sequence(split(r"\s+", "MergedWithNext"), byte_level(use_regex=False)),
+    sequence(split(r"\s", "Removed"), byte_level()),
+    sequence(split(" ", "Removed", "String"), byte_level()),
+    sequence({"type": "Digits", "individual_digits": True}, byte_level()),
+    sequence({"type": "Whitespace"}, byte_level()),
+    {"type": "Whitespace"},
+    {"type": "WhitespaceSplit"},
+    {"type": "BertPreTokenizer"},
+    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    None,
+)
+NORMALIZERS: tuple[Any, ...] = (
+    {"type": "NFC"}, {"type": "NFKC"}, {"type": "Lowercase"}, {"type": "StripAccents"},
+    {"type": "ByteLevel"}, {"type": "Sequence", "normalizers": []},
+    {"type": "Prepend", "prepend": "a"}, {"type": "Prepend", "prepend": "b"},
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "b"},
+)  # fmt: skip
+DECODERS: tuple[Any, ...] = (
+    None,
+    {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    {"type": "Sequence", "decoders": [byte_level()]},
+    {"type": "Fuse"},
+)
+MODEL_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "dropout": (0.0, 0.5, 1.0),
+    "unk_token": ("a", END, "missing"),
+    "continuing_subword_prefix": ("##", "a", "b", ""),
+    "end_of_word_suffix": ("</w>", "b", ""),
+    "fuse_unk": (True,),
+    "byte_fallback": (True,),
+    "ignore_merges": (True,),
+}
+TRUNCATION = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
+           "pad_id": 3, "pad_type_id": 0, "pad_token": "#"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the package `gguf` as llama.cpp's converter does."""
+"""GGUF files, written by the package `gguf` as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from gpt2block.checkpoints import Checkpoint
+from gpt2block.checkpoints import Checkpoint, TensorSource
 from gpt2block.config_llama import LlamaConfig, RopeScaling
 
 Arrays = dict[str, NDArray[Any]]
@@ -36,10 +36,10 @@ _LLAMA = {
 }  # fmt: skip
 
 
-def tensors_of(checkpoint: Checkpoint) -> Arrays:
+def tensors_of(model: TensorSource) -> Arrays:
     """The tensors by GGUF's names, matrices (outputs, inputs), as llama.cpp stores them."""
-    config, found = checkpoint.config, {}
-    for name, array, layout in checkpoint.tensors():
+    config, found = model.config, {}
+    for name, array, layout in model.tensors():
         h, _, kind = name.rpartition(".")
         block = f"blk.{h[2:]}." if h else ""
         turned = array.T if layout == "KN" else array
@@ -64,9 +64,9 @@ def neighbours(rows: NDArray[Any], n_head: int) -> NDArray[Any]:
     return turned
 
 
-def metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def metadata_of(model: TensorSource) -> dict[str, Any]:
     """The keys of an architecture, of which a test may change some."""
-    c = checkpoint.config
+    c = model.config
     sizes: dict[str, Any] = {
         "block_count": c.n_layer,
         "context_length": c.n_ctx,

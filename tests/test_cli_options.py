@@ -1,29 +1,20 @@
-"""Errors of the command line name its options, not the keywords of the library."""
+"""Options of the commands, and errors that name them instead of keywords of the library."""
 
 from __future__ import annotations
 
+import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import typer
 
-from gpt2block import cli
-from gpt2block.cli import app as cli_app
-from gpt2block.cli.terms import in_terms_of_options
+from gpt2block.cli.options import add_command, argument, option
+from gpt2block.errors import Argument, CheckpointError, InputError, PrintableError
+from tests.command_line import gpt2block
 
 KEYWORD = re.compile(r"(?<![\w-])(?!n_ctx)[a-z]+_[a-z_]+|\b[a-z]+=['\d]")
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says that is refused: one line."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    out, err = capsys.readouterr()
-    assert (end.value.code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("error: ").removesuffix("\n")
 
 
 SAMPLING = [
@@ -49,7 +40,7 @@ SAMPLING = [
         (["generate", "KING", "--stop-id", "256"], "--stop-id: token 0 is 256"),
         (["generate", "K" * 257], "or let --overflow truncate keep the last 256"),
         (["generate", "KING", "--dtype", "int8"], "--dtype: expected one of float32"),
-        (["generate", "KING", "--device", "gpu"], "--device: expected 'cuda', 'cuda:N', 'cpu', g"),
+        (["generate", "KING", "--device", "gpu"], "--device: expected 'cuda', 'cuda:N' or 'cpu'"),
         (["generate", "KING", "--model", ""], "--model: expected a name or a path"),
         (["generate", "KING", "--samples", "x"], "Invalid value for '--samples': "),
         (["generate", "KING", "--sample", "2"], "No such option: --sample"),
@@ -123,10 +114,8 @@ SAMPLING = [
         (["genrate"], "No such command 'genrate'"),
     ],
 )
-def test_a_bad_option_is_named_as_it_is_typed(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = error_of(arguments, capsys)
+def test_a_bad_option_is_named_as_it_is_typed(arguments: list[str], message: str) -> None:
+    said = gpt2block(*arguments).error
     assert message in said
     if arguments[0] != "kernels":  # whose operations have such names
         assert not KEYWORD.search(said.replace(__file__, "")), said
@@ -154,7 +143,6 @@ MAP = ["--output", "scores", "--device", "cpu", "--workers", "1"]
 def test_a_bad_option_of_map(
     arguments: list[str],
     message: str,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,58 +150,77 @@ def test_a_bad_option_of_map(
     monkeypatch.chdir(tmp_path)
     Path("lines.txt").write_text("To be, or not to be\n")
     command, *options = arguments
-    said = error_of(["map", command, "lines.txt", *MAP, *options], capsys)
-    assert message in said
+    assert message in gpt2block("map", command, "lines.txt", *MAP, *options).error
     assert not Path("scores").exists()
 
 
-def command(*names: str) -> object:
-    found = typer.main.get_command(cli_app.app)
-    return cli_app._command(found, list(names))
+@dataclass(frozen=True)
+class Shared:
+    model: str = option("A name.", "small")
+    stop_ids: list[int] = option("An id.", (), "--stop-id")
+    form: str = option("A format.", "jsonl", "--format")
+
+
+def ran(function: object, *words: str) -> None:
+    """Run a command of its own application with these arguments."""
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    add_command(app, function, "example")  # type: ignore[arg-type]
+    typer.main.get_command(app).main(["command", *words], standalone_mode=False)
+
+
+def test_fields_and_parameters_are_options() -> None:
+    found = []
+
+    def command(
+        file: str = argument("A file.", ...),
+        *,
+        model: Shared,
+        top_k: int | None = option("A number."),
+        causal: bool = option("A flag.", True),
+    ) -> None:
+        found.append((file, model, top_k, causal))
+
+    ran(command, "a.txt")
+    ran(command, "a.txt", "--stop-id=3", "--stop-id=4", "--model=b", "--top-k=5", "--no-causal")
+    assert found == [
+        ("a.txt", Shared("small", []), None, True),
+        ("a.txt", Shared("b", [3, 4]), 5, False),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("error", "expected"),
     [
-        ("stride: expected 1 to 63", "--stride: expected 1 to 63"),
-        ("try dtype='float32'", "try --dtype float32"),
-        ('try dtype="float32" or special=True', "try --dtype float32 or --special"),
-        ("got 'dtype=1' and \"stride=2\"", "got 'dtype=1' and \"stride=2\""),
-        ("/tmp/top_k/stride: no such file", "/tmp/top_k/stride: no such file"),
-        ("text: stride: expected", "text: stride: expected"),
-        ("a stride and a dtype", "a stride and a dtype"),
-        ("unknown=3 stays", "unknown=3 stays"),
-        ("dtype 'x': expected", "--dtype 'x': expected"),
+        (InputError("model: expected a name"), "--model: expected a name"),
+        (CheckpointError("weights: expected a name"), "--model: expected a name"),
+        (InputError("stop_ids: expected"), "--stop-id: expected"),
+        (InputError("format: expected"), "--format: expected"),
+        (InputError("form: expected"), "--format: expected"),
+        (InputError("try ", Argument("model", "a"), " or wait"), "try --model a or wait"),
+        (InputError("b: ", Argument("form"), " 'x': expected"), "b: --format 'x': expected"),
+        (InputError("use ", Argument("top_k"), " or top_p"), "use --top-k or top_p"),
+        (InputError("use ", Argument("dtype", "float32")), "use dtype='float32'"),
+        (InputError("text: model: expected"), "text: model: expected"),
+        (InputError("/tmp/model/form: no such file"), "/tmp/model/form: no such file"),
+        (InputError("a model and a form"), "a model and a form"),
+        (InputError("got 'model=1'"), "got 'model=1'"),
+        (InputError("file: the argument"), "file: the argument"),
     ],
 )
-def test_what_is_rewritten(message: str, expected: str) -> None:
-    assert in_terms_of_options(message, command("score"), []) == expected
+def test_an_argument_in_a_message_becomes_its_option(error: PrintableError, expected: str) -> None:
+    def command(
+        file: str = argument("A file.", "a.txt"), *, shared: Shared, top_k: int = option("", 0)
+    ) -> None:
+        raise error
 
-
-def test_flags_and_other_names() -> None:
-    assert in_terms_of_options("use causal=False", command("block"), []) == "use --no-causal"
-    assert in_terms_of_options("use causal=True", command("block"), []) == "use --causal"
-    assert in_terms_of_options("use stop_ids", command("generate"), []) == "use --stop-id"
-    assert in_terms_of_options("use top_k", command("map", "generate"), []) == "use --top-k"
-    assert in_terms_of_options("use top_k", command("map", "score"), []) == "use top_k"
+    for raised in (error, pickle.loads(pickle.dumps(error))):
+        error = raised
+        with pytest.raises(type(error)) as caught:
+            ran(command)
+        assert str(caught.value) == expected
 
 
 def test_a_file_with_the_name_of_an_option_stays_a_file() -> None:
-    message = "stride: cannot be read: No such file or directory"
-    assert in_terms_of_options(message, command("score"), ["score", "stride"]) == message
-
-
-@pytest.mark.parametrize(
-    "names",
-    [[], ["generate"], ["score"], ["info"], ["convert"], ["block"], ["check"], ["bench"],
-     ["kernels"], ["map"], ["map", "score"], ["map", "generate"], ["map", "embed"]],
-)  # fmt: skip
-def test_h_is_help(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    printed = []
-    for option in ("-h", "--help"):
-        with pytest.raises(SystemExit) as end:
-            cli.main([*names, option])
-        assert end.value.code == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    assert "Usage:" in printed[0]
+    said = gpt2block("score", "stride").error
+    assert said == "stride: cannot be read: No such file or directory"

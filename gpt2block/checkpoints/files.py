@@ -1,0 +1,104 @@
+"""Files of checkpoints: checked before they are read, with errors that begin with their name."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpt2block.errors import CheckpointError, InputError
+
+_NAMED_AT_MOST = 4
+_LONGEST_JSON = 100_000_000  # bytes; the same limit as for the header of a .safetensors file
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+@contextmanager
+def about(
+    subject: object, damage: tuple[type[Exception], ...] = (), words: str = "{}"
+) -> Iterator[None]:
+    """Convert errors of the block to CheckpointErrors that begin with `subject`.
+
+    They are gpt2block's own, OSError, and those of `damage`, which a parser raises for damaged
+    content. words: the message of the latter; {} stands for the parser's. Errors that already begin
+    with `subject`, or with a file in it, pass unchanged.
+    """
+    try:
+        yield
+    except (CheckpointError, InputError) as error:
+        if str(error).startswith((f"{subject}: ", f"{subject}/")):
+            raise
+        raise CheckpointError(f"{subject}: {error}") from error
+    except damage as error:
+        bare = isinstance(error, (KeyError, TypeError, AttributeError))  # such as 'merges'
+        reason = repr(error) if bare else str(error)
+        raise CheckpointError(f"{subject}: {words.replace('{}', reason)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{subject}: cannot be read: {error.strerror or error}") from error
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a regular file, or a link to one, exists; False where nothing has this name.
+
+    Raises CheckpointError where the name exists but is not a file: a folder, a named pipe, a broken
+    link, or a path without permission.
+    """
+    with about(path):
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if not path.is_symlink():
+                return False
+            raise CheckpointError(f"{path}: a link to a file that does not exist") from None
+        except ValueError:  # a null character or a lone surrogate: no file has such a name
+            return False
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise CheckpointError(f"{path}: expected a file, found {kind}")
+    return True
+
+
+def file_size(file: Path) -> int:
+    """Return the size in bytes. Raises CheckpointError."""
+    with about(file):
+        return file.stat().st_size
+
+
+def read_start(file: Path, length: int = -1) -> bytes:
+    """Return the first bytes of a file, at most `length`, or all. Raises CheckpointError."""
+    with about(file), file.open("rb") as stream:
+        return stream.read(length)
+
+
+def check_pointer(file: Path, start: bytes) -> None:
+    """Raise CheckpointError for a Git-LFS pointer. start: the file's first bytes."""
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{file}: a Git-LFS pointer of {file_size(file)} bytes, not the weights: "
+            "run `git lfs pull` in that repository"
+        )
+
+
+def read_json(file: Path) -> Any:
+    """Return the content of a JSON file. Raises CheckpointError when it cannot be read."""
+    size = file_size(file)
+    if size > _LONGEST_JSON:
+        raise CheckpointError(f"{file}: expected at most {_LONGEST_JSON:,} bytes, got {size:,}")
+    with about(file, (ValueError, RecursionError), "cannot be read as JSON: {}"):
+        return json.loads(read_start(file).decode("utf-8"))
+
+
+def first_names(names: Iterable[str]) -> str:
+    """Join the first few names for a message."""
+    listed = list(names)
+    rest = ", …" if len(listed) > _NAMED_AT_MOST else ""
+    return ", ".join(listed[:_NAMED_AT_MOST]) + rest

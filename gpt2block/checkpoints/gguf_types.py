@@ -1,0 +1,107 @@
+"""Tensors of GGUF files, whose types are those of the package `gguf`, read as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.checkpoints.files import about
+from gpt2block.checkpoints.stored import DTYPES, Stored
+from gpt2block.errors import CheckpointError
+
+_DECODED_AT_ONCE = 2**20  # numbers
+_NATIVE: Mapping[str, str] = {"F32": "float32", "F16": "float16", "F64": "float64",
+                              "BF16": "bfloat16"}  # fmt: skip
+
+
+def library() -> Any:
+    """The package `gguf`. Raises CheckpointError where it is missing."""
+    try:
+        import gguf  # noqa: PLC0415  (optional, slow to import)
+    except ImportError as error:
+        raise CheckpointError("a GGUF file needs the package gguf: run pip install gguf") from error
+    return gguf
+
+
+def dtype_of(kind: int) -> str:
+    """The dtype as which a type is read: its own, or float32 for a quantized one."""
+    return _NATIVE.get(library().GGMLQuantizationType(kind).name, "float32")
+
+
+@dataclass(frozen=True)
+class Encoded(Stored):
+    """A tensor of a GGUF file.
+
+    kind: the number of its type. length: its bytes. heads: of a part of Q and K, the number of
+    heads, whose rows change their order; 0 for other tensors.
+    """
+
+    kind: int = 0
+    length: int = 0
+    heads: int = 0
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (library().GGMLQuantizationType(self.kind).name,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.length
+
+    def check_type(self) -> None:
+        """Raise CheckpointError for a type that cannot be read."""
+        if not _is_supported(self.kind):
+            raise CheckpointError(
+                f"{self.file}: {self.label}: type {self.types[0]} is not supported by the package "
+                "gguf's dequantize: use a file with other types"
+            )
+
+    def read_into(self, array: NDArray[Any]) -> None:
+        """Read into a C-contiguous array of this shape and any float dtype.
+
+        Whole heads, or single rows, are decoded at a time. Raises CheckpointError.
+        """
+        flat = array.reshape(self.shape[0], -1)
+        unit = self.shape[0] // self.heads if self.heads else 1
+        rows = unit * max(1, _DECODED_AT_ONCE // (unit * flat.shape[1]))
+        row_bytes = self.length // self.shape[0]
+        with about(self.file), self.file.open("rb") as stream:
+            stream.seek(self.offset or 0)
+            for first in range(0, self.shape[0], rows):
+                piece = flat[first : first + rows]
+                data = stream.read(len(piece) * row_bytes)
+                if len(data) != len(piece) * row_bytes:
+                    raise CheckpointError(
+                        f"{self.file}: {self.label}: the file has become shorter since it was "
+                        "opened"
+                    )
+                values = _decoded(data, self.kind).reshape(piece.shape)
+                if self.heads:
+                    pairs = values.reshape(-1, unit // 2, 2, piece.shape[1])
+                    values = pairs.swapaxes(1, 2).reshape(piece.shape)
+                piece[...] = values
+
+
+def _decoded(data: bytes, kind: int) -> NDArray[Any]:
+    """The numbers of a tensor's bytes."""
+    types = library().GGMLQuantizationType
+    if types(kind).name in _NATIVE:
+        return np.frombuffer(data, DTYPES[dtype_of(kind)])
+    row = np.frombuffer(data, np.uint8)[None]  # dequantize loops over groups of 16 rows
+    with np.errstate(over="ignore", invalid="ignore"):  # a model refuses infinity and NaN
+        values: NDArray[Any] = library().dequantize(row, types(kind))
+    return values
+
+
+@lru_cache
+def _is_supported(kind: int) -> bool:
+    try:
+        _decoded(bytes(library().GGML_QUANT_SIZES[kind][1]), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""The command `gpt2block bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from gpt2block.cli import complete
+from gpt2block.cli.codes import FAILED
+from gpt2block.cli.model import device_option, json_option, peer_option
+from gpt2block.cli.options import option, path_option
+from gpt2block.errors import InputError
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    device: str | None = device_option()
+    decode: bool = option(
+        "Time whole GPT-2, from tokens to tokens, random weights.", False, "--decode"
+    )
+    llama: bool = option("Time a whole Llama, random weights, with each fusion.", False, "--llama")
+    what: str | None = option("block, gemm, attention or all: compare these with the ceilings.")
+    rows: str | None = option(
+        "With --decode or --llama: rows decoded together, such as 1,8,64; default 1 to 256, with "
+        "--llama 1,4,16,64."
+    )
+    size: str | None = option(
+        "With --decode: gpt2 (the default), gpt2-medium, -large or -xl. With --llama: 7b (the "
+        "default), 1b or small."
+    )
+    dtype: str | None = option(
+        "Only bfloat16, float16 or float32; with --decode that of the weights, by default "
+        "bfloat16, also float8_e5m2 or float8_e4m3fn; with --llama by default float16 (1b: "
+        "bfloat16), then float8_e5m2.",
+        complete=complete.dtypes,
+    )
+    kv_dtype: str | None = option(
+        "With --decode or --llama: float8_e5m2 or float8_e4m3fn for keys and values.",
+        complete=complete.dtypes,
+    )
+    only: str | None = option("Only work with this text in its name, such as 8x1024 or M=128.")
+    peer: str | None = peer_option()
+    plot: Path | None = path_option(
+        "Plot the roofline, or the rates of decoding, to this PNG file."
+    )
+    as_json: bool = json_option()
+
+
+def bench(options: BenchOptions) -> None:
+    """Time GPT-2's block, and compare it with the figures of LeetGPU's GPT-2 block challenge.
+
+    With --what, --dtype, --only, --peer or --plot: compare blocks, matrix products and attention
+    with the ceilings of this GPU and with PyTorch. With --decode: steps of decoding, a prompt and
+    many prompts, compared with the least time that reading weights, keys and values takes, with
+    PyTorch and with transformers. With --llama: the same for a Llama, whose steps are also timed
+    with fewer fusions. The exit code is then 1 if a result of gpt2block is wrong.
+    """
+    from gpt2block.cli.bench_run import run  # noqa: PLC0415  (slow to import)
+
+    _check_together(options)
+    if not run(options):
+        raise typer.Exit(FAILED)
+
+
+def _check_together(options: BenchOptions) -> None:
+    """Raise InputError for options that exclude each other."""
+    if options.decode and options.llama:
+        raise InputError("--decode times GPT-2, --llama a Llama: leave out one")
+    whole = "--llama" if options.llama else "--decode" if options.decode else ""
+    of_kernels = _first_given({"--what": options.what, "--only": options.only})
+    of_models = _first_given(
+        {"--rows": options.rows, "--size": options.size, "--kv-dtype": options.kv_dtype}
+    )
+    if whole and of_kernels:
+        raise InputError(f"{of_kernels} chooses kernels, {whole} times whole models: leave out one")
+    if of_models and not whole:
+        raise InputError(f"{of_models} is an option of --decode and --llama: add one of them")
+    if options.llama and options.plot is not None:
+        raise InputError("--plot: expected --decode or kernels with it, got --llama")
+
+
+def _first_given(values: dict[str, str | None]) -> str | None:
+    return next((name for name, value in values.items() if value is not None), None)

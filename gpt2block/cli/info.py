@@ -1,0 +1,123 @@
+"""`gpt2block info`: what the files of a model hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.cli import complete
+from gpt2block.cli.display import console, new_table, print_facts, print_json, print_table, shown
+from gpt2block.cli.model import json_option, kv_dtype_option, revision_option
+from gpt2block.cli.options import argument
+
+
+def info(
+    model: str = argument("As in generate --model.", BUNDLED, complete=complete.models),
+    revision: str | None = revision_option(),
+    kv_dtype: str | None = kv_dtype_option(),
+    as_json: bool = json_option(),
+) -> None:
+    """Show the sizes, memory and tensors of a model; only the headers of its files are read."""
+    from gpt2block.run.model import itemsize, kv_cache_dtypes, weight_bytes  # noqa: PLC0415
+
+    checkpoint = Checkpoint.open(model, revision)
+    c = checkpoint.config
+    per_token = 2 * c.n_layer * c.kv_width
+    memory = {
+        dtype: {
+            "weights": weight_bytes(c, dtype),
+            "kv_cache_dtype": cache,
+            "kv_cache_per_row": per_token * c.n_ctx * itemsize(cache),
+        }
+        for dtype, cache in kv_cache_dtypes(kv_dtype).items()
+    }
+    facts = {
+        "name": checkpoint.name,
+        "file": str(checkpoint.file),
+        "config": asdict(c),
+        "generation_config": checkpoint.generation_config(),
+        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
+        "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
+        "nbytes": checkpoint.nbytes,
+        "memory": memory,
+        "tensors": [
+            {
+                "name": name,
+                "in_file": tensor.label,
+                "shape": tensor.shape,
+                "dtype": ", ".join(tensor.types),
+                "layout": tensor.layout,
+            }
+            for name, tensor in checkpoint.stored.items()
+        ],
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print_info(checkpoint, facts)
+
+
+def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+    c = checkpoint.config
+    tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
+    n_kv_head = c.kv_width // c.head_size
+    grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
+    print_facts(
+        {
+            "model": checkpoint.name,
+            "file": str(checkpoint.file),
+            "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
+            f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
+            "parameters": f"{facts['parameters']:,}",
+            "stored": f"{', '.join(facts['dtypes'])}, {_megabytes(facts['nbytes'])}",
+            **_generation_facts(c.eos_token_ids, facts["generation_config"]),
+        }
+    )
+    out = console()
+    table = new_table(("dtype on a GPU", "weights", f"kv_cache, a row of {c.n_ctx}"))
+    for dtype, sizes in facts["memory"].items():
+        cache = f"{_megabytes(sizes['kv_cache_per_row'])} {sizes['kv_cache_dtype']}"
+        table.add_row(dtype, _megabytes(sizes["weights"]), cache)
+    out.print()
+    print_table(out, table)
+    out.print("On the CPU every dtype takes the memory of float32.")
+    table = new_table(("tensor", "shape", "stored as", "in the file"))
+    for tensor in _without_repetition(facts["tensors"], c.n_layer):
+        shape = "x".join(map(str, tensor["shape"]))
+        table.add_row(tensor["name"], shape, tensor["dtype"], shown(tensor["in_file"]))
+    out.print()
+    print_table(out, table)
+
+
+def _generation_facts(ends: Sequence[int], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The end tokens, and the settings of generation_config.json apart from tokens."""
+    facts = {"end tokens": ", ".join(map(str, ends))} if ends else {}
+    others = ", ".join(
+        f"{name} {json.dumps(value)}"
+        for name, value in settings.items()
+        if not name.endswith("_token_id") and not name.startswith(("_", "transformers_"))
+    )
+    return facts | ({"suggested": f"{others}; not applied"} if others else {})
+
+
+def _without_repetition(tensors: list[dict[str, Any]], n_layer: int) -> Iterator[dict[str, Any]]:
+    """The tensors; if all blocks have the same ones, only those of h.0, named "h.0 … h.11"."""
+    kinds: dict[str, set[tuple[Any, ...]]] = {}
+    for tensor in tensors:
+        kind = tensor["name"].rpartition(".")[2]
+        kinds.setdefault(kind, set()).add((tuple(tensor["shape"]), tensor["dtype"]))
+    alike = n_layer > 1 and all(len(found) == 1 for found in kinds.values())
+    for tensor in tensors:
+        block, _, kind = tensor["name"].rpartition(".")
+        if not (alike and block):
+            yield tensor
+        elif block == "h.0":
+            yield {**tensor, "name": f"h.0 … h.{n_layer - 1}: {kind}"}
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"

@@ -1,0 +1,203 @@
+"""What `gpt2block kernels` runs: built-in variants or a user's kernel, on a GPU or emulated."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from gpt2block import doctor
+from gpt2block.bench import ceilings, measure
+from gpt2block.bench.roofline import check_file
+from gpt2block.bench.torch_peers import check_peer
+from gpt2block.bench.variants import CEILINGS, measure_variants
+from gpt2block.cli.display import console, print_json, tracked
+from gpt2block.cli.kernels import (
+    draw_sweep,
+    list_operations,
+    measured_report,
+    operations_report,
+    print_measurements,
+    print_series,
+)
+from gpt2block.cli.kernels_command import KernelsOptions, OwnOptions
+from gpt2block.cli.mine import (
+    Outcome,
+    outcome_report,
+    print_outcome,
+    print_rungs,
+    print_source,
+    rungs_report,
+)
+from gpt2block.errors import DeviceError, InputError
+from gpt2block.mine import check, on_cpu, on_gpu
+from gpt2block.mine.kernel import Kernel, matched
+from gpt2block.mine.listing import rung
+from gpt2block.mine.source import read
+from gpt2block.mine.templates import template as template_of
+from gpt2block.ops.operation import Attrs, Operation, Sizes, Variant
+from gpt2block.ops.registry import all_sizes, find, parse_sizes, stated_sizes
+
+CPU, CUDA = "cpu", "cuda"
+SIZES_OF_A_VARIANT = 2  # on the emulator: many variants compile a program for each
+
+
+class Request(NamedTuple):
+    """What runs: some variants of an operation, or a user's kernel, and its options."""
+
+    operation: Operation
+    variants: tuple[Variant, ...]
+    stored: tuple[str, str]
+    options: KernelsOptions
+
+    @property
+    def sweep(self) -> bool:
+        """Whether every block size is timed."""
+        return self.options.sweep or self.options.plot is not None
+
+
+def run(options: KernelsOptions, own: OwnOptions) -> bool:
+    """List, print or run kernels; False if a result is wrong or no kernel could run."""
+    if options.operation is None:
+        if options.as_json:
+            print_json(operations_report())
+        else:
+            list_operations(console())
+        return True
+    found = find(options.operation)
+    if own.template:
+        print(template_of(found), end="")
+        return True
+    if options.source is not None:
+        print_source(console(), found, rung(found, options.source))
+        return True
+    parse_sizes(found, options.shape)
+    variants = found.variants if options.variant is None else (found.variant(options.variant),)
+    stored = measure.check_storage(found, options.dtype, options.layout)
+    if options.peer is not None:
+        check_peer(options.peer, found.name)
+    if options.plot is not None:
+        check_file(options.plot)
+    user = None
+    if own.mine is not None:
+        text = read(own.mine, own.kernel, own.grid, own.block, own.shared)
+        user = matched(text, found, stored, own.args)
+    return _run(Request(found, variants, stored, options), user, options.device)
+
+
+def _run(request: Request, user: Kernel | None, device: str | None) -> bool:
+    """Run on the GPU or on the emulator; False if a result is wrong or nothing could run."""
+    if device not in (None, CPU, CUDA):
+        raise InputError(f"--device {device}: expected cuda or cpu")
+    problem = None if device == CPU else doctor.cuda_problem()
+    if device != CPU and problem is None:
+        return _own_on_gpu(request, user) if user else _on_gpu(request)
+    needed = "--peer" if request.options.peer else "--sweep and --plot" if request.sweep else None
+    if device == CUDA or (needed and problem):
+        _print_not_run(request, f"{problem}: this needs a GPU, and {doctor.ADVICE}")
+        return False
+    if needed:
+        raise InputError(f"{needed}: times are measured on a GPU: leave out --device cpu")
+    try:
+        on_cpu.require_emulator()
+    except DeviceError as error:
+        if problem is None:
+            raise
+        _print_not_run(request, f"{problem}; {error}")
+        return False
+    if problem and not request.options.as_json:
+        print(f"note: running on the CPU: {problem}", file=sys.stderr)
+    return _own_on_cpu(request, user) if user else _on_cpu(request, problem)
+
+
+def _print_not_run(request: Request, problem: str) -> None:
+    """Print why no kernel was run and what to do, or a JSON object to stdout."""
+    why = f"{request.operation.name}: no kernel was run: {problem}"
+    if request.options.as_json:
+        print_json({"run": False, "why": why})
+    else:
+        print(f"error: {why}", file=sys.stderr)
+
+
+def _small(request: Request, count: int = 99) -> list[tuple[Sizes, Attrs]]:
+    """The last reduced sizes, or the very last with those of --shape."""
+    cases, shape = request.operation.cases, request.options.shape
+    if shape is None:
+        return list(cases[-count:])
+    sizes, attrs = cases[-1]
+    return [({**sizes, **stated_sizes(request.operation, shape)}, attrs)]
+
+
+def _on_cpu(request: Request, problem: str | None) -> bool:
+    """Check the built-in variants on the emulator."""
+    operation, as_json = request.operation, request.options.as_json
+    cases = _small(request, SIZES_OF_A_VARIANT)
+    rungs, skipped = on_cpu.check_variants(
+        operation,
+        request.variants,
+        request.stored,
+        cases,
+        lambda variants: tracked(variants, "variants", hidden=as_json),
+    )
+    if as_json:
+        print_json(rungs_report(operation, rungs, skipped, problem))
+    else:
+        sizes = [each for each, _ in cases]
+        print_rungs(console(), operation, rungs, skipped, sizes, request.stored[0])
+    return bool(rungs) and all(each.right for each in rungs)
+
+
+def _on_gpu(request: Request) -> bool:
+    """Time the built-in variants; False if one was wrong."""
+    operation, options = request.operation, request.options
+    sizes = parse_sizes(operation, options.shape)
+    single = options.shape is not None or request.sweep
+    ceiling = ceilings.measured(CEILINGS)
+    results = [
+        measure_variants(
+            operation, request.variants, at, ceiling, request.stored, request.sweep, options.peer
+        )
+        for at in ([sizes] if single else all_sizes(operation))
+    ]
+    measured = [rows for rows, _ in results]
+    skipped = [line for _, lines in results for line in lines]
+    if options.as_json:
+        print_json(measured_report(measured, skipped, ceiling))
+    elif len(results) > 1:
+        print_series(console(), operation, measured, skipped, ceiling)
+    else:
+        print_measurements(console(), *results[0], ceiling)
+    if options.plot is not None:
+        draw_sweep(measured[0], ceiling, doctor.describe_device(0), options.plot)
+    return all(row.right for rows in measured for row in rows)
+
+
+def _own_on_cpu(request: Request, user: Kernel) -> bool:
+    layout = request.stored[1]
+    cases = [check.case(user, sizes, attrs, layout) for sizes, attrs in _small(request)]
+    return _show_own(request, user, Outcome.of(on_cpu.check_kernel(user, cases)), CPU)
+
+
+def _own_on_gpu(request: Request, user: Kernel) -> bool:
+    operation, options, layout = request.operation, request.options, request.stored[1]
+    job = on_gpu.Job(
+        user,
+        tuple(check.case(user, *case, layout) for case in operation.cases),
+        tuple(each.name for each in request.variants),
+        parse_sizes(operation, options.shape),
+        request.stored,
+        options.peer,
+        request.sweep,
+    )
+    found = Outcome.of(on_gpu.run(job))
+    if found.raced and options.plot is not None:
+        raced = found.raced
+        draw_sweep(raced.rows, raced.ceiling, doctor.describe_device(0), options.plot)
+    return _show_own(request, user, found, CUDA)
+
+
+def _show_own(request: Request, user: Kernel, found: Outcome, device: str) -> bool:
+    if request.options.as_json:
+        print_json(outcome_report(user, found, device))
+    else:
+        print_outcome(console(), user, found, device == CPU)
+    return found.right

@@ -1,0 +1,50 @@
+"""Text, and the files and streams that commands read it from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO
+
+from gpt2block.cli.options import path_of
+from gpt2block.errors import InputError
+
+
+def read_text(file: str, most: int) -> str:
+    """The text of a regular file, or of stdin for "-"; InputError for more than `most` bytes."""
+    if file == "-":
+        return _decoded(sys.stdin.buffer, "stdin", most)
+    with regular_file(file).open("rb") as opened:
+        return _decoded(opened, file, most, or_tokens=True)
+
+
+def regular_file(file: str) -> Path:
+    """The path of a regular file: a pipe may block, and a device may have no end."""
+    path = path_of(file)
+    try:
+        regular = S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    if not regular:
+        raise InputError(
+            f"{file}: expected a regular file; to read from a pipe or a device, redirect it to "
+            "standard input and give -"
+        )
+    return path
+
+
+def _decoded(source: BinaryIO, name: str, most: int, or_tokens: bool = False) -> str:
+    try:
+        data = source.read(most + 1)
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise InputError(f"{name}: expected at most {most // 2**20} MiB of text, got more")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        hint = ": for a token file give --tokens" if or_tokens else ""
+        raise InputError(
+            f"{name}: expected UTF-8 text, byte {error.start} is invalid{hint}"
+        ) from error

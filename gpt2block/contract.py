@@ -1,0 +1,247 @@
+"""What an operation takes and returns, in one line: names, dtypes and axes of its arrays.
+
+    x f32 ... K; w matrix K N; bias? f32 N; residual? f32 ... N -> out~residual f32 ... N
+
+An entry has names, a kind of dtype and axes. A letter is one size in all entries; an expression
+such as `3*C` or `N//3` follows from sizes and options; `...` stands for any leading axes. An array
+with `?` may be None. Outputs follow `->`: `out~residual` may be the array `residual` itself, and an
+output with the name of an input is that input, which the operation changes.
+
+The same line checks the NumPy arrays of `gpt2block.reference` (`takes`) and the CUDA arrays of
+`gpt2block.ops` (`gpt2block.ops.call`). A kind restricts the dtype on a GPU; NumPy functions take
+any float dtype, or any integer dtype, in its place:
+
+    any      float32, float16 or bfloat16, the same for all arrays of this kind
+    other    float32, float16 or bfloat16
+    f32 f64 i32 i64 u8  float32, float64, int32, int64, uint8
+    kv       a half of a kv_cache: any float dtype, or uint8 of the FP8 format kv_dtype
+    float32  float32, with NumPy as well
+    matrix   a WeightMatrix (K, N) of either layout; with NumPy also an array (K, N)
+    rows     the same with layout "NK" only, so that a row in memory has the K inputs of an output
+    table    the axes (N, K) of rows in memory: an array, or a WeightMatrix of layout "NK"
+    two_part a TwoPartMatrix; the axes are its shape
+    strided  "any" with any strides, of which the operation says which it takes
+    mixed    "any", or "two_part" for all arrays of this kind
+
+Any other kind is the name of an option that holds the dtype, "two_part" included.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+from gpt2block.checks import check_flag, check_integer, check_number, is_plain
+from gpt2block.config import check_count, check_eps
+from gpt2block.errors import InputError, shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Sizes = dict[str, Any]  # letter → size; "..." → the sizes of all leading axes
+
+MOST_POSITIONS = 2**31 - 1
+MATRICES = ("matrix", "rows")  # kinds whose axes are (K, N)
+_LETTERS = re.compile(r"[A-Za-z_]+")
+_FLOAT = ("efdE", "float16, bfloat16, float32 or float64")  # E is bfloat16 of ml_dtypes
+_MATRIX = ("efdE", "a float dtype, or a WeightMatrix")
+# Kind → the dtype characters that NumPy functions take, and the dtypes in words; others: _FLOAT.
+_IN_NUMPY: Mapping[str, tuple[str, str]] = {
+    "i32": ("bBhHiIlLqQ", "integers"),
+    "u8": ("B", "uint8"),
+    "float32": ("f", "float32"),
+    **dict.fromkeys((*MATRICES, "table"), _MATRIX),
+}
+
+
+def _position(name: str, value: Any) -> int:
+    return check_integer(name, value, 0, MOST_POSITIONS, "an integer of at least 0 below 2^31")
+
+
+# Scalar arguments by name, with the same meaning in every function.
+SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
+    "n_head": check_count,
+    "n_kv_head": check_count,
+    "head_dim": check_count,
+    "start": _position,
+    "step": _position,
+    "eps": lambda _, value: check_eps(value),
+    "theta": lambda name, value: check_number(name, value, 1, 2.0**100, "a number from 1 to 2^100"),
+    **dict.fromkeys(("causal", "gelu", "split_k", "half_split", "saturate", "stats"), check_flag),
+}
+
+
+class Entry(NamedTuple):
+    """An array of a contract."""
+
+    name: str
+    kind: str
+    axes: tuple[str, ...]
+    optional: bool
+    itself: tuple[str, ...]  # inputs that this output may be
+
+    def shape(self, sizes: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape, from sizes and options by name."""
+        leading = sizes["..."] if self.axes[0] == "..." else ()
+        return (*leading, *(size_of(axis, sizes) for axis in self.axes if axis != "..."))
+
+    def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
+        """Whether a shape agrees with the sizes; those of new letters are added to them."""
+        axes = [axis for axis in self.axes if axis != "..."]
+        first = len(shape) - len(axes)
+        if first < 0 or (first and len(axes) == len(self.axes)):
+            return False
+        if len(axes) < len(self.axes) and sizes.setdefault("...", shape[:first]) != shape[:first]:
+            return False
+        return all(
+            size == (sizes.setdefault(axis, size) if axis.isalpha() else size_of(axis, sizes))
+            for axis, size in zip(axes, shape[first:], strict=True)
+        )
+
+    def expected(self, sizes: Mapping[str, Any]) -> str:
+        """The shape for a message: known sizes as numbers, others by their letters."""
+        parts: list[str] = []
+        for axis in self.axes:
+            if axis == "...":
+                parts.extend(map(str, sizes.get(axis, (axis,))))
+            else:
+                known = all(letter in sizes for letter in _LETTERS.findall(axis))
+                parts.append(str(size_of(axis, sizes)) if known else axis)
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+
+
+class Contract(NamedTuple):
+    """The arrays of an operation."""
+
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Contract:
+        """The contract that a line states."""
+        inputs, _, outputs = text.partition("->")
+        return cls(_entries(inputs), _entries(outputs))
+
+    @property
+    def changed(self) -> int | None:
+        """The place of the input that is the first output, or None."""
+        names = [entry.name for entry in self.inputs]
+        first = self.outputs[0].name
+        return names.index(first) if first in names else None
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The places of the weight matrices among the inputs."""
+        return tuple(i for i, entry in enumerate(self.inputs) if entry.kind in MATRICES)
+
+
+def _entries(text: str) -> tuple[Entry, ...]:
+    found = []
+    for part in filter(str.strip, text.split(";")):
+        words = part.split()
+        first = next(i for i, word in enumerate(words) if word == "..." or not word[0].islower())
+        *names, kind = words[:first]
+        for name in names:
+            plain, *itself = name.split("~")
+            axes, optional = tuple(words[first:]), plain.endswith("?")
+            found.append(Entry(plain.rstrip("?"), kind, axes, optional, tuple(itself)))
+    return tuple(found)
+
+
+def size_of(axis: str, sizes: Mapping[str, Any]) -> int:
+    """The size of an axis: a letter, a number or an expression of them and of options."""
+    return int(sizes[axis] if axis.isalpha() else eval(_compiled(axis), {}, dict(sizes)))
+
+
+@cache
+def _compiled(axis: str) -> CodeType:
+    return compile(axis, f"<axis {axis}>", "eval")  # of a contract, which is this package's text
+
+
+def scalar(name: str, value: Any) -> Any:
+    """The value of an option, checked if its name is one of `SCALARS`.
+
+    NumPy scalars become Python scalars, which do not overflow. Raises InputError.
+    """
+    return SCALARS[name](name, value) if name in SCALARS and value is not None else value
+
+
+def takes(line: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a NumPy function: check its arguments by a contract, of which it has the names.
+
+    An array may be None if that is its default, or if the contract says so; scalars are checked by
+    name (`scalar`). Raises InputError. `contract_of` returns the contract.
+    """
+    contract = Contract.parse(line)
+    entries = {entry.name: entry for entry in contract.inputs}
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        names = tuple(parameters)
+        optional = {name for name, one in parameters.items() if one.default is None}
+        optional |= {entry.name for entry in contract.inputs if entry.optional}
+
+        def fitting(name: str, value: Any, sizes: Sizes) -> Any:
+            if value is None and name in optional:
+                return value
+            if name in entries:
+                _check(entries[name], value, sizes)
+                return value
+            return SCALARS[name](name, value) if name in SCALARS else value
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            sizes: Sizes = {}
+            values: Any = [fitting(*pair, sizes) for pair in zip(names, args, strict=False)]
+            named: Any = {name: fitting(name, value, sizes) for name, value in kwargs.items()}
+            values += args[len(values) :]  # the function raises TypeError for these
+            return function(*values, **named)
+
+        checked.contract = contract  # type: ignore[attr-defined]
+        return checked
+
+    return decorated
+
+
+def contract_of(function: Callable[..., Any]) -> Contract:
+    """The contract of a function with `takes`."""
+    found: Contract = function.contract  # type: ignore[attr-defined]
+    return found
+
+
+def unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function without the checks of `takes`, for arguments known to be valid."""
+    inner: Callable[P, R] = getattr(function, "__wrapped__", function)
+    return inner
+
+
+def _check(entry: Entry, value: Any, sizes: Sizes) -> None:
+    """InputError unless a NumPy array or a matrix fits; the sizes of new letters are added."""
+    chars, words = _IN_NUMPY.get(entry.kind, _FLOAT)
+    if words is _MATRIX[1] and hasattr(value, "dequantized"):
+        shape = (value.N, value.K) if entry.kind == "table" else (value.K, value.N)
+    elif is_plain(value) and value.dtype.char in chars and value.size:
+        shape = value.shape
+    else:
+        shape = None
+    if shape is None or not entry.fits(shape, sizes):
+        raise InputError(
+            f"{entry.name}: expected a NumPy array of {words}, of shape {entry.expected(sizes)} "
+            f"with at least one element, got {_described(entry.name, value)}"
+        )
+
+
+def _described(name: str, value: Any) -> str:
+    if isinstance(value, np.ma.MaskedArray):
+        return "a NumPy masked array"
+    if isinstance(value, np.matrix):
+        return f"an np.matrix: use np.asarray({name})"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} {value.shape}"
+    return f"{type(value).__name__} {shown(value):.60}"

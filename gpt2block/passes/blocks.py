@@ -1,0 +1,168 @@
+"""Blocks, and models with NumPy: a step for each operation, or fewer steps on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gpt2block.config import ModelConfig
+from gpt2block.config_llama import LlamaConfig
+from gpt2block.passes.forward import Pass, Product, To
+from gpt2block.passes.machine import TWO_PART, Machine, Value
+
+
+class Settings(NamedTuple):
+    """What the verbs of all passes need to know of a model or block.
+
+    causal: of a block alone. rope: whether q and k are turned by RoPE; half_split: which channels
+    it pairs.
+    """
+
+    n_head: int
+    n_kv_head: int
+    eps: float
+    head_size: int
+    causal: bool = True
+    half_split: bool = True
+    rope: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Settings:
+        """Those of a model."""
+        n_kv_head = config.kv_width // config.head_size
+        rope = isinstance(config, LlamaConfig)
+        return cls(config.n_head, n_kv_head, config.eps, config.head_size, rope=rope)
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return {"n_head": self.n_head, "n_kv_head": self.n_kv_head}
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """What RoPE is told."""
+        return {**self.heads, "half_split": self.half_split}
+
+
+class StepPass(Pass):
+    """A kernel, or a NumPy function, for each step: ten for a block of GPT-2, twelve of Llama."""
+
+    def __init__(self, do: Machine, settings: Settings) -> None:
+        self.do, self.c = do, settings
+
+    def embed(self) -> Value:
+        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        if beta:
+            return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps)
+
+    def _product(self, p: Product) -> Value:
+        y = self.do(p.name, "matmul_bias", (p.a, p.w, p.bias))
+        if p.gelu:
+            y = self.do(p.gelu, "gelu", (y,))
+        return self.do(p.add[0], "add", (p.add[1], y)) if p.add else y
+
+    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=("attention",))
+        if not rope:
+            return y
+        return self.do(f"{h}rope", "rope_qkv", (y, "positions", "frequencies"), **self.c.turn)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        return self.do(f"{h}attn", "attention", (qkv,), **self.c.heads, causal=self.c.causal)
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
+        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        return self.do(f"{h}ff", "silu_mul", (gate, up))
+
+    def logits(self, x: Value) -> Value:
+        return self.product("logits", x, "lm_head")
+
+
+class ModelStepPass(StepPass):
+    """The same for packed rows, with attention over a kv_cache.
+
+    longest: the number of tokens of the longest sequence.
+    """
+
+    def __init__(self, do: Machine, settings: Settings, longest: int) -> None:
+        super().__init__(do, settings)
+        self.longest, self._last = longest, False
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        if self._last and to == ("lm_head",):
+            x = self.do("last.x", "take", (x, "last"))
+        return super().norm(name, x, gamma, beta, to)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        k, v = f"{h}k", f"{h}v"
+        self.do(f"{h}kv", "kv_append", (qkv, k, v, "row", "positions"))
+        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": self.longest}
+        inputs = (qkv, k, v, "cu_seqlens", "start")
+        return self.do(f"{h}attn", "attention_packed", inputs, **options)
+
+    def last_rows(self, x: Value, y: Value) -> tuple[ModelStepPass, Value, Value]:
+        """All rows: with fewer, NumPy's products round otherwise. The norm takes the last ones."""
+        self._last = True
+        return self, x, y
+
+
+class Normed(NamedTuple):
+    """Rows that the products which read them normalize, unless they cannot."""
+
+    name: str
+    x: Value
+    gamma: str
+
+
+class BlockPass(StepPass):
+    """A block whose products fuse residual, GELU and RMSNorm: GPT-2 has seven steps, Llama six.
+
+    bounds: of float32 on tensor cores, where operands are two-part: the largest magnitude of
+    each result, by name. split_k: whether projections may sum over K in parts.
+    """
+
+    def __init__(
+        self,
+        do: Machine,
+        settings: Settings,
+        bounds: Mapping[str, float] | None = None,
+        split_k: bool = False,
+    ) -> None:
+        super().__init__(do, settings)
+        self.bounds, self.split_k = bounds, split_k
+
+    def _operand(self, name: str) -> dict[str, Any]:
+        """The format of a result that a product reads."""
+        if self.bounds is None:
+            return {}
+        return {"dtype": TWO_PART, "bound": self.bounds.get(name)}
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        if not beta:
+            return Normed(name, x, gamma)
+        options = {"eps": self.c.eps, **self._operand(name)}
+        return self.do(name, "layernorm", (x, gamma, beta), **options)
+
+    def _made(self, x: Value) -> Value:
+        """Rows that have been normalized."""
+        return super().norm(*x) if isinstance(x, Normed) else x
+
+    def _product(self, p: Product) -> Value:
+        if isinstance(p.a, Normed) and not self.do.has(p.bias):
+            normed = (p.a.x, p.a.gamma, p.w)
+            return self.do(p.name, "rmsnorm_matmul", normed, eps=self.c.eps)
+        a = self._made(p.a)
+        if p.add:
+            inputs = (a, p.w, p.bias, p.residual)
+            return self.do(p.result, "gemm", inputs, split_k=self.split_k)
+        operand = self._operand(p.result) if p.to else {}
+        return self.do(p.result, "gemm", (a, p.w, p.bias), **p.options, **operand)
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        gate, up = f"{h}w_gate", f"{h}w_up"
+        if not any(self.do.has(f"{h}b_{name}") for name in ("gate", "up")):
+            return self.do(f"{h}ff", "rmsnorm_ffn", (x.x, x.gamma, gate, up), eps=self.c.eps)
+        return super().gated(h, self._made(x), to)

@@ -1,0 +1,60 @@
+"""The largest magnitudes that the results of a pass can have, whatever its input is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block.ops.layernorm import layernorm_bound
+from gpt2block.passes.machine import Machine, Value
+
+Bound = float | None  # None: unknown
+
+
+class Bounds(Machine):
+    """Follows upper bounds of magnitudes; `found` has those that are known, by name.
+
+    tensors: NumPy arrays, matrices (K, N). Weights with NaN or infinity give no usable bound.
+    """
+
+    def __init__(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        super().__init__(tensors)
+        self.found: dict[str, float] = {}
+
+    def __call__(
+        self,
+        name: str,
+        op: str,
+        inputs: tuple[Value, ...],
+        into: Value = None,
+        dtype: str | None = None,
+        bound: float | None = None,
+        **attrs: Any,
+    ) -> Bound:
+        made = self._bound(op, inputs)
+        if made is not None:
+            self.found[name] = made
+        return made
+
+    def _bound(self, op: str, inputs: tuple[Value, ...]) -> Bound:
+        x, *others = inputs
+        if op == "layernorm":
+            gamma, beta = (self.tensors[name] for name in others)
+            return layernorm_bound(gamma, beta)
+        if op in ("gelu", "attention"):  # attention: a weighted mean of rows of V
+            bounded: Bound = x
+            return bounded
+        if op in ("gemm", "matmul_bias") and len(others) < 3:
+            return self._product(x, *others)
+        return None
+
+    def _product(self, a: Bound, w: str, bias: str) -> Bound:
+        """Of a product without a residual; GELU increases no magnitude."""
+        if a is None:
+            return None
+        sums = np.abs(self.tensors[w]).sum(axis=0, dtype=np.float64)
+        added = float(np.abs(self.tensors[bias]).max()) if self.has(bias) else 0.0
+        return a * float(sums.max()) + added

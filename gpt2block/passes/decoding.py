@@ -1,0 +1,126 @@
+"""Decoding: a token for each row of a kv_cache, in the kernels for few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpt2block.ops._terms import Terms
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.forward import Pass, Product, To
+from gpt2block.passes.machine import Machine, Value
+
+
+class Rows(NamedTuple):
+    """What a product multiplies: rows that it has to normalize, or that have terms for floats."""
+
+    x: Value
+    gamma: str = ""
+    beta: str = ""
+    terms: Terms | None = None
+    narrow: bool = False  # of 16 bits, or two-part: rows of a prompt's attention
+
+
+class DecodePass(Pass):
+    """A GPT-2 has five kernels a layer; K and V are appended to the cache by that of q.
+
+    norms: whether products normalize their rows (LayerNorm), as is fastest for few rows; else it
+    has steps of its own, with the same bits. known: the terms that the x of a product can have, the
+    preferred ones first, by the last part of the name of its weights; empty where they take floats.
+    kv_dtype: the FP8 format of the kv_cache, or None.
+    """
+
+    def __init__(
+        self,
+        do: Machine,
+        settings: Settings,
+        norms: bool = True,
+        known: Mapping[str, Sequence[Terms]] | None = None,
+        kv_dtype: str | None = None,
+    ) -> None:
+        self.do, self.c, self.norms, self.known = do, settings, norms, known or {}
+        self.kv: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
+        self.rotations: Value = None
+
+    def embed(self) -> Value:
+        if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in all layers
+            self.rotations = self.do("rotations", "rotations", ("positions", "frequencies"))
+        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if beta and self.norms:
+            return Rows(x, gamma, beta)
+        terms = self._terms(to)
+        if beta:
+            how: dict[str, Any] = {"variant": "decode", "stats": False, **_to(terms)}
+            y = self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps, **how)
+        else:
+            how = {"variant": "stream", **_to(terms)}
+            y = self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, **how)
+        return Rows(y, terms=terms)
+
+    def _product(self, p: Product) -> Value:
+        a: Rows = p.a
+        terms = None if a.gamma else self._terms(p.to, a.terms.width if a.terms else 0)
+        options = {**self._given(a), **_to(terms), **p.options}
+        inputs = (a.x, p.w, p.bias, a.gamma, a.beta, p.residual)
+        y = self.do(p.result, "linear", inputs, into=p.residual, decoding=True, **options)
+        return Rows(y, terms=terms) if p.to else y
+
+    def qkv(self, h: str, x: Rows, rope: bool = False) -> Value:
+        """Queries; keys and values are in the kv_cache."""
+        name, w, bias, cache = f"{h}q", f"{h}w_qkv", f"{h}b_qkv", self._cache(h)
+        if not rope:
+            inputs = (x.x, w, bias, x.gamma, x.beta, *cache)
+            return self.do(name, "linear_qkv", inputs, **self._given(x), **self.kv)
+        heads: dict[str, Any] = {"n_head": self.c.n_head}
+        if x.terms and self._turns(x.terms):
+            inputs = (x.x, w, bias, self.rotations, *cache)
+            return self.do(name, "linear_rope", inputs, terms=x.terms, **heads, **self.kv)
+        y = self.product(f"{h}qkv", x, w, bias)
+        inputs = (y, "frequencies", *cache)
+        return self.do(name, "rope_append", inputs, half_split=True, **heads, **self.kv)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Rows:
+        terms = self._terms(to)
+        options = {"n_head": self.c.n_head, **_to(terms), **self.kv}
+        y = self.do(f"{h}attn", "attention_split", (qkv, *self._cache(h)), **options)
+        return Rows(y, terms=terms)
+
+    def gated(self, h: str, x: Rows, to: To = ()) -> Rows:
+        weights, biases = (f"{h}w_gate", f"{h}w_up"), (f"{h}b_gate", f"{h}b_up")
+        if x.terms and x.terms.width and not any(map(self.do.has, biases)):
+            terms = self._terms(to, x.terms.width)
+            inputs = (x.x, weights[0], "", "", "", "", weights[1])
+            options = {**self._given(x), **_to(terms)}
+            return Rows(self.do(f"{h}ff", "linear", inputs, decoding=True, **options), terms=terms)
+        gate = self.product(f"{h}gate", x, weights[0], biases[0])
+        up = self.product(f"{h}up", x, weights[1], biases[1])
+        return Rows(self.do(f"{h}ff", "silu_mul", (gate, up), into=up))
+
+    def logits(self, x: Rows) -> Value:
+        return self.product("logits", x, "lm_head")
+
+    def _cache(self, h: str) -> tuple[str, ...]:
+        return f"{h}k", f"{h}v", "row", "positions"
+
+    def _given(self, a: Rows) -> dict[str, Any]:
+        """What a product is told of its rows."""
+        normed = {"eps": self.c.eps} if a.gamma else {}
+        return normed | ({"terms": a.terms} if a.terms else {})
+
+    def _turns(self, terms: Terms | None) -> bool:
+        """Whether the product of q, k and v applies RoPE, and appends to the kv_cache."""
+        return terms is not None and terms.width > 0 and self.c.head_size % 64 == 0
+
+    def _terms(self, to: To, width: int | None = None) -> Terms | None:
+        """The first terms that all products with these weights take; width: that of a product."""
+        first, *others = [self.known.get(w.rpartition(".")[2], ()) for w in to] or [()]
+        for terms in first:
+            if all(terms in each for each in others) and width in (None, terms.width):
+                return terms
+        return None
+
+
+def _to(terms: Terms | None) -> dict[str, Any]:
+    return {"to_terms": terms} if terms else {}

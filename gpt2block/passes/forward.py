@@ -1,0 +1,138 @@
+"""Forward passes: which verbs a pass has, and the order in which an architecture uses them.
+
+An architecture is three functions, which read as its block does (`gpt2block.passes.gpt2`,
+`gpt2block.passes.llama`); a pass decides which verbs share a kernel, and in which kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal, NamedTuple, Protocol
+
+from gpt2block.config import ModelConfig
+from gpt2block.passes.machine import Value
+
+Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
+To = tuple[str, ...]
+
+
+class Verbs(Protocol):
+    """The operations of a pass.
+
+    A verb names its result and the weights that it takes. `to` has the names of the weights of the
+    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
+    the prefix of a layer's names.
+    """
+
+    def embed(self) -> Value:
+        """The rows of the tokens: token embedding, plus position embedding if there is one."""
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        """LayerNorm, or RMSNorm without beta."""
+
+    def product(self, name: str, a: Value, w: str, *bias: str, **options: Any) -> Value:
+        """a w + bias, with the options of `Product`."""
+
+    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+        """Queries, keys and values, turned by RoPE if the architecture has it."""
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        """Attention over the keys so far."""
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        """silu(gate) up."""
+
+    def last_rows(self, x: Value, y: Value) -> tuple[Verbs, Value, Value]:
+        """The pass that goes on, with the last row of each sequence of the stream and attention."""
+
+    def logits(self, x: Value) -> Value:
+        """The product with lm_head."""
+
+    def scores(self, x: Value) -> Value:
+        """The log-likelihood of the target of each row."""
+
+
+class Product(NamedTuple):
+    """A product, a w + bias.
+
+    add: the name of its sum with a residual, and the residual; gelu: the name of its GELU.
+    """
+
+    name: str
+    a: Value
+    w: str
+    bias: str = ""
+    add: tuple[str, Value] | None = None
+    gelu: str = ""
+    to: To = ()
+
+    @property
+    def result(self) -> str:
+        """The name of what is computed in the end."""
+        return self.add[0] if self.add else self.gelu or self.name
+
+    @property
+    def residual(self) -> Value:
+        return self.add[1] if self.add else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a kernel is told that fuses GELU."""
+        return {"gelu": True} if self.gelu else {}
+
+
+class Pass(ABC):
+    """Base of the passes."""
+
+    def product(self, name: str, a: Value, w: str, bias: str = "", **options: Any) -> Value:
+        return self._product(Product(name, a, w, bias, **options))
+
+    @abstractmethod
+    def _product(self, p: Product) -> Value:
+        """Compute a product in the kernels of this pass."""
+
+
+class Architecture(Protocol):
+    """An architecture as three functions of a pass `o`, the two halves of a block and the end."""
+
+    def attention(self, o: Any, h: str, x: Value) -> Value:
+        """Rows of attention."""
+
+    def feed_forward(self, o: Any, h: str, x: Value, y: Value) -> Value:
+        """x + attention, and the feed-forward of its norm added to it. y: rows of attention."""
+
+    def final(self, o: Any, x: Value, to: To = ()) -> Value:
+        """The norm before the logits."""
+
+
+def block(o: Any, of: Architecture, x: Value, h: str = "") -> Value:
+    """A block of an architecture."""
+    return of.feed_forward(o, h, x, of.attention(o, h, x))
+
+
+def forward(o: Any, of: Architecture, config: ModelConfig, want: Want | None) -> Value:
+    """Tokens to what is wanted; None: to the last layer's keys and values.
+
+    "last": logits of the last row of each sequence; "logits": of all rows; "rows": the final norm
+    of which logits are computed later; "hidden": the same as floats; "stream": the residual stream
+    before it; "log_likelihood": of the target of each row.
+    """
+    *front, end = (f"h.{n}." for n in range(config.n_layer))
+    x = o.embed()
+    for h in front:
+        x = block(o, of, x, h)
+    y = of.attention(o, end, x)
+    if want is None:
+        return None
+    if want == "last":
+        o, x, y = o.last_rows(x, y)
+    x = of.feed_forward(o, end, x, y)
+    del y
+    if want == "stream":
+        return x
+    if want == "hidden":
+        return of.final(o, x)
+    x = of.final(o, x, to=("lm_head",))
+    if want == "rows":
+        return x
+    return o.scores(x) if want == "log_likelihood" else o.logits(x)

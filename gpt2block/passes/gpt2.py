@@ -1,0 +1,96 @@
+"""GPT-2 as a forward pass, with its names and the magnitudes that its tensors can have.
+
+Rows of several sequences are packed into one matrix (N, C); only attention, the embedding and the
+kv_cache distinguish sequences. Names of layers begin with "h.0.", "h.1." and so on.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from gpt2block.config import GPT2Config
+from gpt2block.passes.machine import Value
+
+NORM = "LayerNorm"
+QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
+TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
+DIVIDED = ()  # GELU is not linear
+
+
+def attention(o: Any, h: str, x: Value) -> Value:
+    """The first half of a Pre-LN block: rows of attention. h: the prefix of its names."""
+    y = o.norm(f"{h}ln1", x, f"{h}gamma1", f"{h}beta1", to=(f"{h}w_qkv",))
+    y = o.qkv(h, y)
+    return o.attend(h, y, to=(f"{h}w_attn",))
+
+
+def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
+    """The second half: x + attention, and the feed-forward of its norm added to it."""
+    x = o.product(f"{h}proj", y, f"{h}w_attn", f"{h}b_attn", add=(f"{h}x1", x))
+    del y  # its memory is that of the norm
+    y = o.norm(f"{h}ln2", x, f"{h}gamma2", f"{h}beta2", to=(f"{h}w_fc",))
+    y = o.product(f"{h}ff1", y, f"{h}w_fc", f"{h}b_fc", gelu=f"{h}gelu", to=(f"{h}w_proj",))
+    return o.product(f"{h}ff2", y, f"{h}w_proj", f"{h}b_proj", add=(f"{h}output", x))
+
+
+def final(o: Any, x: Value, to: tuple[str, ...] = ()) -> Value:
+    """The norm before the logits."""
+    return o.norm("ln_f", x, "gamma_f", "beta_f", to=to)
+
+
+def constants(config: GPT2Config) -> dict[str, Any]:
+    """Tensors of the passes that the config determines, by name: none."""
+    return {}
+
+
+def operand_bounds(
+    config: GPT2Config,
+    largest: Mapping[str, float],
+    norms: Callable[[str, str], NDArray[Any]],
+) -> dict[str, float]:
+    """The largest magnitude that the operands of each layer's products can have, by name.
+
+    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
+    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
+    so is their Euclidean norm. Their product with a row of weights, times γ, is at most sqrt(C)
+    times the norm of that row, and so is that of C ones, times β. GELU increases no magnitude.
+    """
+    root = math.sqrt(config.n_embd)
+    bounds = {"ln_f": root * largest["gamma_f"] + largest["beta_f"]}
+    for n in range(config.n_layer):
+        h = f"h.{n}."
+        for norm, result, name in (("1", "qkv", "qkv"), ("2", "gelu", "fc")):
+            gamma, beta = f"{h}gamma{norm}", f"{h}beta{norm}"
+            bounds[f"{h}ln{norm}"] = root * largest[gamma] + largest[beta]
+            rows = norms(f"{h}w_{name}", gamma) + norms(f"{h}w_{name}", beta)
+            bounds[h + result] = root * float(rows.max()) + largest[f"{h}b_{name}"]
+    return bounds
+
+
+def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
+    """Upper bounds of the magnitudes after the embedding and after each block, for any input.
+
+    largest: the largest magnitude of every tensor. A LayerNorm's C values of variance 1 are at most
+    sqrt(C), attention computes weighted means of rows of v, GELU increases no magnitude, and a
+    product of K inputs is at most K times the largest input times the largest weight. The bundled
+    model's bound is 6e6, where the limit is 6e17.
+    """
+    C = config.n_embd
+
+    def product(a: float, K: int, layer: str, name: str) -> float:
+        return a * K * largest[f"{layer}w_{name}"] + largest[f"{layer}b_{name}"]
+
+    stream = largest["wte"] + largest["wpe"]
+    yield stream
+    for layer in (f"h.{n}." for n in range(config.n_layer)):
+        norm1, norm2 = (
+            math.sqrt(C) * largest[f"{layer}gamma{n}"] + largest[f"{layer}beta{n}"] for n in "12"
+        )
+        v, ff = product(norm1, C, layer, "qkv"), product(norm2, C, layer, "fc")
+        stream += product(v, C, layer, "attn") + product(ff, 4 * C, layer, "proj")
+        yield stream

@@ -1,0 +1,286 @@
+"""Prefill: the new tokens of all sequences as rows of one matrix, in four kinds of products.
+
+    PrefillPass      float32, by `linear`
+    TensorCorePass   16 bits, also of FP8 weights, by `gemm`
+    TwoPartPass      float32 in two float16 parts, by `gemm`
+    LastRows         what follows the last attention for the last rows, by kernels of decoding
+
+After the last attention, a pass for "last" goes on with one row of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.decoding import DecodePass, Rows
+from gpt2block.passes.forward import Pass, Product, To
+from gpt2block.passes.machine import TWO_PART, Machine, Value
+
+ROWS_AT_ONCE = 1024  # rows of logits computed together
+Products = Literal["float32", "16_bits", "fp8", "two_part"]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The parameters that determine the steps of a prefill on a GPU.
+
+    products: "float32" is `linear`, the others are `gemm` on tensor cores, with activations of 16
+    bits or two-part. With "fp8", FP8 weights are converted into the tensor "wide" before each
+    product. rows: new tokens of all sequences; longest: an upper bound for one sequence. cached:
+    whether there is a kv_cache; with tensor cores, attention over the new tokens only does not need
+    one. continued: whether the sequences continue tokens in the kv_cache; else all are new. Only
+    tensor cores distinguish them. ends: the number of rows of the output "last"; None: one for each
+    row of the kv_cache. kv_dtype: the FP8 format of the kv_cache, or None; attention over the new
+    tokens only then reads keys and values that have been rounded to it, too. gated: whether
+    products of 16 bits can have two matrices, so that a gated feed-forward has one product in place
+    of gate, up and ff.
+    """
+
+    products: Products
+    rows: int
+    batch: int
+    longest: int
+    cached: bool
+    continued: bool = False
+    ends: int | None = None
+    kv_dtype: str | None = None
+    gated: bool = False
+
+    @property
+    def tensor_cores(self) -> bool:
+        return self.products != "float32"
+
+    def over(
+        self, do: Machine, settings: Settings, dtype: str, bounds: Mapping[str, float]
+    ) -> PrefillPass:
+        """The pass of this shape. dtype: of the weights; bounds: as for TwoPartPass."""
+        if self.products == "float32":
+            return PrefillPass(do, settings, self)
+        if self.products == "two_part":
+            return TwoPartPass(do, settings, self, bounds)
+        return TensorCorePass(do, settings, self, "float16" if self.products == "fp8" else dtype)
+
+
+class PrefillPass(Pass):
+    """float32 activations and the kernels for many rows; also the parts that all kinds share."""
+
+    def __init__(self, do: Machine, settings: Settings, shape: Prefill) -> None:
+        self.do, self.c, self.shape = do, settings, shape
+        self.kv: dict[str, Any] = {} if shape.kv_dtype is None else {"kv_dtype": shape.kv_dtype}
+
+    def embed(self) -> Value:
+        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        if beta:
+            how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}
+            return self.do(name, "layernorm", (x, gamma, beta), **how)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream")
+
+    def _product(self, p: Product) -> Value:
+        inputs = (p.a, p.w, p.bias, "", "", p.residual)
+        return self.do(p.result, "linear", inputs, into=p.residual, variant="tiles", **p.options)
+
+    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+        y = self.product(f"{h}qkv", x, f"{h}w_qkv", f"{h}b_qkv", to=() if rope else ("attention",))
+        if not rope:
+            return y
+        inputs = (y, "positions", "frequencies")
+        return self.do(f"{h}rope", "rope_qkv", inputs, into=y, **self.c.turn)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        self._append(h, qkv)
+        return self._over_cache(f"{h}attn", h, qkv)
+
+    def _append(self, h: str, qkv: Value) -> None:
+        self.do(f"{h}kv", "kv_append", (qkv, f"{h}k", f"{h}v", "row", "positions"), **self.kv)
+
+    def _over_cache(self, name: str, h: str, qkv: Value) -> Value:
+        options: dict[str, Any] = {"n_head": self.c.n_head, "longest": self.shape.longest}
+        inputs = (qkv, f"{h}k", f"{h}v", "cu_seqlens", "start")
+        return self.do(name, "attention_packed", inputs, **options, **self.kv)
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
+        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        return self.do(f"{h}ff", "silu_mul", (gate, up), into=up)
+
+    def scores(self, x: Value) -> Value:
+        """The log-likelihood of the target of each row, ROWS_AT_ONCE rows at a time."""
+        for first in range(0, self.shape.rows, ROWS_AT_ONCE):
+            self._scores(x, first, min(self.shape.rows, first + ROWS_AT_ONCE))
+
+    def _scores(self, x: Value, first: int, end: int) -> None:
+        """Those of some rows; a function, so that its logits are dropped before the next ones."""
+        logits = self.logits_of(x, first, end)
+        targets = self.do(f"targets.{first}", "rows", ("targets",), first=first, end=end)
+        self.do(f"scores.{first}", "log_likelihood", (logits, targets))
+
+    def logits_of(self, x: Value, first: int, end: int) -> Value:
+        """Logits of rows of the final norm; head: lm_head, padded for tensor cores."""
+        hidden = self.do(f"hidden.{first}", "rows", (x,), first=first, end=end)
+        return self.head(f"logits.{first}", hidden)
+
+    def head(self, name: str, hidden: Value) -> Value:
+        return self.do(name, "linear", (hidden, "head"), variant="tiles")
+
+    def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
+        """The pass that goes on with the last row of each sequence, those rows, and attention."""
+        return TilesOfLastRows(self), self._last("last.x", x), Rows(self._last("last.attn", y))
+
+    def _last(self, name: str, x: Value, joined: bool = False) -> Value:
+        """joined: of two-part rows, which become float32."""
+        if self.shape.batch > 1 or joined:
+            return self.do(name, "take", (x, "last"), dtype="float32" if joined else None)
+        return self.do(name, "rows", (x,), first=self.shape.rows - 1, end=self.shape.rows)
+
+
+class TensorCorePass(PrefillPass):
+    """Operands of `dtype`, float16 or bfloat16; FP8 weights are converted to it."""
+
+    def __init__(self, do: Machine, settings: Settings, shape: Prefill, dtype: str) -> None:
+        super().__init__(do, settings, shape)
+        self.dtype, self.wide = dtype, ("", "wide") if shape.products == "fp8" else ()
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        operand = self._operand(name, to)
+        if beta:
+            how: dict[str, Any] = {"eps": self.c.eps, "variant": "narrow", **operand}
+            return self.do(name, "layernorm", (x, gamma, beta), **how)
+        return self.do(name, "rmsnorm", (x, gamma), eps=self.c.eps, variant="stream", **operand)
+
+    def _operand(self, name: str, to: To) -> dict[str, Any]:
+        """The format that the products `to` read; float32 where there are none."""
+        return {"dtype": self.dtype if to else "float32"}
+
+    def _product(self, p: Product) -> Value:
+        inputs = (p.a, p.w, p.bias, p.residual, *self.wide)
+        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        if self.shape.continued:
+            return super().attend(h, qkv, to)
+        if self.kv:
+            qkv = self.do(f"{h}rounded", "kv_round", (qkv,), **self.c.heads, **self.kv)
+        if self.shape.cached:
+            self._append(h, qkv)
+        return self._over_new(h, qkv)
+
+    def _over_new(self, h: str, qkv: Value) -> Value:
+        options: dict[str, Any] = {**self.c.heads, "causal": True}
+        return self.do(
+            f"{h}attn",
+            "attention_varlen",
+            (qkv, "cu_seqlens"),
+            max_seqlen=self.shape.longest,
+            **options,
+        )
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        biases = (f"{h}b_gate", f"{h}b_up")
+        if not self.shape.gated or any(map(self.do.has, biases)):
+            return super().gated(h, x, to)
+        return self.do(f"{h}ff", "gemm", (x, f"{h}w_gate", "", "", f"{h}w_up"))
+
+    def head(self, name: str, hidden: Value) -> Value:
+        return self.do(name, "gemm", (hidden, "head", "head_bias", "", *self.wide), dtype="float32")
+
+    def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
+        return (
+            LastRows(self),
+            self._last("last.x", x),
+            Rows(self._last("last.attn", y), narrow=True),
+        )
+
+
+class TwoPartPass(TensorCorePass):
+    """Two-part operands. bounds: of the magnitudes of those that have one scale, by name."""
+
+    def __init__(
+        self, do: Machine, settings: Settings, shape: Prefill, bounds: Mapping[str, float]
+    ) -> None:
+        super().__init__(do, settings, shape, "float32")
+        self.bounds = bounds
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        y = super().norm(name, x, gamma, beta, to if beta else ())
+        return y if beta else self._converted(name, y, to)
+
+    def _operand(self, name: str, to: To) -> dict[str, Any]:
+        if not self._reads_two_part(to):
+            return {"dtype": "float32"}
+        return {"dtype": TWO_PART, "bound": self.bounds[name]}
+
+    def _reads_two_part(self, to: To) -> bool:
+        """Whether products with these weights read two-part operands; the head converts its own."""
+        return any(w == "attention" or self.do.has(two_part_of(w)) for w in to)
+
+    def _converted(self, name: str, y: Value, to: To) -> Value:
+        return self.do(two_part_of(name), "two_part", (y,)) if self._reads_two_part(to) else y
+
+    def _product(self, p: Product) -> Value:
+        operand: dict[str, Any] = {}
+        if p.residual is None:  # q of a continued prompt is float32
+            operand = self._operand(p.result, () if self.shape.continued and not p.gelu else p.to)
+        inputs = (p.a, two_part_of(p.w), p.bias, p.residual)
+        return self.do(p.result, "gemm", inputs, into=p.residual, **p.options, **operand)
+
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        if self.shape.continued:  # attention over the cache is float32
+            self._append(h, qkv)
+            y = self._over_cache(f"{h}attn_cached", h, qkv)
+            return self.do(f"{h}attn", "two_part", (y,))
+        operand = self._converted(f"{h}rope", qkv, ("attention",)) if self.c.rope else qkv
+        if self.shape.cached:
+            self._append(h, qkv)
+        return self._over_new(h, operand)
+
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        return self._converted(f"{h}ff", super().gated(h, x, to), to)
+
+    def head(self, name: str, hidden: Value) -> Value:
+        return super().head(name, self.do(two_part_of(name), "two_part", (hidden,)))
+
+    def last_rows(self, x: Value, y: Value) -> tuple[DecodePass, Value, Rows]:
+        x = self._last("last.x", x)
+        return LastRows(self), x, Rows(self._last("last.attn", y, joined=True))
+
+
+class LastRows(DecodePass):
+    """Kernels of decoding, which are faster for few rows; attention may have 16 bits."""
+
+    def __init__(self, prefill: PrefillPass) -> None:
+        super().__init__(prefill.do, prefill.c)
+        self.prefill = prefill
+
+    def _product(self, p: Product) -> Value:
+        if p.a.narrow:
+            return self.prefill._product(p._replace(a=p.a.x))
+        return super()._product(p)
+
+
+class TilesOfLastRows(DecodePass):
+    """Of float32: the kernels of prefill up to the last block, those of decoding for the logits."""
+
+    def __init__(self, prefill: PrefillPass) -> None:
+        super().__init__(prefill.do, prefill.c)
+        self.prefill = prefill
+
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
+        if to == ("lm_head",):
+            return super().norm(name, x, gamma, beta, to)
+        return Rows(self.prefill.norm(name, x, gamma, beta))
+
+    def _product(self, p: Product) -> Value:
+        if p.w == "lm_head":
+            return super()._product(p)
+        y = self.prefill._product(p._replace(a=p.a.x))
+        return Rows(y) if p.to else y
+
+
+def two_part_of(matrix: str) -> str:
+    """The name of a two-part matrix."""
+    return f"{matrix}.parts"

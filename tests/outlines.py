@@ -1,0 +1,45 @@
+"""Passes as lists of steps, without arrays."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpt2block.config import ModelConfig
+from gpt2block.ops._terms import Terms
+from gpt2block.passes import architecture_of, names_of
+from gpt2block.passes.blocks import Settings
+from gpt2block.passes.decoding import DecodePass
+from gpt2block.passes.forward import forward
+from gpt2block.passes.machine import Outline, Step
+from gpt2block.passes.prefill import Prefill, two_part_of
+
+
+def outline(config: ModelConfig) -> Outline:
+    names = names_of(config) | {"head", "head_bias", "wide"}
+    return Outline(names | set(map(two_part_of, names)))
+
+
+def prefill(shape: Prefill, config: ModelConfig, want: Any) -> list[Step]:
+    """The steps of a prompt."""
+    do = outline(config)
+    over = shape.over(do, Settings.of(config), "bfloat16", defaultdict(float))
+    if want == "logits":
+        over.logits_of(forward(over, architecture_of(config), config, "rows"), 0, shape.rows)
+    else:
+        forward(over, architecture_of(config), config, want)
+    return do.steps
+
+
+def decode(
+    config: ModelConfig,
+    norms: bool = True,
+    known: Mapping[str, Sequence[Terms]] | None = None,
+    kv_dtype: str | None = None,
+) -> list[Step]:
+    """The steps of a token."""
+    do = outline(config)
+    step = DecodePass(do, Settings.of(config), norms, known, kv_dtype)
+    forward(step, architecture_of(config), config, "logits")
+    return do.steps

@@ -1,0 +1,60 @@
+"""Every operation refuses arrays that its contract excludes, and names the array."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpt2block import InputError
+from gpt2block.ops.registry import OPERATIONS, STEPS
+from tests.contract_cases import Example, cases
+from tests.devices import running_on
+
+KV = {"B": 2, "P": 7, "C": 8}
+HEADS = {"n_head": 2, "n_kv_head": 1}
+EXAMPLES = {
+    "add": Example({}),
+    "silu_mul": Example({}),
+    "softmax": Example({"T": 6}),
+    "trimat": Example({"B": 1, "T": 5, "NH": 2, "HS": 8}),
+    "matmul_bias": Example({"K": 8, "N": 4}),
+    "gemm": Example({"K": 64, "N": 16, "S": 9}, dtype="float16"),
+    "two_part": Example({"K": 8}),
+    "take": Example({"N": 5, "C": 8, "B": 3}),
+    "rmsnorm": Example({"C": 8}, dtype="bfloat16"),
+    "rmsnorm_matmul": Example({"K": 8, "N": 4}),
+    "rmsnorm_ffn": Example({"K": 8, "N": 4}, dtype="float16"),
+    "attention": Example({"T": 5, "W": 32}, {**HEADS, "causal": True}),
+    "attention_varlen": Example(
+        {"N": 5, "W": 32, "S": 3}, {**HEADS, "causal": True, "max_seqlen": 3}
+    ),
+    "attention_cached": Example({"T": 3, "Q": 16, "P": 7, "C": 8}, {"start": 2, "n_head": 2}),
+    "attention_packed": Example({"N": 5, "W": 32, **KV}, {"n_head": 2, "longest": 3}),
+    "attention_split": Example({"M": 3, "Q": 16, **KV}, {"n_head": 2}),
+    "rope": Example({"T": 5, "H": 2, "D": 8}, dtype="float16"),
+    "rope_qkv": Example({"T": 5, "W": 32, "P": 4}, HEADS),
+    "rope_append": Example({"N": 3, "W": 32, "P": 4, "B": 2, "S": 7, "C": 8}, {"n_head": 2}),
+    "rotations": Example({"N": 3, "P": 4}),
+    "encoder": Example({"T": 5, "V": 9, "P": 7, "C": 8}),
+    "encoder_rows": Example({"N": 5, "V": 9, "P": 7, "C": 8}),
+    "layernorm_gelu": Example({"C": 8}),
+    "log_likelihood": Example({"V": 9}),
+    "sample_token": Example({"B": 2, "V": 9}),
+    "mark_seen": Example({"N": 5, "B": 2, "V": 9}),
+    "kv_append": Example({"N": 3, "W": 32, **KV}),
+    "kv_round": Example({"N": 3, "W": 32}, {**HEADS, "kv_dtype": "float8_e5m2"}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_a_contract_excludes_is_refused(name: str) -> None:
+    operation, example = {**OPERATIONS, **STEPS}[name], EXAMPLES[name]
+    refused = 0
+    with running_on("forward"):
+        for case in cases(operation.contract, example):
+            with pytest.raises(InputError) as caught:
+                operation.bind(case.inputs, case.out, **example.options)
+            message = str(caught.value)
+            assert message.partition(":")[0] in case.names, case.label
+            assert case.words in message, case.label
+            refused += 1
+    assert refused >= 5 * len(operation.contract.inputs)

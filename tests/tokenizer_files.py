@@ -1,0 +1,78 @@
+"""Small tokenizer files for tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fuzzing.vocabularies import added_token, spec_of, template
+
+from gpt2block.text.encoding import byte_characters
+
+PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+BYTES = {char: byte for byte, char in byte_characters().items()}
+SINGLE = [bytes([byte]) for byte in range(256)]
+
+
+def pair(
+    folder: Path, merges: Sequence[str], names: tuple[str, str] = PAIRS[1], **more: int
+) -> tuple[Path, Path]:
+    """Two files with the bytes, these merges from id 256 on, and more tokens."""
+    made = {merge.replace(" ", ""): 256 + index for index, merge in enumerate(merges)}
+    (folder / names[0]).write_text(json.dumps(BYTES | made | more), encoding="utf-8")
+    (folder / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    return folder / names[0], folder / names[1]
+
+
+def small_pair(folder: Path, **changed: int) -> tuple[Path, Path]:
+    """Two files with the bytes, the merges "ab" and "abc", and the end of the text."""
+    more: dict[str, Any] = {"<|endoftext|>": 258, **changed}
+    return pair(folder, ["a b", "ab c"], **more)
+
+
+def small_json(folder: Path, **changed: Any) -> Path:
+    """A tokenizer.json with the bytes, ab = 256 and bc = 257; `changed`: parts, or model's."""
+    spec = spec_of(BYTES | {"ab": 256, "bc": 257}, [["a", "b"], ["b", "c"]])
+    for name, value in changed.items():
+        (spec if name in spec else spec["model"])[name] = value
+    return written(folder, spec)
+
+
+def written(folder: Path, spec: Any) -> Path:
+    """Write tokenizer.json."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return path
+
+
+def sentence_piece(folder: Path, **changed: Any) -> Path:
+    """A tokenizer.json as that of Llama 2: byte_fallback, ▁ for a space, and <s> before a text."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    added = [added_token(index, name) for index, name in enumerate(names[:3])]
+    names += ["▁", "a", "b", "ab", "▁a", "▁ab"]
+    spec = spec_of(dict(zip(names, range(len(names)), strict=True)), [])
+    spec["model"] |= {"merges": [["a", "b"], ["▁", "a"], ["▁", "ab"]], "unk_token": "<unk>",
+                      "fuse_unk": True, "byte_fallback": True}  # fmt: skip
+    to_pieces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    decoders = [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    parts = {
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, to_pieces]},
+        "pre_tokenizer": None,
+        "post_processor": template("<s>", "", token_id=1),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+    return written(folder, spec | parts | changed)
+
+
+def llm_c(*tokens: bytes, version: int = 2, last: int = 256, count: int | None = None) -> bytes:
+    """The content of a gpt2_tokenizer.bin."""
+    header = np.zeros(256, "<i4")
+    header[:4] = 20240328, version, len(tokens) if count is None else count, last
+    return header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens)

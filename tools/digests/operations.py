@@ -1,0 +1,44 @@
+"""Every variant of every operation, at two sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from gpt2block import InputError
+from gpt2block.bench import measure
+from gpt2block.ops.registry import OPERATIONS, Operation
+
+SMALL = {"B": 2, "T": 6, "C": 48, "NH": 3, "HS": 20, "V": 50, "M": 9, "K": 144, "N": 37}
+SMALL |= {"H": 3, "D": 34}
+LARGE = {"B": 2, "T": 70, "C": 192, "NH": 3, "HS": 64, "V": 500, "M": 130, "K": 288, "N": 144}
+LARGE |= {"H": 3, "D": 64}
+HEADS = {"C": 768}  # heads of 64, which attention on tensor cores takes
+Made = Iterator[tuple[str, Any]]
+
+
+def operations(emulated: bool) -> Made:
+    for found in OPERATIONS.values():
+        for wanted in (SMALL,) if emulated else (SMALL, LARGE):
+            sizes = {name: wanted[name] for name in found.sizes}
+            if found.matrices:
+                sizes["N"] = 256  # whole heads
+            yield from operation(found, sizes)
+            if found.name == "attention":
+                yield from operation(found, sizes | HEADS)
+
+
+def operation(found: Operation, sizes: dict[str, int]) -> Made:
+    options = {**found.attrs, **({"fill": 0.0} if "fill" in found.attrs else {})}
+    for dtype in found.dtypes:
+        for layout in ("KN", "NK") if found.matrices else ("KN",):
+            host, _ = measure.inputs_and_truth(found, sizes, dtype, layout)
+            arrays = tuple(map(measure.uploaded, host))
+            for variant in found.variants:
+                chosen = options | measure.options_for(found, variant)
+                name = f"{found.name} {variant.name} {dtype} {layout} {sizes}"
+                with contextlib.suppress(InputError):
+                    bound = found.bind(arrays, **chosen)
+                    yield name, bound.run().get()
+                    yield from ((f"{name} extra", array.get()) for array in bound.extra)

@@ -1,0 +1,159 @@
+"""A GPU of any compute capability on the CPU, whose launches are recorded and not run.
+
+All above CuPy and two functions of the driver is the package's own code. Kernels are neither
+compiled nor run, and memory holds zeros, which take no room before they are written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from gpt2block import emulator
+from gpt2block.cuda import kernels, overlap, tensor_maps
+from gpt2block.emulator import stand_in
+from gpt2block.errors import DeviceError, InputError, KernelError
+
+DEVICES: Mapping[str, dict[str, int]] = {  # by compute capability: T4, A100, H200, B200
+    "7.5": {"MultiProcessorCount": 40, "MaxSharedMemoryPerBlockOptin": 65536},
+    "8.0": {"MultiProcessorCount": 108, "MaxSharedMemoryPerBlockOptin": 166912},
+    "9.0": {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448},
+    "10.0": {"MultiProcessorCount": 148, "MaxSharedMemoryPerBlockOptin": 232448},
+}
+ERRORS = InputError, DeviceError, KernelError, MemoryError
+MEMORY = 1 << 40  # bytes of the device
+DRIVER = 12080  # the version of a driver with launches that overlap
+_device_ids = itertools.count(-10_000, -1)  # a new one each time: what is cached is of a device
+
+
+class _Kernel:
+    """Stands for a `cupy.RawKernel`: a call adds a line to a list."""
+
+    shared_size_bytes = 0
+    max_dynamic_shared_size_bytes = 48 * 1024  # which a launch has without a request
+
+    def __init__(self, recorder: Recorder, code: str, name: str) -> None:
+        constants, _, text = code.partition("#line 1 ")
+        self.recorder, self.name, self.file = recorder, name, text.partition("\n")[0].strip('"')
+        self.defines = " ".join(f"{k}={v}" for k, v in re.findall(r"#define (\w+) (.*)", constants))
+        self.parameters = kernels.signatures(self.file)[name].parameters
+        self.kernel = SimpleNamespace(ptr=self)
+
+    def __call__(self, grid: Any, block: Any, args: Sequence[Any], shared_mem: int = 0) -> None:
+        self.record(grid, block, shared_mem, [arg.tobytes() for arg in args])
+
+    def record(
+        self, grid: Any, block: Any, shared: int, args: Sequence[bytes], early: str = ""
+    ) -> None:
+        sizes = [",".join(map(str, (*size, 1, 1)[:3])) for size in (grid, block)]
+        beyond = " beyond its limit" if shared > self.max_dynamic_shared_size_bytes else ""
+        where = f"{self.name} {self.file} grid {sizes[0]} block {sizes[1]} shared {shared}{beyond}"
+        values = [self.recorder.shown(*each) for each in zip(self.parameters, args, strict=True)]
+        self.recorder.add(f"{where}{early} | {self.defines} | {' '.join(values)}")
+
+
+class Recorder:
+    """Lines for all that is launched, under the step that CuPy's NVTX ranges name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.steps = [""]  # the ranges that are open
+        self._call = ""
+        self._maps: dict[bytes, str] = {bytes(tensor_maps.BYTES): "none"}
+
+    def call(self, label: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The function's result, or None after an error, whose message is then a line."""
+        self._call = label
+        try:
+            return function(*args, **options)
+        except ERRORS as error:
+            self.add(f"{type(error).__name__}: {error}")
+
+    def add(self, line: str) -> None:
+        self.lines.append(f"{self._call} | {self.steps[-1]} | {line}")
+
+    def shown(self, parameter: kernels.Parameter, raw: bytes) -> str:
+        """An argument by its name: for a pointer, whether it is null."""
+        if parameter.ctype.endswith("*"):
+            return f"{parameter.name}{'' if any(raw) else '=null'}"
+        if parameter.ctype == kernels.TENSOR_MAP:
+            return f"{parameter.name}={self._maps[raw]}"
+        return f"{parameter.name}={np.frombuffer(raw, kernels.SCALARS[parameter.ctype])[0]}"
+
+    def module(self, code: str, **options: Any) -> Any:
+        """In the place of `cupy.RawModule`."""
+        return SimpleNamespace(compile=lambda: None, get_function=partial(_Kernel, self, code))
+
+    def take(self, source: Any, rows: Any, axis: int = 0, out: Any = None) -> None:
+        """In the place of `cupy.take`."""
+        self.add(f"cupy.take {source.shape} {source.dtype} → {out.shape} {out.dtype}")
+
+    def launch_early(self, config: Any, kernel: _Kernel, values: Any, _: Any) -> int:
+        """In the place of cuLaunchKernelEx, which lets a launch overlap the previous one."""
+        c, maps = config._obj, tensor_maps.BYTES
+        sizes = [_bytes_of(parameter, maps) for parameter in kernel.parameters]
+        args = [ctypes.string_at(values[i], size) for i, size in enumerate(sizes)]
+        kernel.record(c.grid, c.block, c.shared_bytes, args, " early")
+        return 0
+
+    def encode(self, place: int, dtype: int, rank: int, address: int, *rest: Any) -> int:
+        """In the place of cuTensorMapEncodeTiled."""
+        sizes, strides, boxes, _, _, swizzle, *_ = rest
+        numbers = ["x".join(map(str, each)) for each in (sizes, strides, boxes)]
+        text = "dtype {} shape {} strides {} box {} swizzle {}".format(dtype, *numbers, swizzle)
+        made = hashlib.sha512(text.encode()).digest() * 2
+        self._maps[made] = f"({text}{'' if address % 16 == 0 else ' misaligned'})"
+        ctypes.memmove(place, made, len(made))
+        return 0
+
+
+def _bytes_of(parameter: kernels.Parameter, of_map: int) -> int:
+    if parameter.ctype == kernels.TENSOR_MAP:
+        return of_map
+    return 8 if parameter.ctype.endswith("*") else kernels.SCALARS[parameter.ctype]().itemsize
+
+
+def empty(shape: Any, dtype: Any = "float64") -> Any:
+    """An emulated array of zeros."""
+    sizes = tuple(np.atleast_1d(shape)) if np.ndim(shape) == 0 else tuple(shape)
+    nbytes = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + stand_in.ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % stand_in.ALIGNMENT
+    return np.ndarray(sizes, dtype, memory, start).view(stand_in.ndarray)
+
+
+@contextmanager
+def recording(capability: str) -> Iterator[Recorder]:
+    """Emulate a GPU of this compute capability whose launches are recorded, not run."""
+    recorder, device, cuda = Recorder(), stand_in.Device, stand_in.cuda
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (device, "id", next(_device_ids)),
+        (device, "compute_capability", capability.replace(".", "")),
+        (device, "mem_info", (MEMORY, MEMORY)),
+        (cuda.runtime, "driverGetVersion", lambda: DRIVER),
+        (cuda.nvtx, "RangePush", recorder.steps.append),
+        (cuda.nvtx, "RangePop", recorder.steps.pop),
+        (stand_in, "RawModule", recorder.module),
+        (stand_in, "take", recorder.take),
+        (stand_in, "empty", empty),
+        (stand_in, "zeros", empty),
+        (stand_in, "_allocation", lambda address: (address, 0)),
+        (overlap, "_launch_kernel", lambda: recorder.launch_early),
+        (tensor_maps, "_encode", lambda: recorder.encode),
+    )
+    with emulator.emulated(), ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.dict(stand_in.ATTRIBUTES, DEVICES[capability]))
+        stack.callback(tensor_maps._encoded.cache_clear)  # which has maps of this recorder
+        yield recorder

@@ -1,0 +1,110 @@
+"""Plants the bugs of tests/planted_bugs.toml, one at a time, to measure the power of the tests.
+
+    python -m tools.planted_bugs [--only TEXT] [--check]
+
+Each bug is a plausible mistake in one place, and names a test that finds it. The tests run in a
+copy of the tree. --only: bugs whose id has this text. --check: only look for the text that each bug
+replaces. The exit code is 1 unless every bug is found. Needs Python 3.11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+BUGS = ROOT / "tests" / "planted_bugs.toml"
+LIMIT_S = 300  # of a test
+# Code that does not run at all, which every test would find
+BROKEN = re.compile(
+    r"(?m)^E +((Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error\b.*|"
+    r"\S*ShimError: \S+ does not compile for the CPU)"
+)
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*cache", "__pycache__")
+
+
+class Bug(NamedTuple):
+    """`new` in place of the only `old` in `file`; why: what goes wrong; test: a pytest id."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    test: str
+    why: str
+
+    def problem(self) -> str:
+        """Why the bug cannot be planted; "" if it can."""
+        path = ROOT / self.file
+        places = path.read_text("utf-8").count(self.old) if path.is_file() else 0
+        return "" if places == 1 else f"broken: its text is in {places} places of {self.file}"
+
+
+def read_bugs() -> list[Bug]:
+    import tomllib  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    return [Bug(**entry) for entry in tomllib.loads(BUGS.read_text("utf-8"))["bug"]]
+
+
+def outcome(tree: Path, test: str) -> str:
+    """ "passed", "failed", or why the test says neither."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
+    # No .pyc, which Python would take for an edit of the same second and length. The key of the
+    # emulator's programs has the text of the kernel and of all headers, so that they can be kept.
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["GPT2BLOCK_CPU_CUDA_CACHE"] = str(tree / ".programs")
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"still running after {LIMIT_S} s"
+    if wrong := BROKEN.search(done.stdout):
+        return str(wrong[0])
+    if done.returncode == 0 and re.search(r"\b\d+ passed", done.stdout):
+        return "passed"
+    return "failed" if done.returncode == 1 else done.stdout.strip().rpartition("\n")[2]
+
+
+def planted(bug: Bug, tree: Path, clean: dict[str, str]) -> str:
+    """ "found", "missed" or "broken: …"; clean: results of tests without a bug."""
+    if bug.test not in clean:
+        clean[bug.test] = outcome(tree, bug.test)
+    if clean[bug.test] != "passed":
+        return f"broken: without the bug, {clean[bug.test]}"
+    file = tree / bug.file
+    text = file.read_text("utf-8")
+    file.write_text(text.replace(bug.old, bug.new), "utf-8")
+    got = outcome(tree, bug.test)
+    file.write_text(text, "utf-8")
+    return {"failed": "found", "passed": "missed"}.get(got, f"broken: {got}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--check", action="store_true")
+    only, check = vars(parser.parse_args()).values()
+    verdicts: Counter[str] = Counter()
+    clean: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="planted-bugs-") as folder:
+        if not check:
+            shutil.copytree(ROOT, folder, ignore=NOT_COPIED, dirs_exist_ok=True)
+        for bug in (bug for bug in read_bugs() if only in bug.id):
+            verdict = bug.problem() or ("ready" if check else planted(bug, Path(folder), clean))
+            verdicts[verdict.partition(":")[0]] += 1
+            print(f"{bug.id:44} {verdict}", flush=True)
+    print(", ".join(f"{count} {name}" for name, count in verdicts.items()))
+    return int(not {*verdicts} <= {"found", "ready"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
