@@ -89,20 +89,20 @@ class Entry(NamedTuple):
     def shape(self, sizes: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape, from sizes and options by name."""
         leading = sizes["..."] if self.axes[0] == "..." else ()
-        return (*leading, *(size_of(axis, sizes) for axis in self.axes if axis != "..."))
+        return (*leading, *[size_of(axis, sizes) for axis in self.axes if axis != "..."])
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         """Whether a shape agrees with the sizes; those of new letters are added to them."""
-        axes = [axis for axis in self.axes if axis != "..."]
+        axes = self.axes[1:] if self.axes[0] == "..." else self.axes
         first = len(shape) - len(axes)
         if first < 0 or (first and len(axes) == len(self.axes)):
             return False
         if len(axes) < len(self.axes) and sizes.setdefault("...", shape[:first]) != shape[:first]:
             return False
-        return all(
-            size == (sizes.setdefault(axis, size) if axis.isalpha() else size_of(axis, sizes))
-            for axis, size in zip(axes, shape[first:], strict=True)
-        )
+        for axis, size in zip(axes, shape[first:], strict=True):
+            if size != (sizes.setdefault(axis, size) if axis.isalpha() else size_of(axis, sizes)):
+                return False
+        return True
 
     def expected(self, sizes: Mapping[str, Any]) -> str:
         """The shape for a message: known sizes as numbers, others by their letters."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, launch
+from gpt2block.cuda.kernels import STORAGE, Geometry, Launch, dtype_name, launch
 from gpt2block.errors import InputError
 
 CudaArray = Any  # cupy.ndarray, which has no type stubs
@@ -78,7 +78,7 @@ def check(
         raise InputError(f"{name}: expected shape {shape}, got {array.shape}")
     if array.ndim == 0 or array.size == 0:
         raise InputError(f"{name}: expected at least one element, got shape {array.shape}")
-    if array.dtype.name != dtype:
+    if dtype_name(array.dtype) != dtype:
         raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype('{dtype}')")
     check_alignment(name, array)
     if not strided and not array.flags.c_contiguous:
@@ -93,7 +93,10 @@ def check(
 
 def check_alignment(name: str, array: CudaArray) -> None:
     """Raise InputError unless elements are aligned to their size."""
-    if any(place % array.itemsize for place in (array.data.ptr, *array.strides)):
+    item = array.itemsize
+    if array.data.ptr % item or (
+        not array.flags.c_contiguous and any(s % item for s in array.strides)
+    ):
         raise InputError(
             f"{name}: expected data aligned to its {array.itemsize} bytes an element: pass a copy"
         )
@@ -130,11 +133,13 @@ def check_apart(
     identical to, but not overlap in part.
     """
     for written in arrays_of(name, out).values():
+        first, last = _extent(written)
         for kind, inputs in (("", apart), (" in part", in_place or {})):
             for given, value in inputs.items():
                 for part, array in arrays_of(given, value).items():
-                    itself = kind and same_memory(written, array)
-                    if not itself and overlap(written, array):
+                    start, end = _extent(array)
+                    overlap = first <= end and start <= last
+                    if overlap and not (kind and same_memory(written, array)):
                         expected = f"{part} itself or another array" if kind else "another array"
                         raise InputError(f"{name}: overlaps {part}{kind}: expected {expected}")
 
@@ -146,7 +151,7 @@ def same_memory(a: CudaArray, b: CudaArray) -> bool:
 
 def storage(x: Any) -> str:
     """The dtype of x if kernels support it as `T`, else "float32", the dtype to require."""
-    name = x.dtype.name if isinstance(x, cupy.ndarray) else ""
+    name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"
 
 
@@ -203,13 +208,11 @@ def in_rows(x: Any) -> Any:
     return x
 
 
-def overlap(a: CudaArray, b: CudaArray) -> bool:
-    """Whether the byte ranges from first to last element of the arrays overlap."""
-    (a_first, a_last), (b_first, b_last) = (_extent(array) for array in (a, b))
-    return a_first <= b_last and b_first <= a_last
-
-
 def _extent(array: CudaArray) -> tuple[int, int]:
+    """The addresses of the first and the last byte."""
+    if array.flags.c_contiguous:
+        start = array.data.ptr
+        return start, start + array.nbytes - 1
     steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
     first = array.data.ptr + sum(step for step in steps if step < 0)
     last = array.data.ptr + sum(step for step in steps if step > 0) + array.dtype.itemsize - 1

@@ -226,10 +226,8 @@ def typed_arguments(
     if len(args) != len(signature.parameters):
         expected = ", ".join(f"{p.ctype} {p.name}" for p in signature.parameters)
         raise KernelError(f"{signature.name}: expected ({expected}), got {len(args)} arguments")
-    return tuple(
-        _typed(signature.name, parameter, arg, (storage, weights, cache))
-        for parameter, arg in zip(signature.parameters, args, strict=True)
-    )
+    dtypes, pairs = (storage, weights, cache), zip(signature.parameters, args, strict=True)
+    return tuple([_typed(signature.name, parameter, arg, dtypes) for parameter, arg in pairs])
 
 
 def _typed(
@@ -244,12 +242,19 @@ def _typed(
     expected, label = element(kernel, parameter, *dtypes)
     if arg is None:
         return np.uintp(0)
-    got = str(getattr(arg, "dtype", type(arg).__name__))
-    if got != expected:
-        raise KernelError(f"{label}: got {got}")
+    dtype = getattr(arg, "dtype", None)
+    if dtype is None or dtype_name(dtype) != expected:
+        raise KernelError(f"{label}: got {dtype or type(arg).__name__}")
     return np.uintp(arg.data.ptr)
 
 
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """`dtype.name`, which NumPy computes each time."""
+    return str(dtype.name)
+
+
+@cache
 def element(
     kernel: str,
     parameter: Parameter,
@@ -280,6 +285,7 @@ def typed_scalar(kernel: str, parameter: Parameter, arg: Any) -> Scalar:
         raise KernelError(f"{label}: {arg} does not fit") from error
 
 
+@cache
 def _dtype(kernel: str, parameter: Parameter) -> tuple[type[np.generic], str]:
     """The NumPy type of an argument or its elements, and its description for messages."""
     label = f"{kernel}: {parameter.ctype} {parameter.name}"

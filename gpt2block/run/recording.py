@@ -7,18 +7,19 @@ are parts of an arena, which Python frees as the pass drops them: launches keep 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.contract import MATRICES, Contract, Sizes, contract_of
+from gpt2block.contract import MATRICES, Sizes, contract_of
 from gpt2block.cuda import cupy, overlap
 from gpt2block.cuda.arena import Arena, ArenaFull, Lease, Offsets, bytes_of
 from gpt2block.cuda.arrays import Bound, CudaArray, Shape, arrays_of, mapped
-from gpt2block.cuda.kernels import Launch
+from gpt2block.cuda.kernels import Launch, dtype_name
 from gpt2block.cuda.timing import event_ms
 from gpt2block.ops import registry
 from gpt2block.ops.call import FIXED
@@ -75,24 +76,25 @@ class Recorder(Machine):
         bound: float | None = None,
         **attrs: Any,
     ) -> Result:
-        given = tuple(self._given(name, each) for each in inputs)
+        given = [self._given(name, each) for each in inputs]
         first, changes = given[0], op == VIEW
         if changes and first:
             made = self._rows(name, first, attrs["first"], attrs["end"])
         else:
-            contract = contract_of(getattr(reference, op))
-            changed = contract.changed
+            changed = contract_of(getattr(reference, op)).changed
             target = into if changed is None else given[changed]
             if target is not None:
                 made = Result(name, target.shape, target.dtype, target.array)
                 target.overwritten = name
             else:
-                made = self._new(name, *result_of(contract, given, attrs, dtype), bound)
+                kinds = tuple([each and (each.shape, each.dtype) for each in given])
+                sizes = tuple([pair for pair in attrs.items() if type(pair[1]) is int])
+                made = self._new(name, *result_of(op, kinds, sizes, dtype), bound)
             changes = changed is not None
-        names = tuple(each.name if each else "" for each in given)
+        names = tuple([each.name if each else "" for each in given])
         step = Step(name, op, names, attrs, dtype, bound)
         out = None if changes else made.array
-        self._bind(step, tuple(each.array if each else None for each in given), out, made)
+        self._bind(step, tuple([each.array if each else None for each in given]), out, made)
         return made
 
     def _given(self, name: str, value: Any) -> Result | None:
@@ -126,23 +128,30 @@ def described(array: Any) -> tuple[Shape, str]:
         return array.shape, TWO_PART
     if isinstance(array, WeightMatrix):
         return array.data.shape, array.dtype
-    return array.shape, array.dtype.name
+    return array.shape, dtype_name(array.dtype)
 
 
+@lru_cache(maxsize=4096)  # layers have the same shapes
 def result_of(
-    contract: Contract,
-    given: tuple[Result | None, ...],
-    attrs: Mapping[str, Any],
+    op: str,
+    given: tuple[tuple[Shape, str] | None, ...],
+    attrs: tuple[tuple[str, int], ...],
     dtype: str | None,
 ) -> tuple[Shape, str]:
-    """Shape and dtype of an operation's first output. dtype: where the contract leaves it open."""
-    sizes: Sizes = {name: value for name, value in attrs.items() if type(value) is int}
+    """Shape and dtype of an operation's first output.
+
+    given: those of the inputs. attrs: the sizes among the attributes. dtype: where the contract
+    leaves it open.
+    """
+    contract = contract_of(getattr(reference, op))
+    sizes: Sizes = dict(attrs)
     storage = None
     for entry, value in zip(contract.inputs, given, strict=False):
         if value is not None:
+            shape, of_input = value
             in_rows = entry.kind in MATRICES  # axes (K, N), rows in memory
-            entry.fits(value.shape[::-1] if in_rows else value.shape, sizes)
-            storage = storage or (value.dtype if entry.kind in OPEN else None)
+            entry.fits(shape[::-1] if in_rows else shape, sizes)
+            storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
     open_dtype = storage if storage != TWO_PART or out.kind in OPEN else "float32"
     return out.shape(sizes), dtype or FIXED.get(out.kind) or _kinds(out.kind, open_dtype)
@@ -323,7 +332,7 @@ class Recording(Recorder):
 
 def _places(value: Any) -> tuple[int, ...]:
     """The addresses of an argument's arrays."""
-    return tuple(array.data.ptr for array in arrays_of("", value).values())
+    return tuple([array.data.ptr for array in arrays_of("", value).values()])
 
 
 def fill(array: CudaArray, exact: NDArray[Any], kv_dtype: str | None = None) -> None:
@@ -386,20 +395,17 @@ class Recordings:
         **options: Any,
     ) -> Recording:
         """The recording of a pass. run: calls its verbs; options: those of Recording."""
-        if self._arena is not None:
-            try:
+        if self._arena is not None and options.get("known"):  # which is of a pass of this size
+            with suppress(ArenaFull):
                 return self._recorded(run, tensors, outs, options)
-            except ArenaFull:
-                pass
         measured = Measure(tensors, outs)
         run(measured)
-        nbytes = rounded_up(measured.peak, STEPS_OF_SIZE)
+        if self._arena is None or self._arena.nbytes < measured.peak:
+            self._arena = Arena(rounded_up(measured.peak, STEPS_OF_SIZE))
         while True:
-            self._arena = Arena(nbytes)
-            try:
+            with suppress(ArenaFull):  # something kept results for longer than the pass needs them
                 return self._recorded(run, tensors, outs, options)
-            except ArenaFull:  # something kept results for longer than the pass needed them
-                nbytes *= 2
+            self._arena = Arena(2 * self._arena.nbytes)
 
     def _recorded(
         self,
