@@ -704,26 +704,19 @@ def test_a_missing_barrier_shows(dtype: str) -> None:
 @pytest.mark.parametrize("variant", ["matvec", "tiles"])
 def test_wrong_input_is_refused(device: Any, variant: str) -> None:
     """What the contract alone does not say, and its messages."""
-    x, data, residual = (cupy.zeros(shape, "float32") for shape in ((3, 8), (4, 8), (3, 4)))
+    x, data = cupy.zeros((3, 8), "float32"), cupy.zeros((4, 8), "float32")
     w = WeightMatrix(data, "float32", None, "NK")
     both, shifted = cupy.zeros(24, "float32"), cupy.zeros(33, "float32")[1:].reshape(4, 8)
     parts = {"residual": both[4:16].reshape(3, 4), "out": both[:12].reshape(3, 4)}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"x": x.get()}, "x: expected a CuPy array, got ndarray"),
-        ({"x": x[:0]}, "x: expected at least one element"),
-        ({"x": x[:, :7].copy()}, r"w: expected shape \(7, N\), got \(8, 4\)"),
         ({"w": data}, "w: expected a WeightMatrix, got ndarray: use WeightMatrix"),
         ({"w": WeightMatrix(data.get(), "float32", None, "NK")}, "w: expected a CuPy array, got"),
         (
             {"w": WeightMatrix(data.T.copy(), "float32")},
             r"w: expected layout 'NK', \(N, K\) in memory, got 'KN'",
         ),
-        ({"bias": x[0]}, r"bias: expected shape \(4,\), got \(8,\)"),
-        ({"residual": residual[:1]}, r"residual: expected shape \(3, 4\), got \(1, 4\)"),
         ({"gamma": x[0]}, "gamma and beta: expected both, or neither"),
         ({"out": x}, r"out: expected shape \(3, 4\), got \(3, 8\)"),
-        ({"out": x.reshape(-1)[:12].reshape(3, 4)}, "out: overlaps x:"),
-        ({"bias": residual[0], "out": residual}, "out: overlaps bias:"),
         (parts, "out: overlaps residual in part"),
         ({"variant": "wgmma"}, "linear: unknown variant 'wgmma': expected one of matvec"),
     ]

@@ -25,8 +25,8 @@ from gpt2block.weights.two_part import scale_for
 from tests import plain
 from tests.devices import H200, one_order, running_on
 from tests.gpus import cupy_with
-from tests.test_layernorm_narrow import EPS, inputs
-from tests.test_layernorm_narrow import assert_right as assert_normalized
+from tests.test_layernorm import EPS, inputs
+from tests.test_layernorm import assert_right as assert_normalized
 
 Array = NDArray[Any]
 every_order = pytest.mark.parametrize("order", ORDERS)
@@ -218,7 +218,7 @@ def test_two_part_rows_into_a_cache(device: Any, C: int) -> None:
 @every_order
 @pytest.mark.parametrize(("rows", "C"), [(5, 768), (3, 300)])
 def test_two_part_layernorm(order: str, rows: int, C: int) -> None:
-    x, gamma, beta = inputs(rows, rows, C, "float32")
+    x, gamma, beta = inputs(rows, C)
     x[rows - 1] = 0
     x[1, 7] = np.nan
     with running_on(order, H200):
@@ -228,7 +228,7 @@ def test_two_part_layernorm(order: str, rows: int, C: int) -> None:
         got = host(out).joined()
     assert np.isnan(got[1]).all()
     finite = np.arange(rows) != 1
-    assert_normalized(got[finite], (x[finite], gamma, beta))
+    assert_normalized([got[finite]], (x[finite], gamma, beta))
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -342,12 +342,12 @@ def test_rows_and_weights_at_the_ends_of_float32(cp: ModuleType) -> None:
 @pytest.mark.gpu
 def test_two_part_layernorm_product_and_attention(cp: ModuleType) -> None:
     """The public functions in a row, against float64."""
-    x, gamma, beta = inputs(0, 100, 128, "float32")
+    x, gamma, beta = inputs(100, 128)
     w, bias = plain.normal(3, 128, 384), plain.normal(4, 384)
     vectors = cp.asarray(gamma), cp.asarray(beta)
     n = ops.layernorm(cp.asarray(x), *vectors, dtype="two_part")
     assert isinstance(n, TwoPartMatrix)
-    assert_normalized(n.get(), (x, gamma, beta))
+    assert_normalized([n.get()], (x, gamma, beta))
     matrix = TwoPartMatrix.from_float32(cp.asarray(np.ascontiguousarray(w.T)))
     bound = layernorm_bound(gamma, beta) * float(np.abs(w).sum(axis=0).max()) + 4
     qkv = ops.gemm(n, matrix, cp.asarray(bias), dtype="two_part", bound=bound)
