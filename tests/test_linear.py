@@ -241,20 +241,19 @@ CASES = {
         Case(3, 48, 21, "float32", residual=True, gelu=True),
         Case(3, 784, 31, "bfloat16", cut=ROUNDS),
         Case(1, 33, 5, "float16", norm=False, gelu=True),
-        Case(1, 528, 10, FP8_E4M3, residual=True),
+        Case(1, 528, 30, FP8_E4M3, residual=True),
         Case(1, 1100, 9, "float32", cut=LONG),
         Case(9, 264, 7, FP8_E5M2, norm=False, residual=True, cut=SMALL._replace(width=8, rows=4)),
     ],
     "mma": [
         Case(3, 48, 21, "float32", residual=True, gelu=True),
         Case(3, 784, 31, "bfloat16", cut=LOOP),
-        Case(1, 40, 5, "float16", norm=False, gelu=True),
-        Case(1, 528, 10, FP8_E4M3, residual=True),
+        Case(1, 528, 30, FP8_E4M3, residual=True),
         Case(9, 264, 21, "float32", norm=False, cut=TALL),
         Case(3, 1104, 37, "float32", cut=ODD_LOOP),
         Case(2, 1168, 19, FP8_E5M2, norm=False, residual=True),
         Case(17, 1160, 20, "bfloat16", cut=TALL._replace(flight=2)),
-        Case(5, 2064, 9, "float16", cut=WIDE),
+        Case(1, 2064, 9, "float16", norm=False, gelu=True, cut=WIDE),
     ],
     "mma_tiles": [
         *(Case(25, 176, 37, d, **PLAIN, cut=ODD) for d in ("float32", "bfloat16", FP8_E4M3)),
@@ -391,15 +390,13 @@ def assert_same_in_any_batch(
     [
         ("mma", "float32", (None, WIDE, ODD_LOOP)),
         ("mma", "bfloat16", (None, WIDE, ODD_LOOP)),
-        ("mma", FP8_E4M3, (None,)),
         ("matvec", "float32", (SMALL, SMALL._replace(rows=4), SMALL._replace(rows=16, groups=1))),
     ],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     variant: str, dtype: str, cuts: tuple[Any, ...]
 ) -> None:
-    given = arrays(17, 272 if dtype == FP8_E4M3 else 264, 14, dtype)
-    assert_same_in_any_batch("forward", variant, given, (1, 2, 9), cuts)
+    assert_same_in_any_batch("forward", variant, arrays(17, 264, 14, dtype), (1, 9), cuts)
 
 
 @pytest.mark.gpu
@@ -501,7 +498,7 @@ def test_every_tile_of_decoding_has_the_same_bits(device: Any, dtype: str) -> No
             assert_same_bits(run_linear("gpu", "mma_tiles", given.rows(rows), cut), first[rows])
 
 
-@pytest.mark.parametrize("C", [64, 104, 768])
+@pytest.mark.parametrize("C", [104, 768])
 @one_order
 def test_layernorm_apart_has_the_bits_of_the_fused_one(device: Any, C: int) -> None:
     given = upload(arrays(18, C, 24, "float16"))
