@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,11 +71,11 @@ COMPILER = Compiler()
 atexit.register(COMPILER.close)
 
 
-def assert_clean(jobs: Sequence[Job], only: Sequence[str] = ()) -> None:
+def assert_clean(jobs: Sequence[Job], only: Sequence[str] = (), most_registers: int = 255) -> None:
     """Every kernel of every file is there, without spills, and the compiler warns of nothing.
 
     only: of each job the kernel that its constants are for, where the file's others may spill: no
-    other one is compiled.
+    other one is compiled. most_registers: of a thread.
     """
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
     for job, kernel in dict.fromkeys(zip(jobs, chain(only, repeat("")), strict=False)):
@@ -85,6 +86,8 @@ def assert_clean(jobs: Sequence[Job], only: Sequence[str] = ()) -> None:
         assert len(spills) >= len(expected)  # functions that are not inlined have lines, too
         clean = "0 bytes spill stores, 0 bytes spill loads"
         assert all(clean in line for line in spills), (job, spills)
+        registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+        assert all(n <= most_registers for n in registers), (job, registers)
         assert "instructions are serialized" not in log, job
         warnings = [line for line in log.splitlines() if "warning" in line]
         if kernel:  # constants of the others

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from gpt2block import InputError, TwoPartMatrix, ops, reference
+from gpt2block import ops, reference
 from gpt2block.cuda import kernels
-from gpt2block.ops import _gemm_hopper
 from gpt2block.ops._gemm_hopper import (
     FILE,
     TILES,
@@ -27,11 +25,10 @@ from gpt2block.ops._gemm_hopper import (
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
 from gpt2block.weights.matrix import WeightMatrix
-from tests import test_gemm_two_part
 from tests.compiling import assert_clean
-from tests.devices import one_order
+from tests.devices import assert_same_bits
 from tests.gpus import H200, cupy_with
-from tests.test_gemm import EPILOGUES, GPT2, Case, Problem
+from tests.test_gemm import EPILOGUES, GPT2, TWO_PART_EPILOGUES, Case, Problem
 
 SMS, MOST_SHARED = H200["sms"], H200["most_shared"]
 QKV, OUT, FC, PROJ = GPT2
@@ -79,21 +76,6 @@ def test_the_fastest_tile_of_split_numbers(
     assert (chosen.rows, chosen.columns) == tile
 
 
-def test_a_two_part_tile_has_room_and_does_not_spill() -> None:
-    jobs = []
-    for tile in TWO_PART_TILES:
-        for gelu, residual, two_part_out in (
-            (True, False, True),
-            (False, False, True),
-            (False, True, False),
-        ):
-            ends: Any = {"gelu": gelu, "residual": residual, "other_out": two_part_out}
-            how, _ = geometry(500, 768, 768, two_part=True, **ends, sms=SMS, tile=tile)
-            assert how.shared <= MOST_SHARED
-            jobs.append((TWO_PART_FILE, "sm_90a", how.defines))
-    assert_clean(jobs)
-
-
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_tile_has_room(tile: Tile) -> None:
     for M in (1, 130, 100_000):
@@ -110,16 +92,19 @@ def test_a_short_k_is_not_split_into_nothing() -> None:
 
 
 def test_no_tile_spills() -> None:
-    """With all that a block asks for, and by turns with one of the other epilogues."""
-    plain, *_, gelu_and_residual = EPILOGUES
-    of_a_block = (plain, replace(plain, gelu=True), replace(plain, residual=True))
-    others = (*EPILOGUES[1:3], EPILOGUES[4], gelu_and_residual)
+    """By turns with GELU and a residual, as a block needs them, and with the other epilogues."""
+    plain, *others, gelu_and_residual = EPILOGUES
+    of_a_block = plain, replace(plain, gelu=True), replace(plain, residual=True)
+    cases = [(tile, of_a_block[i % 3]) for i, tile in enumerate(TILES)]
+    cases += zip(TILES, (*others[:2], others[3], gelu_and_residual), strict=False)
+    cases += [(tile, TWO_PART_EPILOGUES[1 + i % 2]) for i, tile in enumerate(TWO_PART_TILES)]
     jobs = []
-    for i, tile in enumerate(TILES):
-        for case in (*of_a_block, others[i % len(others)]):
-            ends: Any = {"gelu": case.gelu, "residual": case.residual, "other_out": case.float_out}
-            how, _ = geometry(500, 768, 768, **ends, sms=SMS, tile=tile)
-            jobs.append((FILE, "sm_90a", (*kernels.stored_as(case.storage), *how.defines)))
+    for tile, case in cases:
+        how, _ = geometry(500, 768, 768, **case.ends, sms=SMS, tile=tile)
+        assert how.shared <= MOST_SHARED
+        file = TWO_PART_FILE if case.two_part else FILE
+        stored = () if case.two_part else kernels.stored_as(case.storage)
+        jobs.append((file, "sm_90a", (*stored, *how.defines)))
     assert_clean(jobs)
 
 
@@ -131,101 +116,48 @@ def cp() -> Any:
     return cupy_with(HOPPER_CAPABILITY)
 
 
-def run(cp: Any, given: Problem, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> NDArray[Any]:
-    """With this tile, twice, for the same bits."""
-
-    monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_: tile)
-    geometry.cache_clear()
-    case = given.case
-    a, w, bias, residual = (
-        x if x is None else cp.asarray(x) for x in (given.a, given.w, given.bias, given.residual)
-    )
-    inputs = (a, WeightMatrix(w, case.storage, None, "NK"), bias, residual)
-    results = []
-    for _ in range(2):
-        out = cp.asarray(given.poisoned())
-        GEMM.bind(inputs, out, gelu=case.gelu, variant="hopper").run()
-        results.append(out.get())
-    geometry.cache_clear()
-    np.testing.assert_array_equal(*results)
-    first: NDArray[Any] = results[0]
-    return first
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
-def test_every_tile(cp: Any, epilogue: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right for one row and many, for one tile a block and many; the same bits but for splits."""
-    for M, N, K in ((1, 8, 264), (129, 264, 520), (1000, 776, 768), (5000, 2312, 264)):
-        given = Problem(replace(epilogue, M=M, N=N, K=K))
-        expected = None
-        for tile in TILES:
-            got = run(cp, given, tile, monkeypatch)
-            if expected is None:
-                given.assert_right(got, cp)
-                expected = got
-            elif tile.split_k == 1:
-                np.testing.assert_array_equal(got, expected)
-            else:
-                given.assert_right(got, cp)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            replace(epilogue, M=M, N=N, K=K)
+            for epilogue in EPILOGUES
+            for M, N, K in ((1, 8, 264), (129, 264, 520), (1000, 776, 768), (5000, 2312, 264))
+        ),
+        *(
+            replace(epilogue, M=M, N=N, K=K)
+            for epilogue in TWO_PART_EPILOGUES
+            for M, N, K in ((1, 8, 264), (129, 264, 520), (1500, 2312, 72), (900, 768, 8))
+        ),
+        *(Case(5000, 2312, K) for K in (8, 64, 128, 192)),
+    ],
+    ids=str,
+)
+def test_every_tile(cp: Any, case: Case) -> None:
+    """Right for one row and many, for one tile a block and many; the same bits but for splits.
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("K", [8, 64, 128, 192])
-def test_a_short_k(cp: Any, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tiles a block, each of so few slices that the ring does not hold warpgroups back."""
-    given = Problem(Case(5000, 2312, K))
-    expected = run(cp, given, TILES[0], monkeypatch)
+    With a short K the ring does not hold warpgroups back.
+    """
+    given = Problem(case)
+    first, *others = TWO_PART_TILES if case.two_part else TILES
+    expected = given.run("gpu", "hopper", first)
     given.assert_right(expected, cp)
-    for tile in TILES[1:]:
+    for tile in others:
         if tile.split_k == 1:
-            np.testing.assert_array_equal(run(cp, given, tile, monkeypatch), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", test_gemm_two_part.EPILOGUES, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 8, 264), (129, 264, 520), (1500, 2312, 72), (900, 768, 8)])
-def test_every_tile_of_split_numbers(
-    cp: Any,
-    epilogue: test_gemm_two_part.Case,
-    sizes: tuple[int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One tile a block and many, a long and a short K; the same bits."""
-
-    M, N, K = sizes
-    given = test_gemm_two_part.Problem(replace(epilogue, M=M, N=N, K=K))
-    arrays = (TwoPartMatrix.from_float32(cp.asarray(x)) for x in (given.a, given.w))
-    others = (x if x is None else cp.asarray(x) for x in (given.bias, given.residual))
-    inputs = (*arrays, *others)
-    results = []
-    for tile in TWO_PART_TILES:
-        monkeypatch.setattr(_gemm_hopper, "choose_tile", lambda *_, tile=tile: tile)
-        for _ in range(2):
-            geometry.cache_clear()
-            out: Any = cp.asarray(given.poisoned())
-            if epilogue.two_part_out:
-                scale = cp.full(M, given.scale, "float32")
-                out = TwoPartMatrix(out, scale, (M, N), given.scale)
-            GEMM.bind(inputs, out, gelu=epilogue.gelu, variant="hopper").run()
-            results.append((out.parts if epilogue.two_part_out else out).get())
-    geometry.cache_clear()
-    given.assert_right(results[0], cp)
-    for got in results[1:]:
-        np.testing.assert_array_equal(got, results[0])
+            assert_same_bits(given.run("gpu", "hopper", tile), expected)
+        elif case.K > 192:
+            given.assert_right(given.run("gpu", "hopper", tile), cp)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 100, 128, 1000, 1024])
 def test_k_in_parts(cp: Any, M: int) -> None:
     """As the Block asks for it."""
-
     for N, K in (OUT, PROJ):
         given = Problem(Case(M, N, K, residual=True))
-        w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
-        out = cp.asarray(given.residual)
-        inputs = (cp.asarray(given.a), w, cp.asarray(given.bias), out)
-        GEMM.bind(inputs, out, split_k=True, variant="hopper").run()
+        inputs = given.uploaded()
+        out = GEMM.bind(inputs, inputs[3], split_k=True, variant="hopper").run()
         given.assert_right(out.get(), cp)
 
 
@@ -257,33 +189,9 @@ def test_gate_and_up_are_one_product(cp: Any, M: int, N: int, K: int, dtype: str
     np.testing.assert_array_equal(alone[0].astype(np.float64), got[M // 2])
 
 
-@one_order
-def test_what_gate_and_up_cannot_have(device: Any) -> None:
-    cupy_with()
-    a, w, up, _ = gate_and_up(device, 4, 16, 64, "float16")
-    other = WeightMatrix(up.data[:8], "float16", None, "NK")
-    ones = device.full((4, 16), 1, "float16")
-    for change in (
-        {"up": other},
-        {"bias": device.full(16, 1, "float32")},
-        {"residual": ones},
-        {"gelu": True},
-        {"dtype": "float32"},
-        {"w": WeightMatrix.quantize(w.data.astype("float32"), "float8_e5m2", "NK")},
-    ):
-        with pytest.raises(InputError, match="up: expected"):
-            ops.gemm(**{"a": a, "w": w, "up": up, **change})
-    with pytest.raises(InputError, match="multiplies by one matrix"):
-        ops.gemm(a, w, up=up, variant="mma")
-    parts = TwoPartMatrix.from_float32(w.data.astype("float32"))
-    with pytest.raises(InputError, match="up: expected"):
-        ops.gemm(a.astype("float32"), parts, up=up)
-
-
 @pytest.mark.gpu
 def test_other_rows_do_not_matter(cp: Any) -> None:
     """NaN and infinity stay in their rows; beyond the last one nothing is read or written."""
-
     given = Problem(Case(200, 2304, 768))
     w = WeightMatrix(cp.asarray(given.w), "bfloat16", None, "NK")
     memory = cp.full((208, 768), np.nan, "bfloat16")

@@ -13,12 +13,21 @@ from numpy.typing import NDArray
 
 from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy as cp
-from gpt2block.cuda import kernels
 from gpt2block.ops._rows import THREADS, VALUES, share
 from gpt2block.ops.call import Call
-from gpt2block.ops.layernorm_gelu import FILE, OPERATION, layernorm_gelu
-from tests import plain
-from tests.devices import H200, in_every_order, moved, on_every_backend, outputs, running_on
+from gpt2block.ops.layernorm_gelu import FILE, OPERATION
+from tests import devices, plain
+from tests.compiling import Job, assert_clean
+from tests.devices import (
+    H200,
+    in_every_order,
+    moved,
+    on_every_backend,
+    on_one_of_each,
+    on_one_order,
+    outputs,
+    running_on,
+)
 from tests.launches import geometry_of, stub
 from tests.plain import normal
 
@@ -111,35 +120,29 @@ def test_rows_of_a_large_batch(where: str, rows: int, C: int) -> None:
     plain.assert_as_accurate(got, exact(x, gamma, beta), sequential("rows", x, gamma, beta))
 
 
-@on_every_backend
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("block", [32, 64, 512])
-def test_block_sizes(where: str, variant: str, block: int) -> None:
-    x = normal(block, 3, 500)
-    got = evaluate(where, variant, x, block=block)
-    plain.assert_as_accurate(got, exact(x), sequential(variant, x))
+@on_one_of_each
+@pytest.mark.parametrize(
+    ("variant", "C", "options"),
+    [
+        *((variant, 500, {"block": block}) for variant in VARIANTS for block in (32, 64, 512)),
+        *((variant, 48, {"eps": 1e-2, "size": 1e-3}) for variant in VARIANTS),
+        *(("rows", C, {"vectors": (True, True)}) for C in (48, 257, 1536)),
+        ("rows", 48, {"vectors": (True, False)}),
+        ("rows", 257, {"vectors": (False, True)}),
+    ],
+    ids=str,
+)
+def test_options(where: str, variant: str, C: int, options: dict[str, Any]) -> None:
+    """Block sizes, eps where it counts, and gamma and beta."""
+    eps, vectors = options.get("eps", 1e-5), options.get("vectors", (False, False))
+    x = np.float32(options.get("size", 1)) * normal(C, 2, 3, C)
+    gamma, beta = (normal(n, C) if given else None for n, given in enumerate(vectors, 1))
+    got = evaluate(where, variant, x, gamma, beta, eps=eps, block=options.get("block"))
+    expected = sequential(variant, x, gamma, beta, eps=eps)
+    plain.assert_as_accurate(got, exact(x, gamma, beta, eps), expected)
 
 
-@on_every_backend
-@pytest.mark.parametrize("which", ["both", "gamma", "beta"])
-@pytest.mark.parametrize("C", [48, 257, 1536])
-def test_gamma_and_beta(where: str, which: str, C: int) -> None:
-    x = normal(0, 2, 3, C)
-    gamma = None if which == "beta" else normal(1, C)
-    beta = None if which == "gamma" else normal(2, C)
-    got = evaluate(where, "rows", x, gamma, beta)
-    plain.assert_as_accurate(got, exact(x, gamma, beta), sequential("rows", x, gamma, beta))
-
-
-@on_every_backend
-@on_every_variant
-def test_eps_is_used(where: str, variant: str) -> None:
-    x = 1e-3 * normal(0, 3, 48)
-    got = evaluate(where, variant, x, eps=1e-2)
-    plain.assert_as_accurate(got, exact(x, eps=1e-2), sequential(variant, x, eps=1e-2))
-
-
-@on_every_backend
+@on_one_of_each
 @pytest.mark.parametrize("C", [48, 768, 1600])
 def test_a_large_mean(where: str, C: int) -> None:
     x = 1e4 + normal(0, 3, C)
@@ -151,7 +154,7 @@ def test_a_large_mean(where: str, C: int) -> None:
         assert np.abs(evaluate(where, "optimized", x) - exact(x)).max() > 0.05
 
 
-@on_every_backend
+@on_one_of_each
 @on_every_variant
 @pytest.mark.parametrize("value", [0.0, 1e4, 12345.678])
 def test_a_constant_row(where: str, variant: str, value: float) -> None:
@@ -163,7 +166,7 @@ def test_a_constant_row(where: str, variant: str, value: float) -> None:
         assert np.abs(got).max() <= 4 * np.spacing(np.float32(value)) / math.sqrt(1e-5)
 
 
-@on_every_backend
+@on_one_of_each
 @on_every_variant
 def test_nan_and_infinity_stay_in_their_row(where: str, variant: str) -> None:
     x = normal(0, 4, 768)
@@ -175,7 +178,7 @@ def test_nan_and_infinity_stay_in_their_row(where: str, variant: str) -> None:
     np.testing.assert_array_equal(got[[0, 3]], clean[[0, 3]])
 
 
-@on_every_backend
+@on_one_of_each
 def test_gelu_far_from_zero(where: str) -> None:
     """gamma 0 makes beta the argument of GELU; exp of it may overflow, the result must not."""
     beta = np.array([-1e20, -1e4, -20, -5, -0.0, 1e-30, 5, 20, 1e4, 1e20, 0.5, -0.5], np.float32)
@@ -200,13 +203,14 @@ def test_the_error_of_gelu_by_exp2() -> None:
             assert np.abs(quotient - truth)[np.abs(v) < 6].max() < 2e-6
 
 
-@in_every_order
-@pytest.mark.parametrize("C", [48, 768])
-def test_rows_in_place(where: str, C: int) -> None:
-    x = normal(0, 9, C)
+@devices.on_every_device
+@pytest.mark.parametrize(("rows", "C"), [(9, 48), (9, 768)])
+def test_rows_in_place(where: str, rows: int, C: int) -> None:
+    x = normal(0, rows, C)
     expected = evaluate(where, "rows", x)
-    got = evaluate(where, "rows", x, in_place=True)
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(evaluate(where, "rows", x, in_place=True), expected)
+    with pytest.raises(InputError, match="out: overlaps x: expected another array"):
+        evaluate(where, "baseline", x, in_place=True)
 
 
 @given(
@@ -245,21 +249,16 @@ def test_a_row_that_does_not_fit() -> None:
         share(3, 1028, 4, H200, block=32)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
-@pytest.mark.parametrize(
-    ("rows", "n"), [(1, 16384), (1, 16383), (10**6, 1024), (10**6, 1023), (1, 1)]
-)
-def test_the_largest_rows_stay_in_registers(arch: str, rows: int, n: int) -> None:
-    pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
+def test_the_largest_rows_stay_in_registers() -> None:
+    sizes = (1, 16384), (1, 16383), (10**6, 1024), (10**6, 1023), (1, 1)
     arrays: dict[str, Any] = {name: stub() for name in ("x", "gamma", "beta", "out")}
-    options = {"rows": rows, "C": n, "eps": 1e-5, "requested": False}
-    with running_on("forward", H200):
-        c = Call(contract=OPERATION.contract, **arrays, **options)
-        how = geometry_of(OPERATION.variant("rows"), c)
-    log = kernels.compile_for(FILE, arch, how.defines).log
-    spills = [line for line in log.splitlines() if "spill" in line]
-    assert len(spills) == 3
-    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+    jobs: list[Job] = []
+    for arch, (rows, n) in zip(("sm_75", "sm_90", "sm_120", "sm_75", "sm_90"), sizes, strict=True):
+        options = {"rows": rows, "C": n, "eps": 1e-5, "requested": False}
+        with running_on("forward", H200):
+            c = Call(contract=OPERATION.contract, **arrays, **options)
+            jobs.append((FILE, arch, geometry_of(OPERATION.variant("rows"), c).defines))
+    assert_clean(jobs)
 
 
 # --- on the GPU alone ----------------------------------------------------------------------------
@@ -314,33 +313,19 @@ def test_rows_that_do_not_start_on_16_bytes() -> None:
     plain.assert_as_accurate(ops.layernorm_gelu(transposed).get(), exact(x), sequential("rows", x))
 
 
-@pytest.mark.gpu
-def test_in_place_on_the_gpu() -> None:
-    x = cp.asarray(normal(0, 300, 768))
-    expected = layernorm_gelu(x).get()
-    with pytest.raises(InputError, match="out: overlaps x: expected another array"):
-        OPERATION.bind((x,), x, variant="baseline")
-    OPERATION.bind((x,), x).run()
-    np.testing.assert_array_equal(x.get(), expected)
-
-
-@pytest.mark.gpu
-def test_bad_input() -> None:
-    x, gamma = cp.zeros((3, 48), "float32"), cp.zeros(48, "float32")
-    wide = cp.zeros((1, 16388), "float32")
-    for args, options, message in (
-        ((x.get(),), {}, "x: expected a CuPy array, got ndarray"),
-        ((x.astype("float64"),), {}, "x: expected float32, got float64"),
-        ((x[:0],), {}, "at least one element"),
-        ((x, gamma[:47]), {}, r"gamma: expected shape \(48,\), got \(47,\)"),
-        ((x, None, x), {}, r"beta: expected shape \(48,\)"),
-        ((x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
-        ((x,), {"variant": "fastest"}, "unknown variant .* baseline, optimized, rows"),
-        ((x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256, 512"),
-        ((x,), {"block": 1024}, "block size 1024: expected one of 32"),
-        ((wide,), {}, "rows of 16,388 values: .* use another variant"),
-        ((wide,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ops.layernorm_gelu(*args, **options)
-    assert ops.layernorm_gelu(wide, variant="optimized").shape == wide.shape
+@on_one_order
+def test_bad_input(where: str) -> None:
+    with running_on(where):
+        x, gamma = cp.zeros((3, 48), "float32"), cp.zeros(48, "float32")
+        wide = cp.zeros((1, 16388), "float32")
+        for args, options, message in (
+            ((x, gamma), {"variant": "optimized"}, "optimized: has no gamma and beta"),
+            ((x,), {"variant": "fastest"}, "unknown variant .* baseline, optimized, rows"),
+            ((x,), {"block": 100}, "block size 100: expected one of 32, 64, 128, 256, 512"),
+            ((x,), {"block": 1024}, "block size 1024: expected one of 32"),
+            ((wide,), {}, "rows of 16,388 values: .* use another variant"),
+            ((wide,), {"block": 64}, "64 threads hold 2,048: use a larger block"),
+        ):
+            with pytest.raises(InputError, match=message):
+                ops.layernorm_gelu(*args, **options)
+        assert ops.layernorm_gelu(wide, variant="optimized").shape == wide.shape

@@ -210,27 +210,26 @@ def test_a_llama_has_the_same_bits_alone_and_in_any_batch(device: Any, dtype: st
             assert_same_bits(np.array(one.logprobs), np.array(among.logprobs))
 
 
-def _chosen() -> list[Job]:
-    jobs: list[Job] = []
-    sms, most_shared = gpus.H200["sms"], gpus.H200["most_shared"]
-    for stored in (("bfloat16",), ("float16", "float8_e4m3fn")):
-        for M in (1, 16, 64):
-            for N, K, gated in ((4096, 11008, False), (11008, 4096, True)):
-                tile = hopper.choose(M, N, K, stored[-1], gated, sms, most_shared)
-                sizes = (M, N, K, stored[-1], tile)
-                made = hopper.geometry("", *sizes, gated=gated, to_terms=gated)
-                jobs.append((hopper.FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
-            tile = hopper.choose(M, 6144, 4096, stored[-1], True, sms, most_shared)
-            made = hopper.geometry("", M, 6144, 4096, stored[-1], tile, head=128)
-            jobs.append((hopper.ROPE_FILE, "sm_90a", (*stored_as(*stored), *made.defines)))
-    return jobs
-
-
 def test_the_chosen_kernels_compile_without_spills() -> None:
     """A gated product has no q, k and v: qkv_decode_hopper is not launched with its tiles."""
-    jobs = _chosen()
-    gated = [("DH_GATED", 1) in defines for _, _, defines in jobs]
-    assert_clean(jobs, ["linear_decode_hopper" if each else "" for each in gated])
+    jobs: list[Job] = []
+    only = []
+    sms, most_shared = gpus.H200["sms"], gpus.H200["most_shared"]
+    for i, M in enumerate((1, 16, 64)):
+        for N, K, gated, head in (
+            (4096, 11008, False, 0),
+            (11008, 4096, True, 0),
+            (6144, 4096, False, 128),
+        ):
+            stored = (("bfloat16",), ("float16", "float8_e4m3fn"))[(i + gated) % 2]
+            sizes = M, N, K, stored[-1]
+            tile = hopper.choose(*sizes, gated or head > 0, sms, most_shared)
+            options: dict[str, Any] = {"gated": gated, "to_terms": gated, "head": head}
+            made = hopper.geometry("", *sizes, tile, **options)
+            file = hopper.ROPE_FILE if head else hopper.FILE
+            jobs.append((file, "sm_90a", (*stored_as(*stored), *made.defines)))
+            only.append("linear_decode_hopper" if gated else "")
+    assert_clean(jobs, only)
 
 
 @settings(max_examples=200)

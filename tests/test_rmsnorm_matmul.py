@@ -1,14 +1,19 @@
-"""RMSNorm with the product behind it: the matvec kernels on the CPU, every variant on a GPU."""
+"""RMSNorm with the product behind it: every variant, on the CPU and on a GPU.
+
+On the CPU the PTX instructions are imitated (emulator/mma_ptx.h): layouts in shared memory
+and registers, the pipeline's waits and every address are tried there; `mma.sync` itself on the GPU.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,26 +21,32 @@ from gpt2block import InputError, ops, reference
 from gpt2block.cuda import cupy, kernels
 from gpt2block.cuda.kernels import FP8
 from gpt2block.emulator import ORDERS
-from gpt2block.ops import _rmsnorm_hopper
-from gpt2block.ops._rmsnorm_hopper import tiles
+from gpt2block.ops import _rmsnorm_hopper, _rmsnorm_mma
 from gpt2block.ops._rmsnorm_matvec import geometry as matvec
-from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY
+from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.rmsnorm_matmul import RMSNORM_FFN, RMSNORM_MATMUL
 from gpt2block.weights.matrix import WeightMatrix
-from tests import plain
+from tests import devices, plain
 from tests.compiling import assert_clean
-from tests.devices import one_order, running_on
-from tests.gpus import H200, cupy_with
+from tests.devices import assert_same_bits, in_every_order, one_order, running_on
+from tests.gpus import A100, GPUS, H200, RTX, Gpu, cupy_with
 
 Array = NDArray[Any]
+device = devices.device
 DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
+FP8_E5M2, FP8_E4M3 = FP8
 EPS = 1e-6
 SHARED = 200_000  # bytes that a block may have
-in_every_order = pytest.mark.parametrize("where", ORDERS)
+START, THETA = 3, 500.0
+Tile = _rmsnorm_mma.Tile
+# Two warps share K and a row's squares; four warps share rows and columns, each has an odd number
+# of fragments side by side, and threads are left over when weights are copied.
+TINY = Tile(16, 32, (1, 1, 2), 32, 3, 1)
+ODD = Tile(32, 48, (2, 2, 1), 64, 2, 1)
 both_layouts = pytest.mark.parametrize("layout", ["KN", "NK"])
 
 
@@ -49,11 +60,13 @@ class Case(NamedTuple):
     weights: str | None = None
     head_dim: int | None = None
     half_split: bool = False
-    apart: int = 0  # elements between the rows of x
+    apart: int = 0  # elements between the rows of x, which are NaN
+    residual: bool = False  # of a feed-forward
+    sequences: int = 1  # that share the rows
 
 
 class Arrays(NamedTuple):
-    x: Array  # (M, K), a view when the rows lie apart
+    x: Array  # (sequences, T, K), a view when the rows lie apart
     residual: Array
     gamma: Array
     first: WeightMatrix
@@ -73,9 +86,20 @@ def arrays(case: Case, layout: str) -> Arrays:
         values = normal(*shape) / np.float32(math.sqrt(case.K))
         return WeightMatrix.quantize(values, case.weights or case.dtype, layout)
 
-    x = normal(case.M, case.K + case.apart).astype(dtype)[:, : case.K]
-    residual = normal(case.M, case.K).astype(dtype)
+    shape = case.sequences, case.M // case.sequences, case.K
+    base = np.full((*shape[:2], case.K + case.apart), np.nan, dtype)
+    x = base[..., : case.K]
+    x[...] = normal(*shape)
+    residual = normal(*shape).astype(dtype)
     return Arrays(x, residual, normal(case.K).astype(dtype), matrix(), matrix())
+
+
+def on_device(given: Arrays) -> Arrays:
+    """The same arrays on the GPU, rows as far apart."""
+    base = given.x.base if given.x.base is not None else given.x
+    x = cupy.asarray(base)[..., : given.x.shape[-1]]
+    first, second = (w.mapped(cupy.asarray) for w in (given.first, given.second))
+    return Arrays(x, cupy.asarray(given.residual), cupy.asarray(given.gamma), first, second)
 
 
 def wide(array: Array) -> Array:
@@ -90,30 +114,37 @@ def plain_norm(h: Array, gamma: Array) -> Array:
     return normed.astype(np.float32)
 
 
-def assert_product(got: Array, given: Arrays, case: Case, start: int, theta: float) -> None:
+def assert_product(got: Array, given: Arrays, case: Case, xp: Any = np) -> None:
     x, gamma = given.x, given.gamma
-    options = (case.head_dim, start, theta, case.half_split)
+    options = (case.head_dim, START, THETA, case.half_split)
     truth = reference.rmsnorm_matmul(wide(x), wide(gamma), given.first, EPS, *options)
-    normed = plain_norm(x, gamma)
-    sums = plain.product(normed, given.first.dequantized())
+    sums = plain_product(plain_norm(x, gamma), given.first, xp)
     if case.head_dim:
-        heads = sums.reshape(case.M, -1, case.head_dim)
-        sums = plain.rope(heads, start, theta, case.half_split).reshape(sums.shape)
-    assert got.dtype == x.dtype
-    stored = sums.astype(x.dtype).astype(np.float32)
-    plain.assert_as_accurate(got.astype(np.float32), truth, stored)
+        heads = sums.reshape(*x.shape[:-1], -1, case.head_dim)
+        sums = plain.rope(heads, START, THETA, case.half_split).reshape(sums.shape)
+    assert_stored(got, truth, sums, x.dtype)
 
 
-def assert_ffn(got: Array, given: Arrays, residual: bool) -> None:
-    x, gamma = given.x, given.gamma
-    h = (x.astype(np.float32) + given.residual.astype(np.float32)).astype(x.dtype)
-    h = h if residual else x
-    truth = reference.rmsnorm_ffn(wide(h), wide(gamma), given.first, given.second, EPS)
+def assert_ffn(got: Array, given: Arrays, case: Case, xp: Any = np) -> None:
+    h = summed(given) if case.residual else given.x
+    truth = reference.rmsnorm_ffn(wide(h), wide(given.gamma), given.first, given.second, EPS)
     assert isinstance(truth, np.ndarray)
-    normed = plain_norm(h, gamma)
-    a, b = (plain.product(normed, w.dequantized()) for w in (given.first, given.second))
-    stored = (a / (np.float32(1) + np.exp(-a)) * b).astype(x.dtype).astype(np.float32)
-    assert got.dtype == x.dtype
+    normed = plain_norm(h, given.gamma)
+    a, b = (plain_product(normed, w, xp) for w in (given.first, given.second))
+    assert_stored(got, truth, a / (np.float32(1) + np.exp(-a)) * b, h.dtype)
+
+
+def plain_product(a: Array, w: WeightMatrix, xp: Any) -> Array:
+    """By sequential sums; xp: CuPy for large sizes."""
+    found = plain.product(xp.asarray(a), xp.asarray(w.dequantized()), xp)
+    product: Array = found if xp is np else found.get()
+    return product
+
+
+def assert_stored(got: Array, truth: Array, expected: Array, dtype: Any) -> None:
+    """expected: in float32, before it is rounded to what is stored."""
+    assert got.dtype == dtype
+    stored = expected.astype(dtype).astype(np.float32)
     plain.assert_as_accurate(got.astype(np.float32), truth, stored)
 
 
@@ -123,12 +154,56 @@ def summed(given: Arrays) -> Array:
     return both.astype(given.x.dtype)
 
 
+def check(
+    where: str,
+    matrices: int,
+    case: Case,
+    layout: str,
+    variant: str | None = "matvec",
+    tile: Any = None,
+) -> None:
+    """A product with one matrix, or the feed-forward with two, from poisoned memory.
+
+    On a GPU it runs twice, with the same bits. tile: of variant hopper, or of the others.
+    """
+    given = arrays(case, layout)
+    results: list[list[Array]] = []
+    inputs: tuple[Any, ...]
+    with running_on(where), pytest.MonkeyPatch.context() as patch:
+        if tile and variant == "hopper":
+            patch.setattr(_rmsnorm_hopper, "choose_tile", lambda *_: tile)
+            _rmsnorm_hopper.geometry.cache_clear()
+        elif tile:
+            patch.setattr(_rmsnorm_mma, "geometry", partial(_rmsnorm_mma.geometry, tile=tile))
+        x, residual, gamma, *weights = on_device(given)
+        options: dict[str, Any] = {"eps": EPS, "variant": variant}
+        if matrices == 1:
+            operation, inputs = RMSNORM_MATMUL, (x, gamma, weights[0])
+            options |= {"head_dim": case.head_dim, "half_split": case.half_split}
+            options |= {"start": START, "theta": THETA}
+        else:
+            operation = RMSNORM_FFN
+            inputs = (x, gamma, *weights, residual if case.residual else None)
+        for _ in range(1 + (where == "gpu")):
+            out = cupy.full((*x.shape[:-1], case.N), np.nan, x.dtype)
+            bound = operation.bind(inputs, out, **options)
+            bound.run()
+            results.append([out.get(), *(array.get() for array in bound.extra)])
+    _rmsnorm_hopper.geometry.cache_clear()
+    for one, other in zip(results[0], results[-1], strict=True):
+        assert_same_bits(one, other)
+    right = assert_product if matrices == 1 else assert_ffn
+    right(results[0][0], given, case, cupy if where == "gpu" else np)
+    if case.residual and matrices == 2:
+        np.testing.assert_array_equal(results[0][1], summed(given))
+
+
 # --- the NumPy meaning ----------------------------------------------------------------------------
 
 
 def test_the_product_against_a_loop() -> None:
     given = arrays(Case(3, 6, 8), "KN")
-    x, gamma = wide(given.x), wide(given.gamma)
+    x, gamma = wide(given.x[0]), wide(given.gamma)
     w = given.first.dequantized()
     for half_split in (False, True):
         got = reference.rmsnorm_matmul(x, gamma, given.first, EPS, 4, 5, 100.0, half_split)
@@ -147,7 +222,7 @@ def test_the_product_against_a_loop() -> None:
 
 def test_the_feed_forward_against_a_loop() -> None:
     given = arrays(Case(2, 5, 3), "NK")
-    x, residual, gamma = wide(given.x), wide(given.residual), wide(given.gamma)
+    x, residual, gamma = wide(given.x[0]), wide(given.residual[0]), wide(given.gamma)
     got, h = reference.rmsnorm_ffn(x, gamma, given.first, given.second, EPS, residual)
     w1, w3 = given.first.dequantized(), given.second.dequantized()
     np.testing.assert_array_equal(h, x + residual)
@@ -197,9 +272,8 @@ HOPPER_TILES = [
     (matrices, layout, tile)
     for matrices in (1, 2)
     for layout in ("KN", "NK")
-    for tile in tiles(matrices, layout)
+    for tile in _rmsnorm_hopper.tiles(matrices, layout)
 ]
-every_hopper_tile = pytest.mark.parametrize(("matrices", "layout", "tile"), HOPPER_TILES, ids=str)
 
 
 @pytest.mark.parametrize(
@@ -220,110 +294,164 @@ def test_the_hopper_tile_for_llama(
     assert (chosen.rows, chosen.columns, chosen.split_k) == tile
 
 
-def test_a_hopper_tile_has_room_and_does_not_spill() -> None:
+@pytest.mark.parametrize(
+    ("M", "N", "matrices", "rows", "columns", "blocks"),
+    [
+        (16, 4096, 1, 16, 32, 128),  # a block on nearly every SM of 132
+        (500, 4096, 1, 128, 128, 128),
+        (16, 11008, 2, 16, 192, 115),
+        (500, 11008, 2, 128, 224, 396),  # 3 on every SM
+        (4096, 4096, 1, 128, 256, 512),
+    ],
+)
+def test_the_tile_fits_the_gpu(
+    M: int, N: int, matrices: int, rows: int, columns: int, blocks: int
+) -> None:
+    how = _rmsnorm_mma.geometry(matrices, M, N, 4096, weight=2, layout="KN", **H200)
+    chosen = dict(how.defines)
+    assert (chosen["MMA_ROWS"], chosen["MMA_COLUMNS"]) == (rows, columns)
+    assert how.grid == (blocks,)
+
+
+@pytest.mark.parametrize("gpu", [A100, H200, RTX], ids=["A100", "H200", "RTX"])
+@pytest.mark.parametrize("weight", [1, 2])
+@both_layouts
+def test_a_tile_has_room_on_every_gpu(gpu: Gpu, weight: int, layout: str) -> None:
+    for M in (1, 16, 17, 64, 128, 500, 5000):
+        for matrices, N in ((1, 4096), (2, 11008)):
+            options: dict[str, Any] = {"layout": layout, "residual": matrices == 2}
+            how = _rmsnorm_mma.geometry(matrices, M, N, 4096, weight=weight, **options, **gpu)
+            chosen = {name: int(value) for name, value in how.defines}
+            blocks, threads = chosen["MMA_BLOCKS"], how.block[0]
+            assert (how.shared + 1024) * blocks <= gpu["most_shared"] + 1024
+            assert chosen["MMA_STAGES"] >= 2
+            assert threads in (128, 256)
+            per_warp = chosen["MMA_COLUMNS"] // chosen["MMA_WARPS_N"]
+            assert per_warp % (16 if weight == 1 else 8) == 0
+            assert how.grid[0] * chosen["MMA_ROWS"] * chosen["MMA_COLUMNS"] >= M * N * matrices
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "stride", "weight", "layout", "fit"),
+    [
+        (8, 8, 8, 2, "KN", True),
+        (16, 8, 16, 1, "KN", True),
+        (8, 16, 16, 1, "NK", True),
+        (4, 8, 8, 2, "KN", False),
+        (8, 4, 8, 2, "NK", False),
+        (8, 8, 12, 2, "KN", False),
+        (8, 16, 16, 1, "KN", False),
+        (16, 8, 8, 1, "NK", False),
+    ],
+)
+def test_sizes_that_do_not_lie_on_16_bytes_are_told(
+    N: int, K: int, stride: int, weight: int, layout: str, fit: bool
+) -> None:
+    assert _rmsnorm_mma.fits(N, K, stride, weight, layout) == fit
+
+
+def test_no_tile_of_hopper_spills() -> None:
+    """In one dtype, and with RoPE or without it, by turns."""
     jobs = []
-    for matrices, layout, tile in HOPPER_TILES:
-        for dtype, turns in (("float16", True), ("bfloat16", False)):
-            how, _ = _rmsnorm_hopper.geometry(
-                matrices, 500, 4096, 4096, layout=layout, turns=turns, sms=H200["sms"], tile=tile
-            )
-            assert how.shared <= H200["most_shared"]
-            assert how.grid[0] % tile.cluster == 0
-            defines = (*kernels.stored_as(dtype), *how.defines)
-            jobs.append((_rmsnorm_hopper.FILE, "sm_90a", defines))
+    for i, (matrices, layout, tile) in enumerate(HOPPER_TILES):
+        options: dict[str, Any] = {"layout": layout, "turns": i % 2 == 0, "tile": tile}
+        how, _ = _rmsnorm_hopper.geometry(matrices, 500, 4096, 4096, sms=H200["sms"], **options)
+        assert how.shared <= H200["most_shared"]
+        assert how.grid[0] % tile.cluster == 0
+        defines = (*kernels.stored_as(("float16", "bfloat16")[i % 2]), *how.defines)
+        jobs.append((_rmsnorm_hopper.FILE, "sm_90a", defines))
     assert_clean(jobs)
 
 
-# --- the matvec kernels on the CPU ----------------------------------------------------------------
+def test_no_tile_of_mma_spills() -> None:
+    """Each by turns on a GPU with room; the one for many rows, with most registers, in each dtype.
 
-PRODUCTS = [
-    Case(1, 40, 24),
-    Case(3, 300, 16, "float16", head_dim=8, half_split=True, apart=3),
-    Case(5, 33, 17, "float16"),
-    Case(1, 544, 32, "float16", "float8_e4m3fn", head_dim=8),
-    Case(1, 64, 64, "float32", "float8_e5m2", head_dim=32, half_split=True),
-    Case(2, 8, 40, "bfloat16", head_dim=10, half_split=True),
-    Case(9, 20, 2, "bfloat16", head_dim=2),
-]
-FFNS = [
-    Case(2, 520, 33, "bfloat16"),
-    Case(2, 64, 32, "bfloat16", "float8_e5m2"),
-    Case(7, 36, 12, apart=4),
-    Case(1, 2056, 6, "float16"),
-    Case(3, 48, 80, "float16", "float8_e4m3fn"),
-]
-START, THETA = 3, 500.0
+    With a residual where a tile has many registers.
+    """
+    jobs = []
 
+    def add(i: int, M: int, dtype: str, weights: str | None, **options: Any) -> None:
+        options |= {"weight": 1 if weights else 2, "layout": ("KN", "NK")[i % 2]}
+        found = []
+        for arch, gpu in GPUS:
+            try:
+                found.append((arch, _rmsnorm_mma.geometry(2, M, 4096, 4096, **options, **gpu)))
+            except ValueError:  # no room for this tile, and none is left to choose from
+                continue
+        arch, how = found[i % len(found)]
+        defines = (*kernels.stored_as(dtype, weights), *how.defines)
+        jobs.append((_rmsnorm_mma.FILE, arch, defines))
 
-def on_device(given: Arrays) -> Arrays:
-    """The same arrays on the GPU, rows as far apart."""
-    base = given.x.base if given.x.base is not None else given.x
-    x = cupy.asarray(base)[:, : given.x.shape[1]]
-
-    def upload(w: WeightMatrix) -> WeightMatrix:
-        scale = None if w.scale is None else cupy.asarray(w.scale)
-        return WeightMatrix(cupy.asarray(w.data), w.dtype, scale, w.layout)
-
-    first, second = upload(given.first), upload(given.second)
-    return Arrays(x, cupy.asarray(given.residual), cupy.asarray(given.gamma), first, second)
+    for i, tile in enumerate(_rmsnorm_mma.TILES):
+        add(i, 500, "float16", None, tile=tile, residual=tile.rows >= 64)
+    narrow = [(dtype, weights) for dtype in ("float16", "bfloat16") for weights in FP8]
+    for i, (dtype, weights) in enumerate((*narrow, ("bfloat16", None))):
+        add(i, 4096, dtype, weights)
+    assert_clean(jobs)
 
 
-def run(where: str, bind: Any, inputs: tuple[Any, ...], **options: Any) -> list[Array]:
-    """Outputs, from poisoned memory; on a GPU of two runs, which must be the same bits."""
-    x, weights = inputs[0], inputs[2]
-    results = []
-    for _ in range(1 + (where == "gpu")):
-        out = cupy.full((*x.shape[:-1], weights.N), np.nan, x.dtype)
-        bound = bind(inputs, out, eps=EPS, **options)
-        bound.run()
-        results.append([out.get(), *(array.get() for array in bound.extra)])
-    for one, other in zip(results[0], results[-1], strict=True):
-        np.testing.assert_array_equal(one, other)
-    return results[0]
+# --- on the CPU -----------------------------------------------------------------------------------
 
 
-def check_product(where: str, case: Case, layout: str, variant: str | None = "matvec") -> None:
-    given = arrays(case, layout)
-    turn = {"head_dim": case.head_dim, "start": START, "theta": THETA}
-    with running_on(where):
-        x, _, gamma, w, _ = on_device(given)
-        options = {"half_split": case.half_split, "variant": variant}
-        got = run(where, RMSNORM_MATMUL.bind, (x, gamma, w), **turn, **options)
-    assert_product(got[0], given, case, START, THETA)
+@in_every_order
+@pytest.mark.parametrize(
+    ("matrices", "layout", "case"),
+    [
+        (1, "KN", Case(1, 40, 24)),
+        (1, "KN", Case(3, 300, 16, "float16", head_dim=8, half_split=True, apart=3)),
+        (1, "NK", Case(5, 33, 17, "float16")),
+        (1, "KN", Case(1, 544, 32, "float16", FP8_E4M3, head_dim=8)),
+        (1, "NK", Case(1, 64, 64, "float32", FP8_E5M2, head_dim=32, half_split=True)),
+        (1, "NK", Case(9, 8, 40, "bfloat16", head_dim=10)),
+        (2, "KN", Case(2, 520, 33, "bfloat16", residual=True)),
+        (2, "NK", Case(2, 520, 33, "bfloat16", residual=True)),
+        (2, "KN", Case(7, 36, 12, apart=4, residual=True)),
+        (2, "NK", Case(1, 2056, 6, "float16")),
+        (2, "NK", Case(3, 48, 80, "float16", FP8_E4M3, residual=True)),
+    ],
+)
+def test_matvec(matrices: int, layout: str, case: Case, where: str) -> None:
+    check(where, matrices, case, layout)
 
 
-def check_ffn(
-    where: str, case: Case, layout: str, variant: str | None = "matvec", residual: bool = False
+@pytest.mark.parametrize(
+    ("matrices", "dtype", "weights", "layout"),
+    [
+        (1, "float16", None, "NK"),
+        (2, "float16", FP8_E5M2, "KN"),
+        (1, "float16", FP8_E4M3, "NK"),
+        (2, "bfloat16", FP8_E5M2, "NK"),
+        (1, "bfloat16", FP8_E4M3, "KN"),
+    ],
+)
+def test_mma(matrices: int, dtype: str, weights: str | None, layout: str) -> None:
+    head_dim = 16 if matrices == 1 else None
+    case = Case(21, 144, 80, dtype, weights, head_dim, apart=16, sequences=3)
+    check("shuffled", matrices, case, layout, "mma", TINY)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_pipeline_waits_for_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    given = arrays(case, layout)
-    with running_on(where):
-        x, other, gamma, *weights = on_device(given)
-        inputs = (x, gamma, *weights, other if residual else None)
-        got = run(where, RMSNORM_FFN.bind, inputs, variant=variant)
-    assert_ffn(got[0], given, residual)
-    if residual:
-        np.testing.assert_array_equal(got[1], summed(given))
+    if at_once:  # copies by cp.async arrive immediately, not when a thread waits for them
+        monkeypatch.setenv("COPIES_AT_ONCE", "1")
+    for order in ORDERS:
+        for K in (64, 64 * 5 + 8):
+            check(order, 2, Case(40, K, 40, "float16", residual=True), "KN", "mma", ODD)
 
 
-@in_every_order
-@both_layouts
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_matvec(case: Case, layout: str, where: str) -> None:
-    check_product(where, case, layout)
-
-
-@in_every_order
-@both_layouts
-@pytest.mark.parametrize("case", FFNS, ids=str)
-def test_ffn_matvec(case: Case, layout: str, where: str) -> None:
-    check_ffn(where, case, layout, residual=case.M > 1)
+@settings(max_examples=6)
+@given(M=st.integers(1, 100), N=st.integers(1, 9), K=st.integers(1, 40), matrices=st.integers(1, 2))
+def test_any_size_on_the_cpu(M: int, N: int, K: int, matrices: int) -> None:
+    """The product without a norm."""
+    check("reverse", matrices, Case(M, 8 * K, 8 * N, "float16"), "KN", "unfused", ODD)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
 VARIANTS = [variant.name for variant in RMSNORM_MATMUL.variants]
-SMALL = Case(1, 64, 48)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 every_weight = pytest.mark.parametrize("weights", [None, *FP8])
@@ -332,10 +460,10 @@ every_weight = pytest.mark.parametrize("weights", [None, *FP8])
 def skip_what_tiles_cannot(variant: str, dtype: str, weights: str | None) -> None:
     if variant in ("mma", "hopper") and dtype == "float32":
         pytest.skip("tensor cores take float16 and bfloat16")
-    if variant == "hopper":
-        if weights:
-            pytest.skip("wgmma is for weights of the same dtype")
-        cupy_with(HOPPER_CAPABILITY)
+    if variant == "hopper" and weights:
+        pytest.skip("wgmma is for weights of the same dtype")
+    if variant in ("mma", "hopper"):
+        cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
 
 
 @pytest.mark.gpu
@@ -350,7 +478,7 @@ def test_products_on_the_gpu(
     skip_what_tiles_cannot(variant, dtype, weights)
     half_split = M in (3, 70)
     case = Case(M, 272, 384, dtype, weights, 64 if M > 1 else None, half_split, 8 if M > 3 else 0)
-    check_product("gpu", case, layout, variant)
+    check("gpu", 1, case, layout, variant)
 
 
 @pytest.mark.gpu
@@ -358,78 +486,84 @@ def test_products_on_the_gpu(
 @every_dtype
 @every_weight
 @both_layouts
-@pytest.mark.parametrize("M", [1, 5, 33, 130])
+@pytest.mark.parametrize("M", [1, 5, 33, 130, 300])
 def test_feed_forward_on_the_gpu(
     variant: str, dtype: str, weights: str | None, layout: str, M: int
 ) -> None:
     skip_what_tiles_cannot(variant, dtype, weights)
-    case = Case(M, 272, 192, dtype, weights, apart=8 if M > 5 else 0)
-    check_ffn("gpu", case, layout, variant, residual=M > 1)
+    case = Case(M, 272, 192, dtype, weights, apart=8 if M > 5 else 0, residual=M > 1)
+    check("gpu", 2, case, layout, variant)
 
 
 @pytest.mark.gpu
-@every_hopper_tile
-def test_every_hopper_tile(
-    matrices: int, layout: str, tile: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One tile a block, and many; the last ones beyond the matrix."""
-
-    cupy_with(HOPPER_CAPABILITY)
-    monkeypatch.setattr(_rmsnorm_hopper, "choose_tile", lambda *_: tile)
-    _rmsnorm_hopper.geometry.cache_clear()
+@pytest.mark.parametrize(
+    ("variant", "matrices", "layout", "tile"),
+    [
+        *(("hopper", *each) for each in HOPPER_TILES),
+        *(("mma", n, "KN", tile) for n in (1, 2) for tile in _rmsnorm_mma.TILES),
+    ],
+    ids=str,
+)
+def test_every_tile(variant: str, matrices: int, layout: str, tile: Any) -> None:
+    """One tile a block, and many; the last ones beyond the matrix; many slices of K and few."""
+    skip_what_tiles_cannot(variant, "float16", None)
     for case in (
-        Case(1, 264, 40, "float16", None, 10),
-        Case(129, 72, 520, "bfloat16", None, 8),
+        Case(1, 264, 40, "float16", apart=10 if variant == "hopper" else 8),
+        Case(129, 72, 520, "bfloat16", apart=8),
         Case(333, 1032, 1448, "float16"),
-        Case(1000, 136, 3032, "float16", None, 8),
+        Case(1000, 136, 3032, "float16", apart=8),
     ):
-        (check_ffn if matrices == 2 else check_product)("gpu", case, layout, "hopper")
-    _rmsnorm_hopper.geometry.cache_clear()
+        check("gpu", matrices, case, layout, variant, tile)
+
+
+@pytest.mark.gpu
+@settings(max_examples=25)
+@given(M=st.integers(1, 600), N=st.integers(1, 60), K=st.integers(1, 60), mma=st.booleans())
+def test_any_size_on_the_gpu(M: int, N: int, K: int, mma: bool) -> None:
+    cupy_with()
+    for matrices in (1, 2):
+        case = Case(M, 8 * K, 8 * N, "float16")
+        check("gpu", matrices, case, "KN", "mma" if mma else "unfused")
 
 
 @pytest.mark.gpu
 @both_layouts
 @pytest.mark.parametrize(
-    "case",
+    ("variant", "case"),
     [
-        Case(1, 4096, 512, "float16", None, 128),
-        Case(1, 4096, 512, "bfloat16", "float8_e4m3fn", 128, True),
-        Case(3, 333, 77, "float16"),
-        Case(2, 12_000, 8, "float16"),
+        ("matvec", Case(1, 4096, 512, "float16", None, 128)),
+        ("matvec", Case(1, 4096, 512, "bfloat16", FP8_E4M3, 128, True)),
+        ("matvec", Case(3, 333, 77, "float16")),
+        ("matvec", Case(2, 12_000, 8, "float16")),
+        ("mma", Case(16, 4096, 4096, "float16", None, 128)),
+        ("mma", Case(500, 4096, 4096, "float16", None, 128)),
     ],
     ids=str,
 )
-def test_odd_and_long_rows_on_the_gpu(case: Case, layout: str) -> None:
-    check_product("gpu", case, layout)
-    if case.head_dim is None:
-        check_ffn("gpu", case, layout, None)
-
-
-@pytest.mark.gpu
-def test_a_batch_has_positions_of_its_own() -> None:
-    given = arrays(Case(6, 64, 32, "float16"), "KN")
-    x = cupy.asarray(np.ascontiguousarray(given.x)).reshape(2, 3, 64)
-    gamma, w = cupy.asarray(given.gamma), cupy.asarray(given.first.data)
-    both = ops.rmsnorm_matmul(x, gamma, w, head_dim=16, start=7)
-    assert both.shape == (2, 3, 32)
-    for b in range(2):
-        rows, weights = wide(x[b].get()), given.first
-        alone = reference.rmsnorm_matmul(rows, wide(given.gamma), weights, head_dim=16, start=7)
-        np.testing.assert_allclose(both[b].get(), alone, atol=0.01)
+def test_odd_and_long_rows_on_the_gpu(variant: str, case: Case, layout: str) -> None:
+    skip_what_tiles_cannot(variant, case.dtype, case.weights)
+    check("gpu", 1, case, layout, variant)
+    if case.head_dim is None or variant == "mma":
+        check("gpu", 2, case, layout, None if variant == "matvec" else variant)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [None, "unfused"])
 @pytest.mark.parametrize("half_split", [False, True])
 def test_more_axes_in_front(variant: str | None, half_split: bool) -> None:
-    given = arrays(Case(24, 64, 32, "float16"), "KN")
-    x = cupy.asarray(np.ascontiguousarray(given.x)).reshape(2, 3, 4, 64)
-    gamma, w = cupy.asarray(given.gamma), cupy.asarray(given.first.data)
+    """Each of the sequences has positions of its own."""
+    given: Any = on_device(arrays(Case(24, 64, 32, "float16"), "KN"))
+    x = cupy.ascontiguousarray(given.x).reshape(2, 3, 4, 64)
+    gamma, w = given.gamma, given.first.data
     options: dict[str, Any] = {"head_dim": 16, "start": 5, "half_split": half_split}
     options["variant"] = variant
     deep = ops.rmsnorm_matmul(x, gamma, w, **options)
     flat = ops.rmsnorm_matmul(x.reshape(6, 4, 64), gamma, w, **options)
     cupy.testing.assert_array_equal(deep.reshape(6, 4, 32), flat)
+    alone = reference.rmsnorm_matmul(
+        wide(x[1, 2].get()), wide(gamma.get()), wide(w.get()), 1e-6, 16, 5, 1e4, half_split
+    )
+    np.testing.assert_allclose(deep[1, 2].get(), alone, atol=0.01)
 
 
 @pytest.mark.gpu
@@ -441,15 +575,16 @@ def test_a_row_too_long_for_matvec_takes_tiles() -> None:
 
 @pytest.mark.gpu
 def test_the_functions_take_plain_matrices_and_give_pairs() -> None:
-    given = arrays(Case(2, 64, 32, "float32"), "KN")
+    case = Case(2, 64, 32)
+    given = arrays(case, "KN")
     device = on_device(given)
     w1, w3 = device.first.data, device.second.data
     alone = ops.rmsnorm_ffn(device.x, device.gamma, w1, w3)
-    assert_ffn(alone.get(), given, False)
+    assert_ffn(alone.get(), given, case)
     out, h = ops.rmsnorm_ffn(device.x, device.gamma, w1, w3, residual=device.residual)
-    assert_ffn(out.get(), given, True)
+    assert_ffn(out.get(), given, case._replace(residual=True))
     np.testing.assert_array_equal(h.get(), summed(given))
-    turned = ops.rmsnorm_matmul(cupy.ascontiguousarray(device.x.T).T, device.gamma, w1, head_dim=8)
+    turned = ops.rmsnorm_matmul(cupy.asfortranarray(device.x), device.gamma, w1, head_dim=8)
     same = ops.rmsnorm_matmul(device.x, device.gamma, w1, head_dim=8)
     cupy.testing.assert_array_equal(turned, same)
 

@@ -1,4 +1,4 @@
-"""Checks of weight matrices, and the number of tiles of a product."""
+"""How weights are stored for a kernel, and the number of tiles of a product."""
 
 from __future__ import annotations
 
@@ -6,28 +6,9 @@ from math import ceil
 from typing import Any, TypeVar
 
 from gpt2block.cuda.kernels import FP8
-from gpt2block.errors import InputError
-from gpt2block.ops.call import check_matrix
 from gpt2block.weights.matrix import WeightMatrix
 
 Tile = TypeVar("Tile")
-
-
-def check_weights(
-    name: str, w: Any, inputs: tuple[str, Any], layout: str | None = "NK"
-) -> WeightMatrix:
-    """w itself; InputError unless it is a WeightMatrix on the current device that fits the input.
-
-    inputs: name and array (..., K) of the other operand. layout: None for either.
-    """
-    check_matrix(name, w, layout)
-    other, array = inputs
-    if array.shape[-1] != w.K:
-        raise InputError(
-            f"{name}: expected K {array.shape[-1]} to match {other}, got {w.K} ({w.layout})"
-        )
-    matrix: WeightMatrix = w
-    return matrix
 
 
 def storage_of(w: WeightMatrix, with_fp8: str = "float32") -> tuple[str, str | None]:

@@ -9,6 +9,7 @@ matmul/mma_two_part.cu, matmul/hopper_two_part.cu, matmul/two_part.cu.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     arrays_of,
     check_address,
+    check_apart,
     compute_capability,
     contiguous,
     device_attribute,
@@ -32,7 +34,6 @@ from gpt2block.ops import _gemm_hopper as hopper
 from gpt2block.ops import _gemm_mma as mma
 from gpt2block.ops import _rmsnorm_hopper as two_matrices
 from gpt2block.ops import _stored as stored
-from gpt2block.ops import _widened as widened
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY, MULTIPLE
 from gpt2block.ops.call import TWO_PART, Call, checked
 from gpt2block.ops.operation import (
@@ -54,6 +55,53 @@ Boxes = tuple[Box, Box, Box]  # of the tensor maps of a, w and out
 WITH_TWO_PART = Contract.parse(
     "a a_dtype ... K; w two_part N K; bias? f32 N; residual? f32 ... N; up? rows K N "
     "-> out~residual out_dtype ... N"
+)
+WIDEN_FILE = "fp8/widen.cu"
+WIDEN_WIDTH = 16  # weights in a load of widen_fp8
+WIDEN_VECTORS = 2  # loads of a thread
+WIDEN_BLOCK = 256
+
+
+@variant(
+    "widen",
+    WIDEN_FILE,
+    "widen_fp8",
+    idea="FP8 weights as float16, before a product with float16 activations",
+)
+def _widen(c: Call) -> Launch:
+    size = c.N * c.K
+    for name, array in (("w", c.w.data), ("memory", c.out)):
+        check_address(name, array)
+    grid = (ceil(size / (WIDEN_WIDTH * WIDEN_VECTORS * WIDEN_BLOCK)),)
+    defines = (("WIDEN_VECTORS", WIDEN_VECTORS),)
+    geometry = Geometry("widen_fp8", grid, (WIDEN_BLOCK,), defines=defines)
+    return launch_at(WIDEN_FILE, geometry, (c.w.data, c.out, size), "float16", c.w.dtype)
+
+
+def _bind_widen(inputs: tuple[Any, ...], out: CudaArray | None = None) -> Bound:
+    """inputs (w, memory): the bytes of w as float16 numbers (N, K), without its scales.
+
+    memory: for out, float16, of at least as many elements, or None for new memory. Raises
+    InputError.
+    """
+    c = WIDEN.checked(inputs, out)
+    size = c.N * c.K
+    if size % WIDEN_WIDTH:
+        raise InputError(f"w {c.w.data.shape}: expected a multiple of {WIDEN_WIDTH} weights")
+    if c.memory is not None:
+        check_apart("memory", c.memory, {"w": c.w})
+        if c.memory.size < size:
+            raise InputError(f"memory: expected at least {size:,} elements, got {c.memory.size:,}")
+        c.out = c.memory.reshape(-1)[:size].reshape(c.N, c.K)
+    c.make("out")
+    return WIDEN.bound_to(c)
+
+
+WIDEN = Operation(
+    name="widen",
+    variants=(_widen,),
+    binder=_bind_widen,
+    line="w rows K N; memory? f16 ... -> out? f16 N K",
 )
 
 
@@ -283,7 +331,7 @@ def _converted(c: Call) -> tuple[Launch, ...]:
     c.weights, c.scale = c.w.data, c.w.scale
     if c.w.dtype not in FP8:
         return ()
-    before = widened.bind((c.w, c.memory))
+    before = WIDEN.bind_on_device((c.w, c.memory))
     c.early, c.weights, c.kept = False, before.out, (before.out,)
     return before.launches
 
@@ -327,7 +375,7 @@ OPERATION = Operation(
         _hopper_two_part,
         *TO_TWO_PART.variants,
         *TAKE.variants,
-        *widened.OPERATION.variants,
+        *WIDEN.variants,
         *stored.OPERATION.variants,
     ),
     draw=_make,

@@ -1,5 +1,7 @@
 """The linear layer, [residual +] [gelu]((LayerNorm(x) or x) w + bias), sums in float32.
 
+And of q, k and v in decoding, into the kv_cache; with RoPE too, by wgmma, for large matrices.
+
 Use it for float32 activations and weights (N, K) of any dtype, or where a GPU has no tensor cores:
 matmul/decode_mma.cu for few rows, as in decoding, and with the same bits matmul/decode_tiles.cu for
 more of them and matmul/decode_hopper.cu for large matrices; matmul/decode.cu where these do not
@@ -38,7 +40,6 @@ from gpt2block.ops._matrix import storage_of
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops._terms import Terms, check_terms
 from gpt2block.ops.call import Call
-from gpt2block.ops.linear_rope import OPERATION as LINEAR_ROPE
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Variant, unfit, variant
 from gpt2block.ops.warm import call
 from gpt2block.weights.matrix import WeightMatrix
@@ -299,6 +300,26 @@ def _qkv_hopper(c: Call) -> Launch:
     return _by_wgmma(c, "qkv_decode_hopper", (c.w,), args)
 
 
+@variant(
+    "rope_hopper",
+    hopper.ROPE_FILE,
+    "rope_decode_hopper",
+    idea="qkv_hopper with RoPE of q and k",
+)
+def _rope_hopper(c: Call) -> Launch:
+    unfit(
+        compute_capability() != HOPPER_CAPABILITY,
+        "needs a GPU of compute capability 9.0 (Hopper): use linear and rope_append",
+    )
+    wanted, D = hopper.terms(c.w.dtype), 2 * c.P
+    unfit(c.terms != wanted, f"terms of {c.terms}: expected {wanted}")
+    multiple = 2 * hopper.ROPE_BOX
+    unfit(D % multiple, f"heads of {D} channels: expected a multiple of {multiple}")
+    arrays = (c.w.scale, c.bias, c.by, c.row, c.position, c.out, c.k, c.v)
+    args = (*arrays, c.M, c.K, c.n_head, c.C // D, c.B, c.S)
+    return hopper.launch(c, "rope_decode_hopper", (c.w,), args, head=D)
+
+
 def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     """The variants of a decoding step, the preferred one first; those on tensor cores agree."""
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
@@ -366,6 +387,37 @@ def _bind_qkv(
     return LINEAR_QKV.bound_to(c, _decoding(c, LINEAR_QKV))
 
 
+def _bind_rope(
+    inputs: tuple[Any, ...],
+    out: CudaArray | None = None,
+    *,
+    n_head: int,
+    terms: Terms,
+    kv_dtype: str | None = None,
+) -> Bound:
+    """inputs (x (M, K), w, bias (N,), by (M, D / 2, 2), k, v, row (M,), position (M,)).
+
+    x has `terms`, in the order of wgmma, and w is a WeightMatrix (N, K) of N = (n_head + 2
+    n_kv_head) D outputs; RoPE turns half-split pairs of q and k by the rotations. k and v, (B,
+    n_ctx, n_kv_head D), have the dtype of the weights, float16 with FP8 weights, or `kv_dtype`; row
+    and position, int32, are not read back: K and V of rows outside the cache are left out. out is
+    q, (M, n_head D), with the bits of `linear` and `rope_append`.
+    """
+    options = {"n_head": n_head, "terms": terms, "to_terms": None, "up": None}
+    c = LINEAR_ROPE.checked(inputs, out, kv_dtype=kv_dtype, **options)
+    c.T = cache_dtype(c.w.dtype)
+    if kv_dtype is None:
+        check("k", c.k, dtype=c.T)
+    D = 2 * c.P
+    N = c.n_head * D + 2 * c.C
+    if c.C % D or c.N != N:
+        raise InputError(
+            f"w of {c.N:,} outputs, k of {c.C:,} channels: expected {N:,} outputs, {c.n_head} "
+            f"heads of q and whole heads of k and v, of {D} channels as by has"
+        )
+    return LINEAR_ROPE.bound_to(c)
+
+
 def _check(c: Call) -> None:
     """InputError unless gamma, beta and the terms of x and of the result fit together."""
     if (c.gamma is None) != (c.beta is None):
@@ -396,6 +448,8 @@ LINEAR_QKV = Operation(
     variants=(_qkv_matvec, _qkv_mma, _qkv_tiles, _qkv_hopper),
     binder=_bind_qkv,
 )
+
+LINEAR_ROPE = Operation(name="linear_rope", variants=(_rope_hopper,), binder=_bind_rope)
 
 OPERATION = Operation(
     name="linear",

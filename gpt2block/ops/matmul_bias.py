@@ -7,7 +7,6 @@ matmul/skeleton.cu, matmul/ladder.cu, matmul/registers.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -102,12 +101,11 @@ def registers_geometry(tile: Tile, groups: int, M: int, N: int, width: int) -> G
     return Geometry("matmul_forward_kernel3", grid, (WARP * warps,), shared, defines)
 
 
-def _launch(c: Call, file: str, geometry: Callable[[int, int], Geometry]) -> Launch:
-    """A kernel with a geometry for M and N."""
+def _launch(c: Call, file: str, geometry: Geometry) -> Launch:
     M, K, N = c.rows, c.K, c.N
     too_large = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
     unfit(max(M, K, N) > MAX_SIZE, too_large)
-    return launch_at(file, geometry(M, N), (c.a, c.w, c.bias, c.out, M, K, N))
+    return launch_at(file, geometry, (c.a, c.w, c.bias, c.out, M, K, N))
 
 
 @variant(
@@ -118,7 +116,7 @@ def _launch(c: Call, file: str, geometry: Callable[[int, int], Geometry]) -> Lau
     source="named after llm.c's matmul kernels",
 )
 def _naive(c: Call) -> Launch:
-    return _launch(c, LADDER, naive_geometry)
+    return _launch(c, LADDER, naive_geometry(c.rows, c.N))
 
 
 @variant(
@@ -129,7 +127,7 @@ def _naive(c: Call) -> Launch:
 )
 def _tiled(c: Call) -> Launch:
     unfit(c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows))
-    return _launch(c, SKELETON, tiled_geometry)
+    return _launch(c, SKELETON, tiled_geometry(c.rows, c.N))
 
 
 @variant(
@@ -140,7 +138,7 @@ def _tiled(c: Call) -> Launch:
     source="named after llm.c's matmul kernels",
 )
 def _coarsened(c: Call) -> Launch:
-    return _launch(c, LADDER, coarsened_geometry)
+    return _launch(c, LADDER, coarsened_geometry(c.rows, c.N))
 
 
 @variant(
@@ -151,12 +149,9 @@ def _coarsened(c: Call) -> Launch:
     source="named after llm.c's matmul kernels",
 )
 def _registers(c: Call) -> Launch:
-    def geometry(M: int, N: int) -> Geometry:
-        width = 4 if row_alignment(N, c.w, c.out) == 16 else 1
-        chosen = choose_tile(M, N, device_attribute("MultiProcessorCount"))
-        return registers_geometry(*chosen, M, N, width)
-
-    return _launch(c, REGISTERS, geometry)
+    width = 4 if row_alignment(c.N, c.w, c.out) == 16 else 1
+    chosen = choose_tile(c.rows, c.N, device_attribute("MultiProcessorCount"))
+    return _launch(c, REGISTERS, registers_geometry(*chosen, c.rows, c.N, width))
 
 
 def _make(sizes: Sizes, rng: np.random.Generator) -> Inputs:
@@ -176,7 +171,6 @@ OPERATION = Operation(
     traffic=lambda s: 4 * (s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     bound="compute",
-    attrs={},
     small=(
         {"M": 1, "K": 5, "N": 7},
         {"M": 17, "K": 40, "N": 19},

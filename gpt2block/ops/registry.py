@@ -12,7 +12,6 @@ from typing import Any
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import Argument, InputError
 from gpt2block.ops._stored import OPERATION as STORE
-from gpt2block.ops._widened import OPERATION as WIDEN
 from gpt2block.ops.attention import OPERATION as ATTENTION
 from gpt2block.ops.attention import VARLEN
 from gpt2block.ops.attention_cached import ATTENTION_PACKED, ATTENTION_SPLIT, KV_APPEND, KV_ROUND
@@ -21,11 +20,11 @@ from gpt2block.ops.elementwise import ADD, GELU, SILU_MUL
 from gpt2block.ops.encoder import OPERATION as ENCODER
 from gpt2block.ops.encoder_rows import OPERATION as ENCODER_ROWS
 from gpt2block.ops.gemm import OPERATION as GEMM
+from gpt2block.ops.gemm import WIDEN
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.layernorm_gelu import OPERATION as LAYERNORM_GELU
-from gpt2block.ops.linear import LINEAR_QKV
+from gpt2block.ops.linear import LINEAR_QKV, LINEAR_ROPE
 from gpt2block.ops.linear import OPERATION as LINEAR
-from gpt2block.ops.linear_rope import OPERATION as LINEAR_ROPE
 from gpt2block.ops.log_likelihood import OPERATION as LOG_LIKELIHOOD
 from gpt2block.ops.matmul_bias import OPERATION as MATMUL_BIAS
 from gpt2block.ops.operation import Inputs, Operation, Variant

@@ -64,11 +64,7 @@ class WeightMatrix:
     def _check_scale(self) -> None:
         if self.dtype not in FP8:
             raise InputError(f"scale: {self.dtype} has none: only FP8 has scales")
-        if kind(self.scale) != kind(self.data):
-            raise InputError(
-                f"scale: expected a {kind(self.data)} array, as the weights are one, "
-                f"got {kind(self.scale)}"
-            )
+        check_kind(self.scale, self.data, "the weights", "are")
         if self.scale.shape != (self.N,) or self.scale.dtype.name != "float32":
             raise InputError(
                 f"scale: expected float32 ({self.N},), a number for each output, "
@@ -76,10 +72,7 @@ class WeightMatrix:
             )
         if not self.scale.flags.c_contiguous:
             raise InputError("scale: expected a C-contiguous array")
-        if is_array(self.data) and self.scale.device.id != self.data.device.id:
-            raise InputError(
-                f"scale: on device {self.scale.device.id}, the weights on {self.data.device.id}"
-            )
+        check_device(self.scale, self.data, "the weights")
         host = on_host(self.scale)
         wrong = ~((host >= np.finfo(np.float32).tiny) & (host < np.inf))
         if wrong.any():
@@ -214,6 +207,20 @@ def _check_array(name: str, array: Any, *dtypes: str) -> None:
         raise InputError(f"{name}: expected a matrix with elements, got shape {array.shape}")
     if array.dtype.name not in dtypes:
         raise InputError(f"{name}: expected {' or '.join(dtypes)}, got {array.dtype}")
+
+
+def check_kind(scale: Any, array: Any, name: str, verb: str) -> None:
+    """Raise InputError unless scales are an array of the same kind as what they scale."""
+    if kind(scale) != kind(array):
+        raise InputError(
+            f"scale: expected a {kind(array)} array, as {name} {verb} one, got {kind(scale)}"
+        )
+
+
+def check_device(scale: Any, array: Any, name: str) -> None:
+    """Raise InputError unless scales are on the same device as what they scale."""
+    if is_array(array) and scale.device.id != array.device.id:
+        raise InputError(f"scale: on device {scale.device.id}, {name} on {array.device.id}")
 
 
 def kind(array: Any) -> str:

@@ -15,7 +15,7 @@ from gpt2block.cuda import cupy, is_array
 from gpt2block.cuda.arrays import check, contiguous
 from gpt2block.errors import InputError, shown
 from gpt2block.weights import conversions
-from gpt2block.weights.matrix import kind, on_host
+from gpt2block.weights.matrix import check_device, check_kind, kind, on_host
 
 LARGEST_BOUND = 2.0**127  # largest magnitude that has a scale
 
@@ -54,16 +54,9 @@ class TwoPartMatrix:
                 )
             if not array.flags.c_contiguous:
                 raise InputError(f"{name}: expected a C-contiguous array")
-        if kind(self.parts) != kind(self.scale):
-            raise InputError(
-                f"scale: expected a {kind(self.parts)} array, as parts is one, "
-                f"got {kind(self.scale)}"
-            )
+        check_kind(self.scale, self.parts, "parts", "is")
+        check_device(self.scale, self.parts, "parts")
         if is_array(self.parts):
-            if self.parts.device.id != self.scale.device.id:
-                raise InputError(
-                    f"scale: on device {self.scale.device.id}, parts on {self.parts.device.id}"
-                )
             return
         wrong = (np.frexp(self.scale)[0] != 0.5) | (self.scale < reference.SMALLEST_SCALE)
         if wrong.any():
