@@ -14,10 +14,10 @@ from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.architectures.weights import ModelArrays
-from gpt2block.block import Comparisons, resolve_device
+from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
-from gpt2block.compare import compare
+from gpt2block.compare import Comparisons, compare
 from gpt2block.config import GPT2Config, ModelConfig, check_count
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from gpt2block import doctor, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.array_checks import FLOATS
-from gpt2block.block import Block, Comparison, errors
+from gpt2block.block import Block
 from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.compare import Comparison, errors
 from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.text import tokenizer

@@ -21,7 +21,7 @@ from gpt2block import (
     reference,
 )
 from gpt2block.array_checks import host_array
-from gpt2block.block import errors
+from gpt2block.compare import errors
 
 SMALL = GPT2Config(n_head=3, n_embd=48)
 TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
