@@ -10,46 +10,10 @@ from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple, Protocol
 
 from gpt2block.config import ModelConfig
-from gpt2block.passes.machine import Value
+from gpt2block.passes.machine import Machine, Value
 
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 To = tuple[str, ...]
-
-
-class Verbs(Protocol):
-    """The operations of a pass.
-
-    A verb names its result and the weights that it takes. `to` has the names of the weights of the
-    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
-    the prefix of a layer's names.
-    """
-
-    def embed(self) -> Value:
-        """The rows of the tokens: token embedding, plus position embedding if there is one."""
-
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        """LayerNorm, or RMSNorm without beta."""
-
-    def product(self, name: str, a: Value, w: str, *bias: str, **options: Any) -> Value:
-        """a w + bias, with the options of `Product`."""
-
-    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
-        """Queries, keys and values, turned by RoPE if the architecture has it."""
-
-    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        """Attention over the keys so far."""
-
-    def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """silu(gate) up."""
-
-    def last_rows(self, x: Value, y: Value) -> tuple[Verbs, Value, Value]:
-        """The pass that goes on, with the last row of each sequence of the stream and attention."""
-
-    def logits(self, x: Value) -> Value:
-        """The product with lm_head."""
-
-    def scores(self, x: Value) -> Value:
-        """The log-likelihood of the target of each row."""
 
 
 class Product(NamedTuple):
@@ -82,14 +46,54 @@ class Product(NamedTuple):
 
 
 class Pass(ABC):
-    """Base of the passes."""
+    """The operations of a pass, and the machine that runs its steps.
+
+    A verb names its result and the weights that it takes. `to` has the names of the weights of the
+    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
+    the prefix of a layer's names.
+    """
+
+    do: Machine
+
+    def embed(self) -> Value:
+        """The rows of the tokens: token embedding, plus position embedding if there is one."""
+        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+
+    @abstractmethod
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        """LayerNorm, or RMSNorm without beta."""
 
     def product(self, name: str, a: Value, w: str, bias: str = "", **options: Any) -> Value:
+        """a w + bias, with the options of `Product`."""
         return self._product(Product(name, a, w, bias, **options))
 
     @abstractmethod
     def _product(self, p: Product) -> Value:
         """Compute a product in the kernels of this pass."""
+
+    @abstractmethod
+    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+        """Queries, keys and values, turned by RoPE if the architecture has it."""
+
+    @abstractmethod
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        """Attention over the keys so far."""
+
+    @abstractmethod
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        """silu(gate) up."""
+
+    def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
+        """The pass that goes on, with the last row of each sequence of the stream and attention."""
+        raise NotImplementedError
+
+    def logits(self, x: Value) -> Value:
+        """The product with lm_head."""
+        return self.product("logits", x, "lm_head")
+
+    def scores(self, x: Value) -> Value:
+        """The log-likelihood of the target of each row."""
+        raise NotImplementedError
 
 
 class Architecture(Protocol):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
 Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix
 Output = Literal["logits", "last", "hidden", "states"]
+
+Item = TypeVar("Item")
 
 DTYPES = (*STORAGE, *FP8)
 
@@ -175,14 +177,18 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
             )
 
 
-def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
+def in_groups(
+    sequences: Iterable[Item],
+    tokens: int,
+    length: Callable[[Item], int] = len,  # type: ignore[assignment]
+) -> Iterator[list[Item]]:
     """Split the sequences, in order, into lists of at most `tokens` tokens or of one sequence."""
-    group: list[Ids] = []
-    for ids in sequences:
-        if group and sum(map(len, group)) + len(ids) > tokens:
+    group: list[Item] = []
+    for each in sequences:
+        if group and sum(map(length, group)) + length(each) > tokens:
             yield group
             group = []
-        group.append(ids)
+        group.append(each)
     if group:
         yield group
 

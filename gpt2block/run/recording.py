@@ -141,11 +141,8 @@ def result_of(
             storage = storage or (value.dtype if entry.kind in OPEN else None)
     out = contract.outputs[0]
     open_dtype = storage if storage != TWO_PART or out.kind in OPEN else "float32"
-    return out.shape(sizes), dtype or FIXED.get(out.kind) or _kinds(out.kind, open_dtype)
-
-
-def _kinds(kind: str, storage: str | None) -> str:
-    return TWO_PART if kind == TWO_PART else str(storage)
+    kind = TWO_PART if out.kind == TWO_PART else str(open_dtype)
+    return out.shape(sizes), dtype or FIXED.get(out.kind) or kind
 
 
 class _Leased:
