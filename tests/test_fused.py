@@ -600,31 +600,6 @@ def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) ->
     assert Block(BlockWeights.random(0, SMALL), device="cuda").kernels == "skeleton"
 
 
-class Foreign:
-    """A CUDA array of another library, by DLPack alone."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
-
-
-@pytest.mark.gpu
-@in_16_bits
-def test_arrays_of_other_libraries(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> None:
-    block = Block(gpt2, device="cuda", dtype=dtype)
-    x = cp.asarray(inputs(0, (30, 768), dtype))
-    expected = block(x).get()
-    np.testing.assert_array_equal(block(Foreign(x)).get(), expected)
-    out = cp.empty_like(x)
-    block(Foreign(x), out=Foreign(out))
-    np.testing.assert_array_equal(out.get(), expected)
-
-
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])
 def test_a_block_keeps_neither_input_nor_result(kernels: str) -> None:
     """Their memory is free for the next call, which then has the same addresses: a graph's."""
