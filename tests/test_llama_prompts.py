@@ -90,7 +90,7 @@ def test_two_parts_are_as_near_to_float64(
 def test_two_part_steps(device: None) -> None:
     """Conversions are no steps of their own in traces and comparisons."""
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda")
-    ids = random_ids(19)
+    ids = random_ids(15)
     names, steps = list(model.engine.trace(ids, False)), model.compare(ids)
     assert [step.name for step in steps] == names
     assert names[:6] == ["embedding", *(f"h.0.{n}" for n in ("rms1", "qkv", "rope", "attn", "x1"))]
@@ -101,7 +101,7 @@ def test_two_part_steps(device: None) -> None:
 
 
 def test_fp8_errs_by_float16(device: None) -> None:
-    weights, ids = LlamaWeights.random(2, replace(TINY, head_size=128)), random_ids(19)
+    weights, ids = LlamaWeights.random(2, replace(TINY, head_size=128)), random_ids(15)
     model: Any = Llama(weights, device="cuda", dtype="float8_e5m2")
     assert model.engine.products == "fp8"
     logits = exact_tensors(model.engine, ids)["logits"]
@@ -112,7 +112,7 @@ def test_fp8_errs_by_float16(device: None) -> None:
 def test_a_batch_and_a_continued_prompt(device: None, dtype: str) -> None:
     model: Any = Llama(LlamaWeights.random(2, TINY), device="cuda", dtype=dtype)
     assert model.engine.products == ("two_part" if dtype == "float32" else "fp8")
-    rows = [random_ids(n) for n in (19, 1, 6)]
+    rows = [random_ids(n) for n in (9, 1, 5)]
     for last in (True,) if cuda.replaced() else (False, True):
         for ids, found in zip(rows, model(rows, last=last), strict=True):
             np.testing.assert_array_equal(found, model(ids, last=last))
@@ -144,7 +144,7 @@ def test_a_gated_product_beyond_float16(
     """It runs on the kernels of other models, divided by a power of two; steps show it whole."""
     plain = LlamaWeights.random(2, replace(TINY, n_layer=2, mlp_bias=True))
     blocks = (plain.blocks[0], large_gated_product(plain.blocks[1]))
-    weights, ids = replace(plain, blocks=blocks), random_ids(19)
+    weights, ids = replace(plain, blocks=blocks), random_ids(15)
     engines: Any = (Llama(w, device="cuda", dtype=dtype).engine for w in (weights, plain))
     model, small = engines
     assert list(model._divisors) == ["h.1.up", "h.1.ff"]

@@ -184,7 +184,8 @@ def model_and_ids(
     config: Any = SMALL, kind: Any = GPT2Weights, kv_dtype: str | None = None
 ) -> tuple[CudaModel, NDArray[np.int32]]:
     weights = kind.random(3, config).tensors()
-    ids = np.random.default_rng(0).integers(config.vocab_size, size=33, dtype=np.int32)
+    length = 14 if is_emulated() else 33  # with fewer tiles, and so programs to compile
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=length, dtype=np.int32)
     return CudaModel(config, weights, "bfloat16", 0, kv_dtype=kv_dtype), ids
 
 
@@ -254,9 +255,7 @@ def test_the_emulator_reports_an_early_access(
 
 
 @one_order
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [("bfloat16", (2, 37, 128)), ("float32", (2, 21, 128))]
-)
+@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (2, 37, 128)), ("float32", (2, 7, 64))])
 def test_the_steps_of_a_block(device: Any, dtype: str, shape: tuple[int, ...]) -> None:
     assert_block_waits(dtype, shape)
 
@@ -293,8 +292,8 @@ def test_a_prompt_that_is_continued(device: Any) -> None:
     model, ids = model_and_ids()
     with model.running():
         cache = model.new_cache(1, 33)
-        model.prefill([ids[:11]], cache)
-        program = model.prefill([ids[11:]], cache, "last").recording(model, "last")
+        model.prefill([ids[:9]], cache)
+        program = model.prefill([ids[9:]], cache, "last").recording(model, "last")
         constant = {*model.prompt_weights(head=False), "row"}
         assert_steps_wait(program, constant, {"kv_append", "attention_packed"})
 
@@ -306,8 +305,9 @@ def assert_decoding_waits(model: CudaModel, ids: NDArray[np.int32], rows: int) -
     positions = np.where(slots == 5, 2, len(ids) - 1).astype(np.int32)
     with model.running():
         cache = model.new_cache(rows, len(ids))
-        model.prefill([ids[:-1]] * rows, cache)
-        step = model.steps(cache).next_token(model, slots, ids[-rows:], positions)
+        model.prefill([ids[:-1], *[ids[:0]] * (rows - 1)], cache)
+        tokens = np.resize(ids, rows)
+        step = model.steps(cache).next_token(model, slots, tokens, positions)
         assert_steps_wait(step.recording, {*model.given(), "row"})
         return step.recording
 
