@@ -286,14 +286,15 @@ def test_the_fused_steps_in_16_bits(
 @one_order
 def test_what_a_block_on_a_gpu_refuses(device: Any) -> None:
     weights = LlamaBlockWeights.random(0, SIZES["cuda"])
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"kernels": "fused"}, "kernels 'fused': expected 'skeleton' for float32 on a"),
         (
             {"dtype": "float16", "kernels": "skeleton"},
             "kernels 'skeleton': expected 'fused' for float16",
         ),
         ({"dtype": "float16"}, "dtype 'float16': attention"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(InputError, match=message):
             LlamaBlock(weights, device="cuda", **options)
     with pytest.raises(InputError, match=r"x: expected shape \(T, 36\)"):

@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -353,14 +353,14 @@ def test_a_batch_has_the_bits_of_each_sequence(
 ) -> None:
     """Also without what is left out after the last attention for the last rows."""
     model = on(config, dtype)
-    lengths, sizes, wants = [5, 9], (2,), ["last", "hidden"]
+    lengths, sizes, wants = [5, 9], [2], ["last", "hidden"]
     if not cuda.replaced():
-        lengths, sizes = [1, 300, 127, 17, 128, 129, 64, 2], (2, 5, 8)
+        lengths, sizes = [1, 300, 127, 17, 128, 129, 64, 2], [2, 5, 8]
         wants += ["logits", "states"]
     rows = [random_ids(config, n, seed=n) for n in lengths]
 
     def everything(which: list[Array]) -> list[list[Array]]:
-        found = [several_times(lambda want=want: model.forward(which, want)) for want in wants]
+        found = [several_times(partial(model.forward, which, want)) for want in wants]
         return found if cuda.replaced() else [*found, model.log_likelihood(which)]
 
     alone = [everything([ids]) for ids in rows]
