@@ -211,8 +211,6 @@ def test_wrong_arguments_of_a_block() -> None:
     weights = LlamaBlockWeights.random(0, PLAIN)
     with pytest.raises(InputError, match="weights: expected a LlamaBlockWeights, got str"):
         LlamaBlock("7B")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="device: expected 'cuda', 'cuda:N' or 'cpu' "):
-        LlamaBlock(weights, device="gpu")
     with pytest.raises(InputError, match="dtype: expected one of"):
         LlamaBlock(weights, dtype="float64")
     with pytest.raises(InputError, match=r"x: expected shape \(T, 24\)"):

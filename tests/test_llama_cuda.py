@@ -190,13 +190,6 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
         Llama.from_pretrained(path, device=device, dtype="bfloat16")
 
 
-def test_a_weight_that_would_hide_the_others(device: str) -> None:
-    weights = LlamaWeights.random(0, SMALL)
-    weights.blocks[0].w_down[0, 0] = 1e30
-    with pytest.raises(ValueError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
-        Llama(weights, device=device)
-
-
 def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:
     def run(*args: str) -> Any:
         with pytest.raises(SystemExit) as end:

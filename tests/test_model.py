@@ -326,27 +326,6 @@ def test_a_ragged_batch_at_every_position(device: str) -> None:
     assert kv_cache.lengths == [TINY.n_ctx] * 3
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_graph_gives_a_row_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
-    """Log-probabilities hold all of a row's logits."""
-    m = model(SMALL, "cuda", dtype)
-    prompts = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
-
-    def run(which: range) -> tuple[Array, Array]:
-        options = [Sampling(temperature=0.9, seed=b) for b in which]
-        decoding = start_all(m.engine, [prompts[b] for b in which], options, 6)
-        steps = [decoding.next() for _ in range(6)]
-        return np.array([s.tokens for s in steps]), np.array([s.logprobs for s in steps])
-
-    alone = [run(range(b, b + 1)) for b in range(17)]
-    for size in (2, 8, 17):
-        together = run(range(17 - size, 17))
-        for b in range(size):
-            for got, expected in zip(together, alone[17 - size + b], strict=True):
-                np.testing.assert_array_equal(got[:, b], expected[:, 0])
-
-
 @everywhere
 def test_bad_ids_and_caches(device: str) -> None:
     m = model(TINY, device)
