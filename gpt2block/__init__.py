@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from gpt2block import weights as weights
     from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
     from gpt2block.architectures.llama_weights import LlamaBlockWeights, LlamaWeights
-    from gpt2block.block import Block, Comparison, Comparisons, solve
+    from gpt2block.block import Block, solve
     from gpt2block.bulk.predictor import Predictor
     from gpt2block.checkpoints import Checkpoint
+    from gpt2block.compare import Comparison, Comparisons
     from gpt2block.config import SIZES, GPT2Config
     from gpt2block.config_llama import LlamaConfig, RopeScaling
     from gpt2block.errors import (
@@ -98,8 +99,8 @@ _MODULE_OF = {
     "BlockWeights": "architectures.gpt2_weights",
     "Checkpoint": "checkpoints",
     "CheckpointError": "errors",
-    "Comparison": "block",
-    "Comparisons": "block",
+    "Comparison": "compare",
+    "Comparisons": "compare",
     "DeviceError": "errors",
     "GPT2Config": "config",
     "GPT2Weights": "architectures.gpt2_weights",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gpt2block import doctor, notebook
+from gpt2block import doctor
 from gpt2block.architectures.gpt2_weights import BlockWeights, unpack
 from gpt2block.architectures.weights import BlockArrays
-from gpt2block.array_checks import FLOATS, require_host
+from gpt2block.array_checks import FLOATS
 from gpt2block.checks import check_choice, check_flag, named_options
+from gpt2block.compare import Comparisons, compare_steps
 from gpt2block.config import block_shapes, check_count
 from gpt2block.cuda import cupy
 from gpt2block.errors import Argument, DeviceError, InputError, shown
@@ -23,7 +23,7 @@ from gpt2block.passes import gpt2
 from gpt2block.passes.blocks import Settings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step
-from gpt2block.run import NOTHING, BlockSpec, Engine, Given
+from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given
 from gpt2block.run.numpy_block import NumpyEngine
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import LARGEST_BOUND
@@ -32,42 +32,68 @@ KERNELS = ("auto", "skeleton", "fused")
 FUSED_WIDTH = 16384  # channels of a row that layernorm_narrow can hold
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One step compared with float64.
+class BaseBlock:
+    """What blocks share: their weights, and an engine that computes with them."""
 
-    `max_abs`, `max_rel`: the error of this step alone, on the float64 run's inputs rounded to the
-    block's dtype; `total_abs`, `total_rel`: the error accumulated from x up to this step. Relative
-    errors are divided by the largest magnitude of the tensor.
-    """
+    spec: BlockSpec
+    dtype: str
+    weights: Any
+    _engine: BlockEngine
 
-    name: str
-    kernel: str
-    shape: tuple[int, ...]
-    ms: float
-    max_abs: float
-    max_rel: float
-    total_abs: float
-    total_rel: float
+    @staticmethod
+    def _checked(weights: Any, kind: type, dtype: Any, kernels: Any) -> None:
+        """Raise InputError for arguments that no block of this kind of weights accepts."""
+        if not isinstance(weights, kind):
+            raise InputError(
+                f"weights: expected a {kind.__name__}, got {type(weights).__name__}: see "
+                f"{kind.__name__}.from_packed, .random and .from_pretrained"
+            )
+        check_choice("dtype", dtype, FLOATS)
+        check_choice("kernels", kernels, KERNELS)
+
+    def _start(self, spec: BlockSpec, index: int | None, graph: bool) -> None:
+        """Make the engine. index: of the GPU; None for the CPU."""
+        self.spec = spec
+        tensors = self._tensors(self.weights)
+        if index is None:
+            self._engine = NumpyEngine(spec, tensors, self.dtype)
+            return
+        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
+
+        self._engine = CudaEngine(spec, tensors, index, graph, self.dtype)
+
+    def _tensors(self, weights: Any) -> dict[str, Any]:
+        """Weights and constants by name."""
+        found: dict[str, Any] = weights.tensors()
+        return found
+
+    @property
+    def kernels(self) -> str:
+        """The kernels in use, "skeleton" or "fused", also where "auto" was requested."""
+        return self.spec.kernels
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the block, in order: names, operations and the names of their inputs."""
+        return self.spec.steps
+
+    @property
+    def device(self) -> str:
+        """A description of the device."""
+        return self._engine.describe()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._engine.weight_bytes
+
+    def _compare(self, x: Any, given: Given = NOTHING) -> Comparisons:
+        """Compare every step with the same block in float64, of the same rounded weights."""
+        exact = NumpyEngine(self.spec, self._tensors(self.weights.astype(np.float64)))
+        return compare_steps(self._engine, exact, x, self.dtype, given)
 
 
-class Comparisons(list[Comparison]):
-    """The steps of a forward pass compared with float64, in order: a list, shown as a table."""
-
-    def __repr__(self) -> str:
-        return notebook.text_table(*self._table())
-
-    def _repr_html_(self) -> str:
-        return notebook.table(*self._table())
-
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-        headers = ("step", "kernel", "shape", "alone, relative", "accumulated, relative")
-        return headers, [
-            (c.name, c.kernel, " × ".join(map(str, c.shape)), c.max_rel, c.total_rel) for c in self
-        ]
-
-
-class Block:
+class Block(BaseBlock):
     """A Pre-LN transformer block on a GPU, or with NumPy where there is none.
 
     weights: a BlockWeights. causal: whether row i sees keys 0…i only (GPT-2), or all of them
@@ -97,31 +123,16 @@ class Block:
         kernels: str = "auto",
         graph: bool = True,
     ) -> None:
-        if not isinstance(weights, BlockWeights):
-            raise InputError(
-                f"weights: expected a BlockWeights, got {type(weights).__name__}: see "
-                "BlockWeights.from_packed, .random and .from_pretrained"
-            )
-        causal, graph = check_flag("causal", causal), check_flag("graph", graph)
-        check_options(dtype, kernels)
+        self._checked(weights, BlockWeights, dtype, kernels)
+        self.causal, graph = check_flag("causal", causal), check_flag("graph", graph)
         index = resolve_device(device)
+        kernels = _choose(kernels, dtype, weights, index)
         self.dtype = dtype
-        self.causal = causal
-        self._kernels = _choose(kernels, dtype, weights, index)
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
         bounds = None
-        if index is not None and self._kernels == "fused" and dtype == "float32":
+        if index is not None and kernels == "fused" and dtype == "float32":
             bounds = largest(weights)
-        self.spec = spec_of(weights, causal, self._kernels, bounds)
-        self._engine = self._make_engine(index, graph)
-
-    def _make_engine(self, index: int | None, graph: bool) -> Engine:
-        tensors = self.weights.tensors()
-        if index is None:
-            return NumpyEngine(self.spec, tensors, self.dtype)
-        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
-
-        return CudaEngine(self.spec, tensors, index, graph, self.dtype)
+        self._start(spec_of(weights, self.causal, kernels, bounds), index, graph)
 
     def __repr__(self) -> str:
         w = self.weights
@@ -129,26 +140,6 @@ class Block:
             f"Block(n_embd={w.n_embd}, n_head={w.n_head}, causal={self.causal}, {self.dtype}, "
             f"kernels {self.kernels!r}, {self.device}, {self.weight_bytes:,} bytes)"
         )
-
-    @property
-    def kernels(self) -> str:
-        """The kernels in use, "skeleton" or "fused", also where "auto" was requested."""
-        return self._kernels
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of the block, in order: names, operations and the names of their inputs."""
-        return self.spec.steps
-
-    @property
-    def device(self) -> str:
-        """A description of the device."""
-        return self._engine.describe()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self._engine.weight_bytes
 
     def __call__(self, x: Any, out: Any | None = None) -> Any:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
@@ -170,52 +161,7 @@ class Block:
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
-        weights = self.weights.astype(np.float64)
-        exact = NumpyEngine(self.spec, weights.tensors())
-        return compare_steps(self._engine, exact, x, self.dtype)
-
-
-def compare_steps(
-    engine: Engine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
-) -> Comparisons:
-    """Compare every step of an engine with `exact`, the same block in float64.
-
-    x: a NumPy array of `dtype`, the block's. given: as for an Engine. Raises InputError for
-    another x.
-    """
-    host = require_host(x, "to compare", FLOATS[dtype], "copy it to the host")
-    traced = engine.trace(host, given)
-    truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
-    rows = Comparisons()
-    for step in engine.spec.steps:
-        truth[step.name] = exact.apply(step, {**truth, **given})
-        rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
-        own = engine.step(step, {**rounded, **given})
-        wide = {name: array.astype(np.float64) for name, array in rounded.items()}
-        expected = exact.apply(step, {**wide, **given})
-        rows.append(
-            Comparison(
-                step.name,
-                own.kernel,
-                own.out.shape,
-                own.ms,
-                *errors(own.out, expected),
-                *errors(traced[step.name], truth[step.name]),
-            )
-        )
-    return rows
-
-
-def check_options(dtype: Any, kernels: Any) -> None:
-    """Raise InputError for values that a block's options do not accept."""
-    check_choice("dtype", dtype, FLOATS)
-    check_choice("kernels", kernels, KERNELS)
-
-
-def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
-    """The largest absolute difference, and its ratio to the largest magnitude of `truth`."""
-    largest = float(np.abs(got.astype(np.float64) - truth).max())
-    return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
+        return self._compare(x)
 
 
 def resolve_device(device: str | None) -> int | None:

@@ -1,24 +1,97 @@
-"""Every step of every layer of a model, compared with float64."""
+"""The steps of a block, and of every layer of a model, compared with float64."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block import reference
-from gpt2block.block import Comparison, Comparisons, errors
+from gpt2block import notebook, reference
+from gpt2block.array_checks import FLOATS, require_host
 from gpt2block.config import ModelConfig
 from gpt2block.passes import architecture_of
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.passes.prefill import ROWS_AT_ONCE
-from gpt2block.run.model import Ids, TracedEngine
+from gpt2block.run.block import NOTHING, BlockEngine, Given
+from gpt2block.run.model import Ids, StepResult, TracedEngine
+from gpt2block.run.numpy_block import NumpyEngine
 from gpt2block.run.numpy_machine import NumpyMachine
 
 Exact = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step compared with float64.
+
+    `max_abs`, `max_rel`: the error of this step alone, on the float64 run's inputs rounded to the
+    block's dtype; `total_abs`, `total_rel`: the error accumulated from x up to this step. Relative
+    errors are divided by the largest magnitude of the tensor.
+    """
+
+    name: str
+    kernel: str
+    shape: tuple[int, ...]
+    ms: float
+    max_abs: float
+    max_rel: float
+    total_abs: float
+    total_rel: float
+
+
+class Comparisons(list[Comparison]):
+    """The steps of a forward pass compared with float64, in order: a list, shown as a table."""
+
+    def __repr__(self) -> str:
+        return notebook.text_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return notebook.table(*self._table())
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+        headers = ("step", "kernel", "shape", "alone, relative", "accumulated, relative")
+        return headers, [
+            (c.name, c.kernel, " × ".join(map(str, c.shape)), c.max_rel, c.total_rel) for c in self
+        ]
+
+
+def compare_steps(
+    engine: BlockEngine, exact: NumpyEngine, x: Any, dtype: str, given: Given = NOTHING
+) -> Comparisons:
+    """Compare every step of a block's engine with `exact`, the same block in float64.
+
+    x: a NumPy array of `dtype`, the block's. given: as for a BlockEngine. Raises InputError for
+    another x.
+    """
+    host = require_host(x, "to compare", FLOATS[dtype], "copy it to the host")
+    traced = engine.trace(host, given)
+    truth: dict[str, NDArray[Any]] = {"x": host.astype(np.float64)}
+    rows = Comparisons()
+    for step in engine.spec.steps:
+        truth[step.name] = exact.machine({**truth, **given}).do(step)
+        rounded = {name: truth[name].astype(FLOATS[dtype]) for name in step.inputs if name in truth}
+        own = engine.step(step, {**rounded, **given})
+        wide = {name: array.astype(np.float64) for name, array in rounded.items()}
+        expected = exact.machine({**wide, **given}).do(step)
+        rows.append(_compared(own, expected, traced[step.name], truth[step.name]))
+    return rows
+
+
+def _compared(alone: StepResult, expected: Exact, traced: NDArray[Any], truth: Exact) -> Comparison:
+    """expected: what the step alone should give; truth: the same of the whole pass."""
+    own = alone.out[..., : truth.shape[-1]]  # a GPU may pad lm_head with columns
+    both = *errors(own, expected), *errors(traced, truth)
+    return Comparison(alone.name, alone.kernel, truth.shape, alone.ms, *both)
+
+
+def errors(got: NDArray[Any], truth: NDArray[Any]) -> tuple[float, float]:
+    """The largest absolute difference, and its ratio to the largest magnitude of `truth`."""
+    largest = float(np.abs(got.astype(np.float64) - truth).max())
+    return largest, largest / max(float(np.abs(truth).max()), np.finfo(np.float64).tiny)
 
 
 def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
@@ -68,13 +141,10 @@ def compare_tensors(
     """`compare`, from the results of `exact_tensors` and of the engine's `trace`."""
     exact = _by_engine_names(exact, engine.config, len(ids), cached)
     compared = Comparisons()
-    for name, kernel, out, ms in engine.run_alone(ids, cached, exact):
-        if name not in traced:
-            continue
-        truth = exact[name]
-        own = errors(out[..., : truth.shape[-1]], truth)  # a GPU may pad lm_head with columns
-        total = errors(traced[name], truth)
-        compared.append(Comparison(name, kernel, truth.shape, ms, *own, *total))
+    for own in engine.run_alone(ids, cached, exact):
+        if own.name in traced:
+            truth = exact[own.name]
+            compared.append(_compared(own, truth, traced[own.name], truth))
     return compared
 
 

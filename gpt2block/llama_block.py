@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpt2block.architectures.llama_weights import LlamaBlockWeights
-from gpt2block.block import (
-    Comparisons,
-    check_options,
-    compare_steps,
-    resolve_device,
-    rounded,
-)
+from gpt2block.block import BaseBlock, resolve_device, rounded
 from gpt2block.checks import check_flag, named_options, plain_array
+from gpt2block.compare import Comparisons
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.contract import MOST_POSITIONS
 from gpt2block.cuda import cupy
@@ -23,12 +17,10 @@ from gpt2block.errors import InputError
 from gpt2block.ops.attention import SIXTEEN_BITS, check_heads
 from gpt2block.passes import llama
 from gpt2block.passes.blocks import Settings
-from gpt2block.passes.machine import Step
-from gpt2block.run import BlockSpec, Engine, Given
-from gpt2block.run.numpy_block import NumpyEngine
+from gpt2block.run.block import BlockSpec, Given
 
 
-class LlamaBlock:
+class LlamaBlock(BaseBlock):
     """A Llama transformer block on a GPU, or with NumPy where there is none.
 
     weights: a LlamaBlockWeights. causal: whether row i sees keys 0…i only. device: "cuda",
@@ -57,31 +49,26 @@ class LlamaBlock:
         kernels: str = "auto",
         graph: bool = True,
     ) -> None:
-        if not isinstance(weights, LlamaBlockWeights):
-            raise InputError(
-                f"weights: expected a LlamaBlockWeights, got {type(weights).__name__}: see "
-                "LlamaBlockWeights.from_packed, .random and .from_pretrained"
-            )
-        check_options(dtype, kernels)
+        self._checked(weights, LlamaBlockWeights, dtype, kernels)
         self.causal, graph = check_flag("causal", causal), check_flag("graph", graph)
         index = resolve_device(device)
         self.dtype = dtype
         fused = "fused" if dtype in SIXTEEN_BITS else "skeleton"
-        self.kernels = fused if kernels == "auto" else kernels
+        kernels = fused if kernels == "auto" else kernels
         if index is not None:
-            self._check_kernels(weights.config, fused, index)
+            self._check_kernels(weights.config, kernels, fused, index)
         self.weights = rounded(weights, dtype)  # float32 arrays of what the steps compute with
         c = weights.config
         heads = c.n_head, c.n_kv_head, c.eps, c.head_size
         settings = Settings(*heads, self.causal, weights.half_split, rope=True)
-        self.spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), self.kernels)
-        self._engine = self._make_engine(index, graph)
+        spec = BlockSpec(llama, settings, c.n_embd, weights.tensors(), kernels)
+        self._start(spec, index, graph)
 
-    def _check_kernels(self, config: LlamaConfig, supported: str, index: int) -> None:
+    def _check_kernels(self, config: LlamaConfig, kernels: str, supported: str, index: int) -> None:
         """Raise InputError unless the device computes these kernels and heads in this dtype."""
-        if self.kernels != supported:
+        if kernels != supported:
             raise InputError(
-                f"kernels {self.kernels!r}: expected {supported!r} for {self.dtype} on a GPU: use "
+                f"kernels {kernels!r}: expected {supported!r} for {self.dtype} on a GPU: use "
                 "kernels='auto', or device='cpu'"
             )
         heads = (config.n_head, config.n_kv_head, config.head_size)
@@ -91,13 +78,8 @@ class LlamaBlock:
             except InputError as problem:
                 raise InputError(f"dtype {self.dtype!r}: {problem}") from problem
 
-    def _make_engine(self, index: int | None, graph: bool) -> Engine:
-        tensors = {**self.weights.tensors(), "frequencies": self.weights.frequencies}
-        if index is None:
-            return NumpyEngine(self.spec, tensors, self.dtype)
-        from gpt2block.run.cuda_block import CudaEngine  # noqa: PLC0415  (it imports CuPy)
-
-        return CudaEngine(self.spec, tensors, index, graph, self.dtype)
+    def _tensors(self, weights: LlamaBlockWeights) -> dict[str, Any]:
+        return {**weights.tensors(), "frequencies": weights.frequencies}
 
     def __repr__(self) -> str:
         c = self.weights.config
@@ -106,21 +88,6 @@ class LlamaBlock:
             f"causal={self.causal}, {self.dtype}, kernels {self.kernels!r}, {self.device}, "
             f"{self.weight_bytes:,} bytes)"
         )
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of the block, in order: names, operations and the names of their inputs."""
-        return self.spec.steps
-
-    @property
-    def device(self) -> str:
-        """A description of the device."""
-        return self._engine.describe()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self._engine.weight_bytes
 
     def __call__(self, x: Any, positions: Any = None, out: Any | None = None) -> Any:
         """The block's output. x (T, C) or (B, T, C) of the block's dtype → the same.
@@ -140,23 +107,18 @@ class LlamaBlock:
 
         The float64 run starts from the same x and weights, rounded to the block's dtype.
         """
-        weights = self.weights.astype(np.float64)
-        tensors = {**weights.tensors(), "frequencies": weights.frequencies}
-        exact = NumpyEngine(self.spec, tensors)
-        return compare_steps(self._engine, exact, x, self.dtype, _given(positions, x))
+        return self._compare(x, _given(positions, x))
 
 
 def _given(positions: Any, x: Any) -> Given:
-    """The tensors that each call determines."""
-    return {"positions": _checked(positions, x)}
+    """The tensors that each call determines: positions of the rows of x, (T,).
 
-
-def _checked(positions: Any, x: Any) -> NDArray[np.int64]:
-    """Positions of the rows of x, (T,). Raises InputError; a wrong x is left to the engine."""
+    Raises InputError; a wrong x is left to the engine.
+    """
     shape: tuple[int, ...] = getattr(x, "shape", ())
     T = shape[-2] if len(shape) > 1 else 1
     if positions is None:
-        return np.arange(T)
+        return {"positions": np.arange(T)}
     try:
         found = plain_array("positions", positions)
     except (TypeError, ValueError, OverflowError) as error:
@@ -168,4 +130,4 @@ def _checked(positions: Any, x: Any) -> NDArray[np.int64]:
         raise InputError(
             f"positions: expected 0 to {MOST_POSITIONS}, got {int(found[wrong.argmax()])}"
         )
-    return found.astype(np.int64)
+    return {"positions": found.astype(np.int64)}

@@ -14,10 +14,10 @@ from gpt2block import inspection
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.architectures.llama_weights import LlamaWeights
 from gpt2block.architectures.weights import ModelArrays
-from gpt2block.block import Comparisons, resolve_device
+from gpt2block.block import resolve_device
 from gpt2block.checkpoints import BUNDLED, Checkpoint, save_pretrained
 from gpt2block.checks import check_callable, check_flag, named_options
-from gpt2block.compare import compare
+from gpt2block.compare import Comparisons, compare
 from gpt2block.config import GPT2Config, ModelConfig, check_count
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError
@@ -165,7 +165,16 @@ class Model(Generic[Weights]):
         check_flag("allow_nonfinite", allow_nonfinite)
         self.config, self.dtype = config, dtype
         self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
-        self.engine = _engine(config, tensors, device, dtype, allow_nonfinite, kv_dtype)
+        index = resolve_device(device)
+        self.engine: TracedEngine
+        if index is None:
+            from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
+
+            self.engine = NumpyModel(config, tensors, dtype, allow_nonfinite, kv_dtype)
+        else:
+            from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
+
+            self.engine = CudaModel(config, tensors, dtype, index, allow_nonfinite, kv_dtype)
 
     def __repr__(self) -> str:
         c = self.config
@@ -637,21 +646,3 @@ def as_sequences(ids: Any, vocab_size: int) -> tuple[list[Ids], tuple[int, ...] 
                 f"{name}: id {int(row[wrong[0]])} at {wrong[0]}: expected 0 to {vocab_size - 1}"
             )
     return [row.astype(np.int32) for row in rows], shape
-
-
-def _engine(
-    config: ModelConfig,
-    tensors: Tensors,
-    device: str | None,
-    dtype: str,
-    allow_nonfinite: bool,
-    kv_dtype: str | None,
-) -> TracedEngine:
-    index = resolve_device(device)
-    if index is not None:
-        from gpt2block.run.cuda_model import CudaModel  # noqa: PLC0415
-
-        return CudaModel(config, tensors, dtype, index, allow_nonfinite, kv_dtype)
-    from gpt2block.run.numpy_model import NumpyModel  # noqa: PLC0415
-
-    return NumpyModel(config, tensors, dtype, allow_nonfinite, kv_dtype)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from gpt2block import doctor, reference
 from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights, random_input
 from gpt2block.array_checks import FLOATS
-from gpt2block.block import Block, Comparison, errors
+from gpt2block.block import Block
 from gpt2block.checkpoints import BUNDLED, Checkpoint
+from gpt2block.compare import Comparison, errors
 from gpt2block.config import size
 from gpt2block.errors import InputError
 from gpt2block.text import tokenizer
@@ -58,7 +59,7 @@ def with_random_weights(
         block.dtype,
         block.kernels,
         f"random, the shape of {size_name}",
-        _mask(causal),
+        "causal" if causal else "none",
         "x ~ U(-1, 1)",
         block.compare(x.astype(FLOATS[dtype])),
         [],
@@ -87,7 +88,8 @@ def with_trained_weights(
     checkpoint = Checkpoint.open(name, revision)
     ends = GPT2Weights.from_pretrained(checkpoint, layers=())
     encoding = tokenizer.load(checkpoint.tokenizer_source(), checkpoint.config.vocab_size)
-    text = _passage() if text is None else text
+    if text is None:
+        text = (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
     ids = _rows(tokenizer.encode(encoding, text), seq_len, batch)
     if ids.shape[-1] > checkpoint.config.n_ctx:
         raise InputError(
@@ -120,7 +122,7 @@ def with_trained_weights(
         dtype,
         plan,
         f"{name}, block {layer} of {checkpoint.config.n_layer}",
-        _mask(causal),
+        "causal" if causal else "none",
         f"{ids.shape[-1]} tokens of {_excerpt(text)}",
         steps,
         stream,
@@ -140,14 +142,6 @@ def most_likely(logits: Array, count: int = 5) -> list[tuple[int, float]]:
 def _excerpt(text: str, ends: int = 24) -> str:
     """The repr of a text, or of its first and last `ends` characters."""
     return repr(text) if len(text) <= 2 * ends else f"{text[:ends]!r} … {text[-ends:]!r}"
-
-
-def _mask(causal: bool) -> str:
-    return "causal" if causal else "none"
-
-
-def _passage() -> str:
-    return (Checkpoint.open(BUNDLED).directory / "passage.txt").read_text(encoding="utf-8")
 
 
 def _rows(tokens: list[int], seq_len: int | None, batch: int) -> NDArray[np.int64]:

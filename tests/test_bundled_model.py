@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import dtype_table
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -120,7 +120,7 @@ def test_the_score_of_the_passage_in_the_package(name: str, device: str) -> None
 @pytest.mark.parametrize(
     ("name", "device", "length"),
     [
-        (BUNDLED, "cpu", 1024),  # of one model: the windows do not depend on it
+        (BUNDLED, "cpu", 512),  # of one model: the windows do not depend on it
         *(pytest.param(name, "cuda", 4096, marks=pytest.mark.gpu) for name in BUNDLED_NAMES),
     ],
 )
@@ -193,17 +193,19 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
 
 
-def printed(data: Path, *options: str) -> list[list[str]]:
+@pytest.fixture
+def printed(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[list[str]]]:
     """What tools/dtype_table.py prints of the held-out text."""
-    text = str(data / "tinyshakespeare" / "input.txt")
-    done = subprocess.run(
-        [sys.executable, "tools/dtype_table.py", text, *options],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    return rows(done.stdout)
+
+    def run(*options: str) -> list[list[str]]:
+        text = str(data / "tinyshakespeare" / "input.txt")
+        monkeypatch.setattr(sys, "argv", ["dtype_table.py", text, *options])
+        dtype_table.main()
+        return rows(capsys.readouterr().out)
+
+    return run
 
 
 def assert_same_figures(found: list[list[str]], committed: list[list[str]]) -> None:
@@ -218,24 +220,21 @@ def assert_same_figures(found: list[list[str]], committed: list[list[str]]) -> N
             assert abs(figure - expected) <= last_digit, (new, old)
 
 
-@pytest.mark.parametrize(("name", "length"), [(BUNDLED, 4096), (LLAMA, 1024)])
-def test_what_the_dtypes_cost_on_a_short_text(data: Path, name: str, length: int) -> None:
-    found = printed(data, "--model", name, "--bytes", str(length), "--device", "cpu")
-    assert [row[0] for row in found[2:]] == list(DTYPES)
-    assert_same_figures(found, table(f"{name}, its first {length:,} bytes"))
-
-
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
-def test_what_the_dtypes_of_keys_and_values_cost(data: Path, name: str) -> None:
-    found = printed(data, "--model", name, "--kv", "--bytes", "1024", "--device", "cpu")
+def test_what_the_dtypes_cost_on_a_short_text(printed: Any, name: str) -> None:
+    short = ("--bytes", "1024", "--device", "cpu")
+    found = printed("--model", name, *short)
+    assert [row[0] for row in found[2:]] == list(DTYPES)
+    assert_same_figures(found, table(f"{name}, its first 1,024 bytes"))
+    found = printed("--model", name, "--kv", *short)
     assert [row[1] for row in found[2:]] == ["bfloat16", *FP8]
     assert_same_figures(found, table(f"{name}, keys and values, its first 1,024 bytes"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
-def test_what_the_dtypes_cost_on_the_whole_text(data: Path, name: str) -> None:
-    found = printed(data, "--model", name, "--device", "cuda")
+def test_what_the_dtypes_cost_on_the_whole_text(printed: Any, name: str) -> None:
+    found = printed("--model", name, "--device", "cuda")
     assert_same_figures(found, table(f"{name}, the whole text"))
 
 

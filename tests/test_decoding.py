@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpt2block import GPT2, GPT2Config, InputError, cuda
 from gpt2block.architectures.gpt2_weights import GPT2Weights
 from gpt2block.run import cuda_decoding
-from gpt2block.run.model import Ids, Start, start_all
+from gpt2block.run.model import DTYPES, Ids, Start, start_all
 from gpt2block.sampling import Sampling
 from gpt2block.text import generation
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -67,8 +67,9 @@ def test_any_number_of_slots(device: str, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_slot(dtype: str) -> None:
+    """Log-probabilities, which are part of a Generation, hold all of a row's logits."""
     m = model("cuda", CORES, dtype)
     prompts = random_prompts([1 + 7 * b % 80 for b in range(40)], CORES)
     options: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "stop_ids": range(9)}

@@ -15,10 +15,14 @@ from gpt2block import (
     LlamaBlockWeights,
     LlamaConfig,
     RopeScaling,
+    cuda,
     random_input,
     reference,
 )
 from gpt2block.array_checks import FLOATS
+from gpt2block.bench.measure import tolerance
+from gpt2block.cuda import timing
+from tests.devices import GPU, SOMEWHERE, one_order
 
 TWELVE = ("rms1", "qkv", "rope", "attn", "proj", "x1", "rms2", "gate", "up", "ff", "down", "output")
 SIX = ("qkv", "rope", "attn", "x1", "ff", "output")
@@ -30,7 +34,11 @@ SIZES = {
     "biases": replace(PLAIN, attention_bias=True, mlp_bias=True),
     "biases of one half": replace(PLAIN, mlp_bias=True),
 }
-sizes = pytest.mark.parametrize("size", SIZES)
+sizes = pytest.mark.parametrize("size", list(SIZES))
+SIZES["cores"] = LlamaConfig(n_embd=128, n_head=2, n_ff=176)  # heads of 64 channels
+SIZES["cuda"] = LlamaConfig(n_embd=36, n_head=6, n_kv_head=2, head_size=10, n_ff=52,
+                            attention_bias=True, mlp_bias=True,
+                            scaling=RopeScaling("linear", 4.0))  # fmt: skip
 POSITIONS = np.array([3, 0, 9000, 7, 7, 1])
 
 
@@ -203,11 +211,89 @@ def test_wrong_arguments_of_a_block() -> None:
     weights = LlamaBlockWeights.random(0, PLAIN)
     with pytest.raises(InputError, match="weights: expected a LlamaBlockWeights, got str"):
         LlamaBlock("7B")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="device: expected 'cuda', 'cuda:N' or 'cpu' "):
-        LlamaBlock(weights, device="gpu")
     with pytest.raises(InputError, match="dtype: expected one of"):
         LlamaBlock(weights, dtype="float64")
     with pytest.raises(InputError, match=r"x: expected shape \(T, 24\)"):
         LlamaBlock(weights)(random_input(0, (3, 25)))
     with pytest.raises(InputError, match="w: expected LlamaBlockWeights as wide as x, 25"):
         reference.llama_block_forward(random_input(0, (3, 25)), weights, np.arange(3))
+
+
+# --- on the emulator and a GPU --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", SOMEWHERE, indirect=True)
+@pytest.mark.parametrize("half_split", [True, False])
+def test_every_step_of_twelve(
+    device: Any, half_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = replace(LlamaBlockWeights.random(0, SIZES["cuda"]), half_split=half_split)
+    block = LlamaBlock(weights, device="cuda")
+    assert block.kernels == "skeleton"
+    given: list[Any] = [POSITIONS[:5], None]
+    if cuda.replaced():
+        monkeypatch.setattr(timing, "gpu_ms", lambda _: 1.0)  # which would run each step many times
+        given = [given[half_split]]
+    x = random_input(3, (2, 5, 36))
+    for positions in given:
+        rows = block.compare(x, positions)
+        assert [row.name for row in rows] == list(TWELVE)
+        for row in rows:
+            assert max(row.max_rel, row.total_rel) <= tolerance("float32"), row
+    assert block.trace(x)["attn"].shape == (2, 5, 60)
+
+
+@one_order
+def test_positions_of_each_call(device: Any) -> None:
+    """Calls of one shape share their buffers, and from the second call on a graph."""
+    weights = LlamaBlockWeights.random(0, SIZES["cuda"])
+    block = LlamaBlock(weights, device="cuda", causal=False)
+    x, out = random_input(3, (6, 36)), np.empty((6, 36), np.float32)
+    first = block(x, POSITIONS)
+    for positions in (None, POSITIONS, POSITIONS + 1, POSITIONS, None):
+        expected = LlamaBlock(weights, device="cpu", causal=False)(x, positions)
+        assert block(x, positions, out=out) is out
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(block(x, POSITIONS), first)
+    direct = LlamaBlock(weights, device="cuda", causal=False, graph=False)
+    np.testing.assert_array_equal(direct(x, POSITIONS), first)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("shuffled", "bfloat16"),
+        *(pytest.param("gpu", d, marks=GPU.marks) for d in list(FLOATS)[1:]),
+    ],
+    indirect=["device"],
+)
+def test_the_fused_steps_in_16_bits(
+    device: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cuda.replaced():
+        monkeypatch.setattr(timing, "gpu_ms", lambda _: 1.0)
+    block = LlamaBlock(LlamaBlockWeights.random(0, SIZES["cores"]), device="cuda", dtype=dtype)
+    assert block.kernels == "fused"
+    rows = block.compare(random_input(3, (5, 128)).astype(FLOATS[dtype]), POSITIONS[:5])
+    assert [row.name for row in rows] == list(SIX)
+    for row in rows:
+        assert row.max_rel <= 2 * tolerance(dtype), row
+        assert row.total_rel <= 4 * tolerance(dtype), row
+
+
+@one_order
+def test_what_a_block_on_a_gpu_refuses(device: Any) -> None:
+    weights = LlamaBlockWeights.random(0, SIZES["cuda"])
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"kernels": "fused"}, "kernels 'fused': expected 'skeleton' for float32 on a"),
+        (
+            {"dtype": "float16", "kernels": "skeleton"},
+            "kernels 'skeleton': expected 'fused' for float16",
+        ),
+        ({"dtype": "float16"}, "dtype 'float16': attention"),
+    ]
+    for options, message in cases:
+        with pytest.raises(InputError, match=message):
+            LlamaBlock(weights, device="cuda", **options)
+    with pytest.raises(InputError, match=r"x: expected shape \(T, 36\)"):
+        LlamaBlock(weights, device="cuda")(random_input(3, (5, 35)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,18 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from gpt2block import Llama, LlamaConfig, LlamaWeights, RopeScaling, cuda, emulator
+from gpt2block import Llama, LlamaConfig, LlamaWeights, RopeScaling, cuda
 from gpt2block.bench.measure import tolerance
 from gpt2block.bulk.predictor import Predictor
 from gpt2block.checkpoints import save_pretrained
 from gpt2block.cli import main
-from gpt2block.emulator import loader
 from gpt2block.run.model import weight_bytes
+from tests.devices import GPU, running_on
 from tests.tokenizer_files import sentence_piece
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = LlamaConfig(
-    n_layer=2, n_head=4, n_kv_head=2, n_embd=48, n_ctx=40, vocab_size=53, n_ff=40, head_size=16,
+    n_layer=1, n_head=4, n_kv_head=2, n_embd=48, n_ctx=40, vocab_size=53, n_ff=40, head_size=16,
     scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16),
 )  # fmt: skip
 LARGE = LlamaConfig(
@@ -36,12 +35,16 @@ CORES = replace(SMALL, n_embd=64, head_size=64, n_head=2, n_kv_head=1, vocab_siz
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 
-@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["emulator", GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "emulator" and (problem := loader.missing()):
-        pytest.skip(problem)
-    with emulator.emulated() if request.param == "emulator" else nullcontext():
+    with running_on("forward" if request.param == "emulator" else "gpu"):
         yield "cuda"
+
+
+def cases(values: Sequence[str], emulated: Sequence[str]) -> list[Any]:
+    """A device and a value: the emulator runs some of them, which are programs to compile."""
+    on_gpu = [pytest.param("gpu", value, marks=GPU.marks) for value in values]
+    return [*(("emulator", value) for value in emulated), *on_gpu]
 
 
 def small(device: str, dtype: str = "float32") -> Llama:
@@ -58,28 +61,23 @@ def error(found: Any, expected: NDArray[Any]) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "scaled", "tied", "shards"])
-def test_the_logits_of_transformers(device: str, name: str) -> None:
-    model = Llama.from_pretrained(GOLDEN / f"llama-{name}", device=device)
-    expected = load_file(GOLDEN / f"llama-{name}" / "expected.safetensors")
-    ids = expected["ids"]
-    assert error(model(ids), expected["logits"]) <= 1e-5
-    assert error(model(ids, last=True), expected["logits"][:, -1]) <= 1e-5
-    if name == "grouped":
-        states = model.hidden_states(ids)
-        assert error(states[:-1], expected["stream"]) <= 1e-5
-        assert error(states[-1], expected["hidden"]) <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["grouped"])
-def test_every_position_from_a_cache_and_a_greedy_text(device: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "name"),
+    cases(["plain", "grouped", "scaled", "tied", "shards"], ["grouped"]),
+    indirect=["device"],
+)
+def test_what_transformers_computes(device: str, name: str) -> None:
+    """Also every position from a cache, and a greedy text."""
     model = Llama.from_pretrained(GOLDEN / f"llama-{name}", device=device)
     expected = load_file(GOLDEN / f"llama-{name}" / "expected.safetensors")
     ids, first, count = expected["ids"], 9, 200
     if cuda.replaced():
-        first, count = 19, 4
+        first, count = 21, 2
+    assert error(model(ids, last=True), expected["logits"][:, -1]) <= 1e-5
+    states = model.hidden_states(ids)
+    assert error(states[:-1], expected["stream"]) <= 1e-5
+    assert error(states[-1], expected["hidden"]) <= 1e-5
     cache = model.new_cache(2)
-    assert cache.nbytes == 2 * 2 * 2 * 256 * model.config.kv_width * 4
     parts = [model(ids[:, :3], cache=cache), model(ids[:, 3:first], cache=cache)]
     steps = [model(ids[:, t : t + 1], cache=cache) for t in range(first, ids.shape[1])]
     assert error(np.concatenate([*parts, *steps], 1), expected["logits"]) <= 1e-5
@@ -87,7 +85,9 @@ def test_every_position_from_a_cache_and_a_greedy_text(device: str, name: str) -
     assert list(found.tokens) == expected["greedy"].tolist()[:count]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("device", "dtype"), cases(["float32", "float8_e4m3fn"], ["float32"]), indirect=["device"]
+)
 def test_every_step_errs_by_rounding(device: str, dtype: str) -> None:
     model, (ids,) = small(device, dtype), random_rows(9)
     for cached in (False, True):
@@ -96,17 +96,20 @@ def test_every_step_errs_by_rounding(device: str, dtype: str) -> None:
         assert names == list(model.trace(ids, cached))
         layer = ("rms1", "qkv", "q" if cached else "rope", "attn", "x1", "rms2", "gate", "up", "ff",
                  "output")  # fmt: skip
-        layers = [f"h.{n}.{name}" for n in range(2) for name in layer]
         last = ["logits"] if cached else ["logits.0", "scores.0"]
-        assert names == ["embedding", *layers, "rms_f", *last]
+        assert names == ["embedding", *(f"h.0.{name}" for name in layer), "rms_f", *last]
         for row in rows:
             assert row.max_rel <= tolerance("float32" if dtype == "float32" else "bfloat16"), row
             assert row.total_rel < 0.02, row
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    cases(["float32", "bfloat16", "float8_e5m2"], ["bfloat16", "float8_e5m2"]),
+    indirect=["device"],
+)
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, dtype: str) -> None:
-    model, rows = small(device, dtype), random_rows(5, 1, 17, 2)
+    model, rows = small(device, dtype), random_rows(5, 1, 17)
     together = model(rows)
     near = Llama(LlamaWeights.random(0, SMALL), device="cpu", dtype=dtype)(rows)
     for row, logits, expected in zip(rows, together, near, strict=True):
@@ -124,7 +127,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, dtype: str) -
 
 def test_a_prompt_on_tensor_cores(device: str) -> None:
     """Steps, logits of every kind, a continued prompt, and the same bits alone and in a batch."""
-    weights, rows = LlamaWeights.random(2, CORES), random_rows(19, 3, 1, config=CORES)
+    weights, rows = LlamaWeights.random(2, CORES), random_rows(15, 1, config=CORES)
     model = Llama(weights, device=device, dtype="bfloat16")
     on_cpu = Llama(weights, device="cpu", dtype="bfloat16")
     for step in (steps := model.compare(rows[0])):
@@ -185,13 +188,6 @@ def test_weights_that_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(MemoryError, match=message):
             Llama.from_pretrained(path, device=device, progress=read)
         Llama.from_pretrained(path, device=device, dtype="bfloat16")
-
-
-def test_a_weight_that_would_hide_the_others(device: str) -> None:
-    weights = LlamaWeights.random(0, replace(SMALL, n_layer=1))
-    weights.blocks[0].w_down[0, 0] = 1e30
-    with pytest.raises(ValueError, match=r"h.0.w_down: .* RMSNorm's squares overflow"):
-        Llama(weights, device=device)
 
 
 def test_the_commands(device: str, tmp_path: Path, capsys: Any) -> None:

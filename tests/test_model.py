@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -152,16 +153,17 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> No
     rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
     steps = random_ids(SMALL, 17, 3, seed=5)
 
-    def run(which: range) -> list[Array]:
+    def run(which: range) -> list[Any]:
         kv_cache = m.new_cache(len(which))
-        outputs = [m([rows[b] for b in which], last=True)]
+        outputs: list[Any] = [list(m([rows[b] for b in which]))]  # all logits
+        outputs.append(m([rows[b] for b in which], last=True))
         outputs.append(m([rows[b] for b in which], cache=kv_cache, last=True))
         for t in range(3):
             outputs.append(m(steps[which.start : which.stop, t : t + 1], cache=kv_cache, last=True))
         return outputs
 
     alone = [run(range(b, b + 1)) for b in range(17)]
-    for size in (2, 8, 17):
+    for size in (2, 17) if device == "cpu" else (2, 8, 17):
         for i, together in enumerate(run(range(17 - size, 17))):
             for b in range(size):
                 expected = alone[17 - size + b][i][0]
@@ -171,18 +173,6 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: str, dtype: str) -> No
                     )
                 else:
                     np.testing.assert_array_equal(together[b], expected)
-
-
-@everywhere
-def test_all_logits_are_the_same_alone_and_in_any_batch(device: str) -> None:
-    m = model(SMALL, device)
-    rows = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
-    for b, together in enumerate(m(rows)):
-        alone = m(rows[b])
-        if device == "cpu":
-            np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5 * np.abs(alone).max())
-        else:
-            np.testing.assert_array_equal(together, alone)
 
 
 @everywhere
@@ -336,27 +326,6 @@ def test_a_ragged_batch_at_every_position(device: str) -> None:
     assert kv_cache.lengths == [TINY.n_ctx] * 3
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_graph_gives_a_row_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
-    """Log-probabilities hold all of a row's logits."""
-    m = model(SMALL, "cuda", dtype)
-    prompts = [random_ids(SMALL, 1 + 13 * b, seed=b) for b in range(17)]
-
-    def run(which: range) -> tuple[Array, Array]:
-        options = [Sampling(temperature=0.9, seed=b) for b in which]
-        decoding = start_all(m.engine, [prompts[b] for b in which], options, 6)
-        steps = [decoding.next() for _ in range(6)]
-        return np.array([s.tokens for s in steps]), np.array([s.logprobs for s in steps])
-
-    alone = [run(range(b, b + 1)) for b in range(17)]
-    for size in (2, 8, 17):
-        together = run(range(17 - size, 17))
-        for b in range(size):
-            for got, expected in zip(together, alone[17 - size + b], strict=True):
-                np.testing.assert_array_equal(got[:, b], expected[:, 0])
-
-
 @everywhere
 def test_bad_ids_and_caches(device: str) -> None:
     m = model(TINY, device)
@@ -473,15 +442,13 @@ def changed(name: str, value: float) -> GPT2Weights:
 
 
 @everywhere
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     "name", ["wte", "wpe", "gamma_f", "beta_f", "h.1.gamma1", "h.0.beta2", "h.1.b_fc", "h.0.w_fc"]
 )
-def test_weights_that_are_not_finite_are_refused_by_name(
-    device: str, name: str, value: float
-) -> None:
-    w = changed(name, value)
-    for dtype in ("float32", "bfloat16", "float8_e5m2"):
+def test_weights_that_are_not_finite_are_refused_by_name(device: str, name: str) -> None:
+    values, dtypes = (np.nan, np.inf, -np.inf), ("float32", "bfloat16", "float8_e5m2")
+    for value, dtype in itertools.product(values, dtypes):
+        w = changed(name, value)
         with pytest.raises(InputError, match=rf"{name}: 1 of .* infinity or NaN: expected finite"):
             GPT2(w, device, dtype)
 
@@ -598,14 +565,12 @@ def test_a_checkpoint_in_a_line() -> None:
     assert len(found) < 200
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_last_is_a_flag(value: Any) -> None:
-    with pytest.raises(InputError, match="last: expected True or False"):
-        model(TINY, "cpu")([1], last=value)
-
-
-def test_progress_must_be_a_function() -> None:
+def test_wrong_options() -> None:
+    m: Any = model(TINY, "cpu")
+    for value in ("yes", 1, None):
+        with pytest.raises(InputError, match="last: expected True or False"):
+            m([1], last=value)
     with pytest.raises(InputError, match="progress: expected a function, got 'x'"):
         GPT2.from_pretrained(progress="x")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="progress: expected a function, got 3"):
-        model(TINY, "cpu").score([1, 2], progress=3)  # type: ignore[call-overload]
+        m.score([1, 2], progress=3)

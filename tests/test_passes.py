@@ -21,7 +21,7 @@ from gpt2block.passes.blocks import Settings
 from gpt2block.passes.bounds import Bounds
 from gpt2block.passes.machine import Step
 from gpt2block.passes.prefill import Prefill, Products
-from gpt2block.run import BlockSpec
+from gpt2block.run.block import BlockSpec
 from gpt2block.run.numpy_machine import NumpyMachine
 from gpt2block.run.recording import Recordings
 from tests.outlines import decode, prefill

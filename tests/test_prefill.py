@@ -1,8 +1,8 @@
-"""Prefill on tensor cores: activations of 16 bits between kernels, the residual stream in float32.
+"""Prompts of GPT-2 on tensor cores: in 16 bits, of float32 in two parts, and of FP8 in float16.
 
-The rule is that of the fused block: the error against float64, on the same rounded weights, is at
-most twice that of the NumPy meaning, whose steps are float32 with each result but the stream's
-rounded to 16 bits, plus the rounding term of the kernels' tests.
+The residual stream is float32. The error against float64, on the weights as they are stored, is at
+most twice that of NumPy in float32, which rounds each result but the stream's as the kernels do,
+plus the rounding term of the kernels' tests.
 
 Without a GPU the launches of a whole model are run by the kernels' own source.
 """
@@ -13,9 +13,9 @@ import gc
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,26 +25,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpt2block import GPT2, GPT2Config, emulator, reference
-from gpt2block.architectures.gpt2_weights import GPT2Weights
+from gpt2block import GPT2, GPT2Config, cuda, reference
+from gpt2block.architectures.gpt2_weights import BlockWeights, GPT2Weights
 from gpt2block.array_checks import FLOATS
+from gpt2block.config import block_shapes
 from gpt2block.cuda import kernels, overlap
-from gpt2block.emulator import loader, stand_in
+from gpt2block.emulator import stand_in
 from gpt2block.ops._tensor_cores import HOPPER_CAPABILITY, MMA_CAPABILITY
 from gpt2block.ops.gemm import OPERATION as GEMM
-from gpt2block.run.cuda_caches import CudaCache
+from gpt2block.passes.gpt2 import operand_bounds
+from gpt2block.run import cuda_model
 from gpt2block.run.cuda_model import CudaModel
-from gpt2block.run.model import kv_cache_dtype, padded, start_all
+from gpt2block.run.model import padded, start_all
 from gpt2block.sampling import Sampling
+from tests.devices import GPU, running_on
 from tests.gpus import cupy_with
 from tests.plain import rounding
 
 Array = NDArray[Any]
-TINY = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
+TINY = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=40, vocab_size=53)
+TWO_LAYERS = replace(TINY, n_layer=2)
+TWO_HEADS = replace(TWO_LAYERS, n_head=2, n_embd=128)
 SMALL = GPT2Config(n_layer=3, n_head=4, n_embd=256, n_ctx=300, vocab_size=501)
 UNTIED = replace(SMALL, n_layer=1, vocab_size=504, tie_word_embeddings=False)
 DTYPES = ("bfloat16", "float16")
+PRODUCTS = {
+    **dict.fromkeys(DTYPES, "16_bits"),
+    "float32": "two_part",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+EMULATED = {"bfloat16": TWO_HEADS, "float32": TINY, "float8_e4m3fn": TINY}
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
+on_gpu = [pytest.param("gpu", SMALL, dtype, marks=GPU.marks) for dtype in PRODUCTS]
+everywhere = pytest.mark.parametrize(
+    ("machine", "config", "dtype"),
+    [*(("forward", config, dtype) for dtype, config in EMULATED.items()), *on_gpu],
+    indirect=["machine"],
+)
+emulated = pytest.mark.parametrize("machine", ["forward"], indirect=True)
 
 
 @cache
@@ -54,23 +73,27 @@ def weights(config: GPT2Config) -> GPT2Weights:
     return replace(w, blocks=tuple(replace(b, w_qkv=4 * b.w_qkv) for b in w.blocks))
 
 
-@cache
-def rounded(config: GPT2Config, dtype: str) -> GPT2Weights:
-    """The weights as they are computed with."""
-    w = weights(config)
-    names = ("w_qkv", "w_attn", "w_fc", "w_proj")
-
-    def stored(array: Array) -> Any:
-        return array.astype(FLOATS[dtype]).astype(np.float32)
-
-    blocks = tuple(replace(b, **{n: stored(getattr(b, n)) for n in names}) for b in w.blocks)
-    wte = stored(w.wte)
-    lm_head = wte if config.tie_word_embeddings else stored(w.lm_head)
-    return replace(w, blocks=blocks, wte=wte, lm_head=lm_head)
+def stored(model: Any) -> GPT2Weights:
+    """The weights that a model computes with, as float32."""
+    tensors: dict[str, Any] = {
+        name: np.ascontiguousarray(a.T if layout == "NK" and name.startswith("h.") else a, "f4")
+        for name, a, layout in model.tensors()
+    }
+    c = model.config
+    blocks = tuple(
+        BlockWeights(
+            **{name: tensors[f"h.{n}.{name}"] for name in block_shapes(c.n_embd)},
+            n_head=c.n_head,
+            eps=c.eps,
+        )
+        for n in range(c.n_layer)
+    )
+    wte, wpe, gamma_f, beta_f = (tensors[name] for name in ("wte", "wpe", "gamma_f", "beta_f"))
+    return GPT2Weights(c, wte, wpe, blocks, gamma_f, beta_f, tensors.get("lm_head", wte))
 
 
 class Found(NamedTuple):
-    """Of a sequence: logits of each token by `logits`, by "last"; keys and values; the stream."""
+    """Of a sequence: logits of each token by "logits", by "last"; keys and values; the stream."""
 
     logits: Array  # (T, V)
     last: Array  # (T, V), from the final LayerNorm as it is
@@ -101,19 +124,42 @@ def computed(w: GPT2Weights, ids: Array, step: Any, float_type: Any) -> Found:
     return Found(step(hidden) @ head, hidden @ head, np.array(kv), np.array(stream), hidden)
 
 
-@cache
-def truth_and_meaning(
-    config: GPT2Config, dtype: str, seed: int, length: int
-) -> tuple[Array, Found, Found]:
-    """Tokens, what they give in float64, and what in float32 with rounded steps."""
-    ids = random_ids(config, length, seed)
+def assert_close(got: Array, truth: Array, own: Array, at: Any = slice(None)) -> None:
+    """`got` are rows `at` of what there is; the error of NumPy, `own`, is that of all rows."""
+    assert got.shape == truth[at].shape
+    error = float(np.abs(got.astype(np.float64) - truth[at]).max())
+    limit = 2 * float(np.abs(own - truth).max()) + rounding(truth)
+    assert error <= limit, f"error {error:.3g} is over {limit:.3g}"
 
-    def step(result: Array) -> Array:
-        return np.asarray(result.astype(FLOATS[dtype]).astype(np.float32))
 
-    w = rounded(config, dtype)
-    exact = computed(w, ids, np.asarray, np.float64)
-    return ids, exact, computed(w, ids, step, np.float32)
+class Truth:
+    """What a model should give for a sequence, in float64 and in its own precision."""
+
+    def __init__(self, model: Any, ids: Array) -> None:
+        dtype = FLOATS[model.dtype if model.dtype in FLOATS else "float16"]
+        w = stored(model)
+        self.ids = ids
+        self.exact = computed(w, ids, np.asarray, np.float64)
+        self.own = computed(w, ids, lambda a: a.astype(dtype).astype(np.float32), np.float32)
+
+    def check(self, got: Array, name: str, at: Any = slice(None)) -> None:
+        assert_close(got, getattr(self.exact, name), getattr(self.own, name), at)
+
+    def check_likelihoods(self, got: Array) -> None:
+        exact, own = (
+            reference.log_likelihood(found.logits[:-1], self.ids[1:])[:, None]
+            for found in (self.exact, self.own)
+        )
+        assert_close(got[:, None], exact, own)
+
+    def check_cache(self, kv_cache: Any, row: int, end: int) -> None:
+        """The keys and values of so many tokens of the sequence, and zeros after them."""
+        for layer, halves in enumerate(kv_cache.layers):
+            for half, kept in enumerate(halves):
+                seen = kept[row].get().astype(np.float64)
+                exact, own = self.exact.kv[layer, half], self.own.kv[layer, half]
+                assert_close(seen[:end], exact, own, slice(end))
+                assert not seen[end:].any()
 
 
 def random_ids(config: GPT2Config, length: int, seed: int = 0) -> Array:
@@ -121,40 +167,16 @@ def random_ids(config: GPT2Config, length: int, seed: int = 0) -> Array:
     return rng.integers(config.vocab_size, size=length, dtype=np.int32)
 
 
-def assert_close(got: Array, truth: Array, meaning: Array, at: Any = slice(None)) -> None:
-    """`got` are rows `at` of what there is; the meaning's error is taken over all rows."""
-    assert got.shape == truth[at].shape
-    error = float(np.abs(got.astype(np.float64) - truth[at]).max())
-    limit = 2 * float(np.abs(meaning - truth).max()) + rounding(truth)
-    assert error <= limit, f"error {error:.3g} is over {limit:.3g}"
-
-
-@in_16_bits
-def test_the_meaning_errs_by_rounding(dtype: str) -> None:
-    """Beside the largest logit: a wrong step is far beyond the rule."""
-    _, truth, meaning = truth_and_meaning(SMALL, dtype, 0, 40)
-    off = np.abs(meaning.logits - truth.logits).max() / np.abs(truth.logits).max()
-    assert 0 < off < {"bfloat16": 2.0**-6, "float16": 2.0**-9}[dtype]
-
-
-# --- on the CPU -----------------------------------------------------------------------------------
-
-
 class Machine:
-    """The emulator as a GPU whose launches overlap; it records the kernels that run."""
+    """A GPU, or the emulator as one whose launches overlap; it records the kernels that run."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.early: list[str] = []  # those launched to overlap the one before
 
-    def get(self, array: Any) -> Array:
-        return np.asarray(array.get())
-
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    if problem := loader.missing():
-        pytest.skip(problem)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     found = Machine()
     run_kernel = stand_in.Function._run
 
@@ -166,85 +188,97 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         found.early.append(launch.name)
         launch.run()
 
-    monkeypatch.setattr(stand_in.Function, "_run", run)
-    monkeypatch.setattr(overlap, "possible", lambda: True)
-    monkeypatch.setattr(overlap, "run", run_early)
-    with emulator.emulated():
+    with running_on(request.param):
+        if cuda.replaced():
+            monkeypatch.setattr(stand_in.Function, "_run", run)
+            monkeypatch.setattr(overlap, "possible", lambda: True)
+            monkeypatch.setattr(overlap, "run", run_early)
         yield found
 
 
-def on(machine: Machine, config: GPT2Config, dtype: str) -> CudaModel:
-    return CudaModel(config, weights(config).tensors(), dtype, 0)
+def on(config: GPT2Config, dtype: str) -> Any:
+    """The engine of a model on the current machine."""
+    return cached_engine(config, dtype) if not cuda.replaced() else made(config, dtype)
 
 
-def logits_of(machine: Machine, model: Any, prefill: Any) -> Array:
-    (logits,) = (machine.get(part).copy() for part in model._logits(prefill.out))
-    assert (logits[:, model.config.vocab_size :] == -np.inf).all()
-    return np.asarray(logits[:, : model.config.vocab_size])
+def made(config: GPT2Config, dtype: str) -> CudaModel:
+    model = CudaModel(config, weights(config).tensors(), dtype, 0)
+    if not cuda.replaced() and model.products != PRODUCTS[dtype]:
+        pytest.skip("needs tensor cores of compute capability 8.0")
+    assert model.products == PRODUCTS[dtype]
+    return model
 
 
-def test_a_ragged_batch_some_of_which_goes_on(machine: Machine) -> None:
-    """A call, a graph of it, then rows that begin and rows that go on."""
-    dtype, lengths = "bfloat16", [16, 14, 22, 9]
-    model = on(machine, TINY, dtype)
-    rows = [truth_and_meaning(TINY, dtype, b, n) for b, n in enumerate(lengths)]
-    kv_cache = CudaCache(TINY, 4, 40, kv_cache_dtype(dtype))
-    first = [ids[:n] for (ids, _, _), n in zip(rows, (11, 0, 22, 1), strict=True)]
-    prefill = model.prefill(first, kv_cache, "last")
-    assert kv_cache.lengths == [11, 0, 22, 1]
-    got = machine.get(prefill.out).copy()
-    for b in (0, 2, 3):
-        _, truth, meaning = rows[b]
-        at = kv_cache.lengths[b] - 1
-        assert_close(got[b], truth.last, meaning.last, at)
-        for layer, halves in enumerate(kv_cache.layers):
-            for kept, exact, own in zip(halves, truth.kv[layer], meaning.kv[layer], strict=True):
-                seen = machine.get(kept)[b].astype(np.float64)
-                assert_close(seen[: at + 1], exact, own, slice(at + 1))
-                assert (seen[at + 1 :] == 0).all()
-    assert "attention_cached_narrow" not in machine.ran
-    for name in ("attention_mma", "kv_append_narrow"):
-        assert machine.ran.count(name) == TINY.n_layer
+cached_engine = cache(made)
 
-    kv_cache.lengths = [0] * 4
-    again = model.prefill(first, kv_cache, "last")
-    assert again is prefill
-    assert next(iter(prefill._recordings.values()))._graph is not None
-    np.testing.assert_array_equal(machine.get(prefill.out), got)
 
-    spans = [(11, 16), (0, 0), (22, 22), (1, 9)]
-    second = [ids[a:n] for (ids, _, _), (a, n) in zip(rows, spans, strict=True)]
+def several_times(call: Callable[[], list[Array]]) -> list[Array]:
+    """On a GPU launches, a graph, the graph again: the same bits."""
+    first = call()
+    for _ in range(0 if cuda.replaced() else 2):
+        for a, b in zip(first, call(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    return first
+
+
+@in_16_bits
+def test_the_rule_is_one_of_rounding(dtype: str) -> None:
+    """A wrong step is far beyond it."""
+    truth = Truth(GPT2(weights(SMALL), "cpu", dtype), random_ids(SMALL, 40))
+    exact, own = truth.exact.logits, truth.own.logits
+    off = np.abs(own - exact).max() / np.abs(exact).max()
+    assert 0 < off < {"bfloat16": 2.0**-6, "float16": 2.0**-9}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("machine", "config", "dtype", "length"),
+    [
+        ("forward", TWO_HEADS, "bfloat16", 15),
+        ("forward", TWO_LAYERS, "float32", 15),
+        ("forward", TINY, "float8_e4m3fn", 15),
+        *(
+            pytest.param("gpu", config, dtype, length, marks=GPU.marks)
+            for config, dtype in [*((SMALL, dtype) for dtype in PRODUCTS), (UNTIED, "bfloat16")]
+            for length in (1, 17, 300)
+        ),
+    ],
+    indirect=["machine"],
+)
+def test_every_output_of_a_sequence(
+    machine: Machine, config: GPT2Config, dtype: str, length: int
+) -> None:
+    model = on(config, dtype)
+    truth = Truth(model, random_ids(config, length))
     machine.ran.clear()
-    prefill = model.prefill(second, kv_cache, "rows")
-    assert kv_cache.lengths == [16, 0, 22, 9]
-    found = logits_of(machine, model, prefill)
-    for name in ("attention_cached_narrow", "kv_append_narrow"):
-        assert machine.ran.count(name) == TINY.n_layer
-    for b, got in enumerate(np.split(found, prefill.ends[:-1])):
-        _, truth, meaning = rows[b]
-        if len(got):
-            end = kv_cache.lengths[b]
-            assert_close(got, truth.logits, meaning.logits, slice(end - len(got), end))
+    (last,) = several_times(lambda: model.forward([truth.ids], "last"))
+    truth.check(last, "last", -1)
+    ran = list(machine.ran)
+    if cuda.replaced():
+        product = "gemm_split_mma" if dtype == "float32" else "gemm_mma"
+        assert ran.count(product) == 4 * config.n_layer - (3 if dtype == "float32" else 2)
+        assert ran.count("widen_fp8") == (4 * config.n_layer - 2 if "8_e" in dtype else 0)
+        assert "linear_tiles" not in ran
+        assert model._scratch([truth.ids]).nbytes == 0  # no cache is kept, and none filled
+        machine.early.clear()
+        np.testing.assert_array_equal(model.forward([truth.ids], "last")[0], last)
+        assert machine.early == ran  # as a graph
+    truth.check(model.forward([truth.ids], "logits")[0], "logits")
+    (hidden,) = several_times(lambda: model.forward([truth.ids], "hidden"))
+    truth.check(hidden, "hidden")
+    (states,) = several_times(lambda: model.forward([truth.ids], "states"))
+    np.testing.assert_array_equal(states[-1], hidden)
+    if not cuda.replaced() and dtype not in DTYPES:
+        return
+    for got, exact, own in zip(states[:-1], truth.exact.stream, truth.own.stream, strict=True):
+        assert_close(got, exact, own)
+    if length > 1:
+        truth.check_likelihoods(several_times(lambda: model.log_likelihood([truth.ids]))[0])
 
 
-def test_what_nobody_goes_on_with(machine: Machine) -> None:
-    """No cache is kept and none filled; a row alone is the end of the same arrays."""
-    model = on(machine, TINY, "bfloat16")
-    ids, truth, meaning = truth_and_meaning(TINY, "bfloat16", 0, 33)
-    scratch = model._scratch([ids])
-    assert scratch.nbytes == 0
-    for launched in range(2):  # the second time as a graph
-        machine.ran.clear()
-        prefill = model.prefill([ids], model._scratch([ids]), "last")
-        assert_close(machine.get(prefill.out)[0], truth.last, meaning.last, -1)
-        assert machine.early == machine.ran * launched
-    names = set(machine.ran)
-    assert names == {
-        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma",
-        "linear_decode_mma",
+def test_the_kernels_of_a_prompt_wait_for_the_one_before() -> None:
+    names = {
+        "encoder_rows", "layernorm_narrow_float", "gemm_mma", "attention_mma", "linear_decode_mma",
     }  # fmt: skip
-    prefill = model.prefill([ids], model._scratch([ids]), "hidden")
-    assert_close(machine.get(prefill.out), truth.hidden, meaning.hidden)
     files = [path for path in kernels.sources() if set(kernels.signatures(path)) & names]
     for file in (*files, "attention/cached.cu", "attention/kv_cache.cu", "matmul/hopper.cu"):
         text = kernels.read_source(file)
@@ -254,25 +288,103 @@ def test_what_nobody_goes_on_with(machine: Machine) -> None:
         assert re.search(r"wait_(for_previous|before_copies)\(\);", every), file
 
 
+# Where the chunks of each row end, and what is wanted of each chunk. On the emulator no call has
+# more than 16 tokens, so that all products have the same tiles: the same programs to compile.
+CUTS: dict[str, Any] = {
+    "emulator": ([(0, 5, 9), (0, 0, 4), (0, 6, 7), (0, 3, 3)], ("last", "logits")),
+    "gpu": (
+        [(0, 130, 131, 299, 300), (0, 0, 4, 5, 41), (0, 64, 65, 65, 129), (0, 0, 0, 128, 200)],
+        ("logits", "logits", "last", "logits"),
+    ),
+}
+
+
+def in_chunks(
+    model: Any, rows: Sequence[Array], cuts: Any, wants: Sequence[Any]
+) -> tuple[list[Array], Any]:
+    """The logits of each row, and the kv_cache that the chunks are appended to."""
+    kv_cache = model.new_cache(len(rows), model.config.n_ctx)
+    found: list[list[Array]] = [[] for _ in rows]
+    for i, want in enumerate(wants):
+        chunk = [ids[at[i] : at[i + 1]] for ids, at in zip(rows, cuts, strict=True)]
+        for own, got in zip(found, model.forward(chunk, want, kv_cache), strict=True):
+            own.append(got.reshape(-1, model.config.vocab_size))
+    return [np.concatenate(own) for own in found], kv_cache
+
+
+@everywhere
+def test_rows_that_begin_and_rows_that_continue(
+    machine: Machine, config: GPT2Config, dtype: str
+) -> None:
+    """In one call, with rows of one token and none; each has the bits that it has alone."""
+    cuts, wants = CUTS["emulator" if cuda.replaced() else "gpu"]
+    model = on(config, dtype)
+    truths = [Truth(model, random_ids(config, at[-1], b)) for b, at in enumerate(cuts)]
+    rows = [truth.ids for truth in truths]
+    machine.ran.clear()
+    together, kv_cache = in_chunks(model, rows, cuts, wants)
+    assert kv_cache.lengths == [at[-1] for at in cuts]
+    if dtype == "bfloat16" and cuda.replaced():  # rows that begin have no attention over the cache
+        layers = config.n_layer
+        assert machine.ran.count("attention_cached_narrow") == layers
+        assert machine.ran.count("attention_mma") == 2 * layers
+        assert machine.ran.count("kv_append_narrow") == 3 * layers
+    for b, truth in enumerate(truths):
+        spans = zip(itertools.pairwise(cuts[b]), wants, strict=True)
+        kept = [range(end - 1, end) if w == "last" else range(a, end) for (a, end), w in spans
+                if end > a]  # fmt: skip
+        truth.check(together[b], "logits", list(itertools.chain(*kept)))
+        truth.check_cache(kv_cache, b, cuts[b][-1])
+    for b in range(1 if cuda.replaced() else len(rows)):
+        alone, other = in_chunks(model, rows[b : b + 1], cuts[b : b + 1], wants)
+        np.testing.assert_array_equal(alone[0], together[b])
+        for halves, others in zip(kv_cache.layers, other.layers, strict=True):
+            for one, same in zip(halves, others, strict=True):
+                np.testing.assert_array_equal(one[b].get(), same[0].get())
+
+
+@pytest.mark.parametrize(
+    ("machine", "config", "dtype"),
+    [("forward", TWO_HEADS, "bfloat16"), ("forward", TINY, "float32"), *on_gpu],
+    indirect=["machine"],
+)
+def test_a_batch_has_the_bits_of_each_sequence(
+    machine: Machine, config: GPT2Config, dtype: str
+) -> None:
+    """Also without what is left out after the last attention for the last rows."""
+    model = on(config, dtype)
+    lengths, sizes, wants = [5, 9], [2], ["last", "hidden"]
+    if not cuda.replaced():
+        lengths, sizes = [1, 300, 127, 17, 128, 129, 64, 2], [2, 5, 8]
+        wants += ["logits", "states"]
+    rows = [random_ids(config, n, seed=n) for n in lengths]
+
+    def everything(which: list[Array]) -> list[list[Array]]:
+        found = [several_times(partial(model.forward, which, want)) for want in wants]
+        return found if cuda.replaced() else [*found, model.log_likelihood(which)]
+
+    alone = [everything([ids]) for ids in rows]
+    for size in sizes:
+        for kind, together in enumerate(everything(rows[-size:])):
+            for own, got in zip(alone[-size:], together, strict=True):
+                np.testing.assert_array_equal(got, own[kind][0])
+
+
+@emulated
 def test_likelihoods_of_a_padded_batch(machine: Machine) -> None:
     """One graph from the tokens on, which another batch has, too."""
-    model = on(machine, TINY, "bfloat16")
-    rows = [truth_and_meaning(TINY, "bfloat16", b, n) for b, n in enumerate((33, 20, 2))]
-    for number, several in enumerate((rows, rows, rows[::-1])):
+    model = on(TWO_HEADS, "bfloat16")
+    truths = [Truth(model, random_ids(TWO_HEADS, n, b)) for b, n in enumerate((33, 20, 2))]
+    for number, several in enumerate((truths, truths[::-1])):
         machine.ran.clear()
         machine.early.clear()
-        batch = padded([ids for ids, _, _ in several])
+        batch = padded([truth.ids for truth in several])
         assert (len(batch), sum(map(len, batch))) == (4, 56)
         cache = model._scratch(batch, repeats=True)
         prefill = model.prefill(batch, cache, "log_likelihood")
-        nats = np.split(machine.get(prefill.out).copy(), prefill.ends[:-1])
-        for (ids, truth, meaning), got in zip(several, nats[:3], strict=True):
-            at = np.arange(len(ids) - 1), ids[1:]
-            exact, own = (
-                np.log(reference.softmax(logits[:-1].astype(np.float64)))[at][:, None]
-                for logits in (truth.logits, meaning.logits)
-            )
-            assert_close(got[:-1, None], exact, own)
+        nats = np.split(prefill.out.get(), prefill.ends[:-1])
+        for truth, got in zip(several, nats[:3], strict=True):
+            truth.check_likelihoods(got[:-1])
         assert machine.ran[-1] == "log_likelihood_kernel"
         assert machine.early == (machine.ran if number == 1 else [])  # when it was captured
     assert len(cache.prefills) == 1
@@ -295,30 +407,16 @@ def test_padded_batches(lengths: list[int]) -> None:
 def test_few_shapes_for_batches_of_a_size() -> None:
     """8,000 to 8,192 tokens in 20 to 40 sequences: at most 10 shapes."""
     found = set()
-    for tokens, count in itertools.product(range(8000, 8193), range(20, 41)):
+    for tokens, count in itertools.product(range(8000, 8193, 3), range(20, 41)):
         filled = padded(np.array_split(np.zeros(tokens, np.int32), count))
         found.add((sum(map(len, filled)), len(filled)))
     assert len(found) <= 10
 
 
-def test_the_last_rows_are_those_of_all(machine: Machine) -> None:
-    """What is left out behind the last attention changes no bit, nor does a batch."""
-    model = on(machine, TINY, "bfloat16")
-    rows = [random_ids(TINY, n, n) for n in (9, 20)]
-    together = machine.get(model.prefill(rows, model._scratch(rows), "last").out)
-    prefill = model.prefill(rows, model._scratch(rows), "hidden")
-    hidden = np.split(machine.get(prefill.out), prefill.ends[:-1])
-    for b, ids in enumerate(rows):
-        alone = model.prefill([ids], model._scratch([ids]), "last")
-        np.testing.assert_array_equal(machine.get(alone.out)[0], together[b])
-        whole = model.prefill([ids], model._scratch([ids]), "hidden")
-        np.testing.assert_array_equal(machine.get(whole.out), hidden[b])
-
-
+@emulated
 def test_a_model_does_not_live_on_in_its_prefills(machine: Machine) -> None:
-    model = on(machine, TINY, "bfloat16")
-    ids = random_ids(TINY, 3)
-    model.prefill([ids], model._scratch([ids]), "last")
+    model = on(TINY, "bfloat16")
+    model.forward([random_ids(TINY, 3)], "last")
     seen = weakref.ref(model)
     gc.disable()
     try:
@@ -328,150 +426,99 @@ def test_a_model_does_not_live_on_in_its_prefills(machine: Machine) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize(("gamma", "beta"), [(3, 1), (0.01, 100)])
+def test_bounds_hold_for_the_operands(gamma: float, beta: float) -> None:
+    """For tokens and for what is far larger than any, with γ and β that are not alike.
+
+    Norms: exact ones, as with FP8, or what follows from the largest magnitudes.
+    """
+    rng = np.random.default_rng(0)
+    w = weights(TWO_LAYERS)
+    block = replace(
+        w.blocks[0],
+        gamma2=rng.normal(size=64).astype(np.float32) * np.float32(gamma),
+        beta2=w.blocks[0].beta2 * np.float32(beta),
+    )
+    w = replace(w, blocks=(block, *w.blocks[1:]))
+    tensors = {name: a for name, a, _ in w.tensors()}
+    largest = {name: float(np.abs(a).max()) for name, a in tensors.items()}
+    exact = operand_bounds(
+        TWO_LAYERS, largest, lambda w, gamma: np.linalg.norm(tensors[w].T * tensors[gamma], axis=1)
+    )
+    bounds = operand_bounds(
+        TWO_LAYERS, largest, lambda w, gamma: np.array([8 * largest[w] * largest[gamma]])
+    )
+    operands = [f"h.{n}.{k}" for n in range(2) for k in ("ln1", "qkv", "ln2", "gelu")]
+    assert list(exact) == list(bounds) == ["ln_f", *operands]
+    assert exact["h.0.gelu"] < bounds["h.0.gelu"] / 2
+    for size in (1e-3, 1.0, 1e6):
+        x = rng.normal(size=(64, 64)) * size
+        x[0, 5] *= 1e6  # nearly all of a row's deviation
+        norm = reference.layernorm(x, block.gamma2, block.beta2, block.eps)
+        assert np.abs(norm).max() <= exact["h.0.ln2"] == bounds["h.0.ln2"]
+        assert np.abs(reference.gelu(norm @ block.w_fc + block.b_fc)).max() <= exact["h.0.gelu"]
+
+
+@emulated
+def test_weights_that_float16_or_scales_cannot_hold(machine: Machine) -> None:
+    """Prompts are then computed in float32.
+
+    The norm of a row of 64 weights counts, not 64 times the largest of them.
+    """
+    w = weights(TINY)
+
+    def with_weight(value: float) -> GPT2Weights:
+        large = w.blocks[0].w_fc.copy()
+        large[3, 4] = value
+        return replace(w, blocks=(replace(w.blocks[0], w_fc=large),))
+
+    def products(w: GPT2Weights, dtype: str, **changed: Any) -> str:
+        tensors = [(name, changed.get(name, a), layout) for name, a, layout in w.tensors()]
+        return str(CudaModel(w.config, tensors, dtype, 0, allow_nonfinite=bool(changed)).products)
+
+    final = replace(w, gamma_f=w.gamma_f * np.float32(1e4))
+    assert products(with_weight(4e3), "float8_e4m3fn") == "fp8"
+    assert products(final, "float8_e4m3fn") == "float32"
+    too_large = {dtype: "float32" if "8_e" in dtype else PRODUCTS[dtype] for dtype in PRODUCTS}
+    del too_large["bfloat16"]
+    assert {d: products(with_weight(1e4), d) for d in too_large} == too_large
+    infinite = np.full(256, np.inf, np.float32)
+    assert products(w, "float32", **{"h.0.b_fc": infinite}) == "float32"
+    assert products(weights(replace(TINY, n_head=2)), "float32") == "float32"
+
+
 # --- on the GPU -----------------------------------------------------------------------------------
-
-
-@cache
-def model(config: GPT2Config, dtype: str) -> GPT2:
-    found = GPT2(weights(config), "cuda", dtype)
-    if not found.engine.on_tensor_cores:  # type: ignore[attr-defined]
-        pytest.skip("needs tensor cores of compute capability 8.0")
-    return found
-
-
-def three_times(call: Callable[[], Any]) -> Any:
-    """Launches, a graph, the graph again: the same bits."""
-    first = call()
-    for _ in range(2):
-        again = call()
-        pairs = zip(first, again, strict=True) if isinstance(first, list) else [(first, again)]
-        for a, b in pairs:
-            np.testing.assert_array_equal(a, b)
-    return first
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("config", "dtype"), [(SMALL, "bfloat16"), (SMALL, "float16"), (UNTIED, "bfloat16")]
-)
-@pytest.mark.parametrize("length", [1, 17, 300])
-def test_a_sequence(config: GPT2Config, dtype: str, length: int) -> None:
-    m = model(config, dtype)
-    ids, truth, meaning = truth_and_meaning(config, dtype, 0, length)
-    assert_close(three_times(lambda: m(ids)), truth.logits, meaning.logits)
-    assert_close(three_times(lambda: m(ids, last=True)), truth.last, meaning.last, -1)
-    states = three_times(lambda: m.hidden_states(ids))
-    assert_close(states[-1], truth.hidden, meaning.hidden)
-    for got, exact, own in zip(states[:-1], truth.stream, meaning.stream, strict=True):
-        assert_close(got, exact, own)
-    (hidden,) = three_times(lambda: m.engine.forward([ids], "hidden"))
-    np.testing.assert_array_equal(hidden, states[-1])
-    if length > 1:
-        (nats,) = three_times(lambda: m.engine.log_likelihood([ids]))
-        at = np.arange(length - 1), ids[1:]
-        exact_nats, own_nats = (
-            np.log(reference.softmax(logits[:-1].astype(np.float64)))[at][:, None]
-            for logits in (truth.logits, meaning.logits)
-        )
-        assert_close(nats[:, None], exact_nats, own_nats)
-
-
-@pytest.mark.gpu
-@in_16_bits
-def test_the_same_bits_alone_and_in_any_batch(dtype: str) -> None:
-    m = model(SMALL, dtype)
-    rows = [random_ids(SMALL, n, seed=n) for n in (1, 300, 127, 17, 128, 129, 64, 2)]
-
-    def everything(which: list[Array]) -> list[list[Array]]:
-        logits = m.engine.forward(which, "logits")
-        last = three_times(lambda: m.engine.forward(which, "last"))
-        states = m.engine.forward(which, "states")
-        return [logits, last, states, m.engine.log_likelihood(which)]
-
-    alone = [everything([ids]) for ids in rows]
-    for size in (2, 5, 8):
-        for kind, together in enumerate(everything(rows[-size:])):
-            for own, got in zip(alone[-size:], together, strict=True):
-                np.testing.assert_array_equal(got, own[kind][0])
 
 
 @pytest.mark.gpu
 @in_16_bits
 def test_likelihoods_of_many_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that repeat and shapes that are forgotten; a longer one makes the buffers grow."""
-    from gpt2block.run import cuda_model as model_cuda  # noqa: PLC0415
-
-    m = GPT2(weights(SMALL), "cuda", dtype)
-    model(SMALL, dtype)  # skips without tensor cores
+    model = made(SMALL, dtype)
     for name, value in (("TOKENS_AT_ONCE", 128), ("KEPT_COUNTS", 2), ("KEPT_OF_COUNT", 2)):
-        monkeypatch.setattr(model_cuda, name, value)
+        monkeypatch.setattr(cuda_model, name, value)
     lengths = np.random.default_rng(0).integers(2, 100, 60).tolist()
     rows = [random_ids(SMALL, n, seed) for seed, n in enumerate(lengths)]
     rows.insert(30, random_ids(SMALL, 300))
-    together = three_times(lambda: m.engine.log_likelihood(rows))
+    together = several_times(lambda: model.log_likelihood(rows))
     for ids, got in zip(rows, together, strict=True):
-        np.testing.assert_array_equal(got, m.engine.log_likelihood([ids])[0])
+        np.testing.assert_array_equal(got, model.log_likelihood([ids])[0])
 
 
 @pytest.mark.gpu
 @in_16_bits
-def test_chunks_and_what_the_cache_holds(dtype: str) -> None:
-    """Rows that begin and rows that go on, mixed; decoded tokens behind; alone the same bits."""
-    m, lengths = model(SMALL, dtype), [300, 41, 129, 200]
-    rows = [truth_and_meaning(SMALL, dtype, b, n) for b, n in enumerate(lengths)]
-    cuts = [
-        (0, 130, 131, 299, 300),
-        (0, 0, 4, 5, 41),
-        (0, 64, 65, 65, 129),
-        (0, 0, 0, 128, 200),
-    ]
-
-    def run(which: list[int]) -> tuple[list[Array], Any]:
-        kv_cache: Any = m.engine.new_cache(len(which), 300)
-        found: list[list[Array]] = [[] for _ in which]
-        for i in range(4):
-            chunk = [rows[b][0][cuts[b][i] : cuts[b][i + 1]] for b in which]
-            want: Any = "last" if i == 2 else "logits"
-            for own, got in zip(found, m.engine.forward(chunk, want, kv_cache), strict=True):
-                if got.size:
-                    own.append(got.reshape(-1, SMALL.vocab_size))
-        return [np.concatenate(own) for own in found], kv_cache
-
-    together, kv_cache = run([0, 1, 2, 3])
-    assert kv_cache.lengths == lengths
-    for b, (_, truth, meaning) in enumerate(rows):
-        start, end = cuts[b][2:4]
-        dropped = np.arange(start, max(start, end - 1))  # of the chunk that was asked for its last
-        at = np.delete(np.arange(lengths[b]), dropped)
-        assert_close(together[b], truth.last, meaning.logits, at)
-        for layer, halves in enumerate(kv_cache.layers):
-            for kept, exact, own in zip(halves, truth.kv[layer], meaning.kv[layer], strict=True):
-                got = kept[b, : lengths[b]].get().astype(np.float64)
-                assert_close(got, exact, own)
-                assert not kept[b, lengths[b] :].any()
-        alone, other = run([b])
-        np.testing.assert_array_equal(alone[0], together[b])
-        for halves, others in zip(kv_cache.layers, other.layers, strict=True):
-            for one, same in zip(halves, others, strict=True):
-                np.testing.assert_array_equal(one[b].get(), same[0].get())
-
-
-@pytest.mark.gpu
-@in_16_bits
-def test_decoding_behind_a_prefill(dtype: str) -> None:
-    m = model(SMALL, dtype)
-    ids, truth, meaning = truth_and_meaning(SMALL, dtype, 0, 300)
-    kv_cache = m.new_cache()
-    assert_close(m(ids[:280], cache=kv_cache, last=True), truth.last, meaning.last, 279)
-    for t in range(280, 300):
-        got = m(ids[t : t + 1], cache=kv_cache, last=True)
-        assert_close(got, truth.last, meaning.last, t)
-    prompts = [ids[:n] for n in (280, 3, 77)]
+def test_decoding_after_a_prefill(dtype: str) -> None:
+    model = on(SMALL, dtype)
+    truth = Truth(model, random_ids(SMALL, 300))
+    cuts = [(0, 280, *range(281, 301))]
+    logits, _ = in_chunks(model, [truth.ids], cuts, ["last"] * 21)
+    truth.check(logits[0], "last", slice(279, 300))
+    prompts = [truth.ids[:n] for n in (280, 3, 77)]
     greedy = [Sampling(temperature=0)] * 3
-    together = start_all(m.engine, prompts, greedy, 12)
+    together = start_all(model, prompts, greedy, 12)
     drawn = np.array([together.next().tokens for _ in range(12)])
     for b, prompt in enumerate(prompts):
-        alone = start_all(m.engine, [prompt], greedy[:1], 12)
+        alone = start_all(model, [prompt], greedy[:1], 12)
         assert [alone.next().tokens[0] for _ in range(12)] == drawn[:, b].tolist()
 
 
@@ -481,18 +528,17 @@ def test_decoding_behind_a_prefill(dtype: str) -> None:
 def test_either_tier(dtype: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that this GPU would not take by itself, too."""
     cupy_with(HOPPER_CAPABILITY if variant == "hopper" else MMA_CAPABILITY)
-    m = GPT2(weights(SMALL), "cuda", dtype)
+    model = made(SMALL, dtype)
     gemm = replace(GEMM, variants=(GEMM.variant(variant),))
     monkeypatch.setattr(import_module("gpt2block.ops.gemm"), "OPERATION", gemm)
     monkeypatch.setattr(import_module("gpt2block.ops.attention"), "TENSOR_CORES", (variant,))
     for b, length in enumerate((63, 257)):
-        ids, truth, meaning = truth_and_meaning(SMALL, dtype, b, length)
-        assert_close(m(ids), truth.logits, meaning.logits)
+        truth = Truth(model, random_ids(SMALL, length, b))
+        truth.check(model.forward([truth.ids], "logits")[0], "logits")
 
 
 @pytest.mark.gpu
-def test_what_stays_in_float32() -> None:
-    other = replace(SMALL, n_head=8)
-    for config, dtype in ((other, "float32"), (other, "float8_e5m2"), (other, "bfloat16")):
-        engine: Any = GPT2(weights(config), "cuda", dtype).engine
-        assert not engine.on_tensor_cores
+@pytest.mark.parametrize("dtype", ["float32", "float8_e5m2", "bfloat16"])
+def test_heads_that_stay_in_float32(dtype: str) -> None:
+    config = replace(SMALL, n_head=8)
+    assert not CudaModel(config, weights(config).tensors(), dtype, 0).on_tensor_cores

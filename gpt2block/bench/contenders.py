@@ -17,8 +17,8 @@ from gpt2block.cuda import cupy, overlap, timing
 from gpt2block.cuda.arrays import Bound
 from gpt2block.errors import InputError, KernelError
 from gpt2block.ops.registry import OPERATIONS
-from gpt2block.passes.machine import Machine, Value
-from gpt2block.run import BlockSpec
+from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.run.block import BlockSpec
 from gpt2block.run.cuda_block import OUTPUT
 from gpt2block.run.recording import Recording, Recordings
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -152,10 +152,10 @@ class _Variant(Machine):
         super().__init__(do.tensors)
         self._do, self._variant = do, variant
 
-    def __call__(self, name: str, op: str, *args: Any, **options: Any) -> Value:
-        if op in ("gemm", "attention"):
-            options["variant"] = self._variant
-        return self._do(name, op, *args, **options)
+    def do(self, step: Step, into: Value) -> Value:
+        if step.op in ("gemm", "attention"):
+            step = step._replace(attrs={**step.attrs, "variant": self._variant})
+        return self._do.do(step, into)
 
 
 class _Copies:

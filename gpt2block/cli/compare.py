@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from gpt2block.block import Comparison
 from gpt2block.cli.display import console, new_table, print_json, print_table, shown
 from gpt2block.cli.model import ModelOptions, json_option, load_model, model_facts
 from gpt2block.cli.options import argument, option
+from gpt2block.compare import Comparison
 from gpt2block.errors import InputError
 
 MOST_TOKENS = 1024  # every tensor is kept in float64

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block import reference
-from gpt2block.block import Comparison
 from gpt2block.checks import check_integer
-from gpt2block.compare import compare_tensors, exact_tensors
+from gpt2block.compare import Comparison, compare_tensors, exact_tensors
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.cuda.kernels import read_source
 from gpt2block.errors import InputError

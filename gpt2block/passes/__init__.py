@@ -10,54 +10,25 @@ machine       what runs steps; others are in `gpt2block.run`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, cast
-
-from numpy.typing import NDArray
-
 from gpt2block.config import ModelConfig, model_shapes
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.passes import forward as _forward
 from gpt2block.passes import gpt2, llama
 from gpt2block.passes.blocks import BlockPass, ModelStepPass, Settings, StepPass
+from gpt2block.passes.forward import Architecture
 from gpt2block.passes.machine import Outline, Step
 
 # The int32 arrays that describe a batch of packed sequences: tokens (N,), their positions (N,) and
 # sequences (N,); the start of each sequence in the rows (B + 1,) and in the kv_cache (B,); the row
 # of its last token (ends,); the token after each one (N,).
 BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
-RowNorms = Callable[[str, str], NDArray[Any]]
-
-
-class Architecture(_forward.Architecture, Protocol):
-    """What an engine needs to know of an architecture, besides the shapes in its config."""
-
-    NORM: str  # the name of its norms, for messages
-    QKV: str  # the step whose rows are [Q | K | V] as attention reads them
-    TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
-    DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
-
-    def constants(self, config: Any) -> dict[str, Any]:
-        """Tensors of the passes that the config determines, by name."""
-
-    def operand_bounds(
-        self, config: Any, largest: Mapping[str, float], norms: RowNorms
-    ) -> dict[str, float]:
-        """Upper bounds of the operands of products, two-part or with FP8 weights, by name.
-
-        They hold for any tokens: those of the layers, what these follow from, and the final norm.
-
-        largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
-        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.
-        """
-
-    def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
-        """Upper bounds of the magnitudes after the embedding and after each block."""
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The module that describes the architecture of a model with this config."""
-    return cast(Architecture, llama if isinstance(config, LlamaConfig) else gpt2)
+    if isinstance(config, LlamaConfig):
+        return llama
+    return gpt2
 
 
 def names_of(config: ModelConfig) -> set[str]:

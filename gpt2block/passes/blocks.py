@@ -49,9 +49,6 @@ class StepPass(Pass):
     def __init__(self, do: Machine, settings: Settings) -> None:
         self.do, self.c = do, settings
 
-    def embed(self) -> Value:
-        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
-
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
             return self.do(name, "layernorm", (x, gamma, beta), eps=self.c.eps)
@@ -76,9 +73,6 @@ class StepPass(Pass):
         gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
         return self.do(f"{h}ff", "silu_mul", (gate, up))
-
-    def logits(self, x: Value) -> Value:
-        return self.product("logits", x, "lm_head")
 
 
 class ModelStepPass(StepPass):

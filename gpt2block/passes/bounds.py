@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.ops.layernorm import layernorm_bound
-from gpt2block.passes.machine import Machine, Value
+from gpt2block.passes.machine import Machine, Step, Value
 
 Bound = float | None  # None: unknown
 
@@ -24,23 +24,13 @@ class Bounds(Machine):
         super().__init__(tensors)
         self.found: dict[str, float] = {}
 
-    def __call__(
-        self,
-        name: str,
-        op: str,
-        inputs: tuple[Value, ...],
-        into: Value = None,
-        dtype: str | None = None,
-        bound: float | None = None,
-        **attrs: Any,
-    ) -> Bound:
-        made = self._bound(op, inputs)
+    def do(self, step: Step, into: Value) -> Bound:
+        made = self._bound(step.op, *step.inputs)
         if made is not None:
-            self.found[name] = made
+            self.found[step.name] = made
         return made
 
-    def _bound(self, op: str, inputs: tuple[Value, ...]) -> Bound:
-        x, *others = inputs
+    def _bound(self, op: str, x: Value, *others: str) -> Bound:
         if op == "layernorm":
             gamma, beta = (self.tensors[name] for name in others)
             return layernorm_bound(gamma, beta)

@@ -45,7 +45,7 @@ class DecodePass(Pass):
     def embed(self) -> Value:
         if self.c.rope and self._turns(self._terms(("w_qkv",))):  # the same in all layers
             self.rotations = self.do("rotations", "rotations", ("positions", "frequencies"))
-        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+        return super().embed()
 
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Rows:
         if beta and self.norms:
@@ -97,9 +97,6 @@ class DecodePass(Pass):
         gate = self.product(f"{h}gate", x, weights[0], biases[0])
         up = self.product(f"{h}up", x, weights[1], biases[1])
         return Rows(self.do(f"{h}ff", "silu_mul", (gate, up), into=up))
-
-    def logits(self, x: Rows) -> Value:
-        return self.product("logits", x, "lm_head")
 
     def _cache(self, h: str) -> tuple[str, ...]:
         return f"{h}k", f"{h}v", "row", "positions"

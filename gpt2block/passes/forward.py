@@ -7,49 +7,17 @@ An architecture is three functions, which read as its block does (`gpt2block.pas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
+from numpy.typing import NDArray
+
 from gpt2block.config import ModelConfig
-from gpt2block.passes.machine import Value
+from gpt2block.passes.machine import Machine, Value
 
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood"]
 To = tuple[str, ...]
-
-
-class Verbs(Protocol):
-    """The operations of a pass.
-
-    A verb names its result and the weights that it takes. `to` has the names of the weights of the
-    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
-    the prefix of a layer's names.
-    """
-
-    def embed(self) -> Value:
-        """The rows of the tokens: token embedding, plus position embedding if there is one."""
-
-    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
-        """LayerNorm, or RMSNorm without beta."""
-
-    def product(self, name: str, a: Value, w: str, *bias: str, **options: Any) -> Value:
-        """a w + bias, with the options of `Product`."""
-
-    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
-        """Queries, keys and values, turned by RoPE if the architecture has it."""
-
-    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
-        """Attention over the keys so far."""
-
-    def gated(self, h: str, x: Value, to: To = ()) -> Value:
-        """silu(gate) up."""
-
-    def last_rows(self, x: Value, y: Value) -> tuple[Verbs, Value, Value]:
-        """The pass that goes on, with the last row of each sequence of the stream and attention."""
-
-    def logits(self, x: Value) -> Value:
-        """The product with lm_head."""
-
-    def scores(self, x: Value) -> Value:
-        """The log-likelihood of the target of each row."""
+RowNorms = Callable[[str, str], NDArray[Any]]
 
 
 class Product(NamedTuple):
@@ -82,18 +50,83 @@ class Product(NamedTuple):
 
 
 class Pass(ABC):
-    """Base of the passes."""
+    """The operations of a pass, and the machine that runs its steps.
+
+    A verb names its result and the weights that it takes. `to` has the names of the weights of the
+    products that read the result; they decide its format: floats, 16 bits, two-part or terms. h is
+    the prefix of a layer's names.
+    """
+
+    do: Machine
+
+    def embed(self) -> Value:
+        """The rows of the tokens: token embedding, plus position embedding if there is one."""
+        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
+
+    @abstractmethod
+    def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
+        """LayerNorm, or RMSNorm without beta."""
 
     def product(self, name: str, a: Value, w: str, bias: str = "", **options: Any) -> Value:
+        """a w + bias, with the options of `Product`."""
         return self._product(Product(name, a, w, bias, **options))
 
     @abstractmethod
     def _product(self, p: Product) -> Value:
         """Compute a product in the kernels of this pass."""
 
+    @abstractmethod
+    def qkv(self, h: str, x: Value, rope: bool = False) -> Value:
+        """Queries, keys and values, turned by RoPE if the architecture has it."""
+
+    @abstractmethod
+    def attend(self, h: str, qkv: Value, to: To = ()) -> Value:
+        """Attention over the keys so far."""
+
+    @abstractmethod
+    def gated(self, h: str, x: Value, to: To = ()) -> Value:
+        """silu(gate) up."""
+
+    def last_rows(self, x: Value, y: Value) -> tuple[Pass, Value, Value]:
+        """The pass that goes on, with the last row of each sequence of the stream and attention."""
+        raise NotImplementedError
+
+    def logits(self, x: Value) -> Value:
+        """The product with lm_head."""
+        return self.product("logits", x, "lm_head")
+
+    def scores(self, x: Value) -> Value:
+        """The log-likelihood of the target of each row."""
+        raise NotImplementedError
+
 
 class Architecture(Protocol):
-    """An architecture as three functions of a pass `o`, the two halves of a block and the end."""
+    """An architecture: three functions of a pass `o`, the two halves of a block and the end.
+
+    The rest is what an engine needs to know in addition to the shapes in its config.
+    """
+
+    NORM: str  # the name of its norms, for messages
+    QKV: str  # the step whose rows are [Q | K | V] as attention reads them
+    TENSOR_HEADS: tuple[int, ...]  # channels of a head of a prefill on tensor cores
+    DIVIDED: tuple[str, ...]  # a product, the activation it is a factor of, its product; or ()
+
+    def constants(self, config: Any) -> dict[str, Any]:
+        """Tensors of the passes that the config determines, by name."""
+
+    def operand_bounds(
+        self, config: Any, largest: Mapping[str, float], norms: RowNorms
+    ) -> dict[str, float]:
+        """Upper bounds of the operands of products, two-part or with FP8 weights, by name.
+
+        They hold for any tokens: those of the layers, what these follow from, and the final norm.
+
+        largest: the largest magnitude of every tensor. norms(w, gamma): upper bounds of the
+        Euclidean norms of w's rows (N, K), with each column multiplied by its gamma.
+        """
+
+    def stream_bounds(self, config: Any, largest: Mapping[str, float]) -> Iterator[float]:
+        """Upper bounds of the magnitudes after the embedding and after each block."""
 
     def attention(self, o: Any, h: str, x: Value) -> Value:
         """Rows of attention."""

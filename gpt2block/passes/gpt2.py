@@ -8,18 +8,17 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from numpy.typing import NDArray
-
 from gpt2block.config import GPT2Config
+from gpt2block.passes.forward import RowNorms
 from gpt2block.passes.machine import Value
 
 NORM = "LayerNorm"
 QKV = "qkv"  # the step whose rows are [Q | K | V] as attention reads them
-TENSOR_HEADS = (64,)  # channels of a head of a prefill on tensor cores
-DIVIDED = ()  # GELU is not linear
+TENSOR_HEADS: tuple[int, ...] = (64,)  # channels of a head of a prefill on tensor cores
+DIVIDED: tuple[str, ...] = ()  # GELU is not linear
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
@@ -49,16 +48,14 @@ def constants(config: GPT2Config) -> dict[str, Any]:
 
 
 def operand_bounds(
-    config: GPT2Config,
-    largest: Mapping[str, float],
-    norms: Callable[[str, str], NDArray[Any]],
+    config: GPT2Config, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """The largest magnitude that the operands of each layer's products can have, by name.
 
-    largest: the largest magnitude of every tensor; infinity or NaN if that is not finite. The
-    C values of a LayerNorm before γ and β have variance 1, so that each is at most sqrt(C), and
-    so is their Euclidean norm. Their product with a row of weights, times γ, is at most sqrt(C)
-    times the norm of that row, and so is that of C ones, times β. GELU increases no magnitude.
+    `largest` may have infinity and NaN, and so have the bounds then. The C values of a LayerNorm
+    before γ and β have variance 1, so that each is at most sqrt(C), and so is their Euclidean norm.
+    Their product with a row of weights, times γ, is at most sqrt(C) times the norm of that row, and
+    so is that of C ones, times β. GELU increases no magnitude.
     """
     root = math.sqrt(config.n_embd)
     bounds = {"ln_f": root * largest["gamma_f"] + largest["beta_f"]}
@@ -75,10 +72,9 @@ def operand_bounds(
 def stream_bounds(config: GPT2Config, largest: Mapping[str, float]) -> Iterator[float]:
     """Upper bounds of the magnitudes after the embedding and after each block, for any input.
 
-    largest: the largest magnitude of every tensor. A LayerNorm's C values of variance 1 are at most
-    sqrt(C), attention computes weighted means of rows of v, GELU increases no magnitude, and a
-    product of K inputs is at most K times the largest input times the largest weight. The bundled
-    model's bound is 6e6, where the limit is 6e17.
+    A LayerNorm's C values of variance 1 are at most sqrt(C), attention computes weighted means of
+    rows of v, GELU increases no magnitude, and a product of K inputs is at most K times the largest
+    input times the largest weight. The bundled model's bound is 6e6, where the limit is 6e17.
     """
     C = config.n_embd
 

@@ -9,20 +9,21 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.config_llama import LlamaConfig
+from gpt2block.passes.forward import RowNorms
 from gpt2block.passes.machine import Value
 
 NORM = "RMSNorm"
 QKV = "rope"  # the step whose rows are [Q | K | V] as attention reads them
-TENSOR_HEADS = (64, 128)  # channels of a head of a prefill on tensor cores
+TENSOR_HEADS: tuple[int, ...] = (64, 128)  # channels of a head of a prefill on tensor cores
 # FP8 prompts may divide up, and so ff, by what the product of ff is then multiplied by.
-DIVIDED = ("up", "ff", "down")
+DIVIDED: tuple[str, ...] = ("up", "ff", "down")
 
 
 def attention(o: Any, h: str, x: Value) -> Value:
@@ -54,10 +55,10 @@ def constants(config: LlamaConfig) -> dict[str, Any]:
 def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator[float]:
     """Upper bounds of the magnitudes after the embedding and after each block, for any input.
 
-    largest: the largest magnitude of every tensor. A row of an RMSNorm has a Euclidean norm of at
-    most sqrt(C) times the largest weight, so its product with K = C weights is at most C times that
-    times the largest weight of the matrix. Attention computes weighted means of rows of v, RoPE
-    turns pairs of q and k only, and SiLU increases no magnitude.
+    A row of an RMSNorm has a Euclidean norm of at most sqrt(C) times the largest weight, so its
+    product with K = C weights is at most C times that times the largest weight of the matrix.
+    Attention computes weighted means of rows of v, RoPE turns pairs of q and k only, and SiLU
+    increases no magnitude.
     """
     C = config.n_embd
 
@@ -75,9 +76,7 @@ def stream_bounds(config: LlamaConfig, largest: Mapping[str, float]) -> Iterator
 
 
 def operand_bounds(
-    config: LlamaConfig,
-    largest: Mapping[str, float],
-    norms: Callable[[str, str], NDArray[Any]],
+    config: LlamaConfig, largest: Mapping[str, float], norms: RowNorms
 ) -> dict[str, float]:
     """The largest magnitude that each layer's operands and what they follow from can have, by name.
 

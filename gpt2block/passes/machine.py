@@ -17,14 +17,15 @@ TWO_PART = "two_part"  # in place of a dtype: a TwoPartMatrix
 class Step(NamedTuple):
     """A step: `name` is that of its result, `op` its function in the reference.
 
-    inputs: names of tensors, in the order of the function's arrays; "" for an omitted one. dtype:
-    of the result, where it does not follow from the inputs. bound: the largest magnitude that a
-    two-part result can have, which gives all its rows one scale.
+    inputs: results, or names of tensors, in the order of the function's arrays; "" for an omitted
+    one. An Outline lists names alone. dtype: of the result, where it does not follow from the
+    inputs. bound: the largest magnitude that a two-part result can have, which gives all its rows
+    one scale.
     """
 
     name: str
     op: str
-    inputs: tuple[str, ...]
+    inputs: tuple[Value, ...]
     attrs: Mapping[str, Any]
     dtype: str | None = None
     bound: float | None = None
@@ -40,7 +41,6 @@ class Machine(ABC):
         """Whether there is a tensor of this name."""
         return self.tensors.get(name) is not None
 
-    @abstractmethod
     def __call__(
         self,
         name: str,
@@ -51,11 +51,15 @@ class Machine(ABC):
         bound: float | None = None,
         **attrs: Any,
     ) -> Value:
-        """Run a step and return its result.
+        """Run a step and return its result; absent inputs are omitted.
 
-        inputs: results, or names of tensors; "" and absent ones are omitted. into: a result that
-        this one overwrites, which no later step may read. dtype, bound: as in `Step`.
+        into: a result that this one overwrites, which no later step may read.
         """
+        return self.do(Step(name, op, inputs, attrs, dtype, bound), into)
+
+    @abstractmethod
+    def do(self, step: Step, into: Value) -> Value:
+        """`__call__` with the arguments as a Step."""
 
 
 class Name(str):
@@ -72,18 +76,9 @@ class Outline(Machine):
         super().__init__(dict.fromkeys(names, ""))
         self.steps: list[Step] = []
 
-    def __call__(
-        self,
-        name: str,
-        op: str,
-        inputs: tuple[Value, ...],
-        into: Value = None,
-        dtype: str | None = None,
-        bound: float | None = None,
-        **attrs: Any,
-    ) -> Name:
-        known = tuple(
-            str(each) if isinstance(each, Name) or self.has(each) else "" for each in inputs
+    def do(self, step: Step, into: Value) -> Name:
+        known = (
+            str(each) if isinstance(each, Name) or self.has(each) else "" for each in step.inputs
         )
-        self.steps.append(Step(name, op, known, attrs, dtype, bound))
-        return Name(name)
+        self.steps.append(step._replace(inputs=tuple(known)))
+        return Name(step.name)

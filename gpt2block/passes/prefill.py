@@ -71,9 +71,6 @@ class PrefillPass(Pass):
         self.do, self.c, self.shape = do, settings, shape
         self.kv: dict[str, Any] = {} if shape.kv_dtype is None else {"kv_dtype": shape.kv_dtype}
 
-    def embed(self) -> Value:
-        return self.do("embedding", "encoder_rows", ("tokens", "positions", "wte", "wpe"))
-
     def norm(self, name: str, x: Value, gamma: str, beta: str = "", to: To = ()) -> Value:
         if beta:
             how: dict[str, Any] = {"eps": self.c.eps, "variant": 6, "stats": False}

@@ -22,7 +22,8 @@ from gpt2block.errors import InputError
 from gpt2block.ops._stored import stored
 from gpt2block.ops.attention import check_limits
 from gpt2block.passes.machine import Step
-from gpt2block.run import NOTHING, BlockSpec, Given, StepResult, check_array, check_out
+from gpt2block.run.block import NOTHING, BlockEngine, BlockSpec, Given, check_array, check_out
+from gpt2block.run.model import StepResult
 from gpt2block.run.recording import Recorded, Recording, Recordings
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix
@@ -53,7 +54,7 @@ class _Workspace:
                 self.sent[name] = array.copy()
 
 
-class CudaEngine:
+class CudaEngine(BlockEngine):
     """Runs a block with the kernels of `gpt2block.ops`, on the caller's current stream.
 
     dtype: of x, of every step's result and of the matrices of fused products, which are already
@@ -70,7 +71,7 @@ class CudaEngine:
         graph: bool,
         dtype: str = "float32",
     ) -> None:
-        self.spec = spec
+        super().__init__(spec, {})
         self._dtype = dtype
         self.device = device
         self._use_graph = graph
@@ -107,10 +108,6 @@ class CudaEngine:
     def describe(self) -> str:
         return doctor.describe_device(self.device)
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(int(w.nbytes) for w in self._weights.values())
-
     def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
         with self._in_order() as order:
             array, on_host = self._accept(x, order)
@@ -140,14 +137,11 @@ class CudaEngine:
             known = {**self._weights, **{n: _sendable(t) for n, t in tensors.items()}}
             two_part = self.spec.two_part & tensors.keys()
             known |= {name: TwoPartMatrix.from_float32(known[name]) for name in two_part}
-            name, op, inputs, attrs, dtype, bound = step
-            recording = Recordings().make(
-                lambda do: do(name, op, inputs, dtype=dtype, bound=bound, **attrs), known
-            )
+            recording = Recordings().make(lambda do: do.do(step, None), known)
             recording.run()
             out = recording.out.get()  # before timing, which runs in-place kernels again and again
             names = ", ".join(launch.name for launch in recording.launches)
-            return StepResult(out, names, timing.gpu_ms(recording.launches))
+            return StepResult(step.name, names, out, timing.gpu_ms(recording.launches))
 
     def _accept(self, x: Any, order: InOrder) -> tuple[CudaArray, bool]:
         """`x` as a checked, C-contiguous CuPy array on this device, and whether it was on the host.

@@ -8,56 +8,28 @@ positions from device memory, where the sampler has written them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
-from gpt2block.ops._terms import Terms
 from gpt2block.ops.sample_token import SampleState, Slots, bind_place, bind_state, mark_seen
-from gpt2block.passes.machine import Machine
 from gpt2block.run.cuda_caches import CudaCache
-from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, rounded_up
-from gpt2block.run.recording import Recordings
+from gpt2block.run.model import Floats, Ids, Sampled, Start, cache_tensors, in_groups, rounded_up
+
+if TYPE_CHECKING:
+    from gpt2block.run.cuda_model import CudaModel
 
 PREFILL_TOKENS = 8192  # of prompts that start together
 IN_FLIGHT = 2  # results that are computed ahead of the host
 
 
-class DecodingModel(Protocol):
-    """What decoding needs of its model."""
-
-    config: ModelConfig
-    stream: Any
-    recordings: Recordings
-
-    def running(self) -> AbstractContextManager[None]:
-        """Hold the model's lock, with its device and stream current."""
-
-    def given(self) -> dict[str, Any]:
-        """Weights by name."""
-
-    def terms(self, rows: int) -> dict[str, tuple[Terms, ...]]:
-        """The terms that x can have in the products of so many rows."""
-
-    def decode_pass(self, do: Machine, rows: int, terms: Mapping[str, Any] | None) -> Any:
-        """A step of so many rows, to logits."""
-
-    def steps(self, cache: CudaCache) -> DecodingSteps:
-        """The steps of a cache."""
-
-    def prefill_slots(self, sequences: Sequence[Ids], slots: Ids, cache: CudaCache) -> CudaArray:
-        """The last logits of sequences that begin in these slots."""
-
-
 class DecodingSteps:
     """The buffers of a cache's decoding steps, and a Step for each number of rows in use."""
 
-    def __init__(self, model: DecodingModel, cache: CudaCache, floats: bool = False) -> None:
+    def __init__(self, model: CudaModel, cache: CudaCache, floats: bool = False) -> None:
         """floats: no step has terms in their place, so that all can be read; with the same bits."""
         B, config = cache.batch, model.config
         self.floats = floats
@@ -75,7 +47,7 @@ class DecodingSteps:
         for step in self._steps.values():
             step.restart()
 
-    def of(self, model: DecodingModel, rows: int) -> Step:
+    def of(self, model: CudaModel, rows: int) -> Step:
         """The step of this number of rows, or of a few more."""
         rows = min(rounded_up(rows, 2), self.batch)
         if rows not in self._steps:
@@ -96,7 +68,7 @@ class DecodingSteps:
         self.row[:rows].set(row)
         self._placed = None
 
-    def next_token(self, model: DecodingModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
+    def next_token(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Step:
         """A step that computes a given token of each of these slots at this position."""
         step = self.of(model, len(slots))
         self._set_rows(slots, step.rows)
@@ -104,14 +76,14 @@ class DecodingSteps:
         self.positions[: len(slots)].set(positions)
         return step
 
-    def logits_of(self, model: DecodingModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
+    def logits_of(self, model: CudaModel, slots: Ids, tokens: Ids, positions: Ids) -> Floats:
         """The logits (N, V) after a token for each of these slots."""
         self.next_token(model, slots, tokens, positions).recording.run_steps()
         logits: Floats = self.logits[: len(slots)].get()
         return logits
 
     def begin(
-        self, model: DecodingModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
+        self, model: CudaModel, starts: Sequence[Start], slots: Ids, logits: CudaArray
     ) -> Step:
         """Place sequences with these logits after their last token; the step then samples."""
         ids = [start.ids if start.seen is None else start.seen for start in starts]
@@ -131,7 +103,7 @@ class DecodingSteps:
 class Step:
     """A decoding step of a number of rows: launches, their graph, and the results on the host."""
 
-    def __init__(self, model: DecodingModel, of: DecodingSteps, rows: int) -> None:
+    def __init__(self, model: CudaModel, of: DecodingSteps, rows: int) -> None:
         self.rows, self._stream = rows, model.stream
         self._sampled, report = _on_host((2, 2, rows))  # token, logprob of even and odd launches
         self._done = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -219,7 +191,7 @@ class CudaDecoding:
     A sequence that is stopped is computed for at most one step more.
     """
 
-    def __init__(self, model: DecodingModel, cache: CudaCache, slots: int) -> None:
+    def __init__(self, model: CudaModel, cache: CudaCache, slots: int) -> None:
         self.slots, self.n_ctx = slots, cache.n_ctx
         self._model, self._cache = model, cache
         self._steps = model.steps(cache)
@@ -229,7 +201,7 @@ class CudaDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            for group in _groups(sorted(starts)):
+            for group in in_groups(sorted(starts), PREFILL_TOKENS, lambda start: len(start.ids)):
                 slots = np.array([start.slot for start in group], np.int32)
                 self._steps.of(self._model, len(slots))  # compiles while the prompts run
                 logits = self._model.prefill_slots([s.ids for s in group], slots, self._cache)
@@ -263,20 +235,6 @@ class CudaDecoding:
         self._in_flight.append(step.run(slots))
         self._left[slots] -= 1
         return True
-
-
-def _groups(starts: Sequence[Start]) -> Iterator[list[Start]]:
-    """Split the starts into groups of at most PREFILL_TOKENS tokens, or of one sequence."""
-    group: list[Start] = []
-    tokens = 0
-    for start in starts:
-        tokens += len(start.ids)
-        if group and tokens > PREFILL_TOKENS:
-            yield group
-            group, tokens = [], len(start.ids)
-        group.append(start)
-    if group:
-        yield group
 
 
 def _on_host(shape: tuple[int, ...]) -> tuple[Ids, CudaArray]:

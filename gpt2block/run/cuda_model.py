@@ -33,26 +33,22 @@ from gpt2block.passes.blocks import Settings
 from gpt2block.passes.decoding import DecodePass
 from gpt2block.passes.forward import Want, forward
 from gpt2block.passes.machine import Machine
-from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, Products, two_part_of
+from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill, PrefillPass, two_part_of
 from gpt2block.run.cuda_caches import KEPT_SHAPES, CudaCache, DecodingCaches, free_bytes
 from gpt2block.run.cuda_decoding import CudaDecoding, DecodingSteps
 from gpt2block.run.cuda_prefill import PrefillPrograms, Requested
 from gpt2block.run.cuda_products import choose_products, divided_weights, divisors, request_kernels
 from gpt2block.run.model import (
-    CacheKind,
     Floats,
     Ids,
     Output,
     StepResult,
+    StoredModel,
     Tensors,
-    cache_kind,
-    check_stream,
     in_groups,
-    kv_cache_dtype,
     padded,
     rounded_up,
     stored_tensors,
-    vector_magnitude,
     weight_bytes,
 )
 from gpt2block.run.recording import Recording, Recordings
@@ -64,7 +60,7 @@ KEPT_COUNTS = 32  # numbers of sequences in padded batches whose scratch caches 
 KEPT_OF_COUNT = 8  # prefill shapes kept for each of them
 
 
-class CudaModel:
+class CudaModel(StoredModel):
     """A model on one GPU. Matrices are stored in `dtype`, (N, K).
 
     Activations are float32, except in prefill on a GPU with tensor cores, with heads of a size that
@@ -86,12 +82,10 @@ class CudaModel:
         kv_dtype: str | None = None,
     ) -> None:
         """kv_dtype: as in `kv_cache_dtype`."""
-        self.config, self.dtype, self.device = config, dtype, device
-        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
+        super().__init__(config, dtype, kv_dtype, f"cuda:{device}")
+        self.device = device
         self.fp8_cache = self.kv_dtype if self.kv_dtype in FP8 else None
         self._architecture, self._settings = architecture_of(config), Settings.of(config)
-        self._vectors: dict[str, CudaArray] = {}
-        self._matrices: dict[str, WeightMatrix] = {}
         self._scratch_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self._padded_caches: OrderedDict[tuple[int, int], CudaCache] = OrderedDict()
         self.recordings = Recordings()
@@ -109,23 +103,12 @@ class CudaModel:
             self.stream.wait_event(made)
             with self.stream:
                 request_kernels(config, dtype)
-                largest: dict[str, float] = {}
-                for name, array, layout in tensors:
-                    if layout is None:
-                        largest[name] = vector_magnitude(name, array, allow_nonfinite)
-                        vector = array.astype(np.float32, copy=False)
-                        self._vectors[name] = cupy.asarray(vector, order="C")
-                    else:
-                        matrix = self._stored(name, cupy.asarray(array), layout, allow_nonfinite)
-                        largest[name] = matrix.largest or 0.0
-                        self._matrices[name] = matrix
-                    del array  # before the next one is read
-                if not allow_nonfinite:
-                    check_stream(config, largest)
-                self._matrices.setdefault("lm_head", self._matrices["wte"])
+                largest = self._store(tensors, allow_nonfinite)
                 constants = self._architecture.constants(config)
                 self._constants = {name: cupy.asarray(a) for name, a in constants.items()}
-                self.products, self._bounds = self._choose_products(largest)
+                self.products, self._bounds = choose_products(
+                    config, self._matrices, self._vectors, largest
+                )
                 self._head = self._whole_head() if self.on_tensor_cores else None
                 if self.products == "two_part":
                     self._two_part = {
@@ -140,15 +123,16 @@ class CudaModel:
                     )
                 self.stream.synchronize()
 
-    def _stored(
-        self, name: str, array: CudaArray, layout: str, allow_nonfinite: bool
-    ) -> WeightMatrix:
-        rows = stored(array, storage(array), transposed=True) if layout == "KN" else array
-        return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
+    def _vector(self, array: NDArray[Any]) -> CudaArray:
+        return cupy.asarray(array.astype(np.float32, copy=False), order="C")
 
-    def _choose_products(self, largest: Mapping[str, float]) -> tuple[Products, dict[str, float]]:
-        """Those of prefill, and bounds of their operands; see `choose_products`."""
-        return choose_products(self.config, self._matrices, self._vectors, largest)
+    def _matrix(
+        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
+    ) -> WeightMatrix:
+        rows = cupy.asarray(array)
+        if layout == "KN":
+            rows = stored(rows, storage(rows), transposed=True)
+        return WeightMatrix.quantize(rows, self.dtype, "NK", name, allow_nonfinite)
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -189,15 +173,6 @@ class CudaModel:
         same = [name for name, matrix in self._matrices.items() if matrix is head]
         self._matrices.update(dict.fromkeys(same, view))
         return whole, bias
-
-    @property
-    def cache_kind(self) -> CacheKind:
-        return cache_kind(self.config, self.kv_dtype, f"cuda:{self.device}")
-
-    @property
-    def nbytes(self) -> int:
-        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
-        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
@@ -331,8 +306,8 @@ class CudaModel:
         with self.running():
             by = {} if cached else self._divisors
             exact = {name: a / by[name] if name in by else a for name, a in exact.items()}
-            for name, kernels, out, ms in self._pass(ids, cached).run_alone(exact):
-                yield StepResult(name, kernels, self._whole(name, out, cached), ms)
+            for each in self._pass(ids, cached).run_alone(exact):
+                yield each._replace(out=self._whole(each.name, each.out, cached))
 
     def _whole(self, name: str, result: NDArray[Any], cached: bool) -> NDArray[Any]:
         """The result of a step of `_pass`, times its divisor if it is an activation with one."""

@@ -9,36 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.config import ModelConfig
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, pinned
 from gpt2block.passes.forward import Want
-from gpt2block.passes.machine import Machine
 from gpt2block.passes.prefill import ROWS_AT_ONCE, Prefill
 from gpt2block.run.cuda_caches import CudaCache
 from gpt2block.run.model import Floats, Ids, cache_tensors
-from gpt2block.run.recording import Recorded, Recording, Recordings
+from gpt2block.run.recording import Recorded, Recording
+
+if TYPE_CHECKING:
+    from gpt2block.run.cuda_model import CudaModel
 
 Requested = Want | Literal["states"]
-
-
-class PromptModel(Protocol):
-    """What a prefill needs of its model."""
-
-    config: ModelConfig
-    stream: Any
-    recordings: Recordings
-
-    def prompt_weights(self, head: bool) -> dict[str, Any]:
-        """Weights by name; head: with that of all tokens."""
-
-    def forward_pass(self, shape: Prefill, do: Machine, want: Want | None) -> Any:
-        """A prefill of this shape, to what is wanted."""
 
 
 class PrefillPrograms:
@@ -52,7 +39,7 @@ class PrefillPrograms:
     "log_likelihood": of the next token of each row, (N,), undefined for the last row of a sequence.
     """
 
-    def __init__(self, model: PromptModel, cache: CudaCache, shape: Prefill) -> None:
+    def __init__(self, model: CudaModel, cache: CudaCache, shape: Prefill) -> None:
         N, B = shape.rows, shape.batch
         self._ends = L = B if shape.ends is None else shape.ends
         self.shape = shape
@@ -68,7 +55,7 @@ class PrefillPrograms:
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # the steps of the first one: most are in all
 
-    def recording(self, model: PromptModel, want: Want | None) -> Recording:
+    def recording(self, model: CudaModel, want: Want | None) -> Recording:
         """The recording for an output, made on first use."""
         if want not in self._recordings:
             N, outs = self.shape.rows, {}
@@ -90,7 +77,7 @@ class PrefillPrograms:
 
     def run(
         self,
-        model: PromptModel,
+        model: CudaModel,
         sequences: Sequence[Ids],
         rows: NDArray[np.integer[Any]],
         starts: NDArray[np.integer[Any]],

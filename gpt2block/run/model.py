@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ Ids = NDArray[np.int32]  # (T,), the tokens of one sequence
 Floats = NDArray[np.float32]
 Tensors = Iterable[tuple[str, NDArray[Any], str | None]]  # name, array, layout of a matrix
 Output = Literal["logits", "last", "hidden", "states"]
+
+Item = TypeVar("Item")
 
 DTYPES = (*STORAGE, *FP8)
 
@@ -99,11 +101,55 @@ def stored_tensors(
             yield name, on_host(matrix.data), matrix.layout
 
 
-def vector_magnitude(name: str, array: NDArray[Any], allow_nonfinite: bool) -> float:
-    """The largest magnitude of a bias, a γ, a β or wpe; InputError for infinity or NaN."""
-    if not allow_nonfinite:
-        check_finite(name, array)
-    return float(np.abs(array.astype(np.float32, copy=False)).max())
+class StoredModel:
+    """What engines of a model share: its weights, as they are stored.
+
+    kv_dtype: as in `kv_cache_dtype`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: str, kv_dtype: str | None, device: str) -> None:
+        self.config, self.dtype = config, dtype
+        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
+        self.cache_kind = cache_kind(config, self.kv_dtype, device)
+        self._vectors: dict[str, Any] = {}
+        self._matrices: dict[str, WeightMatrix] = {}
+
+    @property
+    def nbytes(self) -> int:
+        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
+        return sum(matrices.values()) + sum(int(a.nbytes) for a in self._vectors.values())
+
+    def _store(self, tensors: Tensors, allow_nonfinite: bool) -> dict[str, float]:
+        """Store the tensors. Returns the largest magnitude of each; InputError if one does not fit.
+
+        Vectors are biases, γ, β and wpe.
+        """
+        largest: dict[str, float] = {}
+        for name, array, layout in tensors:
+            if layout is None:
+                if not allow_nonfinite:
+                    check_finite(name, array)
+                largest[name] = float(np.abs(array.astype(np.float32, copy=False)).max())
+                self._vectors[name] = self._vector(array)
+            else:
+                matrix = self._matrix(name, array, layout, allow_nonfinite)
+                largest[name] = matrix.largest or 0.0
+                self._matrices[name] = matrix
+            del array  # before the next one is read
+        if not allow_nonfinite:
+            check_stream(self.config, largest)
+        self._matrices.setdefault("lm_head", self._matrices["wte"])
+        return largest
+
+    def _vector(self, array: NDArray[Any]) -> Any:
+        """A vector in float32."""
+        raise NotImplementedError
+
+    def _matrix(
+        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
+    ) -> WeightMatrix:
+        """A matrix in the dtype of the model."""
+        raise NotImplementedError
 
 
 def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
@@ -131,14 +177,18 @@ def check_stream(config: ModelConfig, largest: Mapping[str, float]) -> None:
             )
 
 
-def in_groups(sequences: Iterable[Ids], tokens: int) -> Iterator[list[Ids]]:
+def in_groups(
+    sequences: Iterable[Item],
+    tokens: int,
+    length: Callable[[Item], int] = len,  # type: ignore[assignment]
+) -> Iterator[list[Item]]:
     """Split the sequences, in order, into lists of at most `tokens` tokens or of one sequence."""
-    group: list[Ids] = []
-    for ids in sequences:
-        if group and sum(map(len, group)) + len(ids) > tokens:
+    group: list[Item] = []
+    for each in sequences:
+        if group and sum(map(length, group)) + length(each) > tokens:
             yield group
             group = []
-        group.append(ids)
+        group.append(each)
     if group:
         yield group
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Collection, Mapping
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpt2block import reference
 from gpt2block.contract import unchecked
 from gpt2block.passes.machine import Machine, Step, Value
+from gpt2block.run.model import StepResult
 
 Apply = Callable[..., Any]  # (op, arrays, **attrs) → the result
 RUNS = 3  # of a step that is timed
@@ -36,33 +41,41 @@ class NumpyMachine(Machine):
         self.kept: dict[str, Any] = {}
         self._keep, self._apply = keep, apply
 
-    def __call__(
-        self,
-        name: str,
-        op: str,
-        inputs: tuple[Value, ...],
-        into: Value = None,
-        dtype: str | None = None,
-        bound: float | None = None,
-        **attrs: Any,
-    ) -> Any:
-        arrays = tuple(self.tensors.get(x) if isinstance(x, str) else x for x in inputs)
-        made = self._apply(op, arrays, **attrs)
-        if self._keep is None or name in self._keep:
-            self.kept[name] = made
+    def do(self, step: Step, into: Value = None) -> Any:
+        known = self.tensors
+        arrays = tuple(known.get(x) if isinstance(x, str) else x for x in step.inputs)
+        made = self._apply(step.op, arrays, **step.attrs)
+        if self._keep is None or step.name in self._keep:
+            self.kept[step.name] = made
         return made
 
 
-def inputs_of(step: Step, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The inputs of a listed step."""
-    return tuple(tensors[name] if name else None for name in step.inputs)
+class NumpySteps:
+    """What the engines with NumPy share: their steps run in a pass, or alone.
 
+    known: weights and constants by name, matrices (K, N).
+    """
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of `work`, and the median of its wall times in milliseconds."""
-    times = []
-    for _ in range(RUNS):
-        start = perf_counter()
-        out = work()
-        times.append(perf_counter() - start)
-    return out, 1e3 * median(times)
+    known: Mapping[str, NDArray[Any]]
+
+    def describe(self) -> str:
+        return f"CPU ({platform.machine()}), NumPy {np.__version__}"
+
+    def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
+        """Compute a step."""
+        return apply(op, inputs, **attrs)
+
+    def machine(
+        self, tensors: Mapping[str, NDArray[Any]], keep: Collection[str] | None = ()
+    ) -> NumpyMachine:
+        """A machine over these tensors, weights and constants. keep: as for NumpyMachine."""
+        return NumpyMachine({**self.known, **tensors}, keep, self.apply)
+
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        """The result of one step, and the median of its wall times."""
+        do, times = self.machine(tensors), []
+        for _ in range(RUNS):
+            start = perf_counter()
+            out = do.do(step)
+            times.append(perf_counter() - start)
+        return StepResult(step.name, f"reference.{step.op}", out, 1e3 * median(times))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,23 +18,20 @@ from gpt2block.passes import architecture_of, model_steps
 from gpt2block.passes.blocks import ModelStepPass, Settings
 from gpt2block.passes.forward import forward
 from gpt2block.run.model import (
-    CacheKind,
     Floats,
     Ids,
     Output,
     Sampled,
     Start,
     StepResult,
+    StoredModel,
     Tensors,
     cache_kind,
     cache_tensors,
-    check_stream,
     describe_cache,
-    kv_cache_dtype,
     stored_tensors,
-    vector_magnitude,
 )
-from gpt2block.run.numpy_machine import NumpyMachine, apply, inputs_of, timed
+from gpt2block.run.numpy_machine import NumpyMachine, NumpySteps, apply
 from gpt2block.sampling import Sampling, choose
 from gpt2block.weights.matrix import WeightMatrix
 
@@ -61,7 +56,7 @@ class NumpyCache:
         return describe_cache(self)
 
 
-class NumpyModel:
+class NumpyModel(NumpySteps, StoredModel):
     """A model in host memory. Arithmetic is float32.
 
     Matrices are rounded to `dtype` and stored as float32: NumPy multiplies in no narrower type, and
@@ -77,34 +72,20 @@ class NumpyModel:
         kv_dtype: str | None = None,
     ) -> None:
         """kv_dtype: as in `kv_cache_dtype`."""
-        self.config, self.dtype = config, dtype
-        self.kv_dtype = kv_cache_dtype(dtype, kv_dtype)
-        self._vectors: dict[str, Floats] = {}
-        self._matrices: dict[str, WeightMatrix] = {}
-        largest: dict[str, float] = {}
-        for name, array, layout in tensors:
-            if layout is None:
-                largest[name] = vector_magnitude(name, array, allow_nonfinite)
-                self._vectors[name] = np.ascontiguousarray(array, dtype=np.float32)
-            else:
-                rounded = WeightMatrix.quantize(array, dtype, layout, name, allow_nonfinite)
-                largest[name] = rounded.largest or 0.0
-                self._matrices[name] = rounded.widened()
-        if not allow_nonfinite:
-            check_stream(config, largest)
-        self._matrices.setdefault("lm_head", self._matrices["wte"])
+        super().__init__(config, dtype, kv_dtype, "cpu")
+        self._store(tensors, allow_nonfinite)
+        matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
+        constants = architecture_of(config).constants(config)
+        self.known = {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
 
-    @property
-    def cache_kind(self) -> CacheKind:
-        return cache_kind(self.config, self.kv_dtype, "cpu")
+    def _vector(self, array: NDArray[Any]) -> Floats:
+        return np.ascontiguousarray(array, dtype=np.float32)
 
-    @property
-    def nbytes(self) -> int:
-        matrices = {id(matrix): matrix.nbytes for matrix in self._matrices.values()}
-        return sum(matrices.values()) + sum(array.nbytes for array in self._vectors.values())
-
-    def describe(self) -> str:
-        return f"CPU ({platform.machine()}), NumPy {np.__version__}"
+    def _matrix(
+        self, name: str, array: NDArray[Any], layout: str, allow_nonfinite: bool
+    ) -> WeightMatrix:
+        rounded = WeightMatrix.quantize(array, self.dtype, layout, name, allow_nonfinite)
+        return rounded.widened()
 
     def tensors(self) -> Tensors:
         for name, array, layout in stored_tensors(self.config, self._vectors, self._matrices):
@@ -125,19 +106,19 @@ class NumpyModel:
         starts = list(cache.lengths)
         streams = ["embedding", *(f"h.{n}.output" for n in range(self.config.n_layer))]
         keep = streams if want == "states" else []
-        tensors = self._tensors(sequences, cache)
-        found, kept = self._run("hidden" if want == "states" else want, tensors, keep, max(lengths))
+        do = self.machine(self._tensors(sequences, cache), keep)
+        found = self._run(do, "hidden" if want == "states" else want, max(lengths))
         ends = np.cumsum(lengths)
         cache.lengths = [s + n for s, n in zip(starts, lengths, strict=True)]
         if want == "last":
             rows_of = iter(found)
             return [next(rows_of) if n else np.empty(0, np.float32) for n in lengths]
         if want == "states":
-            found = np.stack([*kept.values(), found])
+            found = np.stack([*do.kept.values(), found])
         return np.split(found, ends[:-1], axis=-2)
 
     def _tensors(self, sequences: Sequence[Ids], cache: NumpyCache) -> dict[str, NDArray[Any]]:
-        """The inputs of a pass for these new tokens, by name."""
+        """The inputs of a pass for these new tokens besides `known`, by name."""
         lengths = np.array([len(ids) for ids in sequences])
         ends = np.cumsum(lengths)
         batch = {
@@ -148,46 +129,42 @@ class NumpyModel:
             "start": np.array(cache.lengths),
             "last": ends[lengths > 0] - 1,
         }
-        return {**self._given, **cache_tensors(cache.data, self.config.n_layer), **batch}
+        return {**cache_tensors(cache.data, self.config.n_layer), **batch}
 
-    def _run(
-        self, want: Any, tensors: Mapping[str, Any], keep: Collection[str] | None, longest: int
-    ) -> tuple[Any, dict[str, Any]]:
-        """The result of a pass over these tensors, and those of the steps to keep."""
-        do = NumpyMachine(tensors, keep, self._apply)
+    def _run(self, do: NumpyMachine, want: Any, longest: int) -> Any:
+        """The result of a pass. longest: the number of tokens of the longest sequence."""
         step = ModelStepPass(do, Settings.of(self.config), longest)
-        return forward(step, architecture_of(self.config), self.config, want), do.kept
+        return forward(step, architecture_of(self.config), self.config, want)
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
-        ids, tensors = self._pass(ids, cached)
-        _, kept = self._run("logits", tensors, None, len(ids))
-        return {name: made for name, made in kept.items() if not name.endswith(".kv")}
+        do = self.machine(self._pass(ids, cached), keep=None)
+        self._run(do, "logits", 1 if cached else len(ids))
+        return {name: made for name, made in do.kept.items() if not name.endswith(".kv")}
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, NDArray[Any]]
     ) -> Iterator[StepResult]:
-        _, given = self._pass(ids, cached)
-        known = given | {name: tensor.astype(np.float32) for name, tensor in exact.items()}
+        inputs = self._pass(ids, cached)
+        inputs |= {name: tensor.astype(np.float32) for name, tensor in exact.items()}
         for step in model_steps(self.config):
-            inputs = inputs_of(step, known)
-            out, ms = timed(partial(self._apply, step.op, inputs, **step.attrs))
+            found = self.step(step, inputs)
             if step.op != "kv_append":
-                yield StepResult(step.name, f"reference.{step.op}", out, ms)
+                yield found
 
-    def _pass(self, ids: Ids, cached: bool) -> tuple[Ids, dict[str, NDArray[Any]]]:
-        """The new tokens of a forward pass of one sequence, and its inputs by name."""
+    def _pass(self, ids: Ids, cached: bool) -> dict[str, NDArray[Any]]:
+        """The inputs of a forward pass of one sequence, by name."""
         cache = self.new_cache(1, len(ids))
         if cached:
             self.forward([ids[:-1]], "last", cache)
             ids = ids[-1:]
-        return ids, self._tensors([ids], cache)
+        return self._tensors([ids], cache)
 
     def log_likelihood(self, sequences: Sequence[Ids]) -> list[Floats]:
         found = []
         for ids, hidden in zip(sequences, self.forward(sequences, "hidden"), strict=True):
             parts = [
                 reference.log_likelihood(
-                    self._logits(hidden[:-1][first : first + ROWS_AT_ONCE]),
+                    hidden[:-1][first : first + ROWS_AT_ONCE] @ self.known["lm_head"],
                     ids[1:][first : first + ROWS_AT_ONCE],
                 )
                 for first in range(0, len(ids) - 1, ROWS_AT_ONCE)
@@ -198,7 +175,7 @@ class NumpyModel:
     def decode(self, slots: int, n_ctx: int, fewer: bool = False) -> NumpyDecoding:
         return NumpyDecoding(self, min(slots, SLOTS) if fewer else slots, n_ctx)
 
-    def _apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
+    def apply(self, op: str, inputs: tuple[Any, ...], **attrs: Any) -> Any:
         """Run a step; keys and values are rounded to the cache's dtype, and stored as float32."""
         if op == "kv_append":
             qkv, *cache = inputs
@@ -211,17 +188,6 @@ class NumpyModel:
             heads = self.config.n_head, self.config.kv_width // self.config.head_size
             return unchecked(reference.kv_round)(qkv, *heads, self.kv_dtype)
         return qkv.astype(FLOATS[self.kv_dtype], copy=False).astype(np.float32, copy=False)
-
-    @cached_property
-    def _given(self) -> dict[str, NDArray[Any]]:
-        """Weights and constants by their names in a pass, matrices (K, N)."""
-        matrices = {name: matrix.dequantized() for name, matrix in self._matrices.items()}
-        constants = architecture_of(self.config).constants(self.config)
-        return {**self._vectors, **matrices, "wte": self._matrices["wte"].data, **constants}
-
-    def _logits(self, hidden: Floats) -> Floats:
-        logits: Floats = hidden @ self._matrices["lm_head"].dequantized()
-        return logits
 
 
 class NumpyDecoding:

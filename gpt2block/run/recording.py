@@ -24,7 +24,7 @@ from gpt2block.cuda.timing import event_ms
 from gpt2block.ops import registry
 from gpt2block.ops.call import FIXED
 from gpt2block.passes.machine import TWO_PART, Machine, Step, Value
-from gpt2block.run.model import rounded_up
+from gpt2block.run.model import StepResult, rounded_up
 from gpt2block.weights.matrix import WeightMatrix
 from gpt2block.weights.two_part import TwoPartMatrix, scale_for
 
@@ -66,16 +66,8 @@ class Recorder(Machine):
         super().__init__(tensors)
         self._outs = dict(outs or {})
 
-    def __call__(
-        self,
-        name: str,
-        op: str,
-        inputs: tuple[Value, ...],
-        into: Value = None,
-        dtype: str | None = None,
-        bound: float | None = None,
-        **attrs: Any,
-    ) -> Result:
+    def do(self, step: Step, into: Value) -> Result:
+        name, op, inputs, attrs, dtype, bound = step
         given = [self._given(name, each) for each in inputs]
         first, changes = given[0], op == VIEW
         if changes and first:
@@ -92,9 +84,13 @@ class Recorder(Machine):
                 made = self._new(name, *result_of(op, kinds, sizes, dtype), bound)
             changes = changed is not None
         names = tuple([each.name if each else "" for each in given])
-        step = Step(name, op, names, attrs, dtype, bound)
         out = None if changes else made.array
-        self._bind(step, tuple([each.array if each else None for each in given]), out, made)
+        self._bind(
+            step._replace(inputs=names),
+            tuple([each.array if each else None for each in given]),
+            out,
+            made,
+        )
         return made
 
     def _given(self, name: str, value: Any) -> Result | None:
@@ -154,11 +150,8 @@ def result_of(
             storage = storage or (of_input if entry.kind in OPEN else None)
     out = contract.outputs[0]
     open_dtype = storage if storage != TWO_PART or out.kind in OPEN else "float32"
-    return out.shape(sizes), dtype or FIXED.get(out.kind) or _kinds(out.kind, open_dtype)
-
-
-def _kinds(kind: str, storage: str | None) -> str:
-    return TWO_PART if kind == TWO_PART else str(storage)
+    kind = TWO_PART if out.kind == TWO_PART else str(open_dtype)
+    return out.shape(sizes), dtype or FIXED.get(out.kind) or kind
 
 
 class _Leased:
@@ -312,14 +305,12 @@ class Recording(Recorder):
                 copies[name] = made.joined() if isinstance(made, TwoPartMatrix) else made.copy()
         return copies
 
-    def run_alone(
-        self, exact: Mapping[str, NDArray[Any]]
-    ) -> Iterator[tuple[str, str, NDArray[Any], float]]:
+    def run_alone(self, exact: Mapping[str, NDArray[Any]]) -> Iterator[StepResult]:
         """Run each step alone on exact inputs, rounded to the dtype of their storage.
 
         exact: float64 tensors by name, of the steps' results and K and V of a kv_cache, (B, T, C).
-        Yields name, kernels' names, result and time in milliseconds of every step that has an
-        exact tensor. The kernels must be loaded already, as by `trace`.
+        Yields every step that has an exact tensor. The kernels must be loaded already, as by
+        `trace`.
         """
         for name, (step, launches, _, result, _) in self.steps.items():
             for given in step.inputs:
@@ -327,7 +318,8 @@ class Recording(Recorder):
                     fill(self.value(given), exact[given], step.attrs.get("kv_dtype"))
             ms = event_ms(partial(self.run_step, name))
             if name in exact:
-                yield name, ", ".join(launch.name for launch in launches), result.get(), ms
+                names = ", ".join(launch.name for launch in launches)
+                yield StepResult(name, names, result.get(), ms)
 
 
 def _places(value: Any) -> tuple[int, ...]:

@@ -164,7 +164,11 @@ class WeightMatrix:
         """The same numbers as NumPy float32 in the same layout; self if they already are."""
         values = self.dequantized()
         data = values.T if self.layout == "NK" else values
-        return self if data is self.data else WeightMatrix(data, "float32", None, self.layout)
+        return (
+            self
+            if data is self.data
+            else WeightMatrix(data, "float32", None, self.layout, self.largest)
+        )
 
     def __repr__(self) -> str:
         scales = "" if self.scale is None else ", scales"

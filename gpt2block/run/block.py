@@ -1,0 +1,140 @@
+"""The interface of a block on a backend, and the checks of its arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpt2block import reference
+from gpt2block.contract import MATRICES, contract_of
+from gpt2block.errors import InputError
+from gpt2block.passes.blocks import BlockPass, Settings, StepPass
+from gpt2block.passes.forward import Architecture, block
+from gpt2block.passes.machine import TWO_PART, Machine, Outline, Step
+from gpt2block.run.model import StepResult
+
+Given = Mapping[str, NDArray[np.integer[Any]]]
+NOTHING: Given = {}
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A block as its engines run it: the architecture, its settings, and which kernels.
+
+    width: channels of x. weights: the names of the weights. kernels: "skeleton", a step for each
+    operation, or "fused". bounds: of float32 on tensor cores, whose operands are two-part; the
+    largest magnitude of each result, by name.
+    """
+
+    of: Architecture
+    settings: Settings
+    width: int
+    weights: Collection[str]
+    kernels: str
+    split_k: bool = False
+    bounds: Mapping[str, float] | None = None
+
+    def run(self, do: Machine) -> Any:
+        """The block of the tensor "x"."""
+        if self.kernels == "skeleton":
+            return block(StepPass(do, self.settings), self.of, "x")
+        fused = BlockPass(do, self.settings, self.bounds, self.split_k)
+        return block(fused, self.of, "x")
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, without arrays."""
+        do = Outline({*self.weights, "x", "positions", "frequencies"})
+        self.run(do)
+        return tuple(do.steps)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether every kernel itself waits for the previous one (kernels_cu/lib/overlap.cuh)."""
+        return self.split_k  # the kernels of a fused GPT-2
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """The weights that products on tensor cores take as matrices (N, K)."""
+        inputs = (
+            zip(contract_of(getattr(reference, s.op)).inputs, s.inputs, strict=False)
+            for s in self.steps
+        )
+        return frozenset(
+            name for each in inputs for entry, name in each if entry.kind in MATRICES and name
+        )
+
+    @property
+    def two_part(self) -> frozenset[str]:
+        """The steps whose result is two-part."""
+        if self.bounds is None:
+            return frozenset()
+        made = (s.name for s in self.steps if s.dtype == TWO_PART or s.op == "attention")
+        return frozenset(made)
+
+
+class BlockEngine(ABC):
+    """A block on one backend. It checks its arguments; NumPy in, NumPy out.
+
+    given: tensors of the pass that differ from call to call, besides x: NumPy arrays of integers by
+    name, such as positions. Their shapes follow from that of x.
+    """
+
+    def __init__(self, spec: BlockSpec, weights: Mapping[str, Any]) -> None:
+        self.spec, self._weights = spec, weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are stored."""
+        return sum(int(w.nbytes) for w in self._weights.values())
+
+    @abstractmethod
+    def forward(self, x: Any, out: Any | None, given: Given = NOTHING) -> Any:
+        """The block's output for `x`, written to `out`, or to a new array if `out` is None."""
+
+    @abstractmethod
+    def trace(self, x: Any, given: Given = NOTHING) -> dict[str, Any]:
+        """Step name → a copy of its result."""
+
+    @abstractmethod
+    def step(self, step: Step, tensors: Mapping[str, NDArray[Any]]) -> StepResult:
+        """One step on NumPy inputs (activations by name), timed."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A description of the device."""
+
+
+def check_array(name: str, array: Any, n_embd: int, dtype: str = "float32") -> None:
+    """Raise InputError unless `array` is of `dtype`, (T, C) or (B, T, C), and not empty."""
+    if array.ndim not in (2, 3) or array.shape[-1] != n_embd:
+        raise InputError(
+            f"{name}: expected shape (T, {n_embd}) or (B, T, {n_embd}), got {array.shape}"
+        )
+    if array.size == 0:
+        raise InputError(f"{name}: expected at least one token, got shape {array.shape}")
+    if array.dtype.name != dtype:
+        target = "ml_dtypes.bfloat16" if dtype == "bfloat16" else f"'{dtype}'"
+        raise InputError(f"{name}: expected {dtype}, got {array.dtype}: use .astype({target})")
+
+
+def check_out(out: Any, shape: tuple[int, ...], kind: Any, dtype: str = "float32") -> None:
+    """Raise InputError unless `out` is a writable C-contiguous `kind` of this shape and dtype."""
+    if not isinstance(out, kind) or isinstance(out, np.ma.MaskedArray):
+        raise InputError(
+            f"out: expected a {kind.__module__.partition('.')[0]} array, got {type(out).__name__}"
+        )
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise InputError("out: expected a writable array, got a read-only one")
+    if out.shape != shape or out.dtype.name != dtype or not out.flags.c_contiguous:
+        layout = "" if out.flags.c_contiguous else ", not C-contiguous"
+        raise InputError(
+            f"out: expected a C-contiguous {dtype} array of shape {shape}, "
+            f"got {out.dtype} {out.shape}{layout}"
+        )
