@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from gpt2block.checks import check_integer, check_number, meant, several
 from gpt2block.errors import Argument, CheckpointError, InputError, shown
@@ -20,6 +20,7 @@ LIMITS: Mapping[str, int] = {
     "vocab_size": 2**24,
 }
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
+Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
@@ -42,19 +43,18 @@ def check_token(name: str, value: Any) -> int:
     return check_integer(name, value, 0, LARGEST_COUNT, "token ids")
 
 
-def check_true_or_false(name: str, value: Any) -> None:
-    """Raise InputError unless a setting of a config is a bool."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name}: expected true or false, got {shown(value)}")
-
-
 @dataclass(frozen=True)
 class ModelConfig(ABC):
     """The sizes that every architecture has. A subclass for each adds its own.
 
     Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
     generation, in addition to the tokenizer's. Raises InputError for anything else.
+
+    MODEL_TYPE: of config.json. FLAGS: the fields that are true or false.
     """
+
+    MODEL_TYPE: ClassVar[str]
+    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
     n_head: int
@@ -70,7 +70,9 @@ class ModelConfig(ABC):
             # Convert NumPy integers, which json cannot write.
             object.__setattr__(self, name, check_count(name, getattr(self, name), limit))
         object.__setattr__(self, "eps", check_eps(self.eps))
-        check_true_or_false("tie_word_embeddings", self.tie_word_embeddings)
+        for name in self.FLAGS:
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name}: expected true or false, got {shown(flag)}")
         ends = tuple(check_token("eos_token_ids", token) for token in several(self.eos_token_ids))
         object.__setattr__(self, "eos_token_ids", ends)
 
@@ -99,6 +101,24 @@ class ModelConfig(ABC):
     def block_shapes(self) -> Shapes:
         """Name → shape of the tensors of a block, in packed order; matrices are (in, out)."""
 
+    @classmethod
+    def from_hugging_face(cls: type[Config], config: Any) -> Config:
+        """Read the fields of a Hugging Face `config.json` of this model_type.
+
+        Keys that do not change the result of the model are ignored. Raises CheckpointError for
+        another architecture, for settings that the kernels do not compute, with their names, and
+        if two names of a setting have different values.
+        """
+        if model_type(config) != cls.MODEL_TYPE:
+            got = shown(config.get("model_type"))
+            raise CheckpointError(f"config.json: expected model_type {cls.MODEL_TYPE!r}, got {got}")
+        return cls(**cls.fields_in(config), eos_token_ids=end_tokens_in(config))
+
+    @classmethod
+    @abstractmethod
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json by their names here, except eos_token_ids."""
+
     @abstractmethod
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
@@ -113,13 +133,12 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """Sizes of a GPT-2 model; the defaults are GPT-2 small (124M parameters).
-
-    Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
-    generation, in addition to the tokenizer's. Raises InputError for anything else.
+    """Sizes of a GPT-2 model, as in ModelConfig; the defaults are GPT-2 small (124M parameters).
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2.
     """
+
+    MODEL_TYPE: ClassVar[str] = "gpt2"
 
     n_layer: int = 12
     n_head: int = 12
@@ -150,17 +169,12 @@ class GPT2Config(ModelConfig):
         return first, {"gamma_f": (C,), "beta_f": (C,)}
 
     @classmethod
-    def from_hugging_face(cls, config: Any) -> GPT2Config:
-        """Read the fields of a Hugging Face `config.json`; absent ones have GPT-2 small's value.
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig; absent fields have GPT-2 small's value.
 
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
-        `transformers`, n_positions is the context length, and n_ctx is used only without it. Keys
-        that do not change the result of the model are ignored.
-
-        Raises CheckpointError for another architecture, for variants of GPT-2 that the kernels do
-        not compute, and if the two names of a size have different values.
+        `transformers`, n_positions is the context length, and n_ctx is used only without it.
         """
-        check_model_type(config, "gpt2", default="gpt2")
         sizes = sizes_in(config, _NAMES)
         if "n_ctx" in config:
             sizes.setdefault("n_ctx", config["n_ctx"])
@@ -168,10 +182,10 @@ class GPT2Config(ModelConfig):
         width = ("n_inner", inner, "the kernels have a hidden width of 4 n_embd only")
         check_settings(config, (*_SETTINGS, width))
         others = {ours: config[theirs] for ours, theirs in _OTHERS.items() if theirs in config}
-        return cls(**sizes, **others, eos_token_ids=end_tokens_in(config))
+        return sizes | others
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` with which `transformers` loads this model."""
+        """As in ModelConfig."""
         end_of_text = GPT2_END if self.vocab_size == GPT2_VOCABULARY else None
         end = {"eos_token_id": self.eos_token_id}
         if end_of_text is not None and not self.eos_token_ids:
@@ -179,13 +193,9 @@ class GPT2Config(ModelConfig):
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            "n_layer": self.n_layer,
-            "n_head": self.n_head,
-            "n_embd": self.n_embd,
+            **{theirs: getattr(self, ours) for ours, (theirs, *_) in _NAMES.items()},
             "n_inner": None,
-            "n_positions": self.n_ctx,
             "n_ctx": self.n_ctx,
-            "vocab_size": self.vocab_size,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": self.eps,
             "scale_attn_weights": True,
@@ -218,18 +228,11 @@ _SETTINGS: Settings = (
 )  # fmt: skip
 
 
-def check_object(config: Any) -> dict[str, Any]:
-    """The content of a config.json; CheckpointError unless it is an object."""
+def model_type(config: Any) -> Any:
+    """The model_type of the content of a config.json; CheckpointError unless it is an object."""
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json: expected an object, got {shown(config)}")
-    return config
-
-
-def check_model_type(config: Any, expected: str, default: str | None = None) -> None:
-    """CheckpointError unless this is the object of a config.json of this model_type."""
-    kind = check_object(config).get("model_type", default)
-    if kind != expected:
-        raise CheckpointError(f"config.json: expected model_type {expected!r}, got {shown(kind)}")
+    return config.get("model_type", "gpt2")
 
 
 def end_tokens_in(config: Mapping[str, Any]) -> Any:

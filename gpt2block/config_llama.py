@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,8 @@ from gpt2block.config import (
     Shapes,
     agreed,
     check_count,
-    check_model_type,
     check_settings,
     check_token,
-    check_true_or_false,
-    end_tokens_in,
     sizes_in,
 )
 from gpt2block.errors import CheckpointError, InputError, shown
@@ -127,6 +124,9 @@ class LlamaConfig(ModelConfig):
     (2023).
     """
 
+    MODEL_TYPE: ClassVar[str] = "llama"
+    FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
     n_layer: int = 32
     n_head: int = 32
     n_embd: int = 4096
@@ -175,8 +175,6 @@ class LlamaConfig(ModelConfig):
                 raise InputError(
                     f"rope_scaling: expected a factor for each of {pairs} frequencies, got {count}"
                 )
-        check_true_or_false("attention_bias", self.attention_bias)
-        check_true_or_false("mlp_bias", self.mlp_bias)
         if self.bos_token_id is not None:
             object.__setattr__(self, "bos_token_id", check_token("bos_token_id", self.bos_token_id))
 
@@ -211,13 +209,8 @@ class LlamaConfig(ModelConfig):
         return {"wte": (self.vocab_size, self.n_embd)}, {"gamma_f": (self.n_embd,)}
 
     @classmethod
-    def from_hugging_face(cls, config: Any) -> LlamaConfig:
-        """Read the fields of a Hugging Face `config.json` of model_type "llama".
-
-        Keys that do not change the result of the model are ignored. Raises CheckpointError for
-        settings that change it in a way that is not supported, with their names.
-        """
-        check_model_type(config, "llama")
+    def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As in ModelConfig."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
         missing = [key for (key,) in _NAMES.values() if key not in (*given, *_OPTIONAL)]
         if missing:
@@ -225,29 +218,21 @@ class LlamaConfig(ModelConfig):
         fields = {"n_ctx": 2048, **sizes_in(given, _NAMES, _LIMITS)}
         check_settings(config, _SETTINGS)
         fields["theta"], fields["scaling"] = _rope_of(config)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            fields[name] = config.get(name, False)
-        return cls(
-            **fields,
-            eps=config.get("rms_norm_eps", 1e-6),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=end_tokens_in(config),
-        )
+        fields |= {name: config.get(name, False) for name in cls.FLAGS}
+        fields["bos_token_id"] = config.get("bos_token_id")
+        return fields | {"eps": config.get("rms_norm_eps", 1e-6)}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` with which `transformers` loads this model."""
-        sizes = {theirs: getattr(self, ours) for ours, (theirs,) in _NAMES.items()}
+        """As in ModelConfig."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **sizes,
+            **{theirs: getattr(self, ours) for ours, (theirs,) in _NAMES.items()},
             "hidden_act": "silu",
             "rms_norm_eps": self.eps,
             "rope_theta": self.theta,
             "rope_scaling": None if self.scaling is None else _scaling_fields(self.scaling),
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "tie_word_embeddings": self.tie_word_embeddings,
+            **{name: getattr(self, name) for name in self.FLAGS},
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
         }

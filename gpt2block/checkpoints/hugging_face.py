@@ -27,7 +27,7 @@ from gpt2block.checkpoints.files import (
 )
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.checkpoints.stored import Stored, equal, itemsize
-from gpt2block.config import SIZES, GPT2Config, ModelConfig, check_object, end_tokens_in
+from gpt2block.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
 from gpt2block.config_llama import LlamaConfig
 from gpt2block.errors import CheckpointError, InputError, shown
 
@@ -179,11 +179,10 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 def parse_config(config: Any) -> ModelConfig:
     """The config that a Hugging Face `config.json` describes. Raises CheckpointError."""
-    kind = check_object(config).get("model_type", "gpt2")
-    if kind == "gpt2":
-        return GPT2Config.from_hugging_face(config)
-    if kind == "llama":
-        return LlamaConfig.from_hugging_face(config)
+    kind = model_type(config)
+    for architecture in (GPT2Config, LlamaConfig):
+        if kind == architecture.MODEL_TYPE:
+            return architecture.from_hugging_face(config)
     raise CheckpointError(f"{CONFIG}: expected model_type 'gpt2' or 'llama', got {shown(kind)}")
 
 
