@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,38 @@ def gpt2_tokenizer_json(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_gpt2_from_the_cache_and_from_tokenizer_json(bpe: Path, tmp_path: Path) -> None:
-    from_cache = tokenizer.load(tmp_path, 50257)
-    ids = tokenizer.encode(from_cache, TEXT)
-    assert ids[:4] == [15496, 11, 995, 0]
-    assert from_cache.decode(ids) == TEXT
-    written(tmp_path, gpt2_tokenizer_json(bpe))
-    from_json = tokenizer.load(tmp_path, 50257)
-    assert tokenizer.encode(from_json, TEXT) == ids
-    assert from_json.n_vocab == 50257
-    assert tokenizer.end_of_text(from_json) == 50256
+def test_gpt2_from_each_of_its_files(
+    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From tiktoken's cache, from a tokenizer.json without the package tokenizers, from pairs."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    spec = gpt2_tokenizer_json(bpe)
+    spec["truncation"] = {"max_length": 4}  # off in transformers, too, unless a call asks for it
+    single = [{"Sequence": {"id": "A", "type_id": 0}}]  # as transformers 5 writes it
+    spec["post_processor"] = {"type": "TemplateProcessing", "single": single}
+    del spec["model"]["type"]  # as in old files
+    folders = [tmp_path / name for name in ("json", "openai", "hugging_face")]
+    for folder in folders:
+        folder.mkdir()
+    written(folders[0], spec)
+    for folder, names in zip(folders[1:], PAIRS, strict=True):
+        for ours, theirs in zip(PAIRS[0], names, strict=True):
+            shutil.copy(bpe / ours, folder / theirs)
+    for encoding in (
+        tokenizer.load(None, 50257),
+        tokenizer.load(folders[0], 50257),
+        tokenizer.from_path(str(folders[1] / "vocab.bpe"), 50304),
+        tokenizer.load(folders[2], 50257),
+    ):
+        ids = tokenizer.encode(encoding, TEXT)
+        assert ids[:4] == [15496, 11, 995, 0]
+        assert encoding.decode(ids) == TEXT
+        assert encoding.n_vocab == 50257
+        assert tokenizer.end_of_text(encoding) == 50256
+
+
+def refused(path: Path, *words: str) -> str:
+    return refusals.refused(path, *words, read=lambda path: tokenizer.from_path(path, 1000))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +113,6 @@ def test_gpt2_from_the_cache_and_from_tokenizer_json(bpe: Path, tmp_path: Path) 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     refused(tmp_path, "cannot be read as ")
-
-
-def refused(path: Path, *words: str) -> str:
-    return refusals.refused(path, *words, read=lambda path: tokenizer.from_path(path, 1000))
 
 
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not have
@@ -143,11 +162,6 @@ def test_ids_whose_bytes_are_not_utf_8(tmp_path: Path, changed: dict[str, Any]) 
         assert "".join(pieces) + text.add(b"", final=True) == known.decode(ids)
 
 
-def test_a_vocabulary_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json for a vocabulary of 3"):
-        tokenizer.load(tmp_path, 3)
-
-
 def test_bpe_files_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str) -> None:
         raise ConnectionError("no network")
@@ -157,32 +171,12 @@ def test_bpe_files_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Monkey
         tokenizer.load(tmp_path, 50257)
 
 
-@pytest.mark.parametrize(("vocab", "merges"), PAIRS)
-def test_gpt2_from_its_two_files(data: Path, tmp_path: Path, vocab: str, merges: str) -> None:
-    shutil.copy(data / "gpt2-bpe" / "encoder.json", tmp_path / vocab)
-    shutil.copy(data / "gpt2-bpe" / "vocab.bpe", tmp_path / merges)
-    if vocab == "vocab.json":
-        encodings = [
-            tokenizer.load(tmp_path, 50257),
-            tokenizer.from_path(str(tmp_path / vocab), 50257),
-        ]
-    else:
-        encodings = [tokenizer.from_path(path, 50304) for path in (tmp_path, tmp_path / merges)]
-    for encoding in encodings:
-        ids = tokenizer.encode(encoding, TEXT)
-        assert ids[:4] == [15496, 11, 995, 0]
-        assert encoding.decode(ids) == TEXT
-        assert encoding.n_vocab == 50257
-        assert tokenizer.end_of_text(encoding) == 50256
-
-
 def test_a_small_pair(tmp_path: Path) -> None:
     encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
     assert tokenizer.encode(encoding, "abcab") == [257, 256]
     with pytest.raises(InputError, match="at least one character"):
         tokenizer.encode(encoding, "")
     assert tokenizer.end_of_text(encoding) == 258
-    assert tokenizer.end_of_text(None) is None
     with pytest.raises(CheckpointError, match="it has token id 258, the model has 258 tokens"):
         tokenizer.load(tmp_path, 258)
 
@@ -266,12 +260,9 @@ def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:
             match=r"no tokenizer: (expected tokenizer\.json, enc|Could not determine home)",
         ):
             tokenizer.from_path(path, 50257)
-    with pytest.raises(CheckpointError, match="weights given as arrays: expected tokenizer"):
-        tokenizer.load(None, 100)
-
-
-def test_gpt2_for_weights_that_came_without(bpe: Path) -> None:
-    assert tokenizer.load(None, 50257).n_vocab == 50257
+    for source, name in ((None, "weights given as arrays"), (tmp_path, tmp_path)):
+        with pytest.raises(CheckpointError, match=rf"{name}: expected tokenizer\.json for a voc"):
+            tokenizer.load(source, 3)
 
 
 def test_importing_needs_no_network() -> None:
@@ -347,7 +338,6 @@ def test_the_setting_that_needs_the_package_tokenizers(
         ({"merges": [["a", "b", "c"]]}, "model.merges: expected two tokens in each"),
         ({"merges": ["ab"]}, "model.merges: expected two tokens in each"),
         ({"merges": [["a", 1]]}, "model.merges: expected two tokens in each"),
-        ({"merges": [["a", "x"]]}, "model.merges: no id for 'ax'"),
         ({"type": "WordPiece"}, "expected a BPE model"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "a ByteLevel pre_tokenizer, got 'Whitespace'"),
         ({"vocab": ["a"]}, "AttributeError"),
@@ -355,7 +345,7 @@ def test_the_setting_that_needs_the_package_tokenizers(
            "TemplateProcessing adds tokens after every text")
           for parts in (("", "ab"), ("ab", "", "ab"))),
         *(({"vocab": BYTES | {"A": token_id}}, "different integers from 0 to 2147483647")
-          for token_id in ("7", -1, 8, 1.5, True, None, 2**31, 2**32, 2**64, 10**400)),
+          for token_id in ("7", -1, 8, 1.5, True, None, 2**31, 10**400)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -409,14 +399,14 @@ def step(kind: str, **settings: Any) -> dict[str, Any]:
 
 
 def sequence(*decoders: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "decoders": list(decoders)}
+    return step("Sequence", decoders=list(decoders))
 
 
 METASPACE = step("Metaspace", replacement="▁", prepend_scheme="first", split=False)
 REPLACE = step("Replace", pattern={"String": "▁"}, content=" ")
 BYTES, FUSE = step("ByteFallback"), step("Fuse")
 TO_METASPACE = step("Replace", pattern={"String": " "}, content="▁")
-LOWERCASE = {"type": "Sequence", "normalizers": [step("Lowercase"), TO_METASPACE]}
+LOWERCASE = step("Sequence", normalizers=[step("Lowercase"), TO_METASPACE])
 PIPELINES: list[dict[str, Any]] = [
     {},
     {"decoder": sequence(REPLACE, BYTES, FUSE)},  # without Strip, as Gemma's
@@ -469,11 +459,8 @@ def test_texts_of_added_tokens_are_those_of_tokenizers(
     tmp_path: Path, content: str, special: bool, normalized: bool, normalizer: str | None
 ) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    path = small_json(
-        tmp_path,
-        normalizer=normalizer and {"type": normalizer},
-        added_tokens=[added_token(258, content, special=special) | {"normalized": normalized}],
-    )
+    new = added_token(258, content, special=special) | {"normalized": normalized}
+    path = small_json(tmp_path, normalizer=normalizer and step(normalizer), added_tokens=[new])
     encoding = tokenizer.from_path(path, 1000)
     known = tokenizers.Tokenizer.from_file(str(path))
     for text in ("a new a", "a New a", "<é>a 日 本", "anew"):
@@ -492,19 +479,6 @@ def test_byte_fallback_with_another_decoder_is_refused(tmp_path: Path) -> None:
     refused(path, "expected a ByteLevel pre_tokenizer")
 
 
-def test_gpt2_needs_no_package_tokenizers(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    spec = gpt2_tokenizer_json(data / "gpt2-bpe")
-    spec["truncation"] = {"max_length": 4}  # off in transformers, too, unless a call asks for it
-    template = [{"Sequence": {"id": "A", "type_id": 0}}]  # as transformers 5 writes it
-    spec["post_processor"] = {"type": "TemplateProcessing", "single": template}
-    del spec["model"]["type"]  # as in old files
-    written(tmp_path, spec)
-    assert tokenizer.encode(tokenizer.load(tmp_path, 50257), TEXT)[:4] == [15496, 11, 995, 0]
-
-
 def test_a_trained_tokenizer_is_read_with_tiktoken(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -518,22 +492,24 @@ def test_a_trained_tokenizer_is_read_with_tiktoken(tmp_path: Path) -> None:
         assert tokenizer.encode(encoding, text) == trained.encode(text).ids
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "config"])
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "dangling link", "link to a device"])
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "FIFO": (os.mkfifo, "expected a file, found a named pipe"),
+    "folder": (Path.mkdir, "expected a file, found a folder"),
+    "dangling": (lambda path: path.symlink_to("nothing"), "a link to a file that does not exist"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "expected a file, found a device"),
+}
+FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
     small_pair(tmp_path)
-    path = tmp_path / (name if name != "config" else "tokenizer_config.json")
+    path = tmp_path / name
     path.unlink(missing_ok=True)
-    if kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero" if "device" in kind else "nothing")
-    found = {"FIFO": "expected a file, found a named pipe", "folder": "found a folder",
-             "dangling link": "a link to a file that does not exist"}  # fmt: skip
-    message = f"{path}: .*{found.get(kind, 'expected a file, found a device')}"
-    with pytest.raises(CheckpointError, match=message):
+    create, message = KINDS[kind]
+    create(path)
+    with pytest.raises(CheckpointError, match=f"{path}: {message}"):
         tokenizer.load(tmp_path, 50257)
 
 
@@ -562,10 +538,10 @@ def test_gpt2_does_not_take_the_place_of_another_tokenizer(
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
     assert tokenizer.load(folder, 50257).n_vocab == 50257
     (folder / name).write_text(text)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(
+        CheckpointError, match=rf"it has {name}.* no tokenizer that gpt2block reads"
+    ):
         tokenizer.load(folder, 50257)
-    assert f"it has {name}" in str(error.value)
-    assert "no tokenizer that gpt2block reads" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -628,11 +604,8 @@ def test_special_tokens_in_a_text(tmp_path: Path) -> None:
     assert tokenizer.encode(encoding, text) == plain
     assert tokenizer.encode(encoding, text, special=True) == [256, 258, 257]
     assert tokenizer.token_ids(encoding, text, 300, "text").tolist() == plain
-    assert tokenizer.token_ids(encoding, text, 300, "text", special=True).tolist() == [
-        256,
-        258,
-        257,
-    ]
+    ids = tokenizer.token_ids(encoding, text, 300, "text", special=True)
+    assert ids.tolist() == [256, 258, 257]
     assert tokenizer.encode(encoding, end * 2, special=True) == [258, 258]
 
 
@@ -661,7 +634,7 @@ def test_lone_surrogates_are_refused_with_their_place(tmp_path: Path) -> None:
 
 def test_a_million_spaces(tmp_path: Path) -> None:
     encoding = tokenizer.from_bpe_files(*small_pair(tmp_path))
-    for text in (" " * 1_100_000, "ab" + "\n" * 1_100_000 + "ab"):
+    for text in (" " * 1_000_001, "ab" + "\n" * 1_000_001 + "ab"):
         ids = tokenizer.encode(encoding, text)
         assert len(ids) == len(text) - 2 * text.count("a") + text.count("ab")
         assert encoding.decode(ids) == text
@@ -701,7 +674,7 @@ def test_white_space_is_that_of_the_pattern() -> None:
     white_space = tiktoken.Encoding(
         "", pat_str=r"\s", mergeable_ranks=bytes_alone, special_tokens={}
     )
-    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     found = white_space.decode(white_space.encode_ordinary(every))
     assert "".join(re.findall(tokenizer._WHITE_SPACE, every)) == found
 
