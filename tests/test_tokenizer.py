@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -263,16 +262,6 @@ def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:
     for source, name in ((None, "weights given as arrays"), (tmp_path, tmp_path)):
         with pytest.raises(CheckpointError, match=rf"{name}: expected tokenizer\.json for a voc"):
             tokenizer.load(source, 3)
-
-
-def test_importing_needs_no_network() -> None:
-    code = (
-        "import socket\n"
-        "def refuse(*_): raise AssertionError('a socket')\n"
-        "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "from gpt2block.text import tokenizer, generation, scoring; import gpt2block.cli.model\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
 @pytest.mark.parametrize(
