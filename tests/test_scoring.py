@@ -265,19 +265,6 @@ def test_what_is_no_token_file(path: Any, tmp_path: Path, monkeypatch: pytest.Mo
         load_tokens(path)
 
 
-@given(content=st.binary(max_size=60), start=st.sampled_from([b"", with_header(IDS)[:1024]]))
-def test_any_bytes_are_tokens_or_an_input_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes
-) -> None:
-    for name in ("a.bin", "a.npy"):
-        file = tmp_path_factory.mktemp("any") / name
-        file.write_bytes(start + content)
-        try:
-            assert load_tokens(file).ndim == 1
-        except InputError:
-            continue
-
-
 @pytest.mark.parametrize("at_once", [100, 2**24])
 def test_a_file_is_scored_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int

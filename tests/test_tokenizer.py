@@ -20,10 +20,9 @@ from fuzzing.vocabularies import added_token, spec_of, template
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt2block import CheckpointError, GPT2Weights, InputError
+from gpt2block import CheckpointError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk.identity import of_tokenizer
 from gpt2block.checkpoints import save_pretrained
-from gpt2block.config import GPT2Config
 from gpt2block.model import as_sequences
 from gpt2block.text import tokenizer
 from gpt2block.text.encoding import Encoding, byte_characters, bytes_of_id, token_sizes
@@ -233,23 +232,6 @@ def test_a_damaged_tokenizer_of_llm_c(tmp_path: Path, content: bytes, message: s
     file = tmp_path / "gpt2_tokenizer.bin"
     file.write_bytes(content)
     refused(tmp_path, str(file), message)
-
-
-@given(
-    content=st.binary(max_size=80),
-    start=st.sampled_from([b"", b"{", llm_c(*SINGLE, b"end")[:1500], llm_c(*SINGLE, b"end")]),
-    name=st.sampled_from(["tokenizer.json", "vocab.json", "merges.txt", "gpt2_tokenizer.bin"]),
-)
-def test_any_bytes_are_a_tokenizer_or_a_checkpoint_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes, name: str
-) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    small_pair(folder)
-    (folder / name).write_bytes(start + content)
-    try:
-        assert tokenizer.from_path(folder / name, 1000).n_vocab
-    except CheckpointError:
-        return
 
 
 def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:
