@@ -87,10 +87,8 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
     written = gpt2block("generate", TEXT, *more, "--max-new-tokens", "9", "--seed", "3").json
     assert len(written["samples"][0]["tokens"]) == 9
     (tmp_path / "text.txt").write_text(TEXT)
-    plain, bos = (
-        gpt2block("score", tmp_path / "text.txt", *more, *o).json for o in ((), ("--bos",))
-    )
-    assert bos["tokens"] == plain["tokens"]
+    score = "score", tmp_path / "text.txt", *more
+    assert gpt2block(*score, "--bos").json["tokens"] == gpt2block(*score).json["tokens"]
     info = gpt2block("info", folder, "--json").json
     assert info["config"]["n_kv_head"] == 2
     assert info["memory"]["bfloat16"]["kv_cache_per_row"] == 2 * 2 * 12 * 64 * 2
