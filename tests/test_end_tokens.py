@@ -155,7 +155,7 @@ def test_a_model_stops_at_its_end_token(tmp_path: Path) -> None:
     ("generation", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "expected an object, got"),
+        ("[]", "expected a JSON object, got []"),
         ('{"eos_token_id": -1}', "eos_token_ids: expected token ids, got -1"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 from make_golden_smollm2 import EXAMPLES, FILE, PROMPTS, digest, texts
 
 from gpt2block import CheckpointError, Llama
-from gpt2block.checkpoints import smollm2
+from gpt2block.checkpoints.locating import find_smollm2
 from gpt2block.text import tokenizer
 from tests.command_line import gpt2block
 from tests.refusals import refused
@@ -29,7 +29,7 @@ STOPPED = "<|im_end|>"
 def golden() -> Any:
     """What transformers computed. Skips the test where the model is not installed."""
     try:
-        smollm2.find()
+        find_smollm2()
     except CheckpointError as error:
         pytest.skip(str(error))
     return json.loads(FILE.read_text())
@@ -41,7 +41,7 @@ def model(golden: Any) -> Llama:
 
 
 def test_the_ids_of_texts(golden: Any) -> None:
-    encoding = tokenizer.load(smollm2.find(), 49152)
+    encoding = tokenizer.load(find_smollm2(), 49152)
     assert [encoding.encode_ordinary(text) for text in EXAMPLES] == golden["ids"]
     assert digest([encoding.encode_ordinary(text) for text in texts()]) == golden["sha256"]
     ids = [tokenizer.encode(encoding, prompt, special=True) for prompt in PROMPTS]

@@ -23,6 +23,7 @@ from gpt2block.checkpoints.files import (
     first_names,
     is_file,
     read_json,
+    read_object,
     read_start,
 )
 from gpt2block.checkpoints.naming import GPT2_NAMING, Naming, naming_of
@@ -162,19 +163,11 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error
-    ends = end_tokens_in(read_generation_config(file.parent))
-    with about(path.with_name(GENERATION_CONFIG)):
+    settings = path.with_name(GENERATION_CONFIG)
+    ends = end_tokens_in(read_object(settings))
+    with about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     return config, _bare(file, tensors, naming_of(config))
-
-
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """The content of generation_config.json; {} where there is none. Raises CheckpointError."""
-    path = directory / GENERATION_CONFIG
-    content = read_json(path) if is_file(path) else {}
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, got {shown(content)}")
-    return content
 
 
 def parse_config(config: Any) -> ModelConfig:
