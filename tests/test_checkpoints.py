@@ -281,8 +281,7 @@ def test_the_bundled_model_is_found_next_to_a_folder_of_its_name(
 ) -> None:
     (tmp_path / "shakespeare").mkdir()
     monkeypatch.chdir(tmp_path)
-    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_ctx": 256, "vocab_size": 256}
-    assert Checkpoint.open("shakespeare").config == GPT2Config(**sizes)
+    assert Checkpoint.open("shakespeare").config == GPT2Config(6, 4, 256, 256, 256)
     refused("./shakespeare", "expected model.safetensors or pytorch_model.bin in this directory")
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors or pytorch_model\.bin"):
         Checkpoint.open(Path("shakespeare"))

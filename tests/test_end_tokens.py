@@ -29,8 +29,6 @@ def loaded(folder: Path, kind: str) -> Encoding:
     if kind == "two files":
         small_pair(folder, **{"</s>": 259})
         return tokenizer.load(folder, 300)
-    if kind == "tokenizers":
-        pytest.importorskip("tokenizers")
     path = small_json(folder, added_tokens=SPECIAL, ignore_merges=kind == "tokenizers")
     encoding = tokenizer.from_path(path, 300)
     assert isinstance(encoding, TokenizersEncoding) == (kind == "tokenizers")

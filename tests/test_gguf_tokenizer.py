@@ -41,7 +41,7 @@ def corpus() -> list[str]:
 
 WORDS, PLAIN = (pre_tokenizers.ByteLevel(False, use_regex=split) for split in (True, False))
 # The pre-tokenizers of the models that llama.cpp knows by these names
-STEPS = {
+STEPS: dict[str, list[Any]] = {
     "gpt-2": [WORDS],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), WORDS],
     "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), PLAIN],

@@ -14,7 +14,6 @@ from gpt2block.checkpoints import save_pretrained
 from tests.command_line import gpt2block
 from tests.tokenizer_files import sentence_piece
 
-pytest.importorskip("tokenizers")
 CONFIG = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=24, n_ctx=64, vocab_size=265, n_ff=40,
     tie_word_embeddings=True,

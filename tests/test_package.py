@@ -105,7 +105,7 @@ def test_installed_outside_the_tree_it_finds_every_kernel_and_runs(
     )
     before = os.times()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-c", code]
+    command = [str(python), "-c", code]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
