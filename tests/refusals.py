@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2block import CheckpointError
-from gpt2block.checkpoints import Checkpoint
+from gpt2block.checkpoints import Checkpoint, TensorSource
 
 
 def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoint.open) -> str:
@@ -24,10 +24,10 @@ def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoi
     return message
 
 
-def assert_same_tensors(found: Checkpoint, expected: Checkpoint, dtype: Any = None) -> None:
+def assert_same_tensors(found: TensorSource, expected: TensorSource, dtype: Any = None) -> None:
     """Expect the same tensors, bit for bit; matrices may have another layout in the file.
 
-    dtype: the one as which `expected` is read, if it is another one than that of its file.
+    dtype: the one as which `expected` is read, if it is another one than that of its tensors.
     """
     for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
         (name, array, layout), (their_name, truth, their_layout) = ours, theirs
