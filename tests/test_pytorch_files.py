@@ -528,15 +528,15 @@ def doubled(times: int) -> bytes:
 
 
 BOMBS: dict[str, bytes] = {
-    "tuples in tuples": program(b")" + b"\x85" * 50_000),
+    "tuples in tuples": program(b")" + b"\x85" * 20_000),
     "tuples that double": program(doubled(200)),
     "a name that doubles": program({doubled(200): 1}),
     "a value that doubles": program({"x": doubled(200)}),
     "a shape that doubles": program({"x": tensor(storage("0", 6), doubled(200), (1,))}),
     "an argument that doubles": program(name("torch", "Size") + doubled(200) + b"\x85R"),
     "a size that doubles": program({"model": {}, "model_args": {"n_layer": doubled(200)}}),
-    "marks": program(b"(" * 50_000),
-    "lists": program(b"]" * 50_000),
+    "marks": program(b"(" * 20_000),
+    "lists": program(b"]" * 20_000),
     "a list in itself": program(b"]q\x00" + b"h\x00a" * 20_000),
     "a dictionary in itself": program(b"}q\x00" + put("model") + b"h\x00s"),
     "a memo of 2^32 entries": program(b")r\xff\xff\xff\xff"),

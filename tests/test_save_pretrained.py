@@ -317,7 +317,7 @@ MORE = changed(27, ("beta_f", np.ones(48), None), ("more", np.ones(48), None))
         (wpe(np.ma.ones((11, 48))), None, "got MaskedArray"),
         (wpe(np.full((11, 48), 1e39)), None, "wpe: 528 weights are out of the range of float32"),
         (wpe(np.full((11, 48), 1e5)), "float16", "out of the range of float16: use float32"),
-        (changed(1), "float8_e5m2", "dtype: expected one of float32, float16, bfloat16 or None"),
+        (changed(1), "float8_e5m2", "dtype: expected one of float32, float16, bfloat16, got"),
         ("gpt2", None, "weights: expected GPT2Weights, a Checkpoint or another TensorSource, got"),
     ],
 )

@@ -113,7 +113,7 @@ class Checkpoint:
         problem = hub.fetch_tokenizer(self.repo, self.directory) if self.repo else None
         found = tokenizer_files.present(self.directory)
         known = problem is None or tokenizer_files.readable(found)
-        if not known and not hub.has_gpt2_tokenizer(self.repo):
+        if not known and self.repo not in hub.OFFICIAL:
             raise CheckpointError(
                 f"{self.name}: the tokenizer is not in the Hugging Face cache, and {problem}: "
                 "give a tokenizer with --tokenizer, or token ids"
