@@ -196,16 +196,7 @@ def from_bpe_files(vocab: Path, merges: Path) -> Encoding:
             "pre_tokenizer": {**tokenizer_json.BYTE_LEVEL, "add_prefix_space": prefix},
             "model": {"type": "BPE", "vocab": ids, "merges": pairs},
         }
-        return _with_end(tokenizer_json.read(vocab.parent.name, spec), spec, settings)
-
-
-def _with_end(encoding: Any, spec: Any, settings: Mapping[str, Any]) -> Encoding:
-    """The encoding, whose end_id is that of eos_token, a text or an object with `content`."""
-    token = settings.get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
-    found: Encoding = encoding
-    return found
+    return _of_spec(vocab, spec, settings)
 
 
 def _in_settings(settings: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
@@ -296,7 +287,10 @@ def _of_spec(path: Path, spec: Any, settings: Mapping[str, Any]) -> Encoding:
                 f"{SETTINGS} sets add_bos_token to {bos!r}, the post_processor {verb} before every "
                 "text: change one of them"
             )
-        return _with_end(encoding, spec, settings)
+        token = settings.get("eos_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        encoding.end_id = tokenizer_json.id_of(spec, name if isinstance(name, str) else None)
+        return encoding
 
 
 def prefix_of(encoding: Encoding) -> list[int]:
