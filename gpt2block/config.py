@@ -19,9 +19,12 @@ LIMITS: Mapping[str, int] = {
     "n_ctx": 2**20,
     "vocab_size": 2**24,
 }
+# Likewise of sizes that only some architectures have
+ALL_LIMITS: Mapping[str, int] = {**LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16}
 LARGEST_COUNT = 2**31 - 1  # sizes, positions and rows are int32 on the GPU
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
+Settings = Iterable[tuple[str, tuple[Any, ...], str]]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 GPT2_VOCABULARY, GPT2_END = 50257, 50256  # the size of OpenAI's vocabulary, the id of <|endoftext|>
 
@@ -50,10 +53,17 @@ class ModelConfig(ABC):
     Sizes are positive integers up to `LIMITS`. eos_token_ids: the tokens each of which ends a
     generation, in addition to the tokenizer's. Raises InputError for anything else.
 
-    MODEL_TYPE: of config.json. FLAGS: the fields that are true or false.
+    MODEL_TYPE: of config.json. SIZES: our names of the sizes → those there, the first of which is
+    written; OTHERS: likewise of other fields; FLAGS: the fields that are true or false, which have
+    the same names there; ABSENT: fields without a value there that differ from the default.
+    SETTINGS: names there, supported values, the default first, and why no others.
     """
 
     MODEL_TYPE: ClassVar[str]
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]]
+    OTHERS: ClassVar[Mapping[str, str]]
+    ABSENT: ClassVar[Mapping[str, Any]] = {}
+    SETTINGS: ClassVar[Settings]
     FLAGS: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     n_layer: int
@@ -115,13 +125,27 @@ class ModelConfig(ABC):
         return cls(**cls.fields_in(config), eos_token_ids=end_tokens_in(config))
 
     @classmethod
-    @abstractmethod
     def fields_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json by their names here, except eos_token_ids."""
+        fields = dict(cls.ABSENT)
+        for ours, keys in cls.SIZES.items():
+            limit = ALL_LIMITS[ours]
+            sizes = {key: check_count(key, config[key], limit) for key in keys if key in config}
+            if sizes:
+                fields[ours] = agreed(sizes)
+        check_settings(config, cls.SETTINGS)
+        others = cls._others().items()
+        return fields | {ours: config[theirs] for ours, theirs in others if theirs in config}
 
-    @abstractmethod
+    @classmethod
+    def _others(cls) -> dict[str, str]:
+        return {**cls.OTHERS, **{name: name for name in cls.FLAGS}}
+
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` with which `transformers` loads this model."""
+        named = {ours: theirs for ours, (theirs, *_) in self.SIZES.items()} | self._others()
+        fields = {theirs: getattr(self, ours) for ours, theirs in named.items()}
+        return {"model_type": self.MODEL_TYPE, **fields, "eos_token_id": self.eos_token_id}
 
     @abstractmethod
     def outer_shapes(self) -> tuple[Shapes, Shapes]:
@@ -139,6 +163,22 @@ class GPT2Config(ModelConfig):
     """
 
     MODEL_TYPE: ClassVar[str] = "gpt2"
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "n_layer": ("n_layer", "num_hidden_layers"),
+        "n_head": ("n_head", "num_attention_heads"),
+        "n_embd": ("n_embd", "hidden_size"),
+        "n_ctx": ("n_positions", "max_position_embeddings"),
+        "vocab_size": ("vocab_size",),
+    }
+    OTHERS: ClassVar[Mapping[str, str]] = {"eps": "layer_norm_epsilon"}
+    SETTINGS: ClassVar[Settings] = (
+        ("activation_function", ("gelu_new", "gelu_pytorch_tanh"),
+         "the kernels compute GELU in its tanh approximation only"),
+        ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
+        ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
+        ("add_cross_attention", (False,), "there is no encoder to attend to"),
+        ("quantization_config", (None,), "quantized weights are not supported"),
+    )  # fmt: skip
 
     n_layer: int = 12
     n_head: int = 12
@@ -175,57 +215,28 @@ class GPT2Config(ModelConfig):
         A size may have its GPT-2 name or its general name (n_head, num_attention_heads). As in
         `transformers`, n_positions is the context length, and n_ctx is used only without it.
         """
-        sizes = sizes_in(config, _NAMES)
+        fields = super().fields_in(config)
         if "n_ctx" in config:
-            sizes.setdefault("n_ctx", config["n_ctx"])
-        inner = (None, 4 * sizes.get("n_embd", cls.n_embd))
+            fields.setdefault("n_ctx", config["n_ctx"])
+        inner = (None, 4 * fields.get("n_embd", cls.n_embd))
         width = ("n_inner", inner, "the kernels have a hidden width of 4 n_embd only")
-        check_settings(config, (*_SETTINGS, width))
-        others = {ours: config[theirs] for ours, theirs in _OTHERS.items() if theirs in config}
-        return sizes | others
+        check_settings(config, [width])
+        return fields
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in ModelConfig."""
-        end_of_text = GPT2_END if self.vocab_size == GPT2_VOCABULARY else None
-        end = {"eos_token_id": self.eos_token_id}
-        if end_of_text is not None and not self.eos_token_ids:
-            end = {}  # its default in transformers is GPT-2's
-        return {
+        content = super().to_hugging_face() | {
             "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            **{theirs: getattr(self, ours) for ours, (theirs, *_) in _NAMES.items()},
             "n_inner": None,
             "n_ctx": self.n_ctx,
             "activation_function": "gelu_new",
-            "layer_norm_epsilon": self.eps,
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": end_of_text,
-            **end,
+            "bos_token_id": GPT2_END if self.vocab_size == GPT2_VOCABULARY else None,
         }
-
-
-# Our names of the sizes → those in config.json, of which the second is general in `transformers`;
-# likewise of other fields; settings with the supported values, the default first, and the reason
-Names = Mapping[str, tuple[str, ...]]
-Settings = Iterable[tuple[str, tuple[Any, ...], str]]
-_NAMES: Names = {
-    "n_layer": ("n_layer", "num_hidden_layers"),
-    "n_head": ("n_head", "num_attention_heads"),
-    "n_embd": ("n_embd", "hidden_size"),
-    "n_ctx": ("n_positions", "max_position_embeddings"),
-    "vocab_size": ("vocab_size",),
-}
-_OTHERS = {"eps": "layer_norm_epsilon", "tie_word_embeddings": "tie_word_embeddings"}
-_SETTINGS: Settings = (
-    ("activation_function", ("gelu_new", "gelu_pytorch_tanh"),
-     "the kernels compute GELU in its tanh approximation only"),
-    ("scale_attn_weights", (True,), "the kernels divide by the square root of the head size"),
-    ("scale_attn_by_inverse_layer_idx", (False,), "the kernels scale all layers alike"),
-    ("add_cross_attention", (False,), "there is no encoder to attend to"),
-    ("quantization_config", (None,), "quantized weights are not supported"),
-)  # fmt: skip
+        if self.vocab_size == GPT2_VOCABULARY and not self.eos_token_ids:
+            del content["eos_token_id"]  # its default in transformers is GPT-2's
+        return content
 
 
 def model_type(config: Any) -> Any:
@@ -239,18 +250,6 @@ def end_tokens_in(config: Mapping[str, Any]) -> Any:
     """`eos_token_id` of a config.json or a generation_config.json, unchecked; () without it."""
     ends = config.get("eos_token_id")
     return () if ends is None else ends
-
-
-def sizes_in(
-    config: Mapping[str, Any], names: Names, limits: Mapping[str, int] = LIMITS
-) -> dict[str, Any]:
-    """The sizes in a config.json by our names. Raises CheckpointError or InputError."""
-    found = {}
-    for ours, keys in names.items():
-        sizes = {key: check_count(key, config[key], limits[ours]) for key in keys if key in config}
-        if sizes:
-            found[ours] = agreed(sizes)
-    return found
 
 
 def agreed(given: Mapping[str, Any]) -> Any:

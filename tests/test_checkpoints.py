@@ -281,13 +281,10 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
     ("change", "message"),
     [
         ({"model_type": "mistral"}, "expected model_type 'gpt2' or 'llama', got 'mistral'"),
-        ({"activation_function": "gelu"},
-         "activation_function: expected 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu': the kernels "
-         "compute GELU in its tanh approximation only"),
+        ({"activation_function": "gelu"}, "'gelu_pytorch_tanh', got 'gelu': the kernels compute G"),
         ({"n_inner": 100}, "n_inner: expected null or 192, got 100: the kernels have a hidden"),
         ({"scale_attn_weights": False}, "scale_attn_weights: expected true, got false: the"),
-        ({"scale_attn_by_inverse_layer_idx": True},
-         "scale_attn_by_inverse_layer_idx: expected false, got true: the kernels scale all"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "expected false, got true: the kernels scale"),
         ({"add_cross_attention": True}, "add_cross_attention: expected false, got true: there"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected null, got {'bits"),
         ({"n_head": 5}, "not a multiple of n_head 5"),
@@ -309,7 +306,7 @@ def test_a_layer_out_of_range(directory: Path, layer: int) -> None:
         ({"n_layer": 1}, "config.json has n_layer 1, the file has 2 blocks"),
         ({"n_layer": 3}, "config.json has n_layer 3, the file has 2 blocks"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_config(directory: Path, change: dict[str, Any], message: str) -> None:
     write_config(directory, **change)
     refused(directory, "config.json", message)

@@ -240,8 +240,8 @@ def test_a_row_is_the_same_in_every_batch(
     prompts: list[str], samples: int, at_once: int, seed: int
 ) -> None:
     engine = MarkovEngine(random_table(3, 256), n_ctx=7)
-    options: dict[str, Any] = {"seed": seed, "samples": samples, "max_new_tokens": 12,
-                               "overflow": "truncate", "stop_ids": [7, 8]}  # fmt: skip
+    options: dict[str, Any] = {"seed": seed, "samples": samples, "max_new_tokens": 12}
+    options |= {"overflow": "truncate", "stop_ids": [7, 8]}
     together = generate(engine, BYTES, prompts, rows_at_once=at_once, **options)
     assert all(len(sequences) <= at_once for sequences in engine.batches)
     assert together == [generate(engine, BYTES, prompt, **options) for prompt in prompts]

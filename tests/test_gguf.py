@@ -233,13 +233,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.attention.head_count": 5, "llama.attention.key_length": None},
         "36 is not a multiple of",
     ),
-    "feed-forward": (
-        {"gpt2.feed_forward_length": 100}, "feed_forward_length: expected 4 n_embd, 192, got 100"
-    ),
+    "feed-forward": ({"gpt2.feed_forward_length": 100}, "expected 4 n_embd, 192, got 100"),
     "text": ({"llama.embedding_length": "36"}, "n_embd: expected a positive integer, got '36'"),
     "missing": ({"llama.block_count": None}, "expected llama.block_count: missing"),
     "width": ({"llama.embedding_length": 48}, "tensors misshapen: token_embd.weight"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -103,9 +103,8 @@ def sentence_piece_keys(**more: Any) -> dict[str, Any]:
     ids = range(model.vocab_size())
     tokens, types = [model.id_to_piece(id_) for id_ in ids], [NORMAL] * len(ids)
     types[tokens.index("<user>")] = USER_DEFINED
-    for kind, is_kind in (
-        (UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte)
-    ):  # fmt: skip
+    others = (UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte)
+    for kind, is_kind in others:
         types = [kind if is_kind(id_) else known for id_, known in enumerate(types)]
     return tokenizer_keys(
         "llama",

@@ -232,13 +232,13 @@ def test_handwritten_files_are_read(file: Path) -> None:
         assert content[entry.offset : entry.offset + 24] == DATA["0"]
 
 
-STORAGES = {"Double": "float64", "Long": "int64", "Int": "int32", "Short": "int16",
-            "Char": "int8", "Byte": "uint8", "Bool": "bool"}  # fmt: skip
+KINDS = ["Double", "Long", "Int", "Short", "Char", "Byte", "Bool"]
+DTYPES = ["float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
-@pytest.mark.parametrize("kind", STORAGES)
-def test_storages_of_other_dtypes(file: Path, kind: str) -> None:
-    dtype, width = STORAGES[kind], np.dtype(STORAGES[kind]).itemsize
+@pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, DTYPES, strict=True))
+def test_storages_of_other_dtypes(file: Path, kind: str, dtype: str) -> None:
+    width = np.dtype(dtype).itemsize
     typed = storage("0", 6, name("torch", f"{kind}Storage"))
     content = zipped(program({"x": tensor(typed, (3,), (2,), 1)}), {"0": bytes(6 * width)})
     (entry,) = opened(file, content).tensors.values()
